@@ -1,1 +1,1 @@
-"""From overrides to a configuration, or to a list of what is wrong with them."""
+"""From overrides to a configuration, or to a list of the problems with them."""

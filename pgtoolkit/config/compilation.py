@@ -1,4 +1,4 @@
-"""Whether a run compiles parts of its model: where it is long enough to pay for that."""
+"""Decides whether a run compiles parts of its model: only if it is long enough to pay for that."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Node:
 
 @dataclass
 class _Overrides:
-    """Overrides in Hydra's grammar, together and by what they do, and the problems with the others.
+    """Overrides in Hydra's grammar, together and by their effect, and the problems with the others.
 
     parsed: all that have the right form. choices: those that choose an option. values: those that
     set keys. of_hydra: those on Hydra's own keys.
@@ -214,8 +214,8 @@ def _read(
     evaluate: Evaluated | None,
     is_saved: bool = False,
 ) -> _Overrides:
-    """Return the overrides in Hydra's grammar, by what they do; not such as experiment=null, which
-    change nothing.
+    """Return the overrides in Hydra's grammar, by their effect, without those that have none, such
+    as experiment=null.
 
     is_saved: whether they are set on a saved run.
     """
@@ -290,8 +290,8 @@ def _unique(problems: list[str]) -> list[str]:
 def _of_files(
     choices: list[str], config_dir: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig | None, list[str]]:
-    """Return the configuration of the chosen options, and the problems with what the user's files
-    set in it."""
+    """Return the configuration of the chosen options, and the problems with keys that the user's
+    files set in it."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
         node_without_files = None

@@ -90,8 +90,8 @@ class Entry:
             needs = in_words(key.only_if)
             yield f"It needs {needs}; otherwise any value but the default is refused."
         if key.fixed:
-            where = f", if {in_words(key.fixed_if)}" if key.fixed_if else ""
-            yield f"`pgtk resume` keeps it{where}: {key.fixed}."
+            condition = f", if {in_words(key.fixed_if)}" if key.fixed_if else ""
+            yield f"`pgtk resume` keeps it{condition}: {key.fixed}."
         if key.learns is not True:
             unless = "" if key.learns is False else f", unless {in_words(key.learns)}"
             yield (
@@ -141,7 +141,7 @@ class Page:
 
     kind: "key", "group", "option", "metric", "line" (of a step), "exit status", "word", "row" (of a
     table), or "mentions". parts: what is written about it, by name; "" for a part without one.
-    text: the page as it is printed.
+    text: the printed page.
     """
 
     kind: str

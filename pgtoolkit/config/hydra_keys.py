@@ -129,7 +129,7 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
     """Return the problems with the node `hydra`: code that it names, and keys that only the command
     line may set.
 
-    without_files: the node as it is without the user's files; None if there are none. A file may
+    without_files: the same node without the user's files; None if there are none. A file may
     set where runs are written, what is swept, and plain values of those keys of its launcher and
     sweeper that conf/ has.
     """

@@ -57,9 +57,9 @@ class Key:
     why: str = ""
     """The reason for that refusal, if it is more than that the key has no effect."""
     reads: Literal["data", "model", "reference"] | None = None
-    """The kind of what the key names, if a run reads it from outside of its directory: its path is
-    made absolute, and its contents are digested. A model may be a name on the Hugging Face hub; a
-    reference is a model or one of `NO_FOLDER`."""
+    """The kind of data that the key names, if a run reads it from outside of its directory. Its
+    path is made absolute, and its contents are digested. A model may be a name on the Hugging Face
+    hub; a reference is a model or one of `NO_FOLDER`."""
     writes: bool = False
     """Whether the key names a folder that a run writes to; the path is made absolute."""
     code: Literal["function", "command"] | None = None

@@ -185,7 +185,7 @@ def fits(key: Key, value: Any) -> bool:
 
 
 def shown(name: str) -> str:
-    """Return a key as it is typed: the group, for the key that names its option."""
+    """Return the name under which a key is typed: the group, for the key that names its option."""
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
 

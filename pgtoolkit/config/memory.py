@@ -1,5 +1,5 @@
-"""What each GPU will hold, estimated from the model's config.json alone, and the cheapest change
-that makes it fit."""
+"""Estimates the memory of each GPU from the model's config.json alone, and the cheapest change that
+makes a run fit."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _MOST_PROMPT_TOKENS = 65536
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one GPU by what they are for: all the time, during an update, and while completions
-    are sampled.
+    """Bytes on one GPU by their purpose: all the time, during an update, and while completions are
+    sampled.
 
     copies: bytes on a GPU of `sampler.gpus`, which holds a copy of the weights.
     """

@@ -1,4 +1,4 @@
-"""The configured model as far as it is known without loading it: its shape, its vocabulary, its
+"""Facts about the configured model that are known without loading it: its shape, vocabulary and
 number of weights."""
 
 from __future__ import annotations

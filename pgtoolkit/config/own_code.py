@@ -53,7 +53,7 @@ def keys_set(name: str, value: Any) -> Iterator[str]:
 
 
 def chosen(config: object, group: str) -> str:
-    """Return the option of a group as it is typed: the path of own code, or the option's name."""
+    """Return the option of a group in the form that is typed: the path of own code, or a name."""
     option = plain_value(config, OPTION_KEYS[group])
     key = OWN_CODE.get(group)
     path = value_of(config, key.name) if key is not None and option == key.stands_for else None
@@ -66,7 +66,8 @@ def family_of_config(config: Config) -> Family | None:
 
 
 def typed_key(name: str, config: object) -> str:
-    """Return a key as it is typed: the group, for the path of own code that chooses its option.
+    """Return the name under which a key is typed: the group, for the path of own code that chooses
+    its option.
 
     `aggregation.reducer` may also be set with an option such as `aggregation=prompt_mean`, and is
     typed as a key then.
@@ -98,7 +99,7 @@ def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_name(name: str) -> str:
-    """Return a key as it is typed: `loss.tau` for `loss.options.tau`, a parameter of own code."""
+    """Return the short name of a key: `loss.tau` for the parameter `loss.options.tau` of own code."""
     for group, parameters in PARAMETERS.items():
         if name != parameters and is_inside(name, parameters):
             return f"{group}.{name.removeprefix(f'{parameters}.')}"

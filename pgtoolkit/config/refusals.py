@@ -92,7 +92,7 @@ def pattern(override: Override, groups: dict[str, list[str]]) -> str:
 
 
 def _as_list(key: str, value: str) -> str:
-    """Return the override, quoted for a shell, that makes a list of what was typed."""
+    """Return the override, quoted for a shell, that makes a list of the typed value."""
     inside = value.strip().strip("'[]\"")
     return f"'{key}=[\"{inside}\"]'"
 

@@ -1,4 +1,4 @@
-"""Makes a frozen `Config` of what was composed: interpolations resolved, every value in its
+"""Makes a frozen `Config` of a composed configuration: interpolations resolved, every value in its
 range."""
 
 from __future__ import annotations

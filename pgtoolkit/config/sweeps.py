@@ -74,25 +74,17 @@ def compose_sweep(
         return SweepConfig(unusable=of_hydra_itself or node.problems)
     hydra = node.config.hydra
     params = hydra.sweeper.get("params") or {}
-    given = [*(f"{key}={value}" for key, value in params.items()), *of_jobs]
-    described = jobs(given)
+    overrides_of_jobs = [*(f"{key}={value}" for key, value in params.items()), *of_jobs]
+    described = jobs(overrides_of_jobs)
     varying = _varying(described)
     sweep = SweepConfig(problems=given_twice(parse(overrides)[0]), jobs=described, varying=varying)
     sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))
     if hydra.sweeper.get("kind") == SEARCH:
-        drawn = axes(given)
+        drawn = axes(overrides_of_jobs)
         fixed = [override for override in described[0] if key_of(override) not in drawn]
         sweep.search = Search(drawn, fixed, hydra_keys.settings_in(hydra.sweeper))
-    for override in [] if sweep.search else intervals(given):
-        sweep.problems.append(
-            refusal(
-                setting=override,
-                needs="hydra/sweeper=optuna_search",
-                got="the default sweeper",
-                reason="An interval is searched, not gone through value by value.",
-                use=f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B",
-            )
-        )
+    else:
+        sweep.problems += [_interval(override) for override in intervals(overrides_of_jobs)]
     hydra.overrides.task = of_jobs
     path, problems = hydra_keys.folder_in(node.config, "hydra.sweep.dir")
     sweep.problems += problems
@@ -106,14 +98,25 @@ def compose_sweep(
                 setting="hydra.launcher",
                 needs="values that resolve",
                 got=first_line(error),
-                reason="It is what runs the jobs.",
+                reason="It runs the jobs.",
                 use="plain values of its keys",
             )
         )
-    keys = dict.fromkeys(key_of(override) for overrides in described for override in overrides)
+    keys = dict.fromkeys(key_of(override) for job in described for override in job)
     unnamed = [key for key in keys if key not in varying] if varying else []
     sweep.compose = _Jobs(of_hydra, config_dir, sweep_file, sweep.folder, unnamed)
     return sweep
+
+
+def _interval(override: str) -> str:
+    """Refuse an interval in a sweep that is no search."""
+    return refusal(
+        setting=override,
+        needs="hydra/sweeper=optuna_search",
+        got="the default sweeper",
+        reason="An interval is searched, not gone through value by value.",
+        use=f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B",
+    )
 
 
 def _varying(described: list[list[str]]) -> dict[str, list[str]]:
@@ -198,8 +201,9 @@ class _Jobs:
 
 
 class _Kind:
-    """Jobs that choose the same options and set the same keys, to different numbers and words; Hydra
-    composes one of them.
+    """Jobs that choose the same options and set the same keys, to different numbers and words.
+
+    Hydra composes one of them.
 
     config: of the job that was composed last, in which the values of the next one are set.
     """

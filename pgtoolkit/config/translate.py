@@ -1,5 +1,5 @@
-"""`pgtk translate FILE`: a configuration of TRL or verl as a command here, with what differs and
-what has no equal."""
+"""`pgtk translate FILE`: a configuration of TRL or verl as a command here, with a list of the
+differences and of keys without an equal."""
 
 from __future__ import annotations
 

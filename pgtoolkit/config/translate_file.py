@@ -1,4 +1,4 @@
-"""A configuration file of TRL or verl as it is read, and the overrides that say the same here."""
+"""Reads a configuration file of TRL or verl, and makes the overrides that both have in common."""
 
 from __future__ import annotations
 

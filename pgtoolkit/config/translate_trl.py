@@ -1,4 +1,4 @@
-"""What a configuration of TRL's GRPOTrainer says, its defaults included, as overrides here."""
+"""Overrides that say the same as a configuration of TRL's GRPOTrainer, its defaults included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration of verl's PPO trainer says, its defaults included, as overrides here."""
+"""Overrides that say the same as a configuration of verl's PPO trainer, its defaults included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which way to use several GPUs makes an iteration shortest, estimated from the model's config.json
-alone."""
+"""Compares the ways to use several GPUs: estimates the seconds of an iteration from the model's
+config.json alone."""
 
 from __future__ import annotations
 

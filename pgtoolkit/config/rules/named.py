@@ -1,4 +1,4 @@
-"""Checks of what a value names: files and folders, functions, packages."""
+"""Checks that a value names something usable: a file or folder, a function, a package."""
 
 from __future__ import annotations
 
