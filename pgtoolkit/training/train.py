@@ -140,7 +140,8 @@ def _open_run(
                 log.handlers = [logging.NullHandler()]
                 log.propagate = False
                 quieten()
-        path = gather_objects(checkpoint and checkpoint["path"], layout.world_group)[0]
+        checkpoint_path: Path | None = None if checkpoint is None else checkpoint["path"]
+        path = gather_objects(checkpoint_path, layout.world_group)[0]  # rank 0's
         if layout.rank > 0 and path is not None:
             checkpoint = read_checkpoint(path, check=False)
     return run, checkpoint
