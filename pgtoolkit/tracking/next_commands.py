@@ -19,21 +19,19 @@ from pgtoolkit.system.report import program, shortest_path
 from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"
-"""Where `mlflow server` listens unless told otherwise."""
+"""The default address of `mlflow server`."""
 
 _OF_TRAINING = "workflowType=machine_learning"
-"""In an address, the mode of MLflow's pages that shows runs and their charts; it opens in that for
-language models."""
+"""Chooses, in an address, MLflow's pages with runs and charts, not those for language models."""
 
 
 def _pgtk(*arguments: str) -> str:
-    """A line for the shell."""
+    """Return a command for the shell."""
     return " ".join([program("pgtk"), *map(shlex.quote, arguments)])
 
 
 def ui_command(uri: str | None) -> str | None:
-    """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows
-    itself."""
+    """Return the command that shows a local store on UI_ADDRESS; None for a server's store."""
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
@@ -47,21 +45,21 @@ def ui_command(uri: str | None) -> str | None:
 def ui_url(
     uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None
 ) -> str:
-    """The address of a run's page, or without run_id of the page that charts all runs of the
-    experiment or sweep."""
+    """Return the address of a run's page, or of the page with charts of several runs.
+
+    run_id: None for charts of all runs of the experiment, or of the sweep.
+    """
     page = f"/{run_id}?" if run_id else "?compareRunsMode=CHART&"
     page += _OF_TRAINING
     if sweep:
-        # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told
-        #   otherwise.
-        found = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
-        page += f"&searchFilter={quote(found, safe='')}"
+        # MLflow draws ten runs by default. The summary run, which has no curves, has no seed.
+        runs_with_curves = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
+        page += f"&searchFilter={quote(runs_with_curves, safe='')}"
     return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
 
 
 def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:
-    """The address of the page that sets runs side by side, with their parameters and final
-    metrics."""
+    """Return the address of the page with parameters and final metrics of runs side by side."""
     lists = {"runs": list(run_ids), "experiments": list(experiment_ids)}
     query = "&".join(
         f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}"
@@ -71,83 +69,89 @@ def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequenc
 
 
 def start_url(uri: str | None) -> str:
-    """The address of the page that lists all experiments."""
+    """Return the address of the page that lists all experiments."""
     return f"{_server(uri)}/#/experiments?{_OF_TRAINING}"
 
 
-def _server(uri):
+def _server(uri: str | None) -> str:
     return redact(uri).rstrip("/") if uri and uri.startswith("http") else UI_ADDRESS
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The command that continues a run, with overrides if any; what no file may say is typed
-    again."""
-    return _pgtk("resume", shortest_path(run_dir), *_only_typed(run_dir), *overrides)
+    """Return the command that continues a run, with overrides.
+
+    It repeats the keys that have to be typed, since a run's own file may not decide them.
+    """
+    return _pgtk("resume", shortest_path(run_dir), *_typed_overrides(run_dir), *overrides)
 
 
 def sync_command(run_dir: str | Path, uri: str | None) -> str:
-    """Return the command that delivers to MLflow what it lacks of a run; a server's address is
-    typed."""
-    return _pgtk(
-        "sync",
-        shortest_path(run_dir),
-        *([f"--uri={redact(uri)}"] if uri is not None and is_server(uri) else []),
-    )
+    """Return the command that delivers to MLflow what it lacks of a run.
+
+    A server's address is part of it, since it has to be typed.
+    """
+    arguments = [shortest_path(run_dir)]
+    if uri is not None and is_server(uri):
+        arguments.append(f"--uri={redact(uri)}")
+    return _pgtk("sync", *arguments)
 
 
-def _only_typed(run_dir):
-    """Return overrides with the programs, and the folders outside of the run, that its own file may
-    not decide."""
+def _typed_overrides(run_dir: str | Path) -> list[str]:
+    """Return overrides with the programs of a run, and its folders outside of its directory."""
     try:
         config = read_resolved(run_dir)
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    named = named_commands(config) | folders_outside(config, Path(run_dir))
-    return [f"{key}={_quoted(value)}" for key, value in named.items()]
+    values = named_commands(config) | folders_outside(config, Path(run_dir))
+    return [f"{key}={_quoted(value)}" for key, value in values.items()]
 
 
 def _quoted(value: str | list) -> str:
-    """A text, or several, as Hydra reads them in an override."""
+    """Return a text, or a list of them, as Hydra reads it in an override."""
     if not isinstance(value, str):
         return f"[{','.join(map(repr, value))}]"
     return value if re.fullmatch(r"[\w./:~+@-]*", value) else repr(value)
 
 
 def has_counterpart(run_dir: str | Path) -> bool:
-    """Whether the other loss could train otherwise on the same documents: old log-probs may lack,
-    or advantages."""
-    config = read_config(run_dir)[0]
-    family = FAMILIES.get(config["loss"]["name"])
+    """Return whether another loss can be compared on the same documents.
+
+    It cannot where these lack advantages, or old log-probs.
+    """
+    config, _ = read_config(run_dir)
     if config.get("advantage", {}).get("estimator") == "none":
         return False
-    return (
-        config.get("rollout", {}).get("name") != "recorded"
-        or family is None
-        or family.reads_old_log_probs
-    )
+    if config.get("rollout", {}).get("name") != "recorded":
+        return True
+    family = FAMILIES.get(config["loss"]["name"])
+    return family is None or family.reads_old_log_probs
 
 
 def counterpart_command(run_dir: str | Path) -> str:
-    """The command of the same run with the other loss; the first loss's own overrides are left out.
+    """Return the command of the same run with another loss.
 
-    So are its name, and the folder of its recorded rollouts, which is occupied now.
+    Overrides of the first loss are left out, and so are the run's name and the folder of its
+    recorded rollouts, which is occupied now.
     """
     config, overrides = read_config(run_dir)
-    other = next(name for name in FAMILIES if name != config["loss"]["name"])
-    dropped = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
-    kept = [override for override in overrides if not override.lstrip("+~").startswith(dropped)]
+    other_loss = next(name for name in FAMILIES if name != config["loss"]["name"])
+    left_out = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
+    arguments = [f"loss={other_loss}"]
+    arguments += [
+        override for override in overrides if not override.lstrip("+~").startswith(left_out)
+    ]
     folder = _config_dir(run_dir)
-    return _pgtk(
-        *([f"--config-dir={shortest_path(folder)}"] if folder else []), f"loss={other}", *kept
-    )
+    if folder is not None:
+        arguments.insert(0, f"--config-dir={shortest_path(folder)}")
+    return _pgtk(*arguments)
 
 
-def _config_dir(run_dir):
-    """The folder with options of the user's own that the run was started with, or None."""
-    provenance, parser = (
-        known_provenance(Path(run_dir)),
-        argparse.ArgumentParser(add_help=False, allow_abbrev=False),
-    )
+def _config_dir(run_dir: str | Path) -> Path | None:
+    """Return the folder with the user's own options that the run was started with, if any."""
+    provenance = known_provenance(Path(run_dir))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", nargs="?")
-    folder = parser.parse_known_args(provenance.get("command", [])[1:])[0].config_dir
-    return folder and Path(provenance.get("directory", ""), folder)
+    arguments, _ = parser.parse_known_args(provenance.get("command", [])[1:])
+    if not arguments.config_dir:
+        return None
+    return Path(provenance.get("directory", ""), arguments.config_dir)

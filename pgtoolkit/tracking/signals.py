@@ -1,4 +1,4 @@
-"""A signal before training catches signals itself: the run directory says so, and the run can be
+"""Records a signal that comes before training handles signals itself, so that the run can be
 resumed."""
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
@@ -22,17 +21,23 @@ from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-"""Let a run finish its step, save and stop. SIGHUP comes when a terminal is closed or a connection
-to another machine ends; SIGUSR2 is what SLURM is asked to send before it takes a node away."""
+"""Signals after which a run finishes its step, saves and stops. SIGHUP comes when a terminal is
+closed or a connection to another machine ends, SIGUSR2 from SLURM, which is asked to send it before
+it takes a node away."""
+
+Handler = Callable[[int, FrameType | None], object]
+"""A function that is called with a signal's number and the interrupted frame."""
 
 
-def answer_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Let STOP_SIGNALS call the handler from here on; returns what each did before.
+def answer_stop_signals(handler: Handler) -> dict[int, Handler | int | None]:
+    """Let STOP_SIGNALS call a handler from now on, and return the earlier handler of each.
 
-    SIGHUP stays ignored where it is: `nohup pgtk ...` goes on when its terminal is closed.
+    SIGHUP stays ignored if it is: `nohup pgtk ...` continues when its terminal is closed.
     """
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    answered = [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and ignored)]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    answered = [
+        number for number in STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)
+    ]
     return {number: signal.signal(number, handler) for number in answered}
 
 
@@ -41,41 +46,43 @@ class StopSignal(KeyboardInterrupt):
 
 
 _swallowed: list[StopSignal] = []
-"""The first signal since `stop_signals_recorded` began; still there when training begins, it was
-swallowed."""
+"""The first signal since `stop_signals_recorded` began. If it is still here when training begins,
+the exception was swallowed."""
 
 
 @contextlib.contextmanager
-def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """STOP_SIGNALS call the handler meanwhile."""
-    before = answer_stop_signals(handler)
+def answered_by(handler: Handler) -> Iterator[None]:
+    """Let STOP_SIGNALS call a handler in the block."""
+    earlier_handlers = answer_stop_signals(handler)
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, earlier_handler in earlier_handlers.items():
+            signal.signal(number, earlier_handler)
 
 
 @contextlib.contextmanager
 def stop_signals_wait() -> Iterator[None]:
-    """Around imports: an exception amid them leaves modules half made, of which libraries make
-    errors of their own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Hold back STOP_SIGNALS in a block of imports.
+
+    An exception in the middle of an import leaves half of a module, and confusing errors.
+    """
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
 @contextlib.contextmanager
 def stop_signals_recorded(
     config: Config, run_dir: Path, overrides: list[str], sweep: str | None = None
 ) -> Iterator[None]:
-    """Around the imports of training, which take seconds, and the training itself.
+    """Record STOP_SIGNALS in a block that imports what training needs, and trains.
 
-    A first signal raises StopSignal where the program is, unless training has set handlers of its
-    own; if it ends the program, the run directory records it and Interrupted is raised with the
-    command that resumes the run. A second signal ends the process at once.
+    The first signal raises StopSignal, unless training has set its own handlers by then. If that
+    ends the block, the run directory records it, and Interrupted is raised with the command that
+    resumes the run. A second signal ends the process at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -102,16 +109,16 @@ def stop_signals_recorded(
 
 
 def raise_swallowed() -> None:
-    """Raise the StopSignal that has ended nothing: Python drops what is raised within a finalizer
-    such as __del__."""
+    """Raise a StopSignal again that Python dropped, since it was raised in a finalizer such as
+    __del__."""
     if _swallowed:
         raise _swallowed[0]
 
 
-def _raise(number, _frame):
+def _raise(number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # may come to each process of a job, and from the one above it
+    # These may come twice: to each process of a job, and from its parent.
     for repeated in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(repeated, signal.SIG_IGN)
     _swallowed.append(StopSignal(signal.Signals(number).name))

@@ -250,7 +250,7 @@ def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
     run.close()
     done = python(break_it, str(run.path))
     assert done.stdout == "[]\n"
-    assert done.stderr.count("WARNING note: wandb failed and gets nothing more of this run") == 1
+    assert done.stderr.count("WARNING note: wandb failed and gets no more rows of this run") == 1
     assert len(run.metrics_path.read_text().splitlines()) == 12
 
 
