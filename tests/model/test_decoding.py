@@ -1,5 +1,4 @@
-"""Decoding over a cache of fixed size against the model's own forward pass over each whole
-document."""
+"""Decoding over a cache of fixed size, against the model's forward pass over each document."""
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ KINDS = {
     "qwen3": 90,
     "mistral": 90,
 }
-"""With the most tokens that a completion may have."""
+"""Models, with the most tokens that a completion may have."""
 
 KERNEL = [
     pytest.param(256, 256, marks=pytest.mark.gpu),
@@ -34,44 +33,48 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4
 
 
 def decoded(policy, max_tokens, ends=()):
-    uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], max_tokens).to(
-        policy.model.device
+    uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], max_tokens)
+    return policy.decode(
+        PROMPTS,
+        max_tokens,
+        False,
+        draw=draw,
+        uniform=uniform.to(policy.model.device),
+        check=lambda: None,
+        ends=list(ends),
     )
-    how = {"draw": draw, "uniform": uniform, "check": lambda: None, "ends": list(ends)}
-    return policy.decode(PROMPTS, max_tokens, False, **how)
 
 
 @torch.no_grad()
 def expected(policy, prompt, tokens):
-    """Log-probs of the tokens by one pass over the document."""
+    """Return the log-probs of the tokens by one pass over the document."""
     document = torch.tensor([prompt + tokens], device=policy.model.device)
     log_probs = policy.model(input_ids=document).logits[0].log_softmax(-1)
-    return (
-        log_probs[len(prompt) - 1 : -1].gather(-1, document[0, len(prompt) :, None])[:, 0].float()
-    )
+    labels = document[0, len(prompt) :, None]
+    return log_probs[len(prompt) - 1 : -1].gather(-1, labels)[:, 0].float()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_the_models_own(kind, device):
+def test_log_probs_are_those_of_the_model(kind, device):
     policy = build(kind)
     policy.model.to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
     assert tokens.shape == log_probs.shape == (len(PROMPTS), KINDS[kind])
     assert len(tokens.unique()) > VOCABULARY / 2
-    for prompt, own, found in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
-        torch.testing.assert_close(found, expected(policy, prompt, own), rtol=0, atol=2e-6)
+    for prompt, row, actual in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
+        torch.testing.assert_close(actual, expected(policy, prompt, row), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral"])
-def test_log_probs_in_bfloat16_are_the_models_own_but_for_rounding(kind, device):
+def test_log_probs_in_bfloat16_are_those_of_the_model_except_for_rounding(kind, device):
     policy = build(kind)
     policy.model.bfloat16().to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
     rows = zip(PROMPTS, tokens.tolist(), log_probs, strict=True)
     differences = torch.cat(
-        [(found - expected(policy, prompt, own)).abs() for prompt, own, found in rows]
+        [(actual - expected(policy, prompt, row)).abs() for prompt, row, actual in rows]
     )
     assert differences.mean() < 0.01
     assert differences.max() < 0.06
@@ -80,35 +83,44 @@ def test_log_probs_in_bfloat16_are_the_models_own_but_for_rounding(kind, device)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
-    """Token by token in float32, each prompt by itself; here in groups, whose prompts are read
-    once."""
-    policy, most = build(kind), min(40, KINDS[kind])
+    """In float32. `generate` completes each prompt alone; here equal prompts are read once."""
+    policy = build(kind)
+    length = min(40, KINDS[kind])
     policy.model.float().to(device).eval()
-    groups, alone, read = [PROMPTS[0]] * 3 + [PROMPTS[3]] * 2 + PROMPTS[1:] + [PROMPTS[0]], {}, []
+    alone = {}
     for prompt in PROMPTS:
-        whole = torch.tensor([prompt], device=device)
-        settings = {
-            "max_new_tokens": most,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        given = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-        alone[tuple(prompt)] = policy.model.generate(**given, **settings)[0, len(prompt) :]
-    keep = decoding.Cache.read
-    monkeypatch.setattr(
-        decoding.Cache, "read", lambda *given: (read.append(len(given[2])), keep(*given))
+        tokens = torch.tensor([prompt], device=device)
+        generated = policy.model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=length,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        alone[tuple(prompt)] = generated[0, len(prompt) :].tolist()
+    prompts_read = []
+    read = decoding.Cache.read
+
+    def noted_read(cache, layer, key, value):
+        prompts_read.append(len(key))
+        read(cache, layer, key, value)
+
+    monkeypatch.setattr(decoding.Cache, "read", noted_read)
+    groups = [PROMPTS[0]] * 3 + [PROMPTS[3]] * 2 + PROMPTS[1:] + [PROMPTS[0]]
+    tokens, log_probs = policy.decode(
+        groups,
+        length,
+        False,
+        draw=likeliest,
+        uniform=torch.zeros(len(groups), length, device=device),
+        check=lambda: None,
+        ends=[],
     )
-    how = {
-        "draw": likeliest,
-        "uniform": torch.zeros(len(groups), most, device=device),
-        "check": lambda: None,
-    }
-    tokens, log_probs = policy.decode(groups, most, False, **how, ends=[])
-    assert tokens.tolist() == [alone[tuple(prompt)].tolist() for prompt in groups]
-    assert read == [len(PROMPTS)] * 2  # in each layer
+    assert tokens.tolist() == [alone[tuple(prompt)] for prompt in groups]
+    assert prompts_read == [len(PROMPTS)] * 2  # in each layer
     assert torch.equal(log_probs[:3, 0], log_probs[-1:, 0].expand(3))
-    torch.testing.assert_close(log_probs[:3], log_probs[-1:].expand(3, most), rtol=0, atol=1e-6)
+    torch.testing.assert_close(log_probs[:3], log_probs[-1:].expand(3, length), rtol=0, atol=1e-6)
 
 
 def likeliest(logits, _uniform):
@@ -117,30 +129,28 @@ def likeliest(logits, _uniform):
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
-    """Without a GPU in Triton's interpreter; also where prompts are read one by one."""
+    """Without a GPU in Triton's interpreter. With the kernels, prompts are read one by one."""
     from pgtoolkit.kernels import triton_attention
 
-    policy, how = build(kind), {"check": lambda: None, "ends": []}
-    prompts, uniform = (
-        [PROMPTS[0], PROMPTS[1], PROMPTS[0]],
-        uniform_numbers([(0, i) for i in range(3)], 4),
-    )
-    pytorchs = policy.decode(prompts, 4, False, **how, draw=draw, uniform=uniform)
+    policy = build(kind)
+    options = {"check": lambda: None, "ends": []}
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    uniform = uniform_numbers([(0, i) for i in range(3)], 4)
+    by_pytorch = policy.decode(prompts, 4, False, **options, draw=draw, uniform=uniform)
     monkeypatch.setattr(decoding, "_attend", triton_attention.attend)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
     policy.model.to(DEVICE)
     tokens, log_probs = policy.decode(
-        prompts, 4, False, **how, draw=1.0, uniform=uniform.to(DEVICE)
+        prompts, 4, False, **options, draw=1.0, uniform=uniform.to(DEVICE)
     )
-    assert torch.equal(tokens.cpu(), pytorchs[0])
-    torch.testing.assert_close(log_probs.cpu(), pytorchs[1], rtol=0, atol=2e-6)
+    assert torch.equal(tokens.cpu(), by_pytorch[0])
+    torch.testing.assert_close(log_probs.cpu(), by_pytorch[1], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("rows", "room"), KERNEL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
-    """As near to float64 as PyTorch's own is, at the size of a model of half a billion
-    parameters."""
+def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room, dtype):
+    """At the size of a model of half a billion parameters."""
     from pgtoolkit.kernels.triton_attention import attend
 
     torch.manual_seed(0)
@@ -150,53 +160,53 @@ def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
     cache = [torch.randn(rows, 2, room, 64, device="cuda", dtype=dtype) for _ in range(2)]
     positions = torch.randint(room, (rows,), device="cuda")
     positions[:2] = torch.tensor([0, room - 1])
-    given = query, key, value, *cache, positions, 0.125
+    tensors = (query, key, value, *cache)
     for window in (None, 100):
-        found = attend(*given, window)[:, :, None]
-        pytorchs = decoding._attend(*given, window)
-        exact = [
-            decoding._attend(
-                *(x[a : a + 16].double() for x in given[:5]), positions[a : a + 16], 0.125, window
-            )
-            for a in range(0, rows, 16)
-        ]
-        worst = [float((x.double() - torch.cat(exact)).abs().max()) for x in (found, pytorchs)]
-        assert worst[0] <= 2 * worst[1] + 4e-6, worst
+        by_kernel = attend(*tensors, positions, 0.125, window)[:, :, None]
+        by_pytorch = decoding._attend(*tensors, positions, 0.125, window)
+        parts = []
+        for start in range(0, rows, 16):
+            part = slice(start, start + 16)
+            wide = (x[part].double() for x in tensors)
+            parts.append(decoding._attend(*wide, positions[part], 0.125, window))
+        exact = torch.cat(parts)
+        kernels_error = float((by_kernel.double() - exact).abs().max())
+        pytorchs_error = float((by_pytorch.double() - exact).abs().max())
+        assert kernels_error <= 2 * pytorchs_error + 4e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("every", [1, 2, 32])
 def test_rows_that_have_ended_are_dropped_and_the_others_go_on(monkeypatch, device, every):
-    """Looked at often; and prompts are read one by one."""
+    """Prompts are read one by one, too."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", every)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
-    policy, seen = build("mistral"), []
+    policy = build("mistral")
     policy.model.to(device)
-    monkeypatch.setattr(decoding.Cache, "keep_rows", noting(decoding.Cache.keep_rows, seen))
+    rows_kept = []
+    keep_rows = decoding.Cache.keep_rows
+
+    def noted_keep_rows(cache, rows):
+        rows_kept.append(len(rows))
+        keep_rows(cache, rows)
+
+    monkeypatch.setattr(decoding.Cache, "keep_rows", noted_keep_rows)
     ends = [4, 17]
     tokens, log_probs = decoded(policy, 80, ends)
     lengths = []
-    for prompt, row, found in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
+    for prompt, row, actual in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
         length = next((place + 1 for place, token in enumerate(row) if token in ends), 80)
         lengths.append(length)
-        own = expected(policy, prompt, row[:length])
-        torch.testing.assert_close(found[:length], own, rtol=0, atol=2e-6)
+        log_probs_expected = expected(policy, prompt, row[:length])
+        torch.testing.assert_close(actual[:length], log_probs_expected, rtol=0, atol=2e-6)
     assert len(set(lengths)) > 4
-    assert seen == sorted(seen, reverse=True)
-    assert len(seen) >= 2 or every == 32
-    if every == 1:  # rows that have all ended cost nothing more
+    assert rows_kept == sorted(rows_kept, reverse=True)
+    assert len(rows_kept) >= 2 or every == 32
+    if every == 1:  # nothing is computed once all rows have ended
         assert (tokens[:, max(lengths) + 1 :] == 0).all()
 
 
-def noting(keep_rows, seen):
-    def noted(self, rows):
-        seen.append(len(rows))
-        keep_rows(self, rows)
-
-    return noted
-
-
-def test_the_model_is_left_as_it_was():
+def test_decoding_leaves_the_model_as_it_was():
     policy = build("qwen3")
     before = policy.model.config._attn_implementation
     decoded(policy, 3)
@@ -218,14 +228,15 @@ def test_only_ordinary_attention_and_fixed_rotary_positions_are_decoded():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_tied", "qwen3"])
-def test_a_copy_has_the_weights_rounded_and_what_the_model_computes_for_itself_not(kind):
+def test_a_copy_has_rounded_weights_and_the_same_buffers(kind):
     policy = Policy(build(kind).model.float(), None, torch.bfloat16)
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
-    own, others = dict(policy.model.named_parameters()), dict(copied.model.named_parameters())
-    assert own.keys() == others.keys()
-    assert all(torch.equal(others[name], weight.bfloat16()) for name, weight in own.items())
-    assert not any(weight.requires_grad for weight in others.values())
+    weights = dict(policy.model.named_parameters())
+    copies = dict(copied.model.named_parameters())
+    assert weights.keys() == copies.keys()
+    assert all(torch.equal(copies[name], weight.bfloat16()) for name, weight in weights.items())
+    assert not any(weight.requires_grad for weight in copies.values())
     buffers = dict(copied.model.named_buffers())
     for name, buffer in policy.model.named_buffers():
         assert torch.equal(buffers[name], buffer)

@@ -1,5 +1,5 @@
-"""Sampling is from the distribution that the configuration says, whatever the model's folder
-suggests."""
+"""Sampling by transformers: completions come from the configured distribution, whatever the model's
+folder suggests."""
 
 import gc
 import json
@@ -18,7 +18,8 @@ from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 
-PROMPT, OTHER = [4, 8, 2, 10], [9, 10]
+PROMPT = [4, 8, 2, 10]
+OTHER = [9, 10]
 END = 11
 
 SUGGESTED = {
@@ -46,7 +47,7 @@ SUGGESTED = {
     "max_time": 0.0001,
     "prompt_lookup_num_tokens": 2,
 }
-"""What a generation_config.json may hold, each with a value that acts on this model in
+"""Settings of a generation_config.json, each with a value that acts on this model in
 transformers."""
 
 
@@ -56,7 +57,7 @@ def folder(tmp_path_factory):
 
 
 def save_llama(path):
-    """A small Llama that is sure of some tokens, as save_pretrained leaves it."""
+    """Save a small Llama that gives some tokens a high probability; return its folder."""
     model = small_llama(num_hidden_layers=2, max_position_embeddings=128)
     with torch.no_grad():
         model.lm_head.weight *= 15
@@ -64,7 +65,7 @@ def save_llama(path):
 
 
 def suggesting(folder, **settings):
-    """The folder with this generation_config.json."""
+    """Write a generation_config.json into the folder, and return the folder."""
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -74,43 +75,44 @@ def settings(folder, *overrides):
 
 
 def built(folder, *overrides):
-    """The model, and the sampler that a run of these settings has."""
+    """Return the model and the sampler of a run with these overrides."""
     module, loader = build(settings(folder, *overrides))
     return module.model, sampler_of(loader)
 
 
 def once(prompts):
-    """One completion of each is wanted."""
+    """Return requests for one completion of each prompt."""
     return [Request(prompt, 1, number) for number, prompt in enumerate(prompts)]
 
 
 def sampled(sampler, prompts):
+    """Return tokens, log-probs and the reason of the end, for a completion of each prompt."""
     return [
-        (c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason)
-        for c in sampler.complete(once(prompts))
+        (completion.tokens.tolist(), completion.log_probs.tolist(), completion.finish_reason)
+        for completion in sampler.complete(once(prompts))
     ]
 
 
-def same(found, expected):
-    """Whether the tokens are the same; log-probs may differ in the last digit."""
-    if [(tokens, reason) for tokens, _, reason in found] != [
-        (tokens, reason) for tokens, _, reason in expected
-    ]:
-        return False
-    return all(
-        one[1] == pytest.approx(other[1], abs=1e-6)
-        for one, other in zip(found, expected, strict=True)
-    )
+def same(actual, expected):
+    """Return whether the tokens are the same; log-probs may differ in the last digit."""
+    for completion, other in zip(actual, expected, strict=True):
+        tokens, log_probs, reason = completion
+        other_tokens, other_log_probs, other_reason = other
+        if (tokens, reason) != (other_tokens, other_reason):
+            return False
+        if log_probs != pytest.approx(other_log_probs, abs=1e-6):
+            return False
+    return True
 
 
 @pytest.fixture(scope="module")
 def unadvised(folder):
-    """What is sampled where the folder suggests nothing."""
+    """Return the completions where the folder suggests nothing."""
     return sampled(built(suggesting(folder, eos_token_id=END))[1], [PROMPT, OTHER] * 8)
 
 
 @pytest.mark.parametrize("name", SUGGESTED)
-def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
+def test_settings_that_the_folder_suggests_do_not_act(folder, unadvised, name):
     model, sampler = built(
         suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]})
     )
@@ -118,13 +120,14 @@ def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
     assert sampled(sampler, [PROMPT, OTHER] * 8) == unadvised
 
 
-def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
+def test_ignored_settings_are_named_once(folder, tmp_path, capsys):
     folder = suggesting(
         folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1
     )
     train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
-    said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
-    assert said == [
+    output = capsys.readouterr().out
+    notes = [line for line in output.splitlines() if "generation_config" in line]
+    assert notes == [
         f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which "
         "is ignored: only rollout.temperature and rollout.top_p decide how completions are "
         "sampled."
@@ -142,24 +145,26 @@ def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
     _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
     completions = sampler.complete(once([PROMPT] * 64))
     ends = {3, 7, END}
-    assert {c.tokens[-1].item() for c in completions if c.finish_reason == "stop"} == ends
+    stopped = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert {completion.tokens[-1].item() for completion in stopped} == ends
     for completion in completions:
-        finished = completion.finish_reason == "stop"
-        inner = completion.tokens[:-1] if finished else completion.tokens
+        is_stopped = completion.finish_reason == "stop"
+        inner = completion.tokens[:-1] if is_stopped else completion.tokens
         assert not ends & set(inner.tolist())
-        assert finished or (len(inner) == 12 and completion.finish_reason == "length")
+        assert is_stopped or (len(inner) == 12 and completion.finish_reason == "length")
         assert len(completion.log_probs) == len(completion.tokens)
 
 
 @torch.no_grad()
 def distribution(model, tokens, temperature, top_p):
-    """The probabilities of the next token, in plain loops: tempered, cut to the likeliest,
+    """Return the probabilities of the next token, in plain loops: tempered, cut to the likeliest,
     renormalised."""
     logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].double().tolist()
     largest = max(logits)
     weights = [math.exp((logit - largest) / temperature) for logit in logits]
     probabilities = [weight / sum(weights) for weight in weights]
-    kept, mass = [0.0] * len(logits), 0.0
+    kept = [0.0] * len(logits)
+    mass = 0.0
     for token in sorted(range(len(logits)), key=lambda token: -probabilities[token]):
         if mass >= top_p:
             break
@@ -195,8 +200,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
-    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are
-    dropped."""
+    """Also for tokens after the end of other rows, which are dropped."""
     overrides = [
         f"rollout.temperature={temperature}",
         f"rollout.top_p={'null' if top_p is None else top_p}",
@@ -213,7 +217,8 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
     model.to("cpu").eval()
     assert len({len(completion.tokens) for completion in completions}) > 5
     for i, completion in enumerate(completions):
-        prompt, tokens = (PROMPT, OTHER)[i % 2], completion.tokens.tolist()
+        prompt = (PROMPT, OTHER)[i % 2]
+        tokens = completion.tokens.tolist()
         assert (tokens[-1] == END) == (completion.finish_reason == "stop")
         assert END not in tokens[:-1]
         for place, token in enumerate(tokens):
@@ -224,65 +229,64 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
-    """Of all that is as wide as the vocabulary, no more than a few steps' is there at a time."""
+    """Tensors as wide as the vocabulary exist for no more than a few steps at a time."""
     model, sampler = built(
         suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"
     )
-    model.generation_config.eos_token_id = sampler.settings.eos_token_id = None
-    most = []
+    model.generation_config.eos_token_id = None
+    sampler.settings.eos_token_id = None
+    counts = []
 
     def count(*_):
-        alive = [
-            x
-            for x in gc.get_objects()
-            if type(x) is torch.Tensor and x.shape[-1:] == (12,) and len(x) == 5
-        ]
-        most.append(len(alive))
+        tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+        counts.append(len([x for x in tensors if x.shape[-1:] == (12,) and len(x) == 5]))
 
     model.lm_head.register_forward_hook(count)
-    assert [len(completion.log_probs) for completion in sampler.complete(once([PROMPT] * 5))] == [
-        20
-    ] * 5
-    assert len(most) == 20
-    assert max(most) <= 8
+    completions = sampler.complete(once([PROMPT] * 5))
+    assert [len(completion.log_probs) for completion in completions] == [20] * 5
+    assert len(counts) == 20
+    assert max(counts) <= 8
 
 
 @pytest.mark.parametrize("static", ["false", "true"])
 def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
-    """In float32, token by token; the policy's updates show once they are published.
+    """In float32, token by token. The policy's updates act once they are published.
 
-    Products on a CPU depend, in the last digit, on where in memory their operands lie.
+    Log-probs are compared with a tolerance, since the last digit of a product on a CPU depends on
+    the addresses of its operands.
     """
     config = settings(suggesting(folder), f"sampler.static_cache={static}")
     module, loader = build(config)
-    beside_training = replace(config, rollout=replace(config.rollout, max_staleness=1))
-    live, kept = sampler_of(loader), TransformersSampler(module.policy, beside_training)
-    kept.publish(module.policy.weights, 0)
+    live = sampler_of(loader)
+    asynchronous = replace(config, rollout=replace(config.rollout, max_staleness=1))
+    copy = TransformersSampler(module.policy, asynchronous)
+    copy.publish(module.policy.weights, 0)
     before = sampled(live, [PROMPT, OTHER] * 8)
-    assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
+    assert same(sampled(copy, [PROMPT, OTHER] * 8), before)
     with torch.no_grad():
         module.policy.head.weight.neg_()
     live.publish(module.policy.weights, 7)
     after = sampled(live, [PROMPT, OTHER] * 8)
     assert not same(after, before)
     assert {completion.model_version for completion in live.complete(once([PROMPT]))} == {7}
-    assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
-    kept.publish(module.policy.weights, 1)
-    assert same(sampled(kept, [PROMPT, OTHER] * 8), after)
-    assert {completion.model_version for completion in kept.complete(once([PROMPT]))} == {1}
+    assert same(sampled(copy, [PROMPT, OTHER] * 8), before)
+    copy.publish(module.policy.weights, 1)
+    assert same(sampled(copy, [PROMPT, OTHER] * 8), after)
+    assert {completion.model_version for completion in copy.complete(once([PROMPT]))} == {1}
 
 
 @pytest.mark.parametrize("static", ["false", "true"])
-def test_in_half_precision_the_weights_of_now_are_sampled_from_rounded(folder, static):
-    """By a copy that is there only meanwhile."""
+def test_in_half_precision_the_current_weights_are_sampled_from_rounded(folder, static):
+    """By a copy whose memory is given back afterwards."""
     overrides = [
         "model.dtype=bfloat16",
         f"sampler.static_cache={static}",
         "model.fp32_lm_head=true",
     ]
     module, loader = build(settings(suggesting(folder), *overrides))
-    sampler, seen = sampler_of(loader), []
-    module.policy.head.register_forward_hook(lambda *_: seen.append("the policy's own head"))
+    sampler = sampler_of(loader)
+    head_calls = []
+    module.policy.head.register_forward_hook(lambda *_: head_calls.append("a call"))
     before = sampled(sampler, [PROMPT] * 8)
     with torch.no_grad():
         for weight in module.parameters():
@@ -291,7 +295,7 @@ def test_in_half_precision_the_weights_of_now_are_sampled_from_rounded(folder, s
     with torch.no_grad():
         module.policy.head.weight.neg_()
     assert sampled(sampler, [PROMPT] * 8) != before
-    assert seen == []
+    assert head_calls == []
     assert sum(weight.numel() for weight in sampler._policy.weights().values()) == 0
     assert all(weight.dtype == torch.float32 for weight in module.parameters())
 
@@ -325,13 +329,13 @@ def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, 
 
 @pytest.mark.parametrize("more", [(), ("rollout.top_p=0.8",)])
 def test_a_completion_is_drawn_by_its_request_alone(folder, more):
-    """Alone, with others, in any order and number at a time, by either way to compute it, the same
-    token by token."""
+    """Its tokens are the same alone or with others, in any order, in batches of any size, and with
+    either cache."""
     length = "rollout.max_completion_length=20"
     _, sampler = built(suggesting(folder), length, *more)
     requests = [Request(PROMPT, 3, 8), Request(OTHER, 2, 9), Request(PROMPT, 2, 2**32 - 1)]
     expected = [completion.tokens.tolist() for completion in sampler.complete(requests)]
-    # no two draw alike, and they come request by request
+    # All seven differ.
     assert len({str(tokens) for tokens in expected}) == 7
     alone = [sampler.complete([request]) for request in reversed(requests)]
     assert [
@@ -341,17 +345,17 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
     assert [completion.tokens.tolist() for completion in first] == [expected[i] for i in (0, 3, 5)]
     for other in (["sampler.max_sequences=3"], ["sampler.static_cache=true"]):
         torch.rand(3)
-        found = built(suggesting(folder), length, *more, *other)[1].complete(requests)
-        assert [completion.tokens.tolist() for completion in found] == expected
+        completions = built(suggesting(folder), length, *more, *other)[1].complete(requests)
+        assert [completion.tokens.tolist() for completion in completions] == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("top_p", "static"), [("null", "true"), ("0.8", "true"), ("null", "false")]
 )
-def test_a_gpu_draws_what_a_cpu_draws(folder, top_p, static):
-    """In float32: by the kernel without top_p, in a CUDA graph or in `generate`, against PyTorch's
-    operations."""
+def test_a_gpu_draws_the_same_tokens_as_a_cpu(folder, top_p, static):
+    """In float32. A GPU draws by a kernel unless there is top_p, in a CUDA graph or in
+    `generate`."""
     cpu = [
         "rollout.max_completion_length=60",
         f"sampler.static_cache={static}",
@@ -363,15 +367,15 @@ def test_a_gpu_draws_what_a_cpu_draws(folder, top_p, static):
     requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
     expected = sampler.complete(requests)
     model.to("cuda")
-    for found, other in zip(sampler.complete(requests), expected, strict=True):
-        assert found.tokens.tolist() == other.tokens.tolist()
-        torch.testing.assert_close(found.log_probs, other.log_probs, rtol=0, atol=1e-4)
+    for on_gpu, on_cpu in zip(sampler.complete(requests), expected, strict=True):
+        assert on_gpu.tokens.tolist() == on_cpu.tokens.tolist()
+        torch.testing.assert_close(on_gpu.log_probs, on_cpu.log_probs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
 def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
-    """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the
-    head's."""
+    """In bfloat16 with old_log_probs=sampling. The layers add nothing here, so that the head alone
+    rounds."""
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -380,12 +384,13 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         embedding = model.get_input_embeddings().weight
         embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
     save_with_tokenizer(model, tmp_path / "model")
-    own = [
+    overrides = [
         "model.dtype=bfloat16",
         f"model.fp32_lm_head={str(fp32_lm_head).lower()}",
         "trainer.max_steps=1",
+        "rollout.old_log_probs=sampling",
     ]
-    train(settings(tmp_path / "model", *own, "rollout.old_log_probs=sampling"), tmp_path / "run")
+    train(settings(tmp_path / "model", *overrides), tmp_path / "run")
     (row,) = metrics_of(tmp_path / "run")
     assert row["clipped_ratio_fraction"] == 0
     assert (row["min_ratio_new_old"], row["max_ratio_new_old"]) == pytest.approx((1, 1), abs=1e-5)
