@@ -1,5 +1,5 @@
-"""What the tests of servers check and break: log-probs against transformers' own, weights on their
-way, questions."""
+"""Checks and faults for the tests of servers: log-probs against those of transformers, weights on
+their way, requests."""
 
 from __future__ import annotations
 
@@ -24,35 +24,37 @@ def update(module, size: float = 0.05) -> None:
 
 
 def trained(module, prompts: list[Request], completions: list) -> Iterator[torch.Tensor]:
-    """Of each completion (S, V) float32 log-probs, by transformers alone, of the weights as they
-    are handed over.
+    """Yield the (S, V) float32 log-probs of each completion, by transformers, with the weights that
+    servers get.
 
-    prompts: requests, in their order.
+    prompts: the requests of the completions, in their order.
     """
     policy = module.policy
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     model = copied.model.float()
-    how = sampling_settings(policy, module.config.rollout)
+    settings = sampling_settings(policy, module.config.rollout)
     expanded = [request for request in prompts for _ in range(request.completions)]
-    for request, made in zip(expanded, completions, strict=True):
-        text = torch.tensor([request.tokens + made.tokens.tolist()], device=model.device)
+    for request, completion in zip(expanded, completions, strict=True):
+        text = torch.tensor([request.tokens + completion.tokens.tolist()], device=model.device)
         with torch.no_grad():
             logits = model(text).logits[0, len(request.tokens) - 1 : -1]
-        for change in temperature_and_top_p(how):
-            logits = change(None, logits)
+        for process in temperature_and_top_p(settings):
+            logits = process(None, logits)
         yield logits.log_softmax(-1).cpu()
 
 
 def assert_trained(module, prompts: list[Request], completions: list) -> None:
-    """The log-probs are the trainer's, but for rounding: of a server in bfloat16 all but a few
-    within 0.1."""
+    """Assert that log-probs are the trainer's except for rounding. From a server in bfloat16 all
+    but a few are within 0.1."""
     rows = zip(trained(module, prompts, completions), completions, strict=True)
-    expected = torch.cat([row.gather(-1, made.tokens[:, None])[:, 0] for row, made in rows])
-    found = torch.cat([made.log_probs for made in completions])
-    difference = (found - expected).abs()
+    expected = torch.cat(
+        [row.gather(-1, completion.tokens[:, None])[:, 0] for row, completion in rows]
+    )
+    actual = torch.cat([completion.log_probs for completion in completions])
+    difference = (actual - expected).abs()
     print(
-        f"{len(found)} log-probs differ from the trainer's by {difference.median():.2g} in the "
+        f"{len(actual)} log-probs differ from the trainer's by {difference.median():.2g} in the "
         "middle"
     )
     if module.policy.compute_dtype == torch.float32:
@@ -61,10 +63,12 @@ def assert_trained(module, prompts: list[Request], completions: list) -> None:
         assert (difference < 0.1).float().mean() > 0.95, difference
 
 
-def share_of_equal(some: list, others: list) -> float:
-    return sum(
-        torch.equal(one.tokens, other.tokens) for one, other in zip(some, others, strict=True)
-    ) / len(some)
+def share_of_equal(completions: list, others: list) -> float:
+    equal = [
+        torch.equal(completion.tokens, other.tokens)
+        for completion, other in zip(completions, others, strict=True)
+    ]
+    return sum(equal) / len(completions)
 
 
 ARRIVING: dict[str, Callable[[str, Any, Any], Any]] = {
@@ -74,10 +78,12 @@ ARRIVING: dict[str, Callable[[str, Any, Any], Any]] = {
         torch.randn_like(new) * new.std() if new.ndim > 1 else new
     ),
 }
-"""What the server finds in the folder instead of the new weights."""
+"""Functions of a weight's name, its new and its old numbers: the numbers that a server finds in the
+folder instead of the new ones."""
 
 
-def spoil(monkeypatch, how: str) -> None:
+def spoil(monkeypatch, kind: str) -> None:
+    """Write other numbers than the new weights from now on; kind: one of ARRIVING."""
     fill = WeightsFolder.fill
 
     def spoilt(self, weights):
@@ -85,7 +91,7 @@ def spoil(monkeypatch, how: str) -> None:
             name: self._rooms[name].clone().reshape(new.shape).to(new.device)
             for name, new in weights.items()
         }
-        fill(self, {name: ARRIVING[how](name, new, old[name]) for name, new in weights.items()})
+        fill(self, {name: ARRIVING[kind](name, new, old[name]) for name, new in weights.items()})
 
     monkeypatch.setattr(WeightsFolder, "fill", spoilt)
 
@@ -120,13 +126,16 @@ ASKED = {
         r"answered /v1/completions with 4\d\d: .*temperature",
     ),
 }
-"""What is asked instead, what is expected instead, and what is said of the answer."""
+"""Changes of the body that is sent, changes of the settings that are expected, and the message on
+the answer."""
 
 
 @contextlib.contextmanager
 def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[int]:
-    """Within, its servers are asked for something else than what it expects in the way to sample
-    that is given."""
+    """Inside the block, servers are asked for something else than the sampler expects.
+
+    Yields the number of a way to sample that has the expected settings.
+    """
 
     class Otherwise(Vllm):
         def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:

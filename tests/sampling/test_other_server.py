@@ -1,5 +1,5 @@
-"""Another kind of server than vLLM takes nothing but its words: those of SGLang, around the tests'
-small model."""
+"""Another kind of server than vLLM needs nothing but a class with its words: here those of SGLang,
+for a small server of the tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import shlex
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from builders.runs import SHORT, config_of
@@ -27,10 +28,15 @@ REQUESTS = [Request([1, 2, 3, 10], 3, seed=5), Request([4, 5, 10], 2, seed=9)]
 class SGLang:
     """The words of SGLang, as `Vllm` has those of vLLM."""
 
-    NAME, HEALTH, RESUME = "SGLang", "/health", "/continue_generation"
-    KEY, START_WITH = "SGLANG_API_KEY", "a version from 0.5 on"
+    NAME = "SGLang"
+    HEALTH = "/health"
+    RESUME = "/continue_generation"
+    KEY = "SGLANG_API_KEY"
+    START_WITH = "a version from 0.5 on"
     LOAD = "/update_weights_from_disk"
-    FIXED_MEMORY, VARIABLES, MODULES = "--mem-fraction-static", {}, None
+    FIXED_MEMORY = "--mem-fraction-static"
+    VARIABLES: ClassVar[dict[str, str]] = {}
+    MODULES = None
 
     def command(self, config, folder, plan, host, port):
         options = (
@@ -53,15 +59,15 @@ class SGLang:
         return "/generate", body | {"logprob_start_len": 0}
 
     def choices(self, answer) -> list[Choice]:
-        return [self._choice(one["meta_info"]) for one in answer]
+        return [self._choice(completion["meta_info"]) for completion in answer]
 
-    def _choice(self, told: dict) -> Choice:
-        written = told["output_token_logprobs"]
+    def _choice(self, information: dict) -> Choice:
+        written = information["output_token_logprobs"]
         return Choice(
             tokens=[token for _, token, _ in written],
             log_probs=[log_prob for log_prob, _, _ in written],
-            finish_reason=told["finish_reason"]["type"],
-            stop_text=told["finish_reason"].get("matched"),
+            finish_reason=information["finish_reason"]["type"],
+            stop_text=information["finish_reason"].get("matched"),
         )
 
     def scores(self, tokens, salt) -> Call:
@@ -101,20 +107,18 @@ class SGLang:
 def sampling(tmp_path):
     program = COMMAND.replace("vllm_server.py", "other_server.py")
     model = save_llama(tmp_path / "model")
-    own = (
+    config = config_of(
+        *(setting for setting in SHORT if not setting.startswith("model.")),
+        "model=huggingface",
+        f"model.path={model}",
+        "model.dtype=float32",
         "sampler=vllm",
         f'sampler.executable="{program}"',
         "trainer.device=cpu",
         "rollout.temperature=0.7",
     )
-    small = (
-        *(one for one in SHORT if not one.startswith("model.")),
-        "model=huggingface",
-        f"model.path={model}",
-    )
-    config = config_of(*small, "model.dtype=float32", *own)
     module, loader = build(config, run_dir=tmp_path)
-    loader.source.sampler.close()  # which is of vLLM, and has started nothing
+    loader.source.sampler.close()  # it has the words of vLLM, and has started nothing
     settings = functools.partial(write_settings, module, merged=True)
     prompts = [request.tokens for request in REQUESTS]
     sampler = ServerSampler(
@@ -124,15 +128,16 @@ def sampling(tmp_path):
         yield module, sampler
 
 
-def test_another_kind_of_server_is_one_class(sampling, tmp_path):
+def test_a_class_of_words_is_all_that_another_kind_of_server_needs(sampling, tmp_path):
     module, sampler = sampling
     for version in range(3):
         sampler.publish(module.policy.weights, version)
         completions = sampler.complete(REQUESTS)
-        assert [one.model_version for one in completions] == [version] * 5
+        assert [completion.model_version for completion in completions] == [version] * 5
         assert_trained(module, REQUESTS, completions)
         update(module)
-    processes, folder = processes_of(tmp_path), sampler._folder.path
+    processes = processes_of(tmp_path)
+    folder = sampler._folder.path
     assert len(processes) == 2
     sampler._api.load = lambda folder, _: ("/flush_cache", None)  # the weights do not arrive
     with pytest.raises(

@@ -1,5 +1,4 @@
-"""sampler=vllm against a small server of vLLM's protocol: how it is started, what it is asked, and
-its own faults."""
+"""sampler=vllm against a small server of vLLM's protocol: its start, its calls, and its faults."""
 
 from __future__ import annotations
 
@@ -46,21 +45,21 @@ def closing(run_dir: Path, *overrides: str):
 def small(tmp_path_factory):
     with contextlib.closing(
         SharedServers(tmp_path_factory.mktemp("small"), is_vllm=False, names=["first"])
-    ) as found:
-        found.start()
-        yield found
+    ) as servers:
+        servers.start()
+        yield servers
 
 
 @pytest.fixture
 def server(small):
-    """What the server notes begins here."""
+    """Return the servers without faults, and with an empty list of calls."""
     small.url("first")
     small.marks.write_text("")
     yield small
     small.fault(None)
 
 
-def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
+def test_no_setting_of_sampling_is_left_to_the_server(tmp_path):
     with closing(
         tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']"
     ) as (module, sampler):
@@ -88,8 +87,8 @@ def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
     )
     sampler.sampling_otherwise(evaluated, lambda: None)
     sampling = sampler._ways[1]
-    _, otherwise = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
-    assert otherwise == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
+    _, evaluation_body = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
+    assert evaluation_body == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
 
 
 def test_the_same_version_is_published_once(server, tmp_path):
@@ -100,7 +99,7 @@ def test_the_same_version_is_published_once(server, tmp_path):
             salts.append(sampler._salt)
     load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
     assert [line for line in server.noted() if "complete" not in line] == [*load, *load]
-    # as of which a prompt in the cache is of other weights
+    # Another salt, since prompts in the cache are of other weights.
     assert salts[0] == salts[1] == salts[2] != salts[3]
 
 
@@ -118,7 +117,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
-    """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
+    """test_vllm_servers.py has the faults that vLLM itself can be brought to."""
     monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
     with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (
         module,
@@ -134,7 +133,7 @@ def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, f
         server.fault(None)
         patient = dataclasses.replace(sampler._config.sampler, answer_seconds=60)
         sampler._config = dataclasses.replace(sampler._config, sampler=patient)
-        assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
+        assert len(sampler.complete(REQUESTS)) == 5  # it answers again
 
 
 ONE_UPDATE = "training accumulation.docs_per_step=16"
@@ -153,35 +152,33 @@ ONE_UPDATE = "training accumulation.docs_per_step=16"
 def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
     server, tmp_path, old, fault
 ):
-    """Faults whose answers look right one by one, from the second batch on.
-
-    It is of the same weights, so that no proof of a version comes between.
-    """
-    settings = *f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5"
+    """These faults' single answers look right. The second batch has the same weights as the first,
+    so that no proof of a version comes first."""
+    num_on_policy = {"training": 5, "sampling": 0, ONE_UPDATE: 16}
+    settings = (*f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5")
     with contextlib.closing(server.source(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]
         assert source.batch_size == 16
-        assert sum(d.on_policy for d in documents) == (
-            0 if old == "sampling" else 16 if "docs" in old else 5
-        )
+        assert sum(document.on_policy for document in documents) == num_on_policy[old]
         if old == "training":
-            documents = [document for document in documents if not document.on_policy]
-            apart = [(d.old_log_probs - d.sampling_log_probs).abs().max().item() for d in documents]
-            assert max(apart) < 1e-4
+            for document in documents:
+                if not document.on_policy:
+                    difference = document.old_log_probs - document.sampling_log_probs
+                    assert difference.abs().max() < 1e-4
         server.fault(fault)
         with pytest.raises(
             SamplerLost, match=r"differ from the trainer's by .* The batch is not trained"
         ) as caught:
             source.document(source.batch_size)
-    said = re.search(
+    mean = re.search(
         r"by (\S+) on average and \S+ at most, and sampler.tolerance=0.01 allows", str(caught.value)
     )
-    assert not float(said[1]) <= 0.3  # or NaN
+    assert not float(mean[1]) <= 0.3  # so that NaN passes
 
 
-def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
-    """With top_p=0.5 they are up to log 2 above the trainer's, and further above or below by the
-    tolerance."""
+def test_log_probs_relative_to_the_kept_tokens_are_no_fault():
+    """With top_p=0.5 they may be up to log 2 above the trainer's; beyond that the tolerance
+    counts."""
     trainer = -torch.arange(1.0, 5.0)
     above = torch.tensor([0.0, 0.3, 0.6, math.log(2)])
     check_batch(trainer + above, trainer, 1e-6, top_p=0.5)
@@ -194,7 +191,7 @@ def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
             check_batch(trainer + moved, trainer, 1e-6, top_p)
 
 
-def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
+def test_completions_that_were_not_drawn_are_noticed(server, tmp_path):
     with server.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault("identical")
@@ -203,7 +200,7 @@ def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
             match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+",
         ):
             sampler.complete([Request([1, 2, 10], 16, seed=5)])
-        # of one token, chance may have it
+        # Completions of one token may be equal by chance.
         sampler._ways.append(dataclasses.replace(sampler._ways[0], max_tokens=1))
         sampler.complete_in(1, [Request([1, 2, 10], 4, seed=5)], more=False)
         server.fault(None)
@@ -219,21 +216,23 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
 
 def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
     server.fault("no_development_mode")
-    said = r"answered /collective_rpc with 404: .*Start it with VLLM_SERVER_DEV_MODE=1"
-    with server.joined(tmp_path) as (module, sampler), pytest.raises(SamplerLost, match=said):
+    message = r"answered /collective_rpc with 404: .*Start it with VLLM_SERVER_DEV_MODE=1"
+    with server.joined(tmp_path) as (module, sampler), pytest.raises(SamplerLost, match=message):
         sampler.publish(module.policy.weights, 0)
 
 
 def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
     more = (f"sampler.urls=[{server.url('first')}/other]", "sampler.start_seconds=1")
     module, sampler = server.built(tmp_path, *more)
-    said = r"/other does not answer within sampler\.start_seconds=1\. It answers /health with 404\."
-    with contextlib.closing(sampler), pytest.raises(SamplerLost, match=said):
+    message = (
+        r"/other does not answer within sampler\.start_seconds=1\. It answers /health with 404\."
+    )
+    with contextlib.closing(sampler), pytest.raises(SamplerLost, match=message):
         sampler.publish(module.policy.weights, 0)
 
 
-def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tmp_path):
-    """Their log-probs are those of before to the last bit."""
+def test_old_weights_within_the_tolerance_are_noticed(server, tmp_path):
+    """Their log-probs have not changed, to the last bit."""
     with server.joined(tmp_path, "sampler.tolerance=0.2") as (module, sampler):
         sampler.publish(module.policy.weights, 3)
         update(module, 2e-3)
@@ -245,28 +244,28 @@ def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tm
             sampler.publish(module.policy.weights, 4)
 
 
-def test_weights_that_another_run_gives_a_server_are_seen_before_anything_is_trained(
+def test_weights_that_another_run_gives_a_server_are_noticed_before_anything_is_trained(
     server, tmp_path
 ):
     with (
-        server.joined(tmp_path / "one") as (module, one),
-        server.joined(tmp_path / "other") as (its_module, other),
+        server.joined(tmp_path / "first") as (module, sampler),
+        server.joined(tmp_path / "other") as (other_module, other_sampler),
     ):
-        one.publish(module.policy.weights, 0)
-        assert len(one.complete(REQUESTS)) == 5
-        update(its_module)
-        other.publish(its_module.policy.weights, 0)
+        sampler.publish(module.policy.weights, 0)
+        assert len(sampler.complete(REQUESTS)) == 5
+        update(other_module)
+        other_sampler.publish(other_module.policy.weights, 0)
         with pytest.raises(
             SamplerLost,
             match=r"got other weights than those of version 0 .* by \d+\.\d+ on average",
         ):
-            one.complete(REQUESTS)
-        assert len(other.complete(REQUESTS)) == 5
+            sampler.complete(REQUESTS)
+        assert len(other_sampler.complete(REQUESTS)) == 5
 
 
 def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
     with server.joined(tmp_path) as (module, sampler):
-        # as on a GPU that it shares
+        # As on a GPU that also trains.
         sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)
         for version in (0, 0, 1):
             sampler.publish(module.policy.weights, version)
@@ -274,13 +273,10 @@ def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
             update(module)
         sampler.publish(module.policy.weights, 2)
     load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
-    wake, rest = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
-    assert [line for line in server.noted() if line[0] == "/"] == [
-        *(*load, "/sleep?level=2"),
-        *(wake, load[0], rest, load[1], "/sleep?level=2"),
-        *(wake, load[0], rest, load[1], "/sleep?level=2"),
-        *(wake, load[0], rest, load[1]),
-    ]
+    wake = ["/wake_up?tags=weights", load[0], "/wake_up?tags=kv_cache", load[1]]
+    sleep = ["/sleep?level=2"]
+    calls = [line for line in server.noted() if line[0] == "/"]
+    assert calls == [*load, *sleep, *wake, *sleep, *wake, *sleep, *wake]
 
 
 STARTS = {
@@ -310,24 +306,26 @@ def test_a_server_that_does_not_start_is_one_sentence(tmp_path, fault):
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("own", [["--worker-extension-cls="], []])
-def test_a_started_server_loads_in_the_faster_way(tmp_path, own):
-    """But where the user says what runs inside. The numbers are those of the trainer in both."""
-    more = (f"sampler.executable={COMMAND} --marks {tmp_path}/marks", f"sampler.arguments={own}")
+@pytest.mark.parametrize("arguments", [["--worker-extension-cls="], []])
+def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extension(
+    tmp_path, arguments
+):
+    """The log-probs are those of the trainer in both."""
+    more = (
+        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        f"sampler.arguments={arguments}",
+    )
     with closing(tmp_path, *more) as (module, sampler):
-        for version in range(3):  # the third in the room of the second
+        for version in range(3):  # the third overwrites the second in place
             sampler.publish(module.policy.weights, version)
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
-    calls = [
-        line
-        for line in (tmp_path / "marks").read_text().splitlines()
-        if line.startswith("/collective_rpc")
-    ]
-    assert calls == [f"/collective_rpc {'reload_weights' if own else 'load_from_memory'}"] * 3
+    lines = (tmp_path / "marks").read_text().splitlines()
+    calls = [line for line in lines if line.startswith("/collective_rpc")]
+    assert calls == [f"/collective_rpc {'reload_weights' if arguments else 'load_from_memory'}"] * 3
 
 
-def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
+def test_a_missing_program_is_one_sentence(tmp_path):
     with closing(tmp_path, "sampler.executable=no-such-vllm") as (module, sampler):
         with pytest.raises(SamplerLost, match="there is no program no-such-vllm"):
             sampler.publish(module.policy.weights, 0)
@@ -335,29 +333,32 @@ def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
     assert not sampler._folder.path.exists()
 
 
-OTHERS = {}, {"Authorization": "Bearer another"}
-"""What another user of the machine sends."""
+OTHERS = ({}, {"Authorization": "Bearer another"})
+"""Headers that another user of the machine may send."""
 
 
 @pytest.mark.slow
 def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
-    """With the variables of its own environment."""
+    """Without the variables of ranks, and with the user's PYTHONPATH."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("PYTHONPATH", "/of/ranks")
     monkeypatch.setenv("PGTK_PYTHONPATH", "/of/the/user")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = f"{COMMAND} --marks {tmp_path}/marks"
-    own = (
+    overrides = (
+        f"sampler.executable={command}",
         "sampler.gpus=[1,2]",
         "sampler.tensor_parallel=2",
         "sampler.arguments=['--enforce-eager']",
+        "seed=3",
+        "accumulation.max_tokens=20",
     )
-    more = ("seed=3", "accumulation.max_tokens=20")
-    with closing(tmp_path, f"sampler.executable={command}", *own, *more) as (module, sampler):
+    with closing(tmp_path, *overrides) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert len(processes_of(tmp_path)) == 2
-        folder, url = sampler._folder.path, sampler._servers[0].url
+        folder = sampler._folder.path
+        url = sampler._servers[0].url
         assert folder.stat().st_mode & 0o777 == 0o700
         answers = [
             requests.post(f"{url}/v1/completions", json={}, headers=headers, timeout=5)
@@ -366,18 +367,19 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
         assert [answer.status_code for answer in answers] == [401, 401]
     assert processes_of(tmp_path) == []
     assert not folder.exists()
-    starts = [
-        json.loads(line[6:])
-        for line in (tmp_path / "marks").read_text().splitlines()
-        if line[:5] == "start"
-    ]
+    lines = (tmp_path / "marks").read_text().splitlines()
+    starts = [json.loads(line[6:]) for line in lines if line.startswith("start")]
     [(variables, arguments, python_path)] = starts
     key = variables.pop("VLLM_API_KEY")
     assert re.fullmatch("[0-9a-f]{32}", key)
     assert not any(key in file.read_text() for file in tmp_path.glob("vllm*.log"))
     assert key not in " ".join(arguments)
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-    assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
+    assert variables == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "CUDA_VISIBLE_DEVICES": "5,GPU-6",
+        "RANK": None,
+    }
     assert python_path == f"/of/the/user:{Vllm.MODULES}"
     assert arguments[arguments.index("serve") + 1] == str(folder)
     options = (
@@ -390,29 +392,30 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
-    """As vLLM measures what memory it needs by what is taken meanwhile. A variable of the user's
-    own holds."""
+    """A server of vLLM counts all memory that is taken while it measures its need. A variable that
+    the user has set keeps its value."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own = (
+    overrides = (
         f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
         "sampler.gpus=[1,2]",
         "sampler.servers_per_gpu=2",
     )
-    with closing(tmp_path, *own) as (module, sampler):
+    with closing(tmp_path, *overrides) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        many = [Request([1, 2, 10], 1, seed=seed) for seed in range(8)]
-        assert len(sampler.complete(many)) == 8
+        seeds = range(8)
+        completions = sampler.complete([Request([1, 2, 10], 1, seed=seed) for seed in seeds])
+        assert len(completions) == 8
         assert len(sampler._servers) == 4
     lines = (tmp_path / "marks").read_text().splitlines()
     kinds = [line.split()[0] for line in lines if line.split()[0] in ("start", "up")]
     assert kinds == ["start", "start", "up", "up"] * 2
-    starts = [json.loads(line[6:])[0] for line in lines if line.startswith("start")]
-    assert [
-        sorted(one["CUDA_VISIBLE_DEVICES"] for one in pair) for pair in (starts[:2], starts[2:])
-    ] == [["1", "2"]] * 2
-    assert {one["VLLM_USE_V2_MODEL_RUNNER"] for one in starts} == {"0"}
-    assert {f"complete {request.seed}" for request in many} <= {*lines}
+    environments = [json.loads(line[6:])[0] for line in lines if line.startswith("start")]
+    gpus = [environment["CUDA_VISIBLE_DEVICES"] for environment in environments]
+    assert [sorted(gpus[:2]), sorted(gpus[2:])] == [["1", "2"]] * 2
+    runners = {environment["VLLM_USE_V2_MODEL_RUNNER"] for environment in environments}
+    assert runners == {"0"}
+    assert {f"complete {seed}" for seed in seeds} <= {*lines}
 
 
 def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
@@ -440,15 +443,14 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
-    """No adapter is left in it: transformers, like a server, loads a model that computes what is
-    trained."""
+def test_the_folder_of_a_policy_with_adapters_is_a_model_without_any(tmp_path, tied):
+    """transformers, like a server, loads a model that computes what is trained."""
     from transformers import AutoModelForCausalLM
 
     model = save_llama(tmp_path / "model", tie_word_embeddings=tied)
     lora = ("model=huggingface", f"model.path={model}", "model.dtype=float32", "model.lora_rank=3")
-    own = (one for one in SHORT if not one.startswith("model."))
-    config = config_of(*own, *VLLM, *lora, f"sampler.weights_folder={tmp_path}/weights")
+    short = (setting for setting in SHORT if not setting.startswith("model."))
+    config = config_of(*short, *VLLM, *lora, f"sampler.weights_folder={tmp_path}/weights")
     module, loader = build(config, run_dir=tmp_path)
     sampler = sampler_of(loader)
     with contextlib.closing(sampler):
@@ -460,7 +462,8 @@ def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
         )
         assert not {*report["missing_keys"], *report["unexpected_keys"]}
         text = torch.tensor([[1, 2, 3, 10]])
-        found, expected = (one(text).logits for one in (loaded, module.policy.model))
+        actual = loaded(text).logits
+        expected = module.policy.model(text).logits
         base = AutoModelForCausalLM.from_pretrained(model)(text).logits
-    assert (found - expected).abs().max() < 1e-5
-    assert (found - base).abs().max() > 0.01
+    assert (actual - expected).abs().max() < 1e-5
+    assert (actual - base).abs().max() > 0.01
