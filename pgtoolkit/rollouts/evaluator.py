@@ -85,8 +85,8 @@ class Evaluator:
             raise DataError(
                 f"the score of each of the {sum(map(len, groups))} completions of evaluation set "
                 f"{prompt_set.name} failed, so there is nothing to measure; the notes above say "
-                "why. Mend what scores them, or give it more time: task.verifier_seconds, or "
-                "task.environment_seconds."
+                "why. Mend the verifier or environment, or give it more time: "
+                "task.verifier_seconds, or task.environment_seconds."
             )
         return {
             "set": prompt_set.name,

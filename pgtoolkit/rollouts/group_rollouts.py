@@ -225,8 +225,8 @@ def check_scores(groups: list[list[Document]]) -> None:
     if all(document.score_failed for document in documents):
         raise DataError(
             f"the score of each of {len(documents)} completions of a batch failed, so nothing can "
-            "be learned from them; the notes above say why. Mend what scores them, or give it more "
-            "time: task.verifier_seconds, or task.environment_seconds."
+            "be learned from them; the notes above say why. Mend the verifier or environment, or "
+            "give it more time: task.verifier_seconds, or task.environment_seconds."
         )
 
 

@@ -251,7 +251,7 @@ class Indexing:
                 self._refuse(
                     index,
                     name,
-                    f"is not that of {self._label(self._first[index])}, which is of the same "
+                    f"is not that of {self._label(self._first[index])}, a row of the same "
                     f"trajectory. An attempt has one {name}. Let all of its rows repeat it, or "
                     "leave the trajectory out",
                 )

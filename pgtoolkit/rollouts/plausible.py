@@ -130,7 +130,7 @@ class Plausibility:
         repeated = len(texts) - len(copies)
         return (
             f"{plural(repeated, 'row')} repeat another one: {plural(pairs, 'pair')} are equal, "
-            f"where the recorded log-probs let {expected:.3g} be expected. They count twice in the "
+            f"where {expected:.3g} are expected by the recorded log-probs. They count twice in the "
             "baselines of their groups. Was a file read twice, or written by a run that was "
             "resumed?"
         )

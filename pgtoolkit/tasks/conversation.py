@@ -138,7 +138,7 @@ class ConversationTask(Task):
             if begun.messages != prompt.messages:
                 needs = (
                     f"{prompt.messages!r:.200} as before, since a group answers one prompt: "
-                    "draw by prompt.seed"
+                    "draw random numbers by prompt.seed"
                 )
                 raise self._wrong_value("start", begun.messages, needs, _described(prompt))
             messages = [dict(message) for message in begun.messages or ()]

@@ -138,6 +138,6 @@ def test_equal_completions_of_a_certain_policy_are_no_copies(rows, tmp_path):
         assert len(found) == is_noted
         if is_noted:
             assert (
-                f"{pairs} pairs are equal, where the recorded log-probs let 0.96 be expected"
+                f"{pairs} pairs are equal, where 0.96 are expected by the recorded log-probs"
                 in found[0]
             )

@@ -226,7 +226,7 @@ def test_the_documents_of_an_attempt_have_one_reward(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", parts((0, "a", 1.0), (0, "b", 0.5), (0, "a", 0.5)))
     with pytest.raises(
         DataError,
-        match=r"r\.jsonl:3:reward: is not that of r\.jsonl:1, which is of the same trajector",
+        match=r"r\.jsonl:3:reward: is not that of r\.jsonl:1, a row of the same trajector",
     ):
         source(path)
     rows = [

@@ -174,7 +174,7 @@ def test_measures_have_the_same_names_each_time():
 
 def test_a_group_answers_one_prompt():
     with pytest.raises(
-        DataError, match=r"as before, since a group answers one prompt: draw by prompt\.seed"
+        DataError, match=r"as before, since a group answers one prompt: draw random numbers by"
     ):
         talk(
             task_of("task.options={moody: true}", environment="tasks.environments_for_tests.Odd"),
