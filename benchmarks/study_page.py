@@ -6,8 +6,10 @@ It unpacks all packed runs into a temporary folder and fills each of PAGES. Betw
 `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1
 --png=docs/images/study_loss.png -->` and `<!-- end -->` come the tables of `pgtk compare`. After
 `<!-- runs -->` comes what was run, from the runs' own files; after `<!-- repeats SWEEP -->` the
-evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after `<!-- summary -->` and
-`<!-- power -->` the planned contrasts of both parts (study_summary.py).
+evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after
+`<!-- warning SWEEP... -->` what the effective sample size said before they collapsed
+(study_warning.py); after `<!-- summary -->` and `<!-- power -->` the planned contrasts of all parts
+(study_summary.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import study_predictions, study_summary
+from benchmarks import study_predictions, study_summary, study_warning
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.groups import compare
@@ -44,7 +46,7 @@ DATA = (ROOT / "benchmarks" / "data" / "study", ROOT / "benchmarks" / "data" / "
 """Folders of packed runs."""
 
 PICTURE = ROOT / "docs" / "images" / "study.png"
-"""The picture of both parts of the study."""
+"""The picture of all parts of the study."""
 
 SWEEPS = (
     "study_controls",
@@ -58,7 +60,7 @@ SWEEPS = (
     "study_anchor",
 )
 _PART = re.compile(
-    r"(?s)(<!-- (compare|runs|repeats|curves|summary|power)([^>]*) -->\n).*?(<!-- end -->)"
+    r"(?s)(<!-- (compare|runs|repeats|curves|warning|summary|power)([^>]*) -->\n).*?(<!-- end -->)"
 )
 _NOT_RUN = "Not run.\n\n"
 
@@ -84,6 +86,8 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
             content = _repeated(sweeps / words[0])
         elif kind == "curves":
             content = _curves([sweeps / word for word in words])
+        elif kind == "warning":
+            content = _table(study_warning.table_rows([sweeps / word for word in words]))
         elif kind == "runs":
             content = _ran(sweeps)
         else:
@@ -94,7 +98,7 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
 
 
 def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
-    """Return the table of both parts' differences.
+    """Return the table of all parts' differences.
 
     kind: summary, or power for the differences that could have been seen.
     """
@@ -135,7 +139,11 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
         runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin
     )
     if by:
-        header, *rows = zip(*text_report.tried_rows(compared), strict=True)
+        tried = text_report.tried_rows(compared)
+        if tried[0][0] not in compared.keys:
+            # No other key varies, so no column names the values of one.
+            tried = [["", *tried[0]], ["mean", *tried[1]]]
+        header, *rows = zip(*tried, strict=True)
         rows = [
             (Path(name).name, *values)
             for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)

@@ -1,4 +1,4 @@
-"""The planned contrasts of both parts of the study, side by side: what docs/study.md and the README
+"""The planned contrasts of all parts of the study, side by side: what docs/study.md and the README
 show of them."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {
     "cispo": "`cispo`",
     "reinforce": "`reinforce`",
 }
-"""The arms that both parts have, in the order in which they are shown."""
+"""The arms that all parts have, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Part:
 
 PARTS = (
     Part(
-        "SmolLM2-135M, pre-trained",
+        "SmolLM2-135M, arithmetic",
         "seeds",
         {
             "pretrained_controls": (
@@ -54,6 +54,23 @@ PARTS = (
                 "pretrained_loss_gspo",
                 "pretrained_loss_cispo",
                 "pretrained_loss_reinforce",
+            ),
+        },
+    ),
+    Part(
+        "SmolLM2-135M, lists",
+        "seeds",
+        {
+            "pretrained_lists_controls": (
+                "pretrained_loss_lists_grpo",
+                "pretrained_loss_lists_right_alone",
+                "pretrained_loss_lists_half_shuffled",
+            ),
+            "pretrained_lists": (
+                "pretrained_loss_lists_grpo",
+                "pretrained_loss_lists_gspo",
+                "pretrained_loss_lists_cispo",
+                "pretrained_loss_lists_reinforce",
             ),
         },
     ),
@@ -180,7 +197,7 @@ def draw(parts: dict[str, dict[str, Contrast]], path_png: Path) -> None:
     """Draw the differences with their intervals, a panel for each part."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.9), dpi=110, layout="constrained")
+    figure = Figure(figsize=(12, 2.9), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(PARTS), sharey=True)
     places = range(len(NAMES), 0, -1)
     for panel, part in zip(axes, PARTS, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from builders.studies import four_losses
 
-from benchmarks import study_page, study_predictions, study_summary
+from benchmarks import study_page, study_predictions, study_summary, study_warning
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
 from benchmarks.study_pretrained import TASKS, best_value, write_problems
 from pgtoolkit.comparison.groups import compare
@@ -22,6 +22,9 @@ from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import TIME, read_resolved
 
 PASS = "evaluation/held_out/pass@1"
+
+LISTS = ("grpo", "gspo", "cispo", "reinforce", "right_alone", "half_shuffled")
+"""Arms of the second task."""
 
 
 def test_the_controls_shuffle_toss_and_keep_advantages():
@@ -128,20 +131,20 @@ def unpacked(tmp_path_factory):
     [
         (study_page.README, 1),
         (study_page.PAGE, 2),
-        (study_page.FROM_SCRATCH, 18),
-        (study_page.PRETRAINED, 11),
+        (study_page.FROM_SCRATCH, 19),
+        (study_page.PRETRAINED, 24),
     ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
     assert study_page.filled(page, unpacked, draw=False) == content
-    kinds = re.findall("<!-- (compare|runs|repeats|curves|summary|power)", content)
+    kinds = re.findall("<!-- (compare|runs|repeats|curves|warning|summary|power)", content)
     assert content.count("<!-- end -->") == len(kinds) == parts
     for picture in re.findall(r"\]\((\S*images/study\S*)\)", content):
         assert (page.parent / picture).stat().st_size > 10_000
 
 
-def test_both_parts_are_drawn(unpacked, tmp_path):
+def test_all_parts_are_drawn(unpacked, tmp_path):
     parts = {part.name: study_summary.contrasts(part, unpacked) for part in study_summary.PARTS}
     study_summary.draw(parts, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
@@ -189,6 +192,90 @@ def test_the_best_rate_is_that_of_the_tables(unpacked):
         best_value(unpacked / "pretrained_rates", "optimizer.learning_rate", 2)
 
 
+def test_the_rates_that_the_program_chose_are_those_of_the_test_runs(unpacked):
+    """Of the second task and LoRA the policy's, of PPO the critic's; and nothing else of the tuning
+    runs' configuration is different but the seed."""
+    chosen = {"ppo": "critic.learning_rate", "lists_half_shuffled": None}
+    for name in ("lora_grpo", "lora_reinforce", "ppo", *(f"lists_{arm}" for arm in LISTS)):
+        key = chosen.get(name, "optimizer.learning_rate")
+        tuning = "lists_grpo" if key is None else name
+        key = key or "optimizer.learning_rate"
+        seeds = 2 if name.startswith("lists") else 1
+        best = float(best_value(unpacked / f"pretrained_rates_{tuning}", key, seeds))
+        runs = find_runs([str(unpacked / f"pretrained_loss_{name}")], {"reward"})
+        assert {run.config[key] for run in runs} == {best}
+        assert sorted(run.config["seed"] for run in runs) == [*range(100, 106 + 2 * (seeds == 1))]
+
+
+def test_the_second_task_has_right_answers(tmp_path):
+    """All four kinds are there, 64 of each held out, and none of those is trained."""
+    write_problems(tmp_path, TASKS["lists"])
+    prompts = {}
+    kinds = []
+    for name in ("train", "held_out"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        prompts[name] = [row["prompt"] for row in rows]
+        kinds = []
+        for row in rows:
+            numbers = [int(word) for word in re.findall(r"\d+", row["prompt"])]
+            ranked = sorted(numbers)
+            place = re.search("(second|third|fourth|fifth) number of", row["prompt"])
+            if place:
+                kinds.append("place")
+                right = numbers[["second", "third", "fourth", "fifth"].index(place[1]) + 1]
+            elif "median" in row["prompt"]:
+                kinds.append("median")
+                right = ranked[2]
+            else:
+                kinds.append("largest" if "second largest" in row["prompt"] else "smallest")
+                right = ranked[-2] if kinds[-1] == "largest" else ranked[1]
+            assert row["answer"] == str(right)
+    assert [kinds.count(kind) for kind in ("place", "largest", "smallest", "median")] == [64] * 4
+    assert len({*prompts["held_out"]}) == 256
+    assert not {*prompts["train"]} & {*prompts["held_out"]}
+
+
+def test_a_collapse_is_warned_of_by_the_effective_sample_size(tmp_path, monkeypatch):
+    """Of three runs one halves its pass@1 at step 40 after a warning at step 30, one without; the
+    third is warned for nothing. The second has recorded KL alone: exp(-2 * 0.02) is 0.961."""
+    monkeypatch.chdir(tmp_path)
+    courses = {
+        "announced": ({"effective_sample_size": 0.2}, 0.1),
+        "silent": ({"kl_new_old": 0.02}, 0.1),
+        "false-alarm": ({"effective_sample_size": 0.8}, 0.4),
+    }
+    for name, (late, last) in courses.items():
+        with RunDirectory(tmp_path / "sweep" / name) as run:
+            run.write_config(
+                {"seed": 0, "rollout": {"lag": 8}, "trainer": {"max_steps": 40}, "name": name}, []
+            )
+            [metric] = late
+            start = {"effective_sample_size": 1.0, "kl_new_old": 0.0}[metric]
+            for step in range(1, 41):
+                value = late[metric] if step > 26 else start
+                run.append_metrics(step, {"time": 1.0, "documents_seen": step, metric: value})
+            of_all = {"time": 1.0, "set": "held_out", "prompts": 4, "avg": 0.1}
+            of_all |= {"documents": 0, "seconds": 1.0}
+            rows = [
+                {"step": step, "pass@1": share, **of_all} for step, share in ((0, 0.3), (40, last))
+            ]
+            (run.path / "evaluations.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
+            run.set_status("done", 40)
+    by_name = {
+        run.name: study_warning.course(run)
+        for run in find_runs(["sweep"], {"effective_sample_size", "kl_new_old"})
+    }
+    # The mean of 20 steps is below 0.9 with three of 0.2 or eleven of 0.8, below 0.5 with 13.
+    assert by_name["announced"] == study_warning.Course(8, 40, (29, 39))
+    assert by_name["silent"] == study_warning.Course(8, 40, (None, None))
+    assert by_name["false-alarm"] == study_warning.Course(8, None, (37, None))
+    assert study_warning.table_rows([tmp_path / "sweep"])[1:] == [
+        ["8", "2", "1", "1", "1", "1", "0"]
+    ]
+
+
 def test_problems_of_the_pretrained_model(tmp_path):
     """Answers are right, all four kinds are there, and no held-out problem is trained."""
     write_problems(tmp_path, TASKS["arithmetic"])
@@ -220,7 +307,10 @@ def test_problems_of_the_pretrained_model(tmp_path):
     [
         (study_page.FROM_SCRATCH, "## Results", "## Controls", 30),
         (study_page.PRETRAINED, "## What eight seeds show", "**After four", 26),
-        (study_page.PAGE, "## What was found", "## What it could have seen", 10),
+        (study_page.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
+        (study_page.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
+        (study_page.PRETRAINED, "**PPO is equal", "## What was run", 3),
+        (study_page.PAGE, "## What was found", "## What it could have seen", 25),
     ],
 )
 def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, numbers):
