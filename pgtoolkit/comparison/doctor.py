@@ -1,4 +1,4 @@
-"""pgtk doctor: which known failures a run shows, since which step, and what to change."""
+"""`pgtk doctor`: finds the known failures of a run, since which step, and what to change."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ from pgtoolkit.runs.series import smooth
 from pgtoolkit.system.report import shell_path
 
 FEWEST_STEPS = 10
-"""A shorter run tells nothing."""
+"""Nothing can be said of a shorter run."""
 
 SOLVED = 0.8
-"""Where so many completions are right, groups without signal and a policy that is certain are what
-was wanted."""
+"""Share of right completions from which on the task counts as solved.
+
+Groups without signal and a certain policy are no failures then.
+"""
 
 HELD_OUT_FALL = 0.05
-"""By how much a share of held-out prompts has to fall to be noticed, beside three standard errors
-of it."""
-
-_CLIPPED_BY_DOCUMENT = ("gspo", "gmpo")
-"""Families whose bounds are narrow, or of many tokens at once, so that most of a healthy batch lies
-outside."""
+"""A larger fall of a held-out share is a failure, if it is three standard errors as well."""
 
 REWARD_RISE = 0.02
-"""By how much training's reward has to rise at the same time."""
+"""The reward in training must rise by more than this at the same time."""
+
+_CLIPPED_BY_DOCUMENT = ("gspo", "gmpo")
+"""Families with narrow bounds, or bounds on many tokens at once.
+
+Most ratios of a healthy batch lie outside of them.
+"""
 
 
 @dataclass(frozen=True)
-class Found:
-    """step: since which a rule's failure is there. seen: the numbers that show it, in words."""
+class Finding:
+    """A failure that a run shows.
+
+    step: the first step that shows it.
+    seen: the numbers that show it, in words.
+    """
 
     step: int
     seen: str
@@ -44,18 +51,19 @@ class Found:
 class Rule:
     """A known failure.
 
-    name: what is wrong. metrics: the columns without which nothing can be said. measured_by: how to
-        get them.
-    healthy: what they are in a run without it, as docs/metrics.md has it.
-    find: what a run shows of it.
+    name: the failure in words.
+    metrics: the columns that it is recognized by.
+    healthy: their values in a run without the failure, as docs/metrics.md has them.
+    find: looks for the failure in a run.
     meaning: why it matters.
     change: what to try, the likeliest first.
+    measured_by: what makes a run measure the metrics, if it may not.
     """
 
     name: str
     metrics: tuple[str, ...]
     healthy: str
-    find: Callable[[Run], Found | None]
+    find: Callable[[Run], Finding | None]
     meaning: str
     change: str
     measured_by: str = ""
@@ -63,43 +71,55 @@ class Rule:
 
 @dataclass(frozen=True)
 class Examined:
-    """A run with what was found, by rule, and the rules whose metrics it has not measured."""
+    """A run with its failures, and the rules whose metrics it has not measured."""
 
     run: Run
-    found: list[tuple[Rule, Found]]
+    failures: list[tuple[Rule, Finding]]
     not_measured: list[Rule]
 
 
 def examine(run: Run) -> Examined:
-    """Apply every rule to a run of at least FEWEST_STEPS steps; to a shorter one none."""
+    """Apply every rule to a run; to a run of fewer than FEWEST_STEPS steps none."""
+    examined = Examined(run, [], [])
+    if _is_too_short(run):
+        return examined
     measured = {name for name in run.columns if run.values(name)}
-    measured |= {"evaluation"} if any(name.startswith(HELD_OUT) for name in measured) else set()
-    rules = RULES if len(run.columns.get("step", ())) >= FEWEST_STEPS else ()
-    able = [rule for rule in rules if measured.issuperset(rule.metrics)]
-    found = [(rule, seen) for rule in able if (seen := rule.find(run))]
-    return Examined(run, found, [rule for rule in rules if rule not in able])
+    if any(name.startswith(HELD_OUT) for name in measured):
+        measured.add("evaluation")
+    for rule in RULES:
+        if not measured.issuperset(rule.metrics):
+            examined.not_measured.append(rule)
+            continue
+        finding = rule.find(run)
+        if finding is not None:
+            examined.failures.append((rule, finding))
+    return examined
+
+
+def _is_too_short(run: Run) -> bool:
+    return len(run.columns.get("step", ())) < FEWEST_STEPS
 
 
 def diagnose(paths: Sequence[str], as_json: bool = False) -> str:
-    """Return the page on the runs that are or lie below these folders. Raises ConfigError for a
-    folder without any."""
-    examined = [examine(read_run(path, None)) for path in run_directories("pgtk doctor", paths)]
+    """Return the page on the runs in these folders; raises ConfigError for a folder without any."""
+    runs = [examine(read_run(path, None)) for path in run_directories("pgtk doctor", paths)]
     if as_json:
-        return json.dumps([_as_values(one) for one in examined], indent=1, ensure_ascii=False)
-    return "\n\n".join(_page(one) for one in examined)
+        return json.dumps([_as_values(run) for run in runs], indent=1, ensure_ascii=False)
+    return "\n\n".join(_page(run) for run in runs)
 
 
 def _page(examined: Examined) -> str:
+    """Return the lines on a run: its failures, and what could not be looked for."""
     run = examined.run
     state = run.why_not_counted() if run.state != "done" else f"done, {run.step} steps"
     lines = folded(f"{shell_path(run.path)}: {state}")
-    if len(run.columns.get("step", ())) < FEWEST_STEPS:
+    if _is_too_short(run):
         return "\n".join([*lines, f"  Nothing can be said of fewer than {FEWEST_STEPS} steps."])
-    for rule, found in examined.found:
-        lines += ["", f"  {rule.name}, since step {found.step}"]
-        lines += folded(f"{found.seen}. Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")
+    for rule, finding in examined.failures:
+        lines += ["", f"  {rule.name}, since step {finding.step}"]
+        lines += folded(f"{finding.seen}. Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")
         lines += folded(f"Change: {rule.change}.", "    ", "      ")
-    if not examined.found:
+    if not examined.failures:
         looked_at = len(RULES) - len(examined.not_measured)
         lines.append(f"  None of the {looked_at} known failures that were looked for.")
     if examined.not_measured:
@@ -112,48 +132,48 @@ def _page(examined: Examined) -> str:
 
 
 def _as_values(examined: Examined) -> dict[str, object]:
-    found = [
+    """Return the same as _page for JSON."""
+    failures = [
         {
             "failure": rule.name,
-            "since": seen.step,
-            "seen": seen.seen,
+            "since": finding.step,
+            "seen": finding.seen,
             "healthy": rule.healthy,
             "change": rule.change,
         }
-        for rule, seen in examined.found
+        for rule, finding in examined.failures
     ]
-    not_measured = [rule.name for rule in examined.not_measured]
     run = examined.run
     return {
         "run": str(run.path),
         "state": run.state,
         "step": run.step,
-        "found": found,
-        "not_measured": not_measured,
+        "found": failures,
+        "not_measured": [rule.name for rule in examined.not_measured],
     }
 
 
 def _points(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of a metric where the run has it."""
+    """Return (steps, values) of a metric, at the steps that have it."""
     steps, values = run.points("step", name)
     return steps, values
 
 
 def _smoothed(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same with the mean over about a twentieth of the steps."""
+    """Return the same as running means over about a twentieth of the steps."""
     steps, values = _points(run, name)
     return steps, smooth(values, len(values) // 40)
 
 
 def _since(steps: np.ndarray, is_bad: np.ndarray) -> int | None:
-    """Return the first step from which on all is bad, if that is at least the last tenth; else
-    None."""
+    """Return the first step from which on all are bad, if it is a tenth of the steps; else None."""
     good = np.flatnonzero(~is_bad)
     first = int(good[-1]) + 1 if good.size else 0
     return int(steps[first]) if first <= len(steps) - max(2, len(steps) // 10) else None
 
 
 def _at_the_end(values: np.ndarray) -> float:
+    """Return the mean over the last tenth."""
     return float(values[-max(1, len(values) // 10) :].mean())
 
 
@@ -164,53 +184,52 @@ def _is_solved(run: Run) -> bool:
 
 def _lasting(
     name: str, bound: float, below: bool = False, unless_solved: bool = False
-) -> Callable[[Run], Found | None]:
+) -> Callable[[Run], Finding | None]:
     """Return a rule's function for a metric that stays above (or below) a bound to the end."""
 
-    def find(run: Run) -> Found | None:
+    def find(run: Run) -> Finding | None:
         if unless_solved and _is_solved(run):
             return None
         steps, values = _smoothed(run, name)
         step = _since(steps, values < bound if below else values > bound)
-        return (
-            None
-            if step is None
-            else Found(step, f"{name} is {_at_the_end(_points(run, name)[1]):.3g} at the end")
-        )
+        if step is None:
+            return None
+        _, measured = _points(run, name)
+        return Finding(step, f"{name} is {_at_the_end(measured):.3g} at the end")
 
     return find
 
 
 def _now_and_then(
     names: Sequence[str], bound: float, share: float, below: bool = False
-) -> Callable[[Run], Found | None]:
-    """Return a rule's function for metrics one of which is above (or below) a bound in more than a
-    share of steps."""
+) -> Callable[[Run], Finding | None]:
+    """Return a rule's function for several metrics.
 
-    def find(run: Run) -> Found | None:
+    It finds the first of them that is above (or below) a bound in more than a share of the steps.
+    """
+
+    def find(run: Run) -> Finding | None:
         for name in names:
             steps, values = _points(run, name)
             is_bad = values < bound if below else values > bound
-            if is_bad.sum() > share * len(run.columns["step"]):
-                side, end, worst = (
-                    ("below", "least", values.min()) if below else ("above", "most", values.max())
-                )
-                seen = (
-                    f"{name} is {side} {bound:g} in {is_bad.sum()} steps, and at {end} {worst:.3g}"
-                )
-                return Found(int(steps[is_bad][0]), seen)
+            if is_bad.sum() <= share * len(run.columns["step"]):
+                continue
+            seen = f"{name} is above {bound:g} in {is_bad.sum()} steps, and at most "
+            if below:
+                seen = f"{name} is below {bound:g} in {is_bad.sum()} steps, and at least "
+            worst = values.min() if below else values.max()
+            return Finding(int(steps[is_bad][0]), f"{seen}{worst:.3g}")
         return None
 
     return find
 
 
-def _ratios_at_first_update(run: Run) -> Found | None:
-    """Steps of which all documents were sampled by the weights that are trained: their ratios are
-    1."""
-    steps, staleness, ratios, distances = (
-        run.columns[name] for name in ("step", "staleness", "ratio_new_old", "kl_new_old")
-    )
-    is_first = staleness == 0
+def _ratios_at_first_update(run: Run) -> Finding | None:
+    """Find ratios other than 1 at steps that the weights in training have sampled."""
+    steps = run.columns["step"]
+    ratios = run.columns["ratio_new_old"]
+    distances = run.columns["kl_new_old"]
+    is_first = run.columns["staleness"] == 0
     is_bad = is_first & ((abs(ratios - 1) > 0.02) | (distances > 1e-3))
     if is_bad.sum() < 2 or is_bad.sum() < 0.5 * is_first.sum():
         return None
@@ -219,14 +238,14 @@ def _ratios_at_first_update(run: Run) -> Found | None:
         f"{abs(ratios[is_bad] - 1).max():.3g} away from 1, kl_new_old up to "
         f"{distances[is_bad].max():.3g}"
     )
-    return Found(int(steps[is_bad][0]), seen)
+    return Finding(int(steps[is_bad][0]), seen)
 
 
-def _clipped(run: Run) -> Found | None:
-    """Half of the ratios outside of the bounds, at updates after the first of a batch, which clips
-    nothing.
+def _clipped(run: Run) -> Finding | None:
+    """Find updates where more than half of the ratios lie outside of the bounds.
 
-    Of families whose bounds are narrow nine tenths, and with a gradient that is cut.
+    The first update of a batch clips nothing, and is left out. For a family with narrow bounds nine
+    tenths of the gradients must be cut.
     """
     outside = run.columns["clipped_ratio_fraction"]
     is_narrow = run.config.get("loss.name") in _CLIPPED_BY_DOCUMENT
@@ -238,22 +257,23 @@ def _clipped(run: Run) -> Found | None:
     clipped = outside[counts]
     if not clipped.size:
         return None
-    step = _since(
-        run.columns["step"][counts],
-        smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5),
-    )
-    return (
-        None if step is None else Found(step, f"{_at_the_end(clipped):.0%} is clipped at the end")
-    )
+    is_bad = smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5)
+    step = _since(run.columns["step"][counts], is_bad)
+    if step is None:
+        return None
+    return Finding(step, f"{_at_the_end(clipped):.0%} is clipped at the end")
 
 
-def _spikes(run: Run) -> Found | None:
-    """Steps whose gradient is ten times the median of the fifty before them, zeros left out: three,
-    and 0.5 %."""
+def _spikes(run: Run) -> Finding | None:
+    """Find three steps, and 0.5 % of all, whose gradient is ten times the median before them.
+
+    The median is over fifty steps; gradients of 0 are left out.
+    """
     steps, norms = _points(run, "grad_norm")
-    steps, norms = steps[norms > 0], norms[norms > 0]
+    steps = steps[norms > 0]
+    norms = norms[norms > 0]
     medians = np.array(
-        [np.median(norms[max(0, place - 50) : place]) for place in range(FEWEST_STEPS, len(norms))]
+        [np.median(norms[max(0, index - 50) : index]) for index in range(FEWEST_STEPS, len(norms))]
     )
     times = norms[FEWEST_STEPS:] / medians if medians.size else medians
     is_spike = times > 10
@@ -263,26 +283,24 @@ def _spikes(run: Run) -> Found | None:
         f"grad_norm is more than 10 times the median before it in {is_spike.sum()} steps, up to "
         f"{times.max():.3g} times"
     )
-    return Found(int(steps[FEWEST_STEPS:][is_spike][0]), seen)
+    return Finding(int(steps[FEWEST_STEPS:][is_spike][0]), seen)
 
 
-def _reward_lost(run: Run) -> Found | None:
-    """The best tenth against the end, of rewards that have been positive."""
+def _reward_lost(run: Run) -> Finding | None:
+    """Find a reward that ends below 0.3 of its best value."""
     steps, rewards = _smoothed(run, "reward")
     best = float(rewards.max())
     if best <= 0.05:
         return None
     step = _since(steps, rewards < 0.3 * best)
-    return (
-        None
-        if step is None
-        else Found(step, f"reward was {best:.3g} and is {_at_the_end(rewards):.3g} at the end")
-    )
+    if step is None:
+        return None
+    seen = f"reward was {best:.3g} and is {_at_the_end(rewards):.3g} at the end"
+    return Finding(step, seen)
 
 
-def _held_out_falls(run: Run) -> Found | None:
-    """The last evaluation against the best one, where training's reward has not fallen since
-    that."""
+def _held_out_falls(run: Run) -> Finding | None:
+    """Find a last evaluation below the best one, though training's reward has risen since then."""
     for name in sorted(run.columns):
         if not (name.startswith(HELD_OUT) and name.endswith("/pass@1")):
             continue
@@ -293,26 +311,24 @@ def _held_out_falls(run: Run) -> Found | None:
         errors = run.values(f"{name}_error")
         fall = float(shares[best] - shares[-1])
         reward_steps, rewards = _smoothed(run, "reward")
-        then = float(np.interp(steps[best], reward_steps, rewards))
-        if (
-            fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0))
-            and rewards[-1] > then + REWARD_RISE
-        ):
-            seen = f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; "
-            return Found(
-                int(steps[best]), f"{seen}reward rose from {then:.3g} to {rewards[-1]:.3g}"
+        reward_then = float(np.interp(steps[best], reward_steps, rewards))
+        has_fallen = fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0))
+        if has_fallen and rewards[-1] > reward_then + REWARD_RISE:
+            seen = (
+                f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; reward rose from "
+                f"{reward_then:.3g} to {rewards[-1]:.3g}"
             )
+            return Finding(int(steps[best]), seen)
     return None
 
 
-def _skipped(run: Run) -> Found | None:
-    """num_skipped_steps is a running sum."""
+def _skipped(run: Run) -> Finding | None:
+    """Find more than 1 % of steps without an update; num_skipped_steps is a running sum."""
     steps, sums = _points(run, "num_skipped_steps")
     if sums[-1] <= 0.01 * len(steps):
         return None
-    return Found(
-        int(steps[int((sums > 0).argmax())]), f"{sums[-1]:.0f} of {len(steps)} steps made no update"
-    )
+    first = int((sums > 0).argmax())
+    return Finding(int(steps[first]), f"{sums[-1]:.0f} of {len(steps)} steps made no update")
 
 
 RULES = (
@@ -353,7 +369,7 @@ RULES = (
         metrics=("truncated_fraction",),
         healthy="below 0.1 in the end",
         find=_lasting("truncated_fraction", 0.8),
-        meaning="What is cut off seldom has an answer, and never learns to end.",
+        meaning="A completion that is cut off seldom has an answer, and never learns to end.",
         change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
         "completions do not end; rollout.overlong_buffer, which makes length cost something",
     ),
@@ -363,7 +379,7 @@ RULES = (
         healthy="0 at a batch's first update, then a few percent; with gspo, whose bounds are "
         "narrow, most",
         find=_clipped,
-        meaning="The gradient of what is clipped is 0: most of a batch teaches nothing.",
+        meaning="A clipped token has no gradient: most of a batch teaches nothing.",
         change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
         "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
         "larger",
@@ -412,7 +428,7 @@ RULES = (
         healthy="num_skipped_steps 0",
         find=_skipped,
         meaning="There was nothing to train on, or a number was not finite.",
-        change="what run.log says of them; optimizer.learning_rate, lower; model.dtype=float32",
+        change="its cause, in run.log; optimizer.learning_rate, lower; model.dtype=float32",
     ),
     Rule(
         name="verifiers failing",
@@ -454,4 +470,4 @@ RULES = (
         measured_by="evaluation.every",
     ),
 )
-"""Every failure that is known, in the order in which they are looked for."""
+"""All known failures, in the order in which they are looked for."""

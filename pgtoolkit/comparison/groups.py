@@ -1,5 +1,4 @@
-"""Runs gathered by configuration: which keys tell them apart, and what makes them hard to
-compare."""
+"""Gathers runs by configuration, and notes what makes them hard to compare."""
 
 from __future__ import annotations
 
@@ -38,10 +37,9 @@ def compare(
     ignore_code: bool = False,
     labels: Sequence[str] = (),
 ) -> Compared:
-    """Gather the runs by configuration and compare what they reached.
+    """Gather the runs by configuration, and compare their results.
 
-    metric: see `parse_metric`; None for the one that `chosen_metric` chooses, or the one of
-        `reach`.
+    metric: see `parse_metric`; None for that of `reach`, or the one that `chosen_metric` chooses.
     best_of: a varying key; of groups that differ in it alone only the best one is compared.
     reach: METRIC=THRESHOLD, in the place of `metric`.
     over: KEY,..., varying keys that belong to a run's block, as the seed does.
@@ -56,7 +54,7 @@ def compare(
     readable = [_as_typed(run) for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
-        listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
+        listing = "; ".join(f"{run.name}: {reason}" for run, reason in left_out)
         raise ConfigError(
             f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders."
         )
@@ -106,8 +104,10 @@ def compare(
 
 
 def _as_typed(run: Run) -> Run:
-    """Return the run with own code as the option of its group, in the place of the keys that name
-    it."""
+    """Return the run with the user's own code as the option of its group.
+
+    The option takes the place of the keys that name the code.
+    """
     return replace(run, config=as_typed(run.config), trained_with=as_typed(run.trained_with))
 
 
@@ -134,8 +134,7 @@ def _metric(
 
 
 def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
-    """Return a group for each combination of values that runs have learned with, in the order of
-    the runs."""
+    """Return a group for each combination of values that runs have learned with, in their order."""
     by_values: dict[tuple, Group] = {}
     for run in runs:
         values = {key: learned(run, key) for key in keys}
@@ -147,10 +146,10 @@ def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
 def _keys_of(
     option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()
 ) -> list[str]:
-    """Return the keys of the names that the user typed. Raises ConfigError for one that is not in
-    `keys` or `others`.
+    """Return the keys of the names that the user typed.
 
     keys: those that tell the runs apart; a refusal lists them.
+    Raises ConfigError for a name that is not in `keys` or `others`.
     """
     known = {shown(key): key for key in (*keys, *others)}
     for name in names:
@@ -164,8 +163,7 @@ def _keys_of(
 
 
 def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str], str]:
-    """Return (key, value in words) -> name. Raises ConfigError for a name of a value that no run
-    has."""
+    """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
     names = {}
     for label in labels:
@@ -173,10 +171,8 @@ def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str],
         # the value ends.
         matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
         if not matches:
-            known = (
-                ", ".join(sorted(f"{key}={value}" for key, value in values))
-                or "none, as nothing varies"
-            )
+            listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
+            known = listing or "none, as nothing varies"
             reason = f"It names a value of a key that tells the runs apart. These are {known}."
             raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, "one"))
         key, value = max(matches, key=lambda pair: len(pair[1]))
@@ -185,10 +181,9 @@ def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str],
 
 
 def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
-    """Return the pairs of each base with the groups that differ from it in the keys of `against`
-    alone.
+    """Return the pairs of each base with the groups that differ from it only in keys of `against`.
 
-    A base is a group that has all values of `against`. Moves the bases to the front of
+    A base is a group that has all values of `against`. The bases are moved to the front of
     `compared.groups`.
     """
     base: dict[str, str] = {}
@@ -216,8 +211,7 @@ def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
 
 
 def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
-    """Append rows to each run that collapsed, so that it stays at its last value as far as the
-    others have been.
+    """Extend each run that collapsed at its last value, as far as the others have run.
 
     Returns a note that names these runs, or an empty list.
     """
@@ -237,12 +231,13 @@ def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
                 name: np.append(column, row.get(name, np.nan))
                 for name, column in run.columns.items()
             }
+    if not collapsed:
+        return []
     names = ", ".join(run.name for run in collapsed)
-    why = (
-        "numbers that were not finite ended them, and they count with what they had reached, to "
-        "the end"
-    )
-    return [f"collapsed, and not dropped: {names}; {why}"] if collapsed else []
+    return [
+        f"collapsed, and not dropped: {names}; numbers that were not finite ended them, and they "
+        "count with what they had reached, to the end"
+    ]
 
 
 def _limits(goal: measures.Goal, runs: list[measures.Reached]) -> dict[str, float]:
@@ -274,8 +269,7 @@ def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
 def _sample(
     compared: Compared, group: Group, varying: Sequence[str], blocks: Sequence[str] = ()
 ) -> Sample:
-    """Return the tested values of a group by block, with the values of keys that decide about its
-    prompts."""
+    """Return the tested values of a group by block, with the keys that decide about its prompts."""
     config = group.runs[0].config
     prompts = {}
     for name in varying:
@@ -283,26 +277,23 @@ def _sample(
         declared = key_named(key, config) if key in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
-    values = zip(
-        (_block(run, blocks) for run in group.counted), compared.tested(group), strict=True
-    )
-    return Sample(dict(values), prompts)
+    blocks_of_runs = [_block(run, blocks) for run in group.counted]
+    values = dict(zip(blocks_of_runs, compared.tested(group), strict=True))
+    return Sample(values, prompts)
 
 
 def _block(run: Run, blocks: Sequence[str]) -> tuple:
-    """Return the values by which a run is paired with those of other groups: of the --over keys,
-    and the seed."""
+    """Return the values that pair a run with others: of the --over keys, and the seed."""
     return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
 
 
 def _keep_best(compared: Compared, best_of: str) -> None:
-    """Keep the first of the sorted groups that differ in one key alone; it holds all of them in
-    `tried`."""
+    """Keep the first of the sorted groups that differ in one key; its `tried` has all."""
     _keys_of("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
-        arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
-        best = chosen.setdefault(arm, group)
+        other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
+        best = chosen.setdefault(other_values, group)
         if group.counted:
             best.tried[text(group.values[best_of])] = group
     compared.groups = list(chosen.values())
@@ -313,15 +304,14 @@ def _keep_best(compared: Compared, best_of: str) -> None:
 def _varying(
     runs: Sequence[Run], first: Sequence[str] = (), ignore_code: bool = False
 ) -> tuple[list[str], list[str], dict[str, object]]:
-    """Return (names that tell the runs apart, names that follow from those, {name: value} of what
-    all share).
+    """Return (names that tell the runs apart, names that follow from those, names that all share).
 
-    A name follows from others if adding it to them divides the runs no further.
+    The last is {name: value}. A name follows from others if adding it divides the runs no further.
     first: names that are looked at before all others, and so follow from none.
-    ignore_code: the user's own modules tell no runs apart.
+    ignore_code: do not tell runs apart by the user's own modules.
     """
     present = list(dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with)))
-    present.remove("seed")  # in which the runs of a group differ
+    present.remove("seed")  # the runs of a group differ in it
     if ignore_code:
         present = [name for name in present if not name.startswith(CODE)]
     names = [name for name in present if any(_changes_learning(name, run) for run in runs)]
@@ -329,16 +319,18 @@ def _varying(
     keys = []
     following = []
     common = {}
-    classes = [()] * len(runs)  # of each run: its values of `keys`
+    classes = [()] * len(runs)  # for each run its values of `keys`
     for name in names:
         values = [learned(run, name) for run in runs]
         if _is_not_configured(name) and None in values and len({*values}) == 2:
-            continue  # a run that has not recorded it is taken to agree with the others
+            continue  # a run without a record of it is assumed to agree with the others
         texts = [repr(value) for value in values]
         if len({*texts}) == 1:
             common[name] = values[0]
             continue
-        finer = [(*old, value) for old, value in zip(classes, texts, strict=True)]
+        finer = [
+            (*values_of_run, value) for values_of_run, value in zip(classes, texts, strict=True)
+        ]
         if len(set(finer)) > len(set(classes)):
             classes = finer
             keys.append(name)
@@ -348,12 +340,12 @@ def _varying(
 
 
 def _is_not_configured(name: str) -> bool:
-    """Return whether a name is not of a key but of the contents of data, or of code."""
+    """Return True for a name of the contents of data or of code, which is no key."""
     return name.startswith((CONTENTS, CODE, EVALUATION_CODE))
 
 
 def _changes_learning(name: str, run: Run) -> bool:
-    """Return whether the run would have learned something else with another value of this name."""
+    """Return True if the run would have learned something else with another value of this name."""
     if name.startswith(EVALUATION_CODE):
         return False
     key = name.removeprefix(CONTENTS)
@@ -373,11 +365,9 @@ def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[
         differing = [
             name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1
         ]
-        return (
-            [f"--ignore=code counts as the same what differs: {', '.join(differing)}"]
-            if differing
-            else []
-        )
+        if not differing:
+            return []
+        return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"]
     differing = [key for key in compared.keys if key.startswith(CODE)]
     if not differing:
         return []
@@ -405,6 +395,7 @@ def _count(group: Group, metric: str, blocks: Sequence[str]) -> list[tuple[Run, 
 
 
 def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
+    """Raise ConfigError for a metric that no run has recorded, with the nearest."""
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
     if metric not in known:
@@ -416,7 +407,7 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
 
 
 def notes_of(compared: Compared) -> list[str]:
-    """Return what makes the runs hard to compare, each in a sentence without its full stop."""
+    """Return notes on differences that make the runs hard to compare, without their full stops."""
     notes = []
     counted = [run for group in compared.groups for run in group.counted]
     if len({run.code for run in counted}) > 1:
@@ -443,8 +434,10 @@ def notes_of(compared: Compared) -> list[str]:
 
 
 def _best_of_notes(compared: Compared, key: str) -> list[str]:
-    """Return notes of the choice by --best-of: that it flatters, and which group's best is the last
-    value tried."""
+    """Return notes on the choice by --best-of.
+
+    It flatters, and the best value of a group may be the lowest or the highest that was tried.
+    """
     best = "fewest" if compared.by_documents else "highest"
     notes = [
         f"of each configuration the {key} with the {best} "

@@ -16,18 +16,24 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from pgtoolkit.losses.checks import check_name, shown
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from torch import Tensor
 
     from pgtoolkit.losses.documents import DocumentSums
 
-Kind = TypeVar("Kind", bound="DataclassInstance")
+Kind = TypeVar("Kind", bound="Declared")
 """A family or a correction."""
+
+
+class Declared(Protocol):
+    """A dataclass whose fields are parameters."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
 
 LOG_RATIO_LIMIT = 20.0
 """The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the
@@ -63,7 +69,7 @@ def parameter(
     return field(default=default, metadata=declared)
 
 
-def check_parameters(declared: DataclassInstance) -> None:
+def check_parameters(declared: Declared) -> None:
     """Raise ValueError unless each field of a family or correction is in its range or its names."""
     for attribute in fields(declared):
         value = getattr(declared, attribute.name)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.checks import shown
 
-if TYPE_CHECKING:
-    from numpy import ndarray
 
-    Values = Tensor | ndarray
+class Array(Protocol):
+    """A tensor, or another array that `torch.as_tensor` takes, such as numpy's."""
+
+    def __array__(self) -> object: ...
 
 
 def from_padded(
     *,
-    old_log_probs: Values,
-    advantages: Values,
-    logits: Values | None = None,
-    hidden: Values | None = None,
-    log_probs: Values | None = None,
-    labels: Values | None = None,
-    mask: Values | None = None,
-    sampling_log_probs: Values | None = None,
-    ref_log_probs: Values | None = None,
+    old_log_probs: Array,
+    advantages: Array,
+    logits: Array | None = None,
+    hidden: Array | None = None,
+    log_probs: Array | None = None,
+    labels: Array | None = None,
+    mask: Array | None = None,
+    sampling_log_probs: Array | None = None,
+    ref_log_probs: Array | None = None,
 ) -> dict[str, Any]:
     """Return keywords of `policy_loss`, `linear_policy_loss` or `log_prob_loss`.
 
@@ -63,7 +64,7 @@ def from_padded(
     documents, length = rows.shape[:2]
     size = (documents, length)
 
-    def flat(key: str, values: Values) -> Tensor:
+    def flat(key: str, values: Array) -> Tensor:
         """Return (B * T,) values; raises ValueError for another shape."""
         value = torch.as_tensor(values).to(rows.device)
         if key == "advantages" and value.shape == (documents,):

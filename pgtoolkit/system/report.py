@@ -1,5 +1,4 @@
-"""Problems in one sentence form, notes, paths as the user can paste them, and how an error is
-printed."""
+"""Writes for the user: problems in one form, notes, errors, and paths that can be pasted."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from pgtoolkit.system.terminal import write_line
 class Report:
     """The result of checking a configuration.
 
-    problems: refusals, each as `refusal` writes it. notes: choices that are allowed but may
-        surprise.
+    problems: refusals, each as `refusal` writes it.
+    notes: choices that are allowed but may surprise.
     usual: returns the default of a key in this configuration.
     """
 
@@ -35,11 +34,13 @@ class Report:
     notes: list[str] = field(default_factory=list)
     usual: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
 
-    def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
+    def refuse(self, setting: str, needs: str, got: object, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
         self.problems.append(refusal(setting, needs, got, reason, use))
 
-    def refuse_value(self, key: str, value: Any, needs: str, reason: str, better: Any) -> None:
+    def refuse_value(
+        self, key: str, value: object, needs: str, reason: str, better: object
+    ) -> None:
         """Refuse the value of a key, and propose another value of it."""
         self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
 
@@ -47,24 +48,22 @@ class Report:
         self.notes.append(sentence)
 
 
-def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
+def refusal(setting: str, needs: str, got: object, reason: str, use: str) -> str:
     """Return a problem in the form that all have."""
     return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print for the user, on standard output or standard error: the one way to the terminal beside
-    the log.
+    """Print for the user, on standard output or standard error.
 
-    Secrets are hidden, and characters that act on a terminal, as in a stranger's name of a run, are
-    shown as codes.
+    All that the user sees goes through here or through the log. Secrets are hidden, and characters
+    that act on a terminal, as in a stranger's name of a run, are shown as codes.
     """
     write_line(legible(redact(text)), sys.stderr if error else sys.stdout)
 
 
 def print_error(error: PgtoolkitError) -> int:
-    """Print the error, once for all processes unless they have different ones; return its exit
-    status."""
+    """Print the error and return its exit status; several processes print the same error once."""
     rank = joined()
     if rank is None or rank.number == 0:
         start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
@@ -79,10 +78,12 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Return a value as the user types it in an override."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return str(int(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -97,14 +98,17 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun[:-1]}ies" if noun.endswith("ry") else f"{count} {noun}s"
 
 
-def listed(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: Sequence[str], limit: int) -> str:
+    """Return the first `limit` names, and the number of the others."""
+    words = ", ".join(names[:limit])
+    return f"{words} and {len(names) - limit} more" if len(names) > limit else words
 
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """Return the most similar name, if any is similar. Swapped letters and initials (lr) count as
-    most similar."""
+    """Return the most similar name, if any is similar.
+
+    Swapped letters and initials, such as lr, count as most similar.
+    """
     word = word.lower()
 
     def similarity(name: str) -> float:
@@ -116,8 +120,8 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
     return best if best is not None and similarity(best) >= at_least else None
 
 
-def is_number(value: Any) -> bool:
-    """Return whether the value is a finite int or float; a bool is not."""
+def is_number(value: object) -> bool:
+    """Return True if the value is a finite int or float; a bool is not."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -133,12 +137,14 @@ def shortest_path(path: str | Path) -> str:
 
 
 def program(name: str) -> str:
-    """Return how to call a program of this Python's environment: its bare name if the shell finds
-    that very one."""
+    """Return the command for a program of this Python's environment.
+
+    It is the bare name if the shell finds that program by it, or if the environment has none.
+    """
     beside_python = Path(sys.executable).parent / name
-    in_path = shutil.which(name)
-    if in_path and (
-        not beside_python.exists() or Path(in_path).resolve() == beside_python.resolve()
-    ):
+    if not beside_python.exists():
         return name
-    return shell_path(beside_python) if beside_python.exists() else name
+    in_path = shutil.which(name)
+    if in_path and Path(in_path).resolve() == beside_python.resolve():
+        return name
+    return shell_path(beside_python)

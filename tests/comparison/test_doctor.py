@@ -44,7 +44,7 @@ def failures(folder: Path, **config) -> list[set[str]]:
     for path in run_directories("", [str(folder)]):
         saved = read_leaves(path)
         if all(saved.get(key) == value for key, value in chosen.items()):
-            names.append({rule.name for rule, _ in examine(read_run(path, None)).found})
+            names.append({rule.name for rule, _ in examine(read_run(path, None)).failures})
     return names
 
 
@@ -136,7 +136,7 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
     ],
 )
 def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, names):
-    shown = {rule.name for rule, _ in examine(trained(module / "run", *settings)).found}
+    shown = {rule.name for rule, _ in examine(trained(module / "run", *settings)).failures}
     assert set(names) <= shown if names else shown == set()
 
 
@@ -160,7 +160,7 @@ def test_a_sampler_that_gives_other_log_probs_is_seen(tmp_path, monkeypatch, old
 
     monkeypatch.setattr(TransformersSampler, "complete", wrong)
     examined = examine(trained(tmp_path / "run", REVERSE, f"rollout.old_log_probs={old}"))
-    assert [(rule.name, place.step) for rule, place in examined.found] == [(name, 1)]
+    assert [(rule.name, place.step) for rule, place in examined.failures] == [(name, 1)]
 
 
 def made_up(steps=100, **columns) -> Run:
@@ -237,7 +237,7 @@ HALF = np.where(np.arange(100) < 60, 0.0, 1.0)
     ],
 )
 def test_numbers_of_a_failure_and_of_none(columns, name, step):
-    failures_found = examine(made_up(**columns)).found
+    failures_found = examine(made_up(**columns)).failures
     assert [rule.name for rule, _ in failures_found] == ([name] if name else [])
     if step:
         assert failures_found[0][1].step == step
@@ -255,7 +255,7 @@ def test_the_page_says_since_when_and_what_to_change(study, capsys, tmp_path):
     broken = [
         path
         for path in run_directories("", [str(run.parent)])
-        if examine(read_run(path, None)).found
+        if examine(read_run(path, None)).failures
     ]
     assert main(["doctor", str(broken[0])]) == 0
     output = " ".join(capsys.readouterr().out.split())
@@ -272,8 +272,8 @@ def test_the_page_says_since_when_and_what_to_change(study, capsys, tmp_path):
 
 
 def test_a_run_of_a_few_steps_tells_nothing():
-    assert examine(made_up(FEWEST_STEPS - 1, truncated_fraction=1.0)).found == []
-    assert examine(made_up(FEWEST_STEPS, truncated_fraction=1.0)).found != []
+    assert examine(made_up(FEWEST_STEPS - 1, truncated_fraction=1.0)).failures == []
+    assert examine(made_up(FEWEST_STEPS, truncated_fraction=1.0)).failures != []
 
 
 def test_the_table_of_the_docs_is_that_of_the_rules():
