@@ -39,19 +39,19 @@ def loss_name():
 
 OTHERS = {
     **{
-        "epsilon_low": (0.05, 0.2, 0.7),
-        "epsilon_high": (0.05, 0.2, 0.7),
-        "dual_clip": (1.05, 1.2, 1.5),
+        "epsilon_low": (0.05, 0.7),
+        "epsilon_high": (0.05, 0.7),
+        "dual_clip": (1.05, 1.5),
     },
     **{
-        "delta_low": (0.01, 0.04, 0.1),
-        "delta_high": (0.01, 0.04, 0.1),
-        "ratio_cap": (0.8, 1.1, 1.5),
+        "delta_low": (0.01, 0.1),
+        "delta_high": (0.01, 0.1),
+        "ratio_cap": (0.8, 1.5),
     },
     "divergence": tuple(Divergence),
-    **dict.fromkeys(("temperature_positive", "temperature_negative", "tau"), (0.2, 1.0, 3.0)),
+    **dict.fromkeys(("temperature_positive", "temperature_negative", "tau"), (0.2, 3.0)),
     **dict.fromkeys(
-        ("power_positive", "decay_positive", "power_negative", "decay_negative"), (0.5, 1.0, 4.0)
+        ("power_positive", "decay_positive", "power_negative", "decay_negative"), (0.5, 4.0)
     ),
 }
 
@@ -130,7 +130,7 @@ def correction_name():
     assert len({round(loss, 8) for loss in losses}) == len(losses)
 
 
-BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 2.0, 9.0), "threshold": (0.1, 1.0, 2.0)}
+BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 9.0), "threshold": (0.1, 2.0)}
 BOUNDS |= {"mean": ("product", "geometric"), "factor": ("document", "token", "one")}
 WORST = {"factor": "one", "high": 1.5}
 
