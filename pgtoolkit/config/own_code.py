@@ -99,7 +99,7 @@ def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_name(name: str) -> str:
-    """Return the short name of a key: `loss.tau` for the parameter `loss.options.tau` of own code."""
+    """Return the short name of a key: `loss.tau` for `loss.options.tau`, which sets a parameter."""
     for group, parameters in PARAMETERS.items():
         if name != parameters and is_inside(name, parameters):
             return f"{group}.{name.removeprefix(f'{parameters}.')}"
