@@ -141,7 +141,7 @@ def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of
             "needs a class in the module mine (got no Sqared)",
             "loss=mine.Squared",
         ),
-        ("loss=mine.NoFamily", "NoFamily is no Family", None),
+        ("loss=mine.NoFamily", "NoFamily does not inherit from Family", None),
         ("loss=grp", "or the dotted path of a class of your own (got 'grp')", "loss=grpo"),
         (
             "advantage=mine.shiftd",
