@@ -1,5 +1,4 @@
-"""Whether the effective sample size falls before a run collapses (arXiv 2602.17616), from packed
-runs.
+"""Tell whether the effective sample size falls before a run collapses (arXiv 2602.17616).
 
 The runs of the first part kept `kl_new_old`, of which exp(-2 KL) is the effective sample size where
 log-ratios are small and normal; newer ones keep `effective_sample_size` itself.
@@ -26,8 +25,10 @@ LEVELS = (0.9, 0.5)
 
 @dataclass(frozen=True)
 class Course:
-    """When a run collapsed, and when the effective sample size fell below each of LEVELS; None:
-    never. Steps."""
+    """The steps at which a run collapsed and at which its effective sample size fell below LEVELS.
+
+    None stands for never.
+    """
 
     lag: int
     collapsed: int | None
@@ -35,8 +36,7 @@ class Course:
 
 
 def table_rows(sweeps: list[Path]) -> list[list[str]]:
-    """Return a row for each lag: how many runs collapsed, and before how many of those, and in how
-    many of the others, there was a warning."""
+    """Return a row for each lag: collapsed runs and warnings before them, other runs and warnings."""
     head = ["rollout.lag", "collapsed"]
     head += [f"warned before, below {level:g}" for level in LEVELS]
     head += ["not collapsed", *(f"warned, below {level:g}" for level in LEVELS)]
@@ -52,11 +52,13 @@ def table_rows(sweeps: list[Path]) -> list[list[str]]:
 
 
 def course(run: Run) -> Course:
-    """Return the course of a run: it collapses with the first evaluation that solves less than half
-    of what the start does."""
+    """Return the course of a run.
+
+    It collapses with the first evaluation that solves less than half of what the start does.
+    """
     solved = [
         (row["step"], row["pass@1"])
-        for row in read_evaluations(run.path)
+        for row in read_evaluations(Path(run.path))
         if row["set"] == "held_out"
     ]
     start = solved[0][1]
@@ -68,7 +70,9 @@ def course(run: Run) -> Course:
     # The evaluation before the first step has a row of its own, without these.
     sizes = sizes[run.columns["step"] > 0]
     warned = tuple(_below(sizes, level) for level in LEVELS)
-    return Course(run.config["rollout.lag"], collapsed, warned)
+    lag = run.config["rollout.lag"]
+    assert isinstance(lag, int)
+    return Course(lag, collapsed, warned)
 
 
 def _below(sizes: np.ndarray, level: float) -> int | None:
