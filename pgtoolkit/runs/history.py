@@ -1,4 +1,4 @@
-"""What a run was trained with besides config.yaml: earlier values, contents of data, user code."""
+"""Tells what a run was trained with besides config.yaml: earlier values, data, user code."""
 
 from __future__ import annotations
 

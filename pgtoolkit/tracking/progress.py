@@ -1,4 +1,4 @@
-"""What a terminal and a log show of a run: its first lines, a line for each step, the summary."""
+"""Shows a run on the terminal and in its log: first lines, a line for each step, the summary."""
 
 from __future__ import annotations
 

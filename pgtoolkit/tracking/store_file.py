@@ -1,5 +1,4 @@
-"""An MLflow store in a file of this machine, looked at without MLflow, whose import takes seconds:
-can a run use it."""
+"""Checks an MLflow store in a file of this machine without MLflow, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -21,92 +20,105 @@ from pgtoolkit.system.report import program, refusal, shell_path, shortest_path
 
 
 def problem_of_store(path: Path, experiment: str) -> str | None:
-    """Return why a run could not deliver to the store in this file; None where it could. Changes
-    nothing.
+    """Return why a run could not deliver to the store in this file; None where it could.
 
-    path: absolute. There need not be a file: MLflow makes one. experiment: the name of the run's.
+    path: absolute. The file may be missing, since MLflow makes it.
+    experiment: the name of the run's.
     """
     setting = f"tracking.uri=sqlite:///{shortest_path(path)}"
-    another = "tracking.uri=sqlite:///outputs/other.db, or tracking=none"
-    if why := cannot_hold_files(path.parent):
+    other_store = "tracking.uri=sqlite:///outputs/other.db, or tracking=none"
+    obstacle = cannot_hold_files(path.parent)
+    if obstacle:
         return refusal(
-            setting,
-            "a folder where files can be made",
-            why,
-            "MLflow writes its store there.",
-            another,
+            setting=setting,
+            needs="a folder where files can be made",
+            got=obstacle,
+            reason="MLflow writes its store there.",
+            use=other_store,
         )
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):
         return refusal(
-            setting, "a file that can be written", "none", "Metrics are delivered there.", another
+            setting=setting,
+            needs="a file that can be written",
+            got="none",
+            reason="Metrics are delivered there.",
+            use=other_store,
         )
     try:
-        revision, deleted = _read(path, experiment)
+        revision, deleted_id = _read(path, experiment)
     except sqlite3.DatabaseError as error:
-        if "locked" in str(error):  # another process writes to it: MLflow waits
+        if "locked" in str(error):  # another process writes to it, for which MLflow waits
             return None
-        reason = (
-            "It is damaged, or none. Every run directory keeps its metrics, and `pgtk sync` "
-            "delivers them again."
+        return refusal(
+            setting=setting,
+            needs="an MLflow store",
+            got=first_line(error),
+            reason="It is damaged, or another kind of file. Every run directory keeps its "
+            "metrics, and `pgtk sync` delivers them again.",
+            use=other_store,
         )
-        return refusal(setting, "an MLflow store", first_line(error), reason, another)
     uri = f"sqlite:///{path}"
     if revision is not None and _newest_revision() not in (None, revision):
         return out_of_date(setting, uri, revision)
-    if deleted is not None:
-        return deleted_experiment(experiment, uri, str(deleted))
+    if deleted_id is not None:
+        return deleted_experiment(experiment, uri, str(deleted_id))
     return None
 
 
 def out_of_date(setting: str, uri: str, revision: str) -> str:
-    """Return the problem with a store whose tables are those of another version of MLflow.
+    """Return the problem with a store that has the tables of another version of MLflow.
 
-    revision: that of its tables, as MLflow's own migrations name it.
+    revision: of its tables, as MLflow's migrations name it.
     """
     installed = importlib.metadata.version("mlflow")
     needs = f"a store with the tables of the installed MLflow {installed}"
     if revision not in _revisions():
-        reason, use = (
-            "A newer MLflow has changed them.",
-            "that version of MLflow, or another tracking.uri",
+        return refusal(
+            setting=setting,
+            needs=needs,
+            got=f"revision {revision}, unknown to it",
+            reason="A newer MLflow has changed them.",
+            use="that version of MLflow, or another tracking.uri",
         )
-        return refusal(setting, needs, f"revision {revision}, unknown to it", reason, use)
     upgrade = f"{program('mlflow')} db upgrade {shlex.quote(redact(uri))}"
     if uri.startswith("sqlite:///"):
         file = shell_path(uri.removeprefix("sqlite:///"))
         upgrade = f"cp {file} {file}.{revision} && {upgrade}"
-    reason = "MLflow changes them only when asked; no run may write to the store meanwhile."
-    return refusal(setting, needs, f"the older revision {revision}", reason, f"`{upgrade}`")
+    return refusal(
+        setting=setting,
+        needs=needs,
+        got=f"the older revision {revision}",
+        reason="MLflow changes them only when asked; no run may write to the store meanwhile.",
+        use=f"`{upgrade}`",
+    )
 
 
 def deleted_experiment(experiment: str, uri: str, number: str) -> str:
-    """Return the problem with an experiment that was deleted from a store; number: its id there."""
-    # Without the address, mlflow would look in another store.
+    """Return the problem with an experiment that was deleted from a store. number: its id."""
+    # With the address, since mlflow would look in another store.
     restore = (
         f"MLFLOW_TRACKING_URI={shlex.quote(redact(uri))} {program('mlflow')} experiments "
         f"restore -x {number}"
     )
-    reason = "MLflow takes no runs for it, and its name is not free."
-    setting = f"tracking.experiment={experiment}"
     return refusal(
-        setting,
-        "an experiment that is not deleted",
-        "a deleted one",
-        reason,
-        f"another name, or `{restore}`",
+        setting=f"tracking.experiment={experiment}",
+        needs="an experiment that is not deleted",
+        got="a deleted one",
+        reason="MLflow takes no runs for it, and its name is not free.",
+        use=f"another name, or `{restore}`",
     )
 
 
 def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
-    """Return the revision of the tables, and the id of the experiment if it was deleted."""
+    """Return the revision of a store's tables, and the id of the experiment if it was deleted."""
     with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1)) as store:
         tables = {
             name for (name,) in store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         }
         if not {"alembic_version", "experiments"} <= tables:
-            return None, None  # a new database, in which MLflow makes them
+            return None, None  # a new database, in which MLflow makes the tables
         revision = store.execute("SELECT version_num FROM alembic_version").fetchone()
         query = (
             "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
@@ -117,8 +129,7 @@ def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
 
 @functools.cache
 def _revisions() -> dict[str, str | None]:
-    """Return the revisions of the tables that the installed MLflow knows, each with the one before
-    it."""
+    """Return the revisions of tables that the installed MLflow knows, each with its predecessor."""
     package = importlib.util.find_spec("mlflow")
     if package is None or package.origin is None:
         return {}
@@ -135,7 +146,6 @@ def _revisions() -> dict[str, str | None]:
 
 
 def _newest_revision() -> str | None:
-    """Return the revision that follows all others; None where MLflow's migrations are not as they
-    are known here."""
-    newest = set(_revisions()) - set(_revisions().values())
-    return newest.pop() if len(newest) == 1 else None
+    """Return the last revision; None where MLflow's migrations have another form than expected."""
+    without_successor = set(_revisions()) - set(_revisions().values())
+    return without_successor.pop() if len(without_successor) == 1 else None

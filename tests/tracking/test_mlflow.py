@@ -179,11 +179,11 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the
     with trickling() as slow:
         began = time.monotonic()
         with pytest.raises(
-            StorageError, match=r"no whole answer within 4 s, .* Training has not started"
+            StorageError, match=r"no complete answer within 4 s, .* Training has not started"
         ):
             start(slow, run)
         assert 12 < time.monotonic() - began < 40
-    assert caplog.text.count("no whole answer within 4 s, which is") == 1
+    assert caplog.text.count("no complete answer within 4 s, which is") == 1
     assert "asking again for 12 s" in caplog.text
 
 
