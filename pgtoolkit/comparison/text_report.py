@@ -253,8 +253,8 @@ def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     if margin is not None and pair.equal_p is not None and pair.equal_p < LEVEL:
         answer = f"equal within {margin}"
     elif pair.adjusted_p is not None and pair.adjusted_p < LEVEL:
-        up = pair.difference * (sign or 1) > 0
-        answer = ("better" if up else "worse") if sign else ("higher" if up else "lower")
+        up, down = ("better", "worse") if sign else ("higher", "lower")
+        answer = up if pair.difference * (sign or 1) > 0 else down
     return f"exploratory: {answer}" if pair.exploratory else answer
 
 
@@ -287,7 +287,10 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
     def signed(value: float) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
 
-    seeds = pair.seeds_needed
+    seeds = "-"
+    if pair.seeds_needed is not None:
+        too_many = pair.seeds_needed > MOST_SEEDS
+        seeds = f">{MOST_SEEDS}" if too_many else str(pair.seeds_needed)
     better = pair.improvement
     if better is not None and compared.sign < 0:
         better = 1 - better
@@ -296,7 +299,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
         signed(pair.difference),
         f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-",
         p_value(pair.adjusted_p) or "-",
-        "-" if seeds is None else f">{MOST_SEEDS}" if seeds > MOST_SEEDS else str(seeds),
+        seeds,
         "-" if better is None else f"{better:.2f}",
         *([] if margin is None else [p_value(pair.equal_p) or "-"]),
         "paired" if pair.paired else "Welch",
@@ -313,7 +316,7 @@ def p_value(p: float | None) -> str:
 
 def left_out(compared: Compared) -> list[str]:
     """Return a line for each run that is excluded from averages."""
-    return [f"{run.name}: {why}" for run, why in compared.left_out]
+    return [f"{run.name}: {reason}" for run, reason in compared.left_out]
 
 
 def number_format(compared: Compared) -> Callable[[float | None], str]:
