@@ -1,15 +1,12 @@
-"""What was predicted of planned contrasts, in a file that is written before the runs, beside the
-answers.
+"""Compare what was predicted of planned contrasts, before the runs, with the answers.
 
     python -m benchmarks.study_predictions sweeps/predictions/study_loss.yaml study_loss
 
-compares the runs of a sweep as `pgtk compare` does, with the options that the file names, and says
-of each prediction whether it was right, wrong, or is undecided. The file has `metric`, `against`,
-`margin` and other options of
-`pgtk compare`, and `expected`: of each contrast better, worse, equal (within the margin), or the
-    difference itself,
-such as 0.03. A predicted size is right if the interval has it, and undecided as long as the
-interval has 0, too.
+It compares the runs of a sweep as `pgtk compare` does, with the options that the file names, and
+says of each prediction whether it was right, wrong, or is undecided. The file has `metric`,
+`against`, `margin` and other options of `pgtk compare`, and `expected`: of each contrast better,
+worse, equal (within the margin), or the difference itself, such as 0.03. A predicted size is right
+if the interval has it, and undecided as long as the interval has 0, too.
 """
 
 from __future__ import annotations
@@ -35,8 +32,10 @@ _WORDS = ("better", "worse", "equal")
 
 
 def take(file: Path, args: Namespace) -> dict[str, str | float]:
-    """What the file expects of each contrast; its options go into args. Raises ConfigError for what
-    it cannot mean."""
+    """Return what the file expects of each contrast, and put its options into args.
+
+    Raises ConfigError for content that has no meaning.
+    """
 
     def refused(what: object, needs: str, reason: str) -> ConfigError:
         return ConfigError(
@@ -76,8 +75,10 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
 
 
 def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
-    """A line for each contrast that something was expected of. ConfigError where none of them was
-    compared."""
+    """Return a line for each contrast of which something was expected.
+
+    Raises ConfigError where none of them was compared.
+    """
     pairs = {
         compared.arm(compared.groups[pair.second]): pair
         for pairs in planned(compared)
@@ -102,8 +103,10 @@ def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
 
 
 def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:
-    """right, wrong or undecided, with the answer. Of a size: whether the interval of the difference
-    has it."""
+    """Return right, wrong or undecided, with the answer.
+
+    A predicted size is right if the interval of the difference has it.
+    """
     answer = verdict(pair, compared.sign, compared.comparisons.margin)
     if isinstance(value, str):
         is_right = answer.startswith(value)
@@ -111,7 +114,9 @@ def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:
     else:
         is_right = pair.interval is not None and pair.interval[0] <= value <= pair.interval[1]
         undecided = pair.interval is None or (is_right and pair.interval[0] < 0 < pair.interval[1])
-    return f"{'undecided' if undecided else 'right' if is_right else 'wrong'} ({answer})"
+    if undecided:
+        return f"undecided ({answer})"
+    return f"{'right' if is_right else 'wrong'} ({answer})"
 
 
 def main(file: Path, names: list[str]) -> None:

@@ -1,9 +1,8 @@
-"""What a sweep costs beside its training: CPU seconds a start, jobs an hour, and the time it takes
-to plan many jobs.
+"""Measure what a sweep costs beside its training: starts, jobs an hour, and checks of many jobs.
 
-    # starts, and jobs an hour as they are
+    # starts, and jobs an hour
     python benchmarks/sweep_throughput.py [--jobs 8] [OVERRIDE...]
-    # checks of so many jobs, of which none starts
+    # checks of 10,000 jobs, of which none starts
     python benchmarks/sweep_throughput.py --plan 10000
     # runs an hour on GPUs
     python benchmarks/sweep_throughput.py --gpu [--jobs 16] hydra.launcher.jobs_per_gpu=8
@@ -28,17 +27,15 @@ import tempfile
 import time
 
 GPU = {
-    **{"model.num_layers": 8, "model.hidden_size": 256, "model.num_heads": 8},
-    **{
-        "rollout.prompts_per_batch": 128,
-        "rollout.group_size": 8,
-        "rollout.max_completion_length": 40,
-    },
-    **{
-        "accumulation.docs_per_step": 256,
-        "accumulation.max_tokens": 16384,
-        "trainer.max_steps": 1000,
-    },
+    "model.num_layers": 8,
+    "model.hidden_size": 256,
+    "model.num_heads": 8,
+    "rollout.prompts_per_batch": 128,
+    "rollout.group_size": 8,
+    "rollout.max_completion_length": 40,
+    "accumulation.docs_per_step": 256,
+    "accumulation.max_tokens": 16384,
+    "trainer.max_steps": 1000,
     "tracking": "none",
 }
 
@@ -91,7 +88,7 @@ def runs(jobs: int, overrides: list[str]) -> None:
 
 
 def plan(jobs: int, overrides: list[str]) -> None:
-    """Print what `pgtk check` of so many jobs takes, of which groups, numbers and seeds differ."""
+    """Print what `pgtk check` takes for many jobs, which differ in groups, numbers and seeds."""
     from pgtoolkit.launch.check import check, problems
 
     rates = ",".join(f"{rate}e-4" for rate in range(1, 6))
@@ -101,9 +98,11 @@ def plan(jobs: int, overrides: list[str]) -> None:
         f"seed=range({jobs // 10})",
         *overrides,
     ]
-    begun, cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
+    began_cpu = time.process_time()
     checked = check(axes, multirun=True)
-    clock, cpu = time.monotonic() - begun, time.process_time() - cpu
+    clock = time.monotonic() - began
+    cpu = time.process_time() - began_cpu
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     assert not problems(checked)
     print(
@@ -113,12 +112,13 @@ def plan(jobs: int, overrides: list[str]) -> None:
 
 
 def _seconds(words: list[str]) -> tuple[float, float]:
-    """(CPU seconds, seconds of the clock) of a sweep with all that it has started."""
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    """Return the CPU seconds of a sweep with all that it has started, and seconds of the clock."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     subprocess.run(["pgtk", "-m", *words], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return cpu, time.monotonic() - begun
+    return cpu, time.monotonic() - began
 
 
 if __name__ == "__main__":
