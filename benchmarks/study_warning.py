@@ -36,7 +36,7 @@ class Course:
 
 
 def table_rows(sweeps: list[Path]) -> list[list[str]]:
-    """Return a row for each lag: collapsed runs and warnings before them, other runs and warnings."""
+    """Return a row for each lag: collapses and warnings before them, other runs and warnings."""
     head = ["rollout.lag", "collapsed"]
     head += [f"warned before, below {level:g}" for level in LEVELS]
     head += ["not collapsed", *(f"warned, below {level:g}" for level in LEVELS)]
