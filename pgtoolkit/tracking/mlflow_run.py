@@ -128,9 +128,10 @@ class MlflowTracker:
         The tag `pgtk.id` shows which run it is, even if a killed process could not record its
         number, or if the store's answer came too late.
         """
+        self._client, experiment_id = store.open_store(self.uri, self.experiment)
+        # Imported after the client: it has turned MLflow's telemetry off.
         from mlflow.entities import Param, RunTag
 
-        self._client, experiment_id = store.open_store(self.uri, self.experiment)
         experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
         tag = f"tags.`pgtk.id` = {store.search_literal(str(status.get('id')))}"
         run = next(iter(self._client.search_runs(experiments, tag, max_results=1)), None)
