@@ -329,6 +329,6 @@ def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, nu
     replace_file(path, "training/optimizer-00001-00001.safetensors", save(moments))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
     assert (
-        f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove"
+        f"is damaged: {name} of the optimizer holds negative numbers or NaN. Delete"
         in capsys.readouterr().err
     )
