@@ -397,7 +397,7 @@ def test_the_generator_with_the_seed_of_training_is_refused(short, tmp_path, mon
     seed = OmegaConf.load(short / "config.yaml").seed
     assert main(["evaluate", str(short), f"evaluation.seed={seed}"]) == 2
     assert (
-        "The same generator with the same seed asks the same questions. Use another evaluation.seed, or"
+        "with the same seed asks the same questions. Use another evaluation.seed, or"
         in capsys.readouterr().err
     )
 
