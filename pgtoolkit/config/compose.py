@@ -361,7 +361,8 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
         ]
     try:
         with open_dict(config) if is_free else contextlib.nullcontext():
-            OmegaConf.update(config, name, value, force_add=is_free)
+            # An empty dictionary empties the key. Merged, it would change nothing.
+            OmegaConf.update(config, name, value, force_add=is_free, merge=value != {})
     except OverflowError:  # a whole number that no float can hold
         assert isinstance(value, int)
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))

@@ -47,6 +47,19 @@ def test_sets_are_what_differs_from_the_task():
     )
 
 
+def test_an_empty_dictionary_removes_the_sets_of_a_sweep_file(tmp_path):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        "defaults: [config, _self_]\nevaluation: {every: 5, sets: {other: {seed: 3}}}\n"
+    )
+    added = compose(["evaluation.sets={more: {seed: 4}}"], sweep_file=file).config
+    assert added.evaluation.sets == {"other": {"seed": 3}, "more": {"seed": 4}}
+    off = compose(["evaluation.every=0", "evaluation.sets={}"], sweep_file=file)
+    config, report = validated(off)
+    assert config.evaluation.sets == {}
+    assert report.problems == []
+
+
 def test_other_files_have_no_split_of_the_task():
     talk = "task=conversation task.environment=my_module.Environment"
     for task in ("task=prompts task.verifier=exact_match", talk):
