@@ -292,6 +292,8 @@ def test_a_wrong_configuration_exits_with_2_and_writes_nothing(tmp_path, monkeyp
     )
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("pgtk ")
+    assert main(["check", "loss=gspo", "-m", "seed=1,2"]) == 0
+    assert capsys.readouterr().out.startswith("Sweep of 2 runs")
     assert "loss=gspo needs" in refused(capsys, "-m", "loss=grpo,gspo", "loss.num_splits=2")
     assert list(tmp_path.iterdir()) == []
 

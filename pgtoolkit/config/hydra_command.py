@@ -26,7 +26,7 @@ def hydra_arguments(argv: list[str]) -> Namespace:
     """
     parser = get_args_parser()
     parser.error = _not_understood
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)  # overrides may stand on both sides of a flag
     for flag in ("config_path", "config_name", "experimental_rerun"):
         value = getattr(args, flag)
         if value is not None:
@@ -63,10 +63,13 @@ def _not_understood(message: str) -> NoReturn:
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:
-    """Return a command line as Hydra needs it. overrides: those of its words that are overrides."""
-    return [
-        hydra_form(word) if word in overrides else word for word in argv if word not in NO_CHOICE
-    ]
+    """Return a command line as Hydra needs it: the overrides, all together, and then the flags.
+
+    overrides: those of its words that are overrides.
+    """
+    words = [word for word in argv if word not in NO_CHOICE]
+    flags = [word for word in words if word not in overrides]
+    return [*(hydra_form(word) for word in words if word in overrides), *flags]
 
 
 def hydra_answers(argv: list[str]) -> int:
