@@ -1,7 +1,7 @@
-"""The specification: the same loss, metrics and gradient in plain float64 loops that share no code
-with the rest.
+"""The specification: loss, metrics and gradient of a step in plain float64 loops.
 
-Slow on purpose. Where an implementation disagrees with this file, the implementation is wrong.
+It shares no code with the rest and is slow on purpose. Where an implementation disagrees with this
+file, the implementation is wrong.
 
 Names are those of the equations. Of a token t: z logits over temperature, y its label, p, o, b and
 f its log-probs under the new, the old, the sampling and the reference policy; lam the clamped
@@ -12,23 +12,36 @@ tokens, G groups; N_g and N_a trained tokens of a group g and of an attempt (tra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.reference_terms import OF_ROW, OF_TOKEN, factors, k3, log_softmax, mismatch
+from pgtoolkit.losses.reference_terms import (
+    OF_ROW,
+    OF_TOKEN,
+    DocumentMean,
+    factors,
+    k3,
+    log_softmax,
+    mismatch,
+)
 from pgtoolkit.losses.reference_terms import metrics as metrics_of_sampling
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.aggregation import Aggregation
+    from pgtoolkit.losses.family import Family
 
 
 @dataclass(frozen=True)
 class Reference:
     """A step's loss, metrics and gradient.
 
-    log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of the loss by the
-        logits.
-
+    log_probs, entropy: T floats, 0 where not trained.
     divergence: T floats, the full KL of each row; 0 where not trained, and where the loss has none.
+    gradient: (T, V) float64, of the loss by the logits.
     """
 
     loss: float
@@ -37,6 +50,71 @@ class Reference:
     divergence: list[float]
     metrics: dict[str, float]
     gradient: Tensor
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The documents of a step, and the totals by which its weights divide.
+
+    trained: the places of the trained tokens of each document.
+    groups, attempts: the group and the attempt of each document.
+    """
+
+    trained: list[list[int]]
+    groups: list[int]
+    attempts: list[int]
+    N: int
+    G: int
+    N_g: dict[int, int]
+    N_a: dict[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        labels: list[int],
+        document_index: list[int],
+        num_documents: int | None,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None,
+    ) -> _Step:
+        D = num_documents if num_documents is not None else max(document_index) + 1
+        trained = [
+            [t for t in range(len(labels)) if labels[t] >= 0 and document_index[t] == d]
+            for d in range(D)
+        ]
+        groups = [0] * D if group_index is None else group_index.tolist()
+        attempts = list(range(D)) if trajectory_index is None else trajectory_index.tolist()
+        return cls(
+            trained=trained,
+            groups=groups,
+            attempts=attempts,
+            N=sum(len(tokens) for tokens in trained),
+            G=len(set(groups)),
+            N_g={g: sum(len(trained[d]) for d in range(D) if groups[d] == g) for g in groups},
+            N_a={a: sum(len(trained[d]) for d in range(D) if attempts[d] == a) for a in attempts},
+        )
+
+    def weight(self, aggregation: str, d: int, divisor: float | None) -> float:
+        """Return w_t of the tokens of document d."""
+        if aggregation == "sample_mean":
+            return 1 / (len(self.N_a) * self.N_a[self.attempts[d]])
+        if aggregation == "prompt_mean":
+            return 1 / (self.G * self.N_g[self.groups[d]])
+        if aggregation == "token_mean":
+            return 1 / self.N
+        assert aggregation == "constant"
+        assert divisor is not None
+        return 1 / (len(self.N_a) * divisor)
+
+    def document_mean(self, value: Callable[[int], float]) -> float:
+        """Return the mean over documents of the mean of value(t) over their trained tokens.
+
+        A document without trained tokens counts as 0.
+        """
+        means = [
+            math.fsum(value(t) for t in tokens) / len(tokens) for tokens in self.trained if tokens
+        ]
+        return math.fsum(means) / len(self.trained)
 
 
 def policy_loss(
@@ -55,20 +133,22 @@ def policy_loss(
     temperature: float = 1.0,
     metrics: str = "with_entropy",
     correction: str | None = None,
-    correction_settings: dict | None = None,
+    correction_settings: Mapping[str, Any] | None = None,
     sampling_log_probs: Tensor | None = None,
     entropy_coefficient: float = 0.0,
     kl: str | None = None,
     kl_coefficient: float = 0.0,
     ref_log_probs: Tensor | None = None,
     ref_logits: Tensor | None = None,
-    **parameters: float | None,
+    **parameters: Any,
 ) -> Reference:
-    """Compute a whole step by the equations: the sum over t of w_t rho_t l_t. Arguments as in
-    `pgtoolkit.policy_loss`.
+    """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
 
-    kl: the kind of the penalty; ref_logits: (T, V), for one over the whole vocabulary.
-    parameters, correction_settings: all those of the loss family, of the correction.
+    Arguments are those of `pgtoolkit.policy_loss`, but for these:
+    kl: the kind of the penalty.
+    ref_logits: (T, V), for a penalty over the whole vocabulary.
+    parameters: all those of the loss family.
+    correction_settings: all those of the correction.
     """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y = labels.tolist()
@@ -76,21 +156,115 @@ def policy_loss(
     advantage = advantages.double().tolist()
     b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
     f = None if ref_log_probs is None else ref_log_probs.double().tolist()
-    belongs_to = document_index.tolist()
-    D = num_documents if num_documents is not None else max(belongs_to) + 1
-    trained = [[t for t in range(len(y)) if y[t] >= 0 and belongs_to[t] == d] for d in range(D)]
-    N = sum(len(tokens) for tokens in trained)
-    groups = [0] * D if group_index is None else group_index.tolist()
-    G = len(set(groups))
-    N_g = {g: sum(len(trained[d]) for d in range(D) if groups[d] == g) for g in groups}
-    attempts = list(range(D)) if trajectory_index is None else trajectory_index.tolist()
-    N_a = {a: sum(len(trained[d]) for d in range(D) if attempts[d] == a) for a in attempts}
+    step = _Step.of(y, document_index.tolist(), num_documents, group_index, trajectory_index)
+    p, entropy, probs = _softmax_of_trained(z, y, step.trained)
 
+    total = []
+    gradient = torch.zeros(logits.shape, dtype=torch.float64)
+    lam: dict[int, float] = {}
+    rho: dict[int, float] = {}
+    was_clamped: dict[int, bool] = {}
+    clips: dict[int, Clips] = {}
+    corrected: dict[int, tuple[float, bool, bool]] = {}
+    measured: dict[int, tuple[float, float, bool]] = {}
+    divergence = [0.0] * len(y)
+    by_logit: dict[int, list[float]] = {}
+    for d, tokens in enumerate(step.trained):
+        if not tokens:
+            continue
+        n = len(tokens)
+        mean_advantage = math.fsum(advantage[t] for t in tokens) / n
+        log_ratio = {t: p[t] - o[t] for t in tokens}
+        term = _terms(loss, log_ratio, mean_advantage, parameters)
+        over_scope = _over_scope(loss, term)
+        uncorrected = dict.fromkeys(tokens, step.weight(aggregation, d, divisor))
+        corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
+        weight = {t: uncorrected[t] * corrected.get(t, (1.0,))[0] for t in tokens}
+        slopes: dict[int, float] = {}
+        penalty = dict.fromkeys(tokens, 0.0)
+        for t in tokens:
+            raw = over_scope[t]
+            A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
+            lam[t] = min(20.0, max(-20.0, raw))
+            was_clamped[t] = abs(raw) > 20.0
+            rho[t] = math.exp(lam[t])
+            surrogate, slopes[t] = _SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
+            clips[t] = _clips(loss, rho[t], p[t], log_ratio[t], A, **parameters)
+            total.append(weight[t] * surrogate)
+            total.append(-entropy_coefficient * uncorrected[t] * entropy[t])
+            if kl in OF_ROW:
+                assert ref_logits is not None
+                ref_row = [float(x) / temperature for x in ref_logits[t].double().tolist()]
+                divergence[t], by_logit[t] = OF_ROW[kl](log_softmax(z[t]), log_softmax(ref_row))
+                total.append(kl_coefficient * uncorrected[t] * divergence[t])
+            elif kl is not None:
+                assert f is not None
+                value, slope = OF_TOKEN[kl](p[t], o[t], f[t])
+                total.append(kl_coefficient * uncorrected[t] * value)
+                penalty[t] = kl_coefficient * uncorrected[t] * slope
+        if b is not None:
+            old_to_sampling = {t: o[t] - b[t] for t in tokens}
+            beyond = _outside(loss, old_to_sampling, o, mean_advantage, parameters)
+            measured |= mismatch(tokens, o, b, beyond)
+        for t in tokens:
+            c = weight[t] * slopes[t]
+            # The derivative goes through the mean of the document's log-ratios.
+            if loss in ("gspo", "gmpo"):
+                c = math.fsum(weight[u] * slopes[u] for u in tokens) / n
+            if loss == "gmpo" and term[t] != log_ratio[t]:
+                c = 0.0
+            # In the other families the log-ratio has no gradient.
+            if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):
+                c = 0.0
+            c += penalty[t]
+            row = _gradient_of_row(
+                probs[t],
+                y[t],
+                entropy[t],
+                by_log_prob=c,
+                by_entropy=entropy_coefficient * uncorrected[t],
+                by_divergence=kl_coefficient * uncorrected[t],
+                divergence_by_logit=by_logit.get(t),
+                temperature=temperature,
+            )
+            gradient[t] = torch.tensor(row, dtype=torch.float64)
+
+    results: dict[str, float] = {
+        "new_logprobs": step.document_mean(lambda t: p[t]),
+        "num_tokens": step.N,
+        "num_documents": len(step.trained),
+        "num_empty_documents": sum(not tokens for tokens in step.trained),
+    }
+    if group_index is not None:
+        results["num_groups"] = step.G
+    if trajectory_index is not None:
+        results["num_trajectories"] = len(step.N_a)
+    if metrics != "none":
+        results |= _basic_metrics(step, loss, lam, rho, was_clamped, clips, o, advantage)
+        results |= metrics_of_sampling(
+            corrected, measured, step.document_mean, [t for tokens in step.trained for t in tokens]
+        )
+    if metrics != "none" and kl in OF_ROW:
+        results["kl_ref"] = step.document_mean(lambda t: divergence[t])
+    elif metrics != "none" and f is not None:
+        results["kl_ref"] = step.document_mean(lambda t: k3(p[t], o[t], f[t])[0])
+    if metrics == "with_entropy":
+        results["entropy"] = step.document_mean(lambda t: entropy[t])
+    return Reference(math.fsum(total), p, entropy, divergence, results, gradient)
+
+
+def _softmax_of_trained(
+    z: list[list[float]], y: list[int], trained: list[list[int]]
+) -> tuple[list[float], list[float], dict[int, list[float]]]:
+    """Return (log-probs of the labels, entropies, probabilities of each row) of trained tokens.
+
+    The first two have T entries, 0 where not trained.
+    """
     p = [0.0] * len(y)
     entropy = [0.0] * len(y)
-    probs = {}
-    for d in range(D):
-        for t in trained[d]:
+    probs: dict[int, list[float]] = {}
+    for tokens in trained:
+        for t in tokens:
             largest = max(z[t])
             log_z = largest + math.log(math.fsum(math.exp(x - largest) for x in z[t]))
             probs[t] = [math.exp(x - log_z) for x in z[t]]
@@ -98,110 +272,40 @@ def policy_loss(
             entropy[t] = log_z - math.fsum(
                 q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0
             )
-
-    total = []
-    gradient = torch.zeros(logits.shape, dtype=torch.float64)
-    lam, rho, was_clamped, clips, corrected, measured = {}, {}, {}, {}, {}, {}
-    divergence = [0.0] * len(y)
-    by_logit = {}
-    for d in range(D):
-        tokens = trained[d]
-        if not tokens:
-            continue
-        n = len(tokens)
-        mean_advantage = math.fsum(advantage[t] for t in tokens) / n
-        own = {t: p[t] - o[t] for t in tokens}
-        if loss == "gmpo":
-            own = {t: _one_sided(own[t], mean_advantage, **parameters) for t in tokens}
-        over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
-        weight = {
-            t: _weight(aggregation, len(N_a), N_a[attempts[d]], G, N_g[groups[d]], N, divisor)
-            for t in tokens
-        }
-        corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
-        plain = weight
-        weight = {t: plain[t] * corrected.get(t, (1.0,))[0] for t in tokens}
-        slopes = {}
-        penalty = dict.fromkeys(tokens, 0.0)
-        for t in tokens:
-            raw = over_document if loss in BY_DOCUMENT else own[t]
-            A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
-            lam[t] = min(20.0, max(-20.0, raw))
-            was_clamped[t] = abs(raw) > 20.0
-            rho[t] = math.exp(lam[t])
-            surrogate, slopes[t] = _SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
-            clips[t] = _clips(loss, rho[t], p[t], p[t] - o[t], A, **parameters)
-            total.append(weight[t] * surrogate)
-            total.append(-entropy_coefficient * plain[t] * entropy[t])
-            if kl in OF_ROW:
-                assert ref_logits is not None
-                its = [float(x) / temperature for x in ref_logits[t].double().tolist()]
-                divergence[t], by_logit[t] = OF_ROW[kl](log_softmax(z[t]), log_softmax(its))
-                total.append(kl_coefficient * plain[t] * divergence[t])
-            elif kl is not None:
-                assert f is not None
-                value, slope = OF_TOKEN[kl](p[t], o[t], f[t])
-                total.append(kl_coefficient * plain[t] * value)
-                penalty[t] = kl_coefficient * plain[t] * slope
-        if b is not None:
-            beyond = _outside(loss, {t: o[t] - b[t] for t in tokens}, o, mean_advantage, parameters)
-            measured |= mismatch(tokens, o, b, beyond)
-        for t in tokens:
-            c = weight[t] * slopes[t]
-            # the derivative goes through the mean of the document's log-ratios
-            if loss in ("gspo", "gmpo"):
-                c = math.fsum(weight[u] * slopes[u] for u in tokens) / n
-            if loss == "gmpo" and own[t] != p[t] - o[t]:
-                c = 0.0
-            # the others' log-ratio has no gradient
-            if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):
-                c = 0.0
-            c += penalty[t]
-            for v, q in enumerate(probs[t]):
-                gradient[t, v] = c / temperature * ((v == y[t]) - q)
-                if kl in OF_ROW:
-                    gradient[t, v] += kl_coefficient * plain[t] * by_logit[t][v] / temperature
-                # the derivative of the entropy by a logit is -q (log q + entropy) / temperature
-                if q > 0:
-                    slope = q * (math.log(q) + entropy[t]) / temperature
-                    gradient[t, v] += entropy_coefficient * plain[t] * slope
-
-    def document_mean(value) -> float:
-        return (
-            math.fsum(
-                math.fsum(value(t) for t in tokens) / len(tokens) for tokens in trained if tokens
-            )
-            / D
-        )
-
-    results = {
-        "new_logprobs": document_mean(lambda t: p[t]),
-        "num_tokens": N,
-        "num_documents": D,
-        "num_empty_documents": sum(not tokens for tokens in trained),
-    }
-    if group_index is not None:
-        results["num_groups"] = G
-    if trajectory_index is not None:
-        results["num_trajectories"] = len(N_a)
-    if metrics != "none":
-        results |= _basic_metrics(
-            trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage
-        )
-        results |= metrics_of_sampling(
-            corrected, measured, document_mean, [t for tokens in trained for t in tokens]
-        )
-    if metrics != "none" and kl in OF_ROW:
-        results["kl_ref"] = document_mean(lambda t: divergence[t])
-    elif metrics != "none" and f is not None:
-        results["kl_ref"] = document_mean(lambda t: k3(p[t], o[t], f[t])[0])
-    if metrics == "with_entropy":
-        results["entropy"] = document_mean(lambda t: entropy[t])
-    return Reference(math.fsum(total), p, entropy, divergence, results, gradient)
+    return p, entropy, probs
 
 
-def names(family, aggregation) -> dict:
-    """Return the keywords above for a family and an aggregation as objects.
+def _gradient_of_row(
+    probs: list[float],
+    label: int,
+    entropy: float,
+    *,
+    by_log_prob: float,
+    by_entropy: float,
+    by_divergence: float,
+    divergence_by_logit: list[float] | None,
+    temperature: float,
+) -> list[float]:
+    """Return the derivatives of the loss by the logits of a row.
+
+    by_log_prob: the derivative of the loss by the log-prob of the label.
+    by_entropy, by_divergence: the factors of the entropy bonus and of the full KL in the loss.
+    """
+    row = []
+    for v, q in enumerate(probs):
+        derivative = by_log_prob / temperature * ((v == label) - q)
+        if divergence_by_logit is not None:
+            derivative += by_divergence * divergence_by_logit[v] / temperature
+        # The derivative of the entropy by a logit is -q (log q + entropy) / temperature.
+        if q > 0:
+            slope = q * (math.log(q) + entropy) / temperature
+            derivative += by_entropy * slope
+        row.append(derivative)
+    return row
+
+
+def names(family: Family, aggregation: Aggregation) -> dict[str, Any]:
+    """Return the keywords of `policy_loss` for a family and an aggregation.
 
     Raises ValueError for those that are not specified here.
     """
@@ -225,26 +329,30 @@ def names(family, aggregation) -> dict:
     }
 
 
-def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
-    if aggregation == "sample_mean":
-        return 1 / (D * N_d)
-    if aggregation == "prompt_mean":
-        return 1 / (G * N_g)
-    if aggregation == "token_mean":
-        return 1 / N
-    assert aggregation == "constant"
-    return 1 / (D * divisor)
+BY_DOCUMENT = ("gspo", "gmpo", "vespo")
+"""The families whose ratio and advantage are those of a document."""
+
+Clips = tuple[bool, bool, bool]
+"""(outside of the bounds, the lower bound changes the coefficient, the upper one does)."""
+
+# Each family is a function of a ratio r, its log-ratio x, the advantage A and the new log-prob p.
+# It returns (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor
+# without gradient). A ratio equal to a bound keeps its gradient.
 
 
-BY_DOCUMENT = ("gspo", "gmpo", "vespo")  # families whose ratio and advantage are a document's
+def _clip(
+    r: float,
+    x: float,
+    A: float,
+    p: float,
+    epsilon_low: float,
+    epsilon_high: float,
+    dual_clip: float | None = None,
+) -> tuple[float, float]:
+    """Return the surrogate of grpo and gspo, -min(r A, clip(r) A).
 
-# The families: (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor
-#   without gradient) of a ratio r, log-ratio x, advantage A and new log-prob p. The bounds
-#   themselves pass.
-
-
-def _clip(r, x, A, p, epsilon_low, epsilon_high, dual_clip=None):
-    """grpo, gspo: -min(r A, clip(r) A); with a dual clip at most -dual_clip A where A < 0."""
+    With a dual clip it is at most -dual_clip A where A < 0.
+    """
     clipped = min(1 + epsilon_high, max(1 - epsilon_low, r))
     if dual_clip is not None and A < 0 and r > dual_clip:
         return -dual_clip * A, 0.0
@@ -252,31 +360,49 @@ def _clip(r, x, A, p, epsilon_low, epsilon_high, dual_clip=None):
     return -min(r * A, clipped * A), -r * A if passes else 0.0
 
 
-def _cispo(r, x, A, p, epsilon_low, epsilon_high):
-    clipped = min(1 + epsilon_high, max(0.0 if epsilon_low is None else 1 - epsilon_low, r))
+def _cispo(
+    r: float, x: float, A: float, p: float, epsilon_low: float | None, epsilon_high: float
+) -> tuple[float, float]:
+    lower = 0.0 if epsilon_low is None else 1 - epsilon_low
+    clipped = min(1 + epsilon_high, max(lower, r))
     return -clipped * A * p, -clipped * A
 
 
-def _sapo(r, x, A, p, temperature_positive, temperature_negative):
+def _sapo(
+    r: float, x: float, A: float, p: float, temperature_positive: float, temperature_negative: float
+) -> tuple[float, float]:
     tau = temperature_positive if A > 0 else temperature_negative
     gate = 1 / (1 + math.exp(-tau * (r - 1))) if r < 1e3 else 1.0
     return -4 / tau * gate * A, -4 * r * gate * (1 - gate) * A
 
 
-def _gmpo(r, x, A, p, epsilon_low, epsilon_high):
+def _gmpo(
+    r: float, x: float, A: float, p: float, epsilon_low: float, epsilon_high: float
+) -> tuple[float, float]:
     return -r * A, -r * A
 
 
-def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap, divergence):
+def _dppo(
+    r: float,
+    x: float,
+    A: float,
+    p: float,
+    delta_low: float,
+    delta_high: float,
+    ratio_cap: float,
+    divergence: str,
+) -> tuple[float, float]:
     moved = _moved(x, p, divergence)
     if (A > 0 and moved > delta_high) or (A < 0 and moved < -delta_low):
         return 0.0, 0.0
     return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
 
 
-def _moved(x, p, divergence):
-    """dppo: how far a token's probability has moved from exp(o) to exp(p), below 0 where it has
-    fallen; x = p - o."""
+def _moved(x: float, p: float, divergence: str) -> float:
+    """Return how far dppo says that a token's probability has moved from exp(o) to exp(p).
+
+    It is below 0 where the probability has fallen. x: p - o.
+    """
     new = math.exp(p)
     old = math.exp(p - x)
     if divergence == "total_variation":
@@ -285,89 +411,138 @@ def _moved(x, p, divergence):
     return math.copysign(kl, x)
 
 
-def _vespo(r, x, A, p, power_positive, decay_positive, power_negative, decay_negative):
-    power, decay = (power_positive, decay_positive) if A >= 0 else (power_negative, decay_negative)
+def _vespo(
+    r: float,
+    x: float,
+    A: float,
+    p: float,
+    power_positive: float,
+    decay_positive: float,
+    power_negative: float,
+    decay_negative: float,
+) -> tuple[float, float]:
+    power = power_positive if A >= 0 else power_negative
+    decay = decay_positive if A >= 0 else decay_negative
     weight = r**power * math.exp(decay * (1 - r))
     return -weight * A * p, -weight * A
 
 
-def _kimi(r, x, A, p, tau):
+def _kimi(r: float, x: float, A: float, p: float, tau: float) -> tuple[float, float]:
     return -A * p + tau / 2 * x**2, -A + tau * x
 
 
-def _reinforce(r, x, A, p):
+def _reinforce(r: float, x: float, A: float, p: float) -> tuple[float, float]:
     return -A * p, -A
 
 
-_SURROGATES = {
-    **{"grpo": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo},
-    **{"vespo": _vespo, "kimi": _kimi, "reinforce": _reinforce},
+_SURROGATES: dict[str, Callable[..., tuple[float, float]]] = {
+    "grpo": _clip,
+    "gspo": _clip,
+    "cispo": _cispo,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "dppo": _dppo,
+    "vespo": _vespo,
+    "kimi": _kimi,
+    "reinforce": _reinforce,
 }
 
 
-def _one_sided(x, A, epsilon_low, epsilon_high) -> float:
-    """gmpo: a token's log-ratio, clipped on the side to which the advantage pushes it."""
-    return min(x, epsilon_high) if A > 0 else max(x, -epsilon_low) if A < 0 else x
+def _terms(
+    loss: str, log_ratio: dict[int, float], A: float, parameters: Mapping[str, Any]
+) -> dict[int, float]:
+    """Return the term of each token of a document: its log-ratio.
+
+    gmpo clips it on the side to which the document's advantage A pushes it.
+    """
+    if loss == "gmpo" and A > 0:
+        return {t: min(x, parameters["epsilon_high"]) for t, x in log_ratio.items()}
+    if loss == "gmpo" and A < 0:
+        return {t: max(x, -parameters["epsilon_low"]) for t, x in log_ratio.items()}
+    return log_ratio
+
+
+def _over_scope(loss: str, term: dict[int, float]) -> dict[int, float]:
+    """Return, for each token of a document, its term, or the sum or mean over the document."""
+    if loss not in BY_DOCUMENT:
+        return term
+    over_document = math.fsum(term.values())
+    if loss != "vespo":
+        over_document /= len(term)
+    return dict.fromkeys(term, over_document)
 
 
 def _clips(
-    loss,
-    r,
-    p,
-    x,
-    A,
-    epsilon_low=None,
-    epsilon_high=None,
-    delta_low=None,
-    delta_high=None,
-    divergence=None,
-    dual_clip=None,
-    **_,
-):
-    """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the
-    token alone."""
-    below = above = False
+    loss: str,
+    r: float,
+    p: float,
+    x: float,
+    A: float,
+    epsilon_low: float | None = None,
+    epsilon_high: float | None = None,
+    delta_low: float | None = None,
+    delta_high: float | None = None,
+    divergence: str = "",
+    dual_clip: float | None = None,
+    **_: float,
+) -> Clips:
+    """Return which bounds of the family a token lies beyond.
+
+    x: the log-ratio of the token alone.
+    """
+    below = False
+    above = False
     if loss in ("grpo", "gspo", "cispo"):
         assert epsilon_high is not None
-        below, above = r < (0.0 if epsilon_low is None else 1 - epsilon_low), r > 1 + epsilon_high
+        below = r < (0.0 if epsilon_low is None else 1 - epsilon_low)
+        above = r > 1 + epsilon_high
     if loss == "gmpo":
         assert epsilon_low is not None
         assert epsilon_high is not None
-        below, above = x < -epsilon_low, x > epsilon_high
+        below = x < -epsilon_low
+        above = x > epsilon_high
     if loss == "dppo":
         assert delta_low is not None
         assert delta_high is not None
         moved = _moved(min(20.0, max(-20.0, x)), p, divergence)
-        below, above = moved < -delta_low, moved > delta_high
-    # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
-    low, high = (
-        below and (A != 0 if loss == "cispo" else A < 0),
-        above and (A != 0 if loss == "cispo" else A > 0),
-    )
-    return below or above, low, high or (dual_clip is not None and A < 0 and r > dual_clip)
+        below = moved < -delta_low
+        above = moved > delta_high
+    # A clip removes the gradient on one side of A; cispo's weight is clipped on both.
+    lower_acts = A != 0 if loss == "cispo" else A < 0
+    upper_acts = A != 0 if loss == "cispo" else A > 0
+    is_beyond_dual_clip = dual_clip is not None and A < 0 and r > dual_clip
+    return below or above, below and lower_acts, (above and upper_acts) or is_beyond_dual_clip
 
 
-def _outside(loss, x, o, A, parameters) -> dict[int, bool]:
-    """For each token whether log-ratios x, o being the upper log-prob, lie outside of the family's
-    bounds."""
-    own = {t: _one_sided(x[t], A, **parameters) for t in x} if loss == "gmpo" else x
-    over_document = (
-        math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / len(own)
-    )
-    over = {t: over_document if loss in BY_DOCUMENT else own[t] for t in x}
-    ratio = {t: math.exp(min(20.0, max(-20.0, over[t]))) for t in x}
-    return {
-        t: _clips(loss, ratio[t], o[t], x[t], A, **parameters | {"dual_clip": None})[0] for t in x
-    }
+def _outside(
+    loss: str, x: dict[int, float], o: list[float], A: float, parameters: Mapping[str, Any]
+) -> dict[int, bool]:
+    """Return whether each token of a document would lie outside of the family's bounds.
+
+    x: the log-ratios in the place of new minus old. o: the log-probs in the place of the new ones.
+    """
+    over_scope = _over_scope(loss, _terms(loss, x, A, parameters))
+    ratio = {t: math.exp(min(20.0, max(-20.0, over_scope[t]))) for t in x}
+    without_dual_clip = {**parameters, "dual_clip": None}
+    return {t: _clips(loss, ratio[t], o[t], x[t], A, **without_dual_clip)[0] for t in x}
 
 
 def _basic_metrics(
-    trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage
+    step: _Step,
+    loss: str,
+    lam: dict[int, float],
+    rho: dict[int, float],
+    was_clamped: dict[int, bool],
+    clips: dict[int, Clips],
+    o: list[float],
+    advantage: list[float],
 ) -> dict[str, float]:
-    tokens = [t for document in trained for t in document]
+    document_mean: DocumentMean = step.document_mean
+    tokens = [t for document in step.trained for t in document]
+    # Of a family by document, the ratio of a document counts once.
     v = {
         t: 1 / len(document) if loss in BY_DOCUMENT else 1.0
-        for document in trained
+        for document in step.trained
         for t in document
     }
     first = math.fsum(v[t] * rho[t] for t in tokens)

@@ -1,23 +1,40 @@
-"""The specification of corrections, of penalties against a reference, and of a critic, as plain as
-`reference.py`.
+"""The specification of corrections, of penalties against a reference, and of a critic.
 
-Of a token a penalty is (value, its derivative by p) of log-probs p (new), o (old) and f (of the
-reference); of a whole row of the vocabulary (value, its derivatives by the log-probs' logits) of
-log-probs p_v and f_v.
+It is written as `reference.py` is. A penalty on a token is a function of its log-probs p (new), o
+(old) and f (of the reference), and returns (value, its derivative by p). A penalty on a row of the
+vocabulary is a function of the log-probs p_v and f_v of all its tokens, and returns (value, its
+derivatives by the logits).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.corrections import Correction
+
+DocumentMean = Callable[[Callable[[int], float]], float]
+"""The mean over documents of the mean of a function of their trained tokens."""
 
 
 def factors(
-    correction, settings, tokens, p, o, b, advantage
+    correction: str | None,
+    settings: Mapping[str, Any] | None,
+    tokens: list[int],
+    p: list[float],
+    o: list[float],
+    b: list[float] | None,
+    advantage: list[float],
 ) -> dict[int, tuple[float, bool, bool]]:
-    """Return {trained token of a document: (rho, whether it lies beyond the bounds, whether the
-    clamp acted)}."""
+    """Return (rho, whether it lies beyond the bounds, whether the clamp acted) of each token.
+
+    tokens: the trained ones of a document.
+    """
     if correction is None:
         return {}
+    assert settings is not None
     n = len(tokens)
     if correction == "off_policy_mask":
         sampled = o if b is None else b
@@ -27,6 +44,7 @@ def factors(
             and _clamp(behind) > settings["threshold"]
         )
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
+    assert b is not None
     low = settings["low"] or 0.0
     high = settings["high"]
     mean = settings.get("mean")
@@ -51,18 +69,30 @@ def factors(
     return results
 
 
-def mismatch(tokens, o, b, beyond) -> dict[int, tuple[float, float, bool]]:
-    """Return {trained token of a document: (k3 of o against b, |o - b|, whether the family's clip
-    would act)}."""
+def mismatch(
+    tokens: list[int], o: list[float], b: list[float], beyond: dict[int, bool]
+) -> dict[int, tuple[float, float, bool]]:
+    """Return (k3 of o against b, |o - b|, whether the family's clip would act) of each token.
+
+    tokens: the trained ones of a document. beyond: whether the clip would act, of each token.
+    """
     differences = {t: o[t] - b[t] for t in tokens}
     return {
         t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()
     }
 
 
-def metrics(corrected: dict, measured: dict, document_mean, tokens: list[int]) -> dict[str, float]:
-    """Return the metrics of all documents. corrected: of `factors`, measured: of `mismatch`; {}
-    where there is none."""
+def metrics(
+    corrected: dict[int, tuple[float, bool, bool]],
+    measured: dict[int, tuple[float, float, bool]],
+    document_mean: DocumentMean,
+    tokens: list[int],
+) -> dict[str, float]:
+    """Return the metrics of all documents.
+
+    corrected: the results of `factors`; empty without a correction.
+    measured: the results of `mismatch`; empty without sampling log-probs.
+    """
     results = {}
     if measured:
         results |= {
@@ -88,9 +118,8 @@ def metrics(corrected: dict, measured: dict, document_mean, tokens: list[int]) -
     return results
 
 
-def correction_names(correction) -> dict:
-    """Return the keywords `correction` and `correction_settings` of `reference.policy_loss` for a
-    correction object."""
+def correction_names(correction: Correction | None) -> dict[str, Any]:
+    """Return the keywords of `reference.policy_loss` for a correction."""
     if correction is None:
         return {}
     return {"correction": correction.name, "correction_settings": vars(correction)}
@@ -100,70 +129,83 @@ def _clamp(x: float) -> float:
     return min(20.0, max(-20.0, x))
 
 
-def _k1(p, o, f):
+def _k1(p: float, o: float, f: float) -> tuple[float, float]:
     return p - f, 1.0
 
 
-def _k2(p, o, f):
+def _k2(p: float, o: float, f: float) -> tuple[float, float]:
     return (p - f) ** 2 / 2, p - f
 
 
-def k3(p, o, f):
+def k3(p: float, o: float, f: float) -> tuple[float, float]:
     x = _clamp(f - p)
     return math.exp(x) - x - 1, 1 - math.exp(x) if x == f - p else 0.0
 
 
-def _k3_ratio(p, o, f):
-    (value, slope), x = k3(p, o, f), _clamp(p - o)
+def _k3_ratio(p: float, o: float, f: float) -> tuple[float, float]:
+    value, slope = k3(p, o, f)
+    x = _clamp(p - o)
     return value * math.exp(x), math.exp(x) * (slope + (value if x == p - o else 0.0))
 
 
 OF_TOKEN = {"k1": _k1, "k2": _k2, "k3": k3, "k3_ratio": _k3_ratio}
+"""Kind of penalty -> its function of a token."""
 
 
-def _full_reverse(p, f):
+def _full_reverse(p: list[float], f: list[float]) -> tuple[float, list[float]]:
     value = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, f, strict=True) if x > -math.inf)
     return value, [
         math.exp(x) * (x - y - value) if x > -math.inf else 0.0 for x, y in zip(p, f, strict=True)
     ]
 
 
-def _full_forward(p, f):
+def _full_forward(p: list[float], f: list[float]) -> tuple[float, list[float]]:
     value = math.fsum(math.exp(y) * (y - x) for x, y in zip(p, f, strict=True) if y > -math.inf)
     return value, [math.exp(x) - math.exp(y) for x, y in zip(p, f, strict=True)]
 
 
-def gae(rewards, values, trained, gamma, gae_lambda):
-    """(advantage, return) by place of each trained token of a document (arXiv 1506.02438, equations
-    12 and 16).
+OF_ROW = {"full_reverse": _full_reverse, "full_forward": _full_forward}
+"""Kind of penalty -> its function of a row of the vocabulary."""
 
-    rewards, values: one for each place; places that are not trained are passed over.
+
+def gae(
+    rewards: Sequence[float],
+    values: Sequence[float],
+    trained: Sequence[bool],
+    gamma: float,
+    gae_lambda: float,
+) -> dict[int, tuple[float, float]]:
+    """Return place -> (advantage, return) of each trained token of a document.
+
+    rewards, values, trained: of each place; those that are not trained are passed over.
+    Source: arXiv 1506.02438, equations 12 and 16.
     """
     places = [place for place, is_trained in enumerate(trained) if is_trained]
     differences = []
     for number, place in enumerate(places):
         following = values[places[number + 1]] if number + 1 < len(places) else 0.0
         differences.append(rewards[place] + gamma * following - values[place])
-    found = {}
+    results = {}
     for number, place in enumerate(places):
         terms = ((gamma * gae_lambda) ** later * x for later, x in enumerate(differences[number:]))
         advantage = math.fsum(terms)
-        found[place] = advantage, advantage + values[place]
-    return found
+        results[place] = advantage, advantage + values[place]
+    return results
 
 
-def value_loss(value, old_value, target, clip):
-    """(loss, its derivative by the value), half the squared distance to the target, clipped as
-    PPO's critic is."""
+def value_loss(
+    value: float, old_value: float, target: float, clip: float | None
+) -> tuple[float, float]:
+    """Return (loss, its derivative by the value) of a critic.
+
+    The loss is half the squared distance to the target, clipped as in PPO; clip None: not clipped.
+    """
     free = (value - target) ** 2 / 2
     if clip is None or abs(value - old_value) <= clip:
         return free, value - target
     bounded = old_value + math.copysign(clip, value - old_value)
     held = (bounded - target) ** 2 / 2
     return (free, value - target) if free > held else (held, 0.0)
-
-
-OF_ROW = {"full_reverse": _full_reverse, "full_forward": _full_forward}
 
 
 def log_softmax(row: list[float]) -> list[float]:
