@@ -1,4 +1,7 @@
-"""Means and spreads, and tests whether a difference is more than noise, or less than a margin."""
+"""The statistics of a comparison: means with their spreads and intervals, and tests of pairs.
+
+One test asks whether a difference is more than noise, another whether it is less than a margin.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,43 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pgtoolkit.comparison.measures import margin_of
 
 LEVEL = 0.05
-"""A difference with an adjusted p below this is called more than seed noise; intervals are of 1 -
-LEVEL."""
+"""The level of the tests: a difference whose adjusted p is below it is called more than noise.
+Intervals hold the true value with a probability of about 1 - LEVEL."""
 
 POWER = 0.8
-"""The probability with which `seeds_needed` seeds of each sample show a difference as large as the
-one seen."""
+"""With `seeds_needed` seeds in each sample, a test finds a difference as large as the one seen with
+this probability."""
 
 MOST_SEEDS = 1000
-"""Where more seeds would be needed, their number is not computed."""
+"""If more seeds than this are needed, their number is not computed."""
 
 _BCA_FROM = 5
-"""Values from which on the interval is bias-corrected and accelerated; from fewer that correction
-is a guess."""
+"""An interval of at least this number of values is bias-corrected and accelerated. With fewer
+values that correction would be a guess."""
 
 _RESAMPLES = 9999
+"""Resamples of each bootstrap."""
 
-_EQUAL = 1e-12
-"""Values whose difference is a smaller share of the largest are equal but for rounding."""
+_ROUNDING = 1e-12
+"""Values that differ by at most this share of the largest are taken as equal."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The tested values of one configuration by block, (values of the --over keys, ..., seed).
+    """The tested values of one configuration, one for each block.
 
-    prompts: what decides about the prompts besides the block.
+    A block is a tuple: the values of the --over keys, then the seed. The blocks that differ only in
+    the seed are a stratum.
+    values: the value of each block.
+    prompts: whatever else decides which prompts a run gets. Only samples with equal `prompts` are
+        paired; their repr is compared.
     """
 
     values: dict[tuple, float]
@@ -44,29 +53,88 @@ class Sample:
 
     @property
     def strata(self) -> dict[tuple, np.ndarray]:
-        """The values of the seeds, by the values of the --over keys."""
+        """The values of each stratum, which is named by its values of the --over keys."""
         strata: dict[tuple, list[float]] = {}
         for block in sorted(self.values):
             strata.setdefault(block[:-1], []).append(self.values[block])
         return {stratum: np.array(values) for stratum, values in strata.items()}
 
 
+def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
+    """Return the mean and the standard deviation (with n - 1).
+
+    The mean is None without a value, the deviation with fewer than two.
+    """
+    mean = statistics.fmean(values) if values else None
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return mean, std
+
+
+def mean_interval(sample: Sample) -> tuple[float, float] | None:
+    """Return the interval of the mean, by `_bootstrap_interval`.
+
+    If each stratum has one seed, as when each is a checkpoint that was trained from once, strata
+    are drawn in place of seeds. So it is None only for fewer than two values.
+    """
+    if len(sample.values) == len(sample.strata):
+        # One stratum with all the values, as if their numbers were seeds.
+        sample = Sample({(number,): value for number, value in enumerate(sample.values.values())})
+    return _bootstrap_interval(sample, lambda values: values.mean(-1))
+
+
+def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
+    """Return the interval of the interquartile mean, by `_bootstrap_interval`."""
+    return _bootstrap_interval(sample, interquartile_mean)
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """Return the means over the last axis, without the lowest and the highest quarter of its values
+    (arXiv 2108.13264)."""
+    cut = values.shape[-1] // 4
+    return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
+
+
+def _bootstrap_interval(
+    sample: Sample, mean_of: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, float] | None:
+    """Return the percentiles of a bootstrap that draws seeds anew within each stratum.
+
+    mean_of: returns the means over the last axis of its argument.
+    Returns None if no stratum has two values.
+    """
+    strata = sample.strata.values()
+    if max((values.size for values in strata), default=0) < 2:
+        return None
+    random = np.random.default_rng(0)
+    resampled = [
+        values[random.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata
+    ]
+    means = mean_of(np.concatenate(resampled, axis=1))
+    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(low), float(high)
+
+
 @dataclass
 class Comparison:
-    """The test of two samples, which are known by their places.
+    """The test of a pair of samples.
 
-    counts: values of each. paired: whether values are compared block by block, or as independent
-        samples.
-    difference: of the means, second - first. interval: of the difference, by the bootstrap.
-    p: of a t-test. adjusted_p: the same, adjusted for the number of pairs tested.
+    first, second: the places of the samples in the list that `Comparisons` got.
+    counts: the number of values of each.
+    paired: whether values are compared block by block; else as independent samples.
+    difference: of the means, second - first.
+    interval: the bootstrap interval of the difference.
+    p: of a t-test that the means differ.
+    adjusted_p: the same, adjusted for the number of pairs tested.
     equal_p: of two one-sided tests that the difference is within the margin, adjusted in the same
-        way.
-    improvement, seeds_needed: see the functions. MOST_SEEDS + 1 stands for any larger number of
-        seeds.
-    exploratory: whether the pair was not planned; p and equal_p are then not adjusted.
+        way; None without a margin.
+    improvement: see `improvement`.
+    exploratory: whether the pair was not planned; then neither p nor equal_p is adjusted.
+    seeds_needed: see `seeds_needed`. MOST_SEEDS + 1 stands for any larger number.
 
-    interval, p, adjusted_p, equal_p and seeds_needed are None where a sample has one value, or no
-    seed differs from another.
+    interval, p, adjusted_p, equal_p and seeds_needed are None if a sample has a single value. They
+    are None too if there is no noise, which means that all paired differences are equal, or all
+    values within each of two independent samples. Only p, adjusted_p and equal_p are then still
+    given for a difference of 0: as 1, 1 and 0.
     """
 
     first: int
@@ -83,23 +151,16 @@ class Comparison:
     seeds_needed: int | None = None
 
 
-def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
-    """Return (mean, sample standard deviation with n - 1), None for each that needs more values."""
-    mean = statistics.fmean(values) if values else None
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return mean, std
-
-
 class Comparisons:
-    """A t-test of every pair of samples that have values, p adjusted over all the pairs tested.
+    """The t-tests of all pairs of samples that have values.
 
-    margin: for the test that a pair is equal, see `margin_of`.
-    primary: the pairs (first place, second place) that were planned before the runs; p is adjusted
-        over these alone, and the others are exploratory.
+    margin: the margin within which two samples are called equal, as `margin_of` reads it.
+    primary: the pairs (first place, second place) that were planned before the runs. Only their p
+        is adjusted, for their number; the other pairs are exploratory. None: all were planned.
 
-    len() is the number of pairs, and iterating gives a `Comparison` of each. All are tested at
-    once, since a thousand configurations make half a million pairs; intervals are computed when a
-    pair is asked for.
+    len() is the number of pairs, and iterating gives a `Comparison` of each. All are tested when
+    this is made, as vectors, since a thousand configurations make half a million pairs. Intervals
+    are computed when a pair is asked for.
     """
 
     def __init__(
@@ -116,13 +177,14 @@ class Comparisons:
             for place, sample in enumerate(samples)
             if sample.values
         }
-        self._pairing = [_pairing(sample) for sample in samples]
-        self._p, equal = _p_values(samples, self._values, self._pairing, margin)
-        self._counted = np.full(equal.shape, primary is None)
+        self._pairings = [_pairing_of(sample) for sample in samples]
+        # Arrays over pairs of places.
+        self._p, equal_p = _p_values(samples, self._values, self._pairings, margin)
+        self._is_planned = np.full(equal_p.shape, primary is None)
         for pair in primary or ():
-            self._counted[pair] = True
-        self._adjusted = _adjusted(self._p, self._counted)
-        self._equal = _adjusted(equal, self._counted)
+            self._is_planned[pair] = True
+        self._adjusted_p = _adjust_planned(self._p, self._is_planned)
+        self._equal_p = _adjust_planned(equal_p, self._is_planned)
 
     def __len__(self) -> int:
         return len(self._values) * (len(self._values) - 1) // 2
@@ -133,14 +195,14 @@ class Comparisons:
 
     @property
     def tested(self) -> int:
-        """The number of pairs for which p is adjusted."""
-        return int((self._p == self._p)[self._counted].sum())
+        """The number of pairs for which p is adjusted: those that were planned and have a p."""
+        return int(np.count_nonzero(~np.isnan(self._p[self._is_planned])))
 
     @property
     def paired(self) -> set[bool]:
-        """Which kinds of pairs there are: True if some are paired block by block, False if some are
-        independent."""
-        samples_by_pairing = Counter(self._pairing[place] for place in self._values)
+        """The kinds of pairs that there are: the set has True if some are paired, and False if some
+        are independent."""
+        samples_by_pairing = Counter(self._pairings[place] for place in self._values)
         kinds = set()
         if any(count > 1 for count in samples_by_pairing.values()):
             kinds.add(True)
@@ -149,127 +211,53 @@ class Comparisons:
         return kinds
 
     def against(self, first: int) -> list[Comparison]:
-        """Return the pairs whose first sample is the one at this place."""
-        return [
-            self._pair(first, second)
-            for second in self._values
-            if first in self._values and second > first
-        ]
+        """Return the tests of the sample at this place against each later one.
 
-    def _pair(self, first: int, second: int) -> Comparison:
-        """Return the test of two samples: Student's of their differences where they are paired,
-        else Welch's."""
+        There are none if it has no values.
+        """
+        if first not in self._values:
+            return []
+        return [self._compare(first, second) for second in self._values if second > first]
+
+    def _compare(self, first: int, second: int) -> Comparison:
+        """Return the test of the samples at these places, with its interval."""
         x, y, paired = _matched(self.samples[first], self.samples[second])
         pair = Comparison(first, second, (x.size, y.size), paired, float(y.mean() - x.mean()))
         pair.improvement = improvement(self.samples[first], self.samples[second])
-        pair.exploratory = not self._counted[first, second]
+        pair.exploratory = not self._is_planned[first, second]
         if min(pair.counts) < 2:
             return pair
         p = float(self._p[first, second])
-        if p == p:
+        if not np.isnan(p):
             pair.p = p
-            pair.adjusted_p = float(self._adjusted[first, second])
-            pair.equal_p = None if self.margin is None else float(self._equal[first, second])
-        noise = [y - x] if paired else [x, y]
-        if max(map(np.ptp, noise)) > _EQUAL * max(abs(x).max(), abs(y).max()):
-            pair.interval = _interval(x, y, paired)
-            pair.seeds_needed = seeds_needed(
-                pair.difference, [float(values.var(ddof=1)) for values in noise]
-            )
+            pair.adjusted_p = float(self._adjusted_p[first, second])
+            pair.equal_p = None if self.margin is None else float(self._equal_p[first, second])
+        noisy = [y - x] if paired else [x, y]
+        largest = max(abs(x).max(), abs(y).max())
+        if max(map(np.ptp, noisy)) > _ROUNDING * largest:
+            pair.interval = _difference_interval(x, y, paired)
+            variances = [float(values.var(ddof=1)) for values in noisy]
+            pair.seeds_needed = seeds_needed(pair.difference, variances)
         return pair
 
 
-def improvement(first: Sample, second: Sample) -> float | None:
-    """Return the probability that a run of the second sample has a higher value than one of the
-    first.
+def _pairing_of(sample: Sample) -> tuple:
+    """Return (blocks, prompts), which must be equal for two samples to be paired.
 
-    Equal values count half. It is the mean over the strata that both have (arXiv 2108.13264), None
-    if there are none.
-    """
-    strata = first.strata
-    others = second.strata
-    shares = [
-        (1 + np.sign(others[name][:, None] - strata[name]).mean()) / 2
-        for name in strata
-        if name in others
-    ]
-    return float(np.mean(shares)) if shares else None
-
-
-def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis without its lowest and its highest quarter (arXiv
-    2108.13264)."""
-    cut = values.shape[-1] // 4
-    return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
-
-
-def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
-    """Return the interval of the interquartile mean, None if no stratum has two values.
-
-    It has the percentiles of a bootstrap over the seeds of each stratum.
-    """
-    return _bootstrap_interval(sample, interquartile_mean)
-
-
-def mean_interval(sample: Sample) -> tuple[float, float] | None:
-    """Return the interval of the mean by the same bootstrap, None for a single value.
-
-    Where each stratum has one seed, such as one for each checkpoint, the strata themselves are
-    drawn.
-    """
-    if len(sample.values) == len(sample.strata):
-        sample = Sample({(number,): value for number, value in enumerate(sample.values.values())})
-    return _bootstrap_interval(sample, lambda values: values.mean(-1))
-
-
-def _bootstrap_interval(
-    sample: Sample, mean_of: Callable[[np.ndarray], np.ndarray]
-) -> tuple[float, float] | None:
-    strata = sample.strata.values()
-    if max((values.size for values in strata), default=0) < 2:
-        return None
-    random = np.random.default_rng(0)
-    resampled = [
-        values[random.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata
-    ]
-    low, high = np.quantile(mean_of(np.concatenate(resampled, axis=1)), [LEVEL / 2, 1 - LEVEL / 2])
-    return float(low), float(high)
-
-
-def holm(p: np.ndarray) -> np.ndarray:
-    """Return (n,) p adjusted for the number of tests; a NaN stays one and is not counted.
-
-    The chance of even one false difference among all pairs stays below LEVEL, so that the best may
-    be picked after looking (Holm, Scandinavian Journal of Statistics 6, 1979).
-    """
-    order = np.argsort(p, kind="stable")[: np.count_nonzero(p == p)]
-    adjusted = np.full(p.size, np.nan)
-    adjusted[order] = np.maximum.accumulate(
-        np.minimum(1.0, np.arange(order.size, 0, -1) * p[order])
-    )
-    return adjusted
-
-
-def _adjusted(p: np.ndarray, counted: np.ndarray) -> np.ndarray:
-    """Adjust each counted p for the number of those; the others stay as they are."""
-    return np.where(counted, holm(np.where(counted, p, np.nan).ravel()).reshape(p.shape), p)
-
-
-def _pairing(sample: Sample) -> tuple:
-    """Return what must be equal for two samples to be paired: (seeds, prompts).
-
-    The seeds are None with --over: those samples are paired over the blocks that both have.
+    With --over the blocks are None: such samples are paired over those blocks that both have.
     """
     blocks = tuple(sorted(sample.values))
     has_over = bool(blocks) and len(blocks[0]) > 1
-    return None if has_over else blocks, repr(sample.prompts)
+    return (None if has_over else blocks), repr(sample.prompts)
 
 
 def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return the values of both samples and whether they are paired; if so they have the same
-    blocks in one order."""
+    """Return (values of the first, values of the second, whether the samples are paired).
+
+    If they are paired, the values are those of the blocks that both have, in the same order.
+    """
     shared = first.values.keys() & second.values
-    paired = bool(shared) and _pairing(first) == _pairing(second)
+    paired = bool(shared) and _pairing_of(first) == _pairing_of(second)
     x = np.array([first.values[block] for block in sorted(shared if paired else first.values)])
     y = np.array([second.values[block] for block in sorted(shared if paired else second.values)])
     return x, y, paired
@@ -278,72 +266,173 @@ def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, boo
 def _p_values(
     samples: list[Sample], values: dict[int, np.ndarray], pairings: list[tuple], margin: str | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two (samples, samples) arrays over pairs of places, the earlier place first; NaN
-    elsewhere.
+    """Return (p that the means differ, p that they are equal within the margin).
 
-    The first has the p of the difference: of Student's test of the differences where the samples
-    are paired, else of Welch's. The second has the p that they are equal within the margin, the
-    higher of two one-sided tests (Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15,
-    1987). Both are NaN where a sample has a single value, or no seed differs from another. Of
-    samples without any spread p is 1 if they are equal, and NaN if they are not.
+    Both are arrays (samples, samples) with the test of two samples in the row of the earlier one;
+    all else is NaN. The first p is of Student's test of the differences if the samples are paired,
+    else of Welch's test. The second is the higher p of two one-sided tests (Schuirmann, Journal of
+    Pharmacokinetics and Biopharmaceutics 15, 1987).
+
+    Both are NaN if a sample has a single value. If there is no noise (see `Comparison`), they are 1
+    and 0 for a difference of 0, else NaN.
     """
     from scipy.special import stdtr
 
     p_different = np.full((len(pairings), len(pairings)), np.nan)
     p_equal = p_different.copy()
     tested = np.array([place for place, of_sample in values.items() if of_sample.size > 1], int)
-    facts = [
-        [x.size, x.mean(), x.var(ddof=1) / x.size, np.ptp(x), abs(x).max()]
-        for x in (values[place] for place in tested.tolist())
-    ]
-    size, mean, mean_variance, spread, largest = np.array(facts).reshape(-1, 5).T
+    summary = _summarize([values[place] for place in tested.tolist()])
+    # `i` and `other` count the tested samples; `place` and `tested` are places among all samples.
     for i, place in enumerate(tested):
-        # Vectors over the samples behind this one, at first as if all were independent of it.
         later = slice(i + 1, None)
-        difference = mean[later] - mean[i]
-        variance = mean_variance[later] + mean_variance[i]
-        noise = np.maximum(spread[later], spread[i])
-        with np.errstate(all="ignore"):  # of samples without spread
-            freedom = variance**2 / (
-                mean_variance[i] ** 2 / (size[i] - 1)
-                + mean_variance[later] ** 2 / (size[later] - 1)
-            )
-            same = [
-                other
-                for other in range(i + 1, len(tested))
-                if pairings[tested[other]] == pairings[place]
-            ]
-            has_over = pairings[place][0] is None
-            if same and not has_over:
-                changes = np.array([values[tested[other]] for other in same]) - values[place]
-                at = np.array(same) - i - 1
-                variance[at] = changes.var(1, ddof=1) / size[i]
-                freedom[at] = size[i] - 1
-                noise[at] = np.ptp(changes, axis=1)
-            for other in same if has_over else ():
-                x, y, paired = _matched(samples[place], samples[tested[other]])
-                if paired:
-                    change = y - x
-                    at = other - i - 1
-                    difference[at] = change.mean()
-                    variance[at] = change.var(ddof=1) / change.size if change.size > 1 else np.nan
-                    freedom[at] = change.size - 1
-                    noise[at] = np.ptp(change)
-            p = 2 * stdtr(freedom, -abs(difference) / np.sqrt(variance))
-            beyond_margin = abs(difference) - (margin_of(margin, mean[i]) if margin else 0)
-            p_within = stdtr(freedom, beyond_margin / np.sqrt(variance))
-        no_noise = noise <= _EQUAL * np.maximum(largest[later], largest[i])
-        equal = abs(difference) <= _EQUAL * largest[i]
+        same_pairing = [
+            other
+            for other in range(i + 1, len(tested))
+            if pairings[tested[other]] == pairings[place]
+        ]
+        has_over = pairings[place][0] is None
+        with np.errstate(all="ignore"):  # without noise numbers are divided by 0
+            tests = _independent_tests(summary, i)
+            if has_over:
+                for other in same_pairing:
+                    x, y, paired = _matched(samples[place], samples[tested[other]])
+                    if paired:
+                        tests.pair_shared_blocks(other - i - 1, y - x)
+            elif same_pairing:
+                changes = np.array([values[tested[other]] for other in same_pairing])
+                tests.pair_all_blocks(np.array(same_pairing) - i - 1, changes - values[place])
+            standard_error = np.sqrt(tests.variance)
+            p = 2 * stdtr(tests.freedom, -abs(tests.difference) / standard_error)
+            width = margin_of(margin, summary.mean[i]) if margin else 0
+            p_within = stdtr(tests.freedom, (abs(tests.difference) - width) / standard_error)
+        largest = np.maximum(summary.largest[later], summary.largest[i])
+        no_noise = tests.noise <= _ROUNDING * largest
+        equal = abs(tests.difference) <= _ROUNDING * summary.largest[i]
         p_different[place, tested[later]] = np.where(no_noise, np.where(equal, 1.0, np.nan), p)
         p_equal[place, tested[later]] = np.where(no_noise, np.where(equal, 0.0, np.nan), p_within)
     return p_different, p_equal
 
 
-def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[float, float]:
+class _Summary(NamedTuple):
+    """Vectors with a number for each tested sample, computed from its values.
+
+    mean_variance: the variance of the mean, which is the variance of the values by their number.
+    spread: the highest value - the lowest. largest: the highest absolute value.
+    """
+
+    size: np.ndarray
+    mean: np.ndarray
+    mean_variance: np.ndarray
+    spread: np.ndarray
+    largest: np.ndarray
+
+
+def _summarize(values: list[np.ndarray]) -> _Summary:
+    """Return the summary of samples, each of them given by its values."""
+    rows = [
+        [x.size, x.mean(), x.var(ddof=1) / x.size, np.ptp(x), abs(x).max()]  # as in `_Summary`
+        for x in values
+    ]
+    return _Summary(*np.array(rows).reshape(-1, len(_Summary._fields)).T)
+
+
+@dataclass
+class _Tests:
+    """The t-tests of one sample against each later one: vectors with a number for each of these.
+
+    difference: of the means, later - this one. variance: of that difference. freedom: its degrees
+    of freedom. noise: the highest - the lowest of the values, or of the paired differences.
+    """
+
+    difference: np.ndarray
+    variance: np.ndarray
+    freedom: np.ndarray
+    noise: np.ndarray
+
+    def pair_all_blocks(self, at: np.ndarray, changes: np.ndarray) -> None:
+        """Make the tests `at` those of paired samples with the same blocks.
+
+        changes: (tests, blocks), the differences by block.
+        """
+        num_blocks = changes.shape[1]
+        self.variance[at] = changes.var(1, ddof=1) / num_blocks
+        self.freedom[at] = num_blocks - 1
+        self.noise[at] = np.ptp(changes, axis=1)
+
+    def pair_shared_blocks(self, at: int, change: np.ndarray) -> None:
+        """Make the test `at` that of paired samples which share some blocks.
+
+        change: (blocks,), the differences by shared block.
+        """
+        self.difference[at] = change.mean()
+        self.variance[at] = change.var(ddof=1) / change.size if change.size > 1 else np.nan
+        self.freedom[at] = change.size - 1
+        self.noise[at] = np.ptp(change)
+
+
+def _independent_tests(summary: _Summary, i: int) -> _Tests:
+    """Return Welch's tests of sample `i` against each later one, as if none were paired with it."""
+    later = slice(i + 1, None)
+    size, mean, mean_variance, spread, _ = summary
+    variance = mean_variance[later] + mean_variance[i]
+    freedom = variance**2 / (
+        mean_variance[i] ** 2 / (size[i] - 1) + mean_variance[later] ** 2 / (size[later] - 1)
+    )
+    return _Tests(
+        difference=mean[later] - mean[i],
+        variance=variance,
+        freedom=freedom,
+        noise=np.maximum(spread[later], spread[i]),
+    )
+
+
+def _adjust_planned(p: np.ndarray, is_planned: np.ndarray) -> np.ndarray:
+    """Return p with the planned ones adjusted for their number, and the others as they are."""
+    planned = np.where(is_planned, p, np.nan)
+    return np.where(is_planned, holm(planned.ravel()).reshape(p.shape), p)
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """Return (n,) the p values adjusted for their number (Holm, Scandinavian Journal of Statistics
+    6, 1979).
+
+    A NaN stays NaN and is not counted. If only a pair with an adjusted p below LEVEL is called
+    different, the chance of even one wrong call among all pairs is below LEVEL. So the best pair
+    may be picked after looking at them.
+    """
+    order = np.argsort(p, kind="stable")[: np.count_nonzero(~np.isnan(p))]
+    adjusted = np.full(p.size, np.nan)
+    adjusted[order] = np.maximum.accumulate(
+        np.minimum(1.0, np.arange(order.size, 0, -1) * p[order])
+    )
+    return adjusted
+
+
+def improvement(first: Sample, second: Sample) -> float | None:
+    """Return the probability that a run of the second sample has a higher value than one of the
+    first.
+
+    Equal values count half. This is the mean over the strata that both samples have (arXiv
+    2108.13264); None if they have none in common.
+    """
+    first_strata = first.strata
+    second_strata = second.strata
+    shares = [
+        (1 + np.sign(second_strata[stratum][:, None] - first_strata[stratum]).mean()) / 2
+        for stratum in first_strata
+        if stratum in second_strata
+    ]
+    return float(np.mean(shares)) if shares else None
+
+
+def _difference_interval(
+    first: np.ndarray, second: np.ndarray, paired: bool
+) -> tuple[float, float]:
     """Return the bootstrap interval of the difference of means, the same for the same values.
 
-    It is bias-corrected and accelerated from five seeds on (BCa; Efron, JASA 82, 1987), else of
-    percentiles. What an interval of few seeds is worth says `worth` in text_report.py.
+    It is bias-corrected and accelerated (BCa; Efron, JASA 82, 1987) if each sample has _BCA_FROM
+    values, else of percentiles. `worth` in text_report.py says how far an interval of few seeds can
+    be trusted.
     """
     from scipy.stats import bootstrap
 
@@ -362,19 +451,19 @@ def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[floa
 
 
 def seeds_needed(difference: float, variances: list[float]) -> int:
-    """Return how many seeds of each sample a t-test at LEVEL needs to find this difference with
+    """Return how many seeds each sample needs for a t-test at LEVEL to find this difference with
     probability POWER.
 
-    variances: of both samples, or, where they are paired, of their differences alone. The
-        difference and the variances are taken for the true ones and the values for normal, and p is
-        not adjusted for other pairs (arXiv 1806.08295).
-    Returns MOST_SEEDS + 1 for any larger number.
+    variances: those of both samples; of paired samples the variance of their differences alone.
+    It is assumed that the difference and the variances are the true ones, and that the values are
+    normal. p is not adjusted for other pairs (arXiv 1806.08295).
+    Returns MOST_SEEDS + 1 if more than MOST_SEEDS are needed.
     """
-    for counts in (np.arange(2, 33), np.arange(33, MOST_SEEDS + 1)):  # most comparisons need few
+    # Small numbers are tried first, since most comparisons need no more.
+    for counts in (np.arange(2, 33), np.arange(33, MOST_SEEDS + 1)):
         freedom = (counts - 1) * sum(variances) ** 2 / sum(variance**2 for variance in variances)
-        enough = counts[
-            _power(freedom, abs(difference) / np.sqrt(sum(variances) / counts)) >= POWER
-        ]
+        shift = abs(difference) / np.sqrt(sum(variances) / counts)
+        enough = counts[_power(freedom, shift) >= POWER]
         if enough.size:
             return int(enough[0])
     return MOST_SEEDS + 1
@@ -386,9 +475,9 @@ def _power(freedom: np.ndarray, shift: np.ndarray) -> np.ndarray:
     from scipy.stats import nct, t
 
     critical = t.isf(LEVEL / 2, freedom)
-    # Beyond 40 standard errors the difference is found, and the distribution is no longer computed
-    # well.
+    # A difference of 40 standard errors is always found. For larger ones scipy's distribution is
+    # not precise.
     shift = np.minimum(shift, 40.0)
-    # NaN where it is far below 1e-16
+    # scipy gives NaN for a tail far below 1e-16.
     lower_tail = np.nan_to_num(nct.cdf(-critical, freedom, shift))
     return nct.sf(critical, freedom, shift) + lower_tail

@@ -1,5 +1,7 @@
-"""Verifiers, which score whether a completion answers its prompt, here or in processes of their
-own."""
+"""Verifiers: functions that score how well a completion answers its prompt.
+
+They are called in this process or in processes of their own; an `async def` is awaited in this one.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFuncti
 from pgtoolkit.tasks.signatures import Signature
 
 Verifier = Callable[[str, str], float | Failure]
-"""`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
+"""`verifier(completion, answer)` returns the reward, or a Failure that says why there is none. A
+reward of 1 or more counts as an exact match."""
 
 
 class Named(NamedTuple):
-    """A verifier of the configuration.
+    """A verifier as the configuration names it.
 
-    key: of the configuration. name: its value, a name or a dotted path. pattern: of
-        regular_expression.
+    key: the key of the configuration.
+    name: the value of that key: one of VERIFIERS, or a dotted path to a function of the user's.
+    pattern: the pattern of the verifier regular_expression; None for the others.
     """
 
     key: str
@@ -42,12 +46,13 @@ _AT_THE_START = TrainerState(global_step=0, max_steps=0)
 
 @dataclass(frozen=True)
 class Response:
-    """A completion as a text, to be scored.
+    """A completion to be scored, with its prompt.
 
+    text: the completion as a text.
     finished: whether it ended by itself, with the end of the sequence or a stop string.
-    tokens: of the completion, its end included.
-    messages: the prompt as the chat template was given it; None where there is no template.
-    trainer_state: the progress of training when it was written.
+    tokens: the tokens of the completion, with the one that ends it.
+    messages: the messages of the prompt that the chat template got; None without a template.
+    trainer_state: the progress of training when the completion was written.
     """
 
     prompt: Prompt
@@ -65,10 +70,12 @@ class Response:
 
 
 class BatchQuestion(NamedTuple):
-    """Several completions for a verifier that scores them at once.
+    """A batch of completions for a verifier that scores them in one call.
 
-    number: of the verifier. inputs: its arguments by name. on: the completions in words, for
-        errors.
+    number: that of the verifier, among those of the run.
+    inputs: the arguments of the call, by name.
+    size: the number of completions.
+    on: the completions in words, for errors.
     """
 
     number: int
@@ -78,7 +85,10 @@ class BatchQuestion(NamedTuple):
 
 
 class Verifiers:
-    """The verifiers of a run. Raises ConfigError for one that cannot be imported."""
+    """The functions of a run's verifiers, in the process that calls them.
+
+    Raises ConfigError for one that cannot be imported.
+    """
 
     def __init__(self, named: Sequence[Named]):
         self._named = named
@@ -90,36 +100,39 @@ class Verifiers:
         self,
         question: Question | BatchQuestion | None,
     ) -> float | Failure | BatchScores | list[Signature | None]:
-        """Return the score, or why there is none. Raises DataError where a function of the user's
-        fails.
+        """Return the score that the verifier gives, or the Failure that says why there is none.
 
-        For the question None, return the signature of each verifier that is the user's, and None
-        for each of pgtoolkit's.
+        For a BatchQuestion it returns the `BatchScores`. Without a question (None) it returns the
+        signature of each verifier, which is None for one of pgtoolkit's.
+        Raises DataError if a function of the user's fails.
         """
         if question is None:
             return [getattr(function, "signature", None) for function in self._functions]
         function = self._functions[question.number]
         with blaming(str(self._named[question.number]), DataError, question.on):
-            if not isinstance(function, RewardFunction):
-                assert isinstance(question, Question)
-                return function(question.completion, question.answer)
             if isinstance(question, BatchQuestion):
+                assert isinstance(function, RewardFunction)
                 return function.scores(question.inputs, question.size)
-            return function(question.completion, question.answer, question.more)
+            if isinstance(function, RewardFunction):
+                return function(question.completion, question.answer, question.more)
+            return function(question.completion, question.answer)
 
 
 class Scoring:
-    """Scores completions by the verifiers of a run: here, in processes, or awaited.
+    """Scores completions by the verifiers of a run.
 
-    concurrency: the number of calls of an `async def` that are awaited at a time.
-    signatures: of each verifier; None for one of pgtoolkit's.
+    processes: the number of processes that call the verifiers; with 0 this process does.
+    seconds: the longest that a call in another process, or one that is awaited, may take.
+    concurrency: the number of calls of `async def` verifiers that are awaited at a time.
+    signatures: the signature of each verifier; None for one of pgtoolkit's.
     Raises ConfigError for a verifier that cannot be imported.
     """
 
     def __init__(
         self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int
     ):
-        # Not above: asyncio takes a while to import, which processes of verifiers need not do.
+        # Imported only here, since it imports asyncio. That takes a while, and the processes of
+        # verifiers, which import this file too, do not need it.
         from pgtoolkit.tasks.awaited import Awaited
 
         self._named = named
@@ -128,7 +141,7 @@ class Scoring:
         if any(verifier.name not in VERIFIERS for verifier in named):
             (self.signatures,) = self._pool.answers([None])
         self._awaited = Awaited(concurrency, seconds)
-        # These wait most of the time, and need no process of their own.
+        # An `async def` is awaited in this process: it waits most of the time.
         self._async_functions = {
             number: RewardFunction(verifier.key, verifier.name)
             for number, (verifier, signature) in enumerate(zip(named, self.signatures, strict=True))
@@ -136,38 +149,50 @@ class Scoring:
         }
 
     def scores(self, number: int, responses: Sequence[Response]) -> BatchScores:
-        """Return the scores by the verifier of this number. DataError where a function of the
-        user's fails."""
-        signature = self.signatures[number]
-        function = self._async_functions.get(number)
+        """Return the scores of the responses by verifier `number`.
+
+        Raises DataError if a function of the user's fails.
+        """
         if not responses:
             return BatchScores([])
+        signature = self.signatures[number]
         if signature is not None and signature.is_batch:
-            inputs = _inputs(signature, responses)
-            on = f"{len(responses)} completions, first {responses[0]}"
-            if function is not None:
-                return self._awaited.batch(function, inputs, len(responses), on)
-            (outcome,) = self._pool.answers([BatchQuestion(number, inputs, len(responses), on)])
-            if isinstance(outcome, Failure):
-                outcome = BatchScores([outcome] * len(responses))
-            return outcome
+            return self._scores_of_batch(number, signature, responses)
         questions = [
             Question(
-                number,
-                response.text,
-                response.prompt.answer,
-                str(response),
-                _more(signature, response),
+                number=number,
+                completion=response.text,
+                answer=response.prompt.answer,
+                on=str(response),
+                more=_prompt_and_row(signature, response),
             )
             for response in responses
         ]
-        if function is not None:
-            return BatchScores(self._awaited.each(function, questions))
+        async_function = self._async_functions.get(number)
+        if async_function is not None:
+            return BatchScores(self._awaited.each(async_function, questions))
         return BatchScores(self._pool.answers(questions))
 
+    def _scores_of_batch(
+        self, number: int, signature: Signature, responses: Sequence[Response]
+    ) -> BatchScores:
+        """Return the scores by a verifier that scores all responses in one call."""
+        inputs = _batch_arguments(signature, responses)
+        size = len(responses)
+        on = f"{size} completions, first {responses[0]}"
+        async_function = self._async_functions.get(number)
+        if async_function is not None:
+            return self._awaited.batch(async_function, inputs, size, on)
+        (outcome,) = self._pool.answers([BatchQuestion(number, inputs, size, on)])
+        if isinstance(outcome, Failure):
+            return BatchScores([outcome] * size)
+        return outcome
+
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
-        """Return whether one of these outcomes of a completion is a failure, by metric; see
-        `Processes`."""
+        """Return the metrics of failures for one completion; see `Processes.measures`.
+
+        outcomes: the scores or Failures that the verifiers gave it.
+        """
         return self._pool.measures(outcomes)
 
     def close(self) -> None:
@@ -175,26 +200,35 @@ class Scoring:
         self._pool.close()
 
 
-def _more(signature: Signature | None, response: Response) -> dict[str, object] | None:
-    """Return the prompt and the row of a completion, where a function asks for them."""
+def _prompt_and_row(signature: Signature | None, response: Response) -> dict[str, object] | None:
+    """Return those of the arguments `prompt` and `row` that a function asks for; None if it asks
+    for neither."""
     if signature is None or signature.names is None:
         return None
     prompt = response.prompt
-    asked = prompt.text if prompt.messages is None else [*prompt.messages]
-    values = {"prompt": asked, "row": prompt.row}
+    values = {
+        "prompt": prompt.text if prompt.messages is None else [*prompt.messages],
+        "row": prompt.row,
+    }
     return {name: value for name, value in values.items() if signature.wants(name)} or None
 
 
-def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
-    """Return the arguments of a function that scores a batch, in the form that TRL's trainers give
-    them."""
-    inputs: dict[str, object] = {}
+def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
+    """Return the arguments of a function that scores a batch, by name, in the form that TRL's
+    trainers give them.
+
+    Those of each batch are always there; `RewardFunction` leaves out what the function does not ask
+    for.
+    """
+    arguments: dict[str, object] = {}
     rows = [
         {"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses
     ]
-    for name in dict.fromkeys(name for row in rows for name in row):
-        if signature.wants(name) and (name != "prompt" or name in signature.named):
-            inputs[name] = [row.get(name) for row in rows]
+    for column in dict.fromkeys(column for row in rows for column in row):
+        # As in TRL, **kwargs gets no column "prompt", since `prompts` has the same. A function that
+        # names a parameter `prompt` gets the column.
+        if signature.wants(column) and (column != "prompt" or column in signature.named):
+            arguments[column] = [row.get(column) for row in rows]
     prompts: list[str | list[Message]] = []
     completions: list[str | list[Message]] = []
     for response in responses:
@@ -204,21 +238,23 @@ def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, ob
         else:
             prompts.append([*response.messages])
             completions.append([{"role": "assistant", "content": response.text}])
-    inputs["prompts"] = prompts
-    inputs["completions"] = completions
-    inputs["completion_ids"] = [[*response.tokens] for response in responses]
-    inputs["trainer_state"] = max(response.trainer_state for response in responses)
-    return inputs
+    arguments["prompts"] = prompts
+    arguments["completions"] = completions
+    arguments["completion_ids"] = [[*response.tokens] for response in responses]
+    # The latest of all: a tuple is compared by its first field, which is global_step.
+    arguments["trainer_state"] = max(response.trainer_state for response in responses)
+    return arguments
 
 
 def verifiers_of(
     named: Sequence[Named], processes: int = 0, seconds: float | None = None
 ) -> Processes:
-    """Return the verifiers of a run.
+    """Return the pool that asks a run's `Verifiers` questions, in this process or in others.
 
-    With processes=0, raises ConfigError for one that cannot be imported.
+    With processes=0, raises ConfigError for a verifier that cannot be imported. Other processes
+    import them when they get their first question.
     """
-    verifiers = Processes(
+    pool = Processes(
         kind=Verifiers,
         arguments=([*named],),
         noun="verifier",
@@ -226,22 +262,24 @@ def verifiers_of(
         processes=processes,
         seconds=seconds,
     )
-    verifiers.answers([])  # Without processes, they are imported here and now.
-    return verifiers
+    pool.answers([])  # No question, but without processes this imports the verifiers.
+    return pool
 
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
-    """Return the verifier of this name, or the function at a dotted path
-    `package.module.function`.
+    """Return the verifier of this name: one of pgtoolkit's, or the `RewardFunction` at a dotted
+    path `package.module.function`.
 
-    exact_match: the completion is the answer, up to white space around both.
-    last_number: the last number of the completion is the answer, as a number; see `last_number`.
-    regular_expression: the text that the one group of `pattern` captured last in the completion is
-        the answer, up to white space around both.
-    math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how
-        answers are read.
-    A function of the user's is a `RewardFunction`.
+    Those of pgtoolkit's score 1 if this is true, else 0:
+    exact_match: the completion equals the answer, but for white space around either.
+    last_number: the last number in the completion equals the last one in the answer; see
+        `last_number`.
+    regular_expression: the text that the only group of `pattern` captured in its last match in the
+        completion equals the answer, but for white space around either.
+    math_verify: the completion and the answer are mathematically equal, by the math-verify package;
+        `math_golds` says how answers are read.
 
+    key: the key of the configuration that names it, for errors.
     Raises ConfigError for a verifier that cannot be imported.
     """
     if name == "exact_match":
@@ -256,14 +294,14 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     return RewardFunction(key, name)
 
 
-_A_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
-"""A number with its sign, perhaps with commas at thousands. A minus after a number or a word is no
-sign."""
+_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
+"""A number with its sign, perhaps with commas at thousands. A minus (- or U+2212) directly after a
+letter, a digit or a closing parenthesis is no sign: it is a hyphen, or it subtracts."""
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text; None without a number."""
-    numbers = _A_NUMBER.findall(text)
+    """Return the last number in a text; None if there is none."""
+    numbers = _NUMBER.findall(text)
     if not numbers:
         return None
     return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-"))
@@ -279,21 +317,28 @@ def _regular_expression(pattern: str) -> Verifier:
 
     def verify(completion: str, answer: str) -> float:
         captured = [match.group(1) for match in expression.finditer(completion)]
-        # The last match: a completion that reasons may mention other candidates first.
+        # The last match counts, since reasoning may mention other candidates first.
         last = captured[-1] if captured else None
         return float(last is not None and last.strip() == answer.strip())
 
     return verify
 
 
+_MATH_SECONDS = 5
+"""The longest that math-verify may take to read a text, and to compare."""
+
+
 def _math_verify() -> Verifier:
     import math_verify
 
-    library: Any = math_verify  # None means no time limit, which its types lack.
+    # Any, since the types of the package do not allow None for a time limit, which means none.
+    library: Any = math_verify
 
-    def equal(completion: str, answer: str) -> float:
-        # Its time limit is a signal, which only the main thread may set.
-        limit = 5 if threading.current_thread() is threading.main_thread() else None
+    def verify(completion: str, answer: str) -> float:
+        # math-verify keeps its time limit by a signal, which only the main thread may ask for.
+        is_main = threading.current_thread() is threading.main_thread()
+        limit = _MATH_SECONDS if is_main else None
+        # math-verify's word for the expressions of which one must be met.
         golds = [
             gold
             for text in math_golds(answer)
@@ -302,29 +347,31 @@ def _math_verify() -> Verifier:
         parsed = library.parse(completion, parsing_timeout=limit)
         return float(library.verify(golds, parsed, timeout_seconds=limit))
 
-    return equal
+    return verify
 
 
 _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed\b", re.DOTALL)
 """LaTeX that is marked as such: between dollars, \\( and \\), \\[ and \\], or boxed."""
 
 _WITH_UNIT = re.compile(r"(-?\\?\$?[\d., /]*\d)(?:\s*\\?%|\s+[A-Za-z]{4}[A-Za-z. ]*)")
-"""A number followed by a percent sign or words."""
+"""A number followed by a percent sign, or by words of which the first has at least four letters."""
 
 
 def math_golds(answer: str) -> list[str]:
-    """Return the forms of an answer for math-verify; a completion may equal any of them.
+    """Return the forms of an answer that math-verify should read; a completion is right if it
+    equals one of them.
 
-    math-verify reads LaTeX only where it is marked. In other texts it reads the last plain number,
-    which of `3\\sqrt{2}` would be 3. So an answer without marks is put into a box, as verl does.
-    For a number with its unit the number alone is right as well; in a box math-verify knows that
-    only for units that are in its list.
+    math-verify reads LaTeX only where it is marked. In a text without marks it reads the last plain
+    number, which is 3 in `3\\sqrt{2}`. So an answer without marks is put into a box, as verl does.
+    If the answer is a number with a unit, the number alone is right too. math-verify ignores a unit
+    in a box only if it is in its own list, so the number becomes a form of its own.
     """
     if _DELIMITED.search(answer):
         return [answer]
     answer = answer.strip()
-    readings = [answer, re.sub(r"(?<!\\)%", r"\\%", answer)]
+    with_escaped_percent = re.sub(r"(?<!\\)%", r"\\%", answer)  # a bare % begins a comment in LaTeX
+    forms = [answer, with_escaped_percent]
     with_unit = _WITH_UNIT.fullmatch(answer)
     if with_unit is not None:
-        readings.append(with_unit[1])
-    return [f"\\boxed{{{reading}}}" for reading in dict.fromkeys(readings)]
+        forms.append(with_unit[1])
+    return [f"\\boxed{{{form}}}" for form in dict.fromkeys(forms)]

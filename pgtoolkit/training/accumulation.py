@@ -1,4 +1,4 @@
-"""Dynamic accumulation: one optimizer update over all micro-batches that a step needs."""
+"""Dynamic accumulation: one optimizer update from all micro-batches that a step has."""
 
 from __future__ import annotations
 
@@ -28,10 +28,18 @@ from pgtoolkit.training.loss_scale import LossScale
 log = logging.getLogger("pgtoolkit")
 
 _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
+"""Metrics without which there is no update; a step has some or all of them."""
+
+_MOST_NAMES = 8
+"""Documents that the message on a skipped step names."""
 
 
 class StepOutput(TypedDict):
-    """The result of `training_step`, nested since Lightning expects a tensor at the key "loss"."""
+    """The result of `training_step`.
+
+    The metrics are one level below, since one of them is named "loss": at that key of the result
+    Lightning expects a tensor.
+    """
 
     metrics: dict[str, float]
 
@@ -41,19 +49,21 @@ class DynamicAccumulation(lightning.LightningModule):
 
     A subclass defines a micro-batch's share of the loss (`micro_batch_loss`) and its single
     optimizer (`configure_optimizers`). This class does the rest: forward and backward of every
-    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update. The update
-    is skipped where nothing is trained or a number is not finite.
+    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update. There is no
+    update if the step has no trained token, or if its loss or its gradient is not finite.
     Steps come with their totals, from `rollouts.steps.StepLoader`, which gathers documents until
     `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
 
     layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
-    max_grad_norm: the gradient is scaled down to this norm; None: never.
-    max_bad_steps: this number of steps in a row whose loss or gradient is not finite raises
-        NumericalError.
+    max_grad_norm: a gradient with a larger norm is scaled down to this one; None: none is.
+    max_bad_steps: after this number of bad steps in a row NumericalError is raised. A step is bad
+        if its loss or its gradient is not finite.
     num_updates: the updates made so far.
-    documents_seen: the documents delivered so far, also those of skipped steps.
-    loss_scale: for gradients in float16; None for other types. A step whose gradient overflows
-        makes no update on any rank, and does not count as a bad step.
+    documents_seen: the documents of all steps so far, also of those without an update.
+    num_skipped_steps: the steps so far that had no trained token or were bad.
+    loss_scale: for gradients in float16; None if they have another type. A step whose gradient
+        overflows makes no update on any rank. It is neither bad nor skipped: the loss scale counts
+        it.
     """
 
     loss_scale: LossScale | None = None
@@ -77,27 +87,34 @@ class DynamicAccumulation(lightning.LightningModule):
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         """Return this micro-batch's share of the step's loss, as `pgtoolkit.policy_loss` does.
 
-        micro_batch: on the module's device; without tokens where other ranks have more
-            micro-batches.
-        totals: of the step, to be handed on to `policy_loss`.
+        micro_batch: on the module's device. It has no tokens if this rank has fewer micro-batches
+            than another one, since every rank must make the same number of calls.
+        totals: those of the whole step, for `policy_loss`.
         """
         raise TypeError(
             f"{type(self).__name__} needs a method micro_batch_loss(micro_batch, totals)"
         )
 
     def before_update(self) -> dict[str, float]:
-        """Return further metrics of the step; a subclass may set the learning rate here."""
+        """Return further metrics of the step; a subclass may set the learning rate here.
+
+        Called when the gradient is complete, also if the update is then skipped.
+        """
         return {}
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
-        """Return, in order, the process groups over which gradients are summed after a step's
-        backward passes, each with the parameters concerned."""
+        """Return pairs (process group, parameters).
+
+        After the backward passes of a step, the gradients of these parameters are summed over the
+        group, one pair after the other.
+        """
         if self.layout.loss_group is None:
             return []
         return [(self.layout.loss_group, [p for p in self.parameters() if p.requires_grad])]
 
     def parameters_to_clip(self) -> Iterable[nn.Parameter]:
-        """Return the parameters whose gradient norm is measured and clipped."""
+        """Return the parameters whose gradient is measured and clipped; before that, the loss scale
+        is divided out of it."""
         return self.parameters()
 
     def is_finite(self, metrics: dict[str, float]) -> bool:
@@ -107,7 +124,10 @@ class DynamicAccumulation(lightning.LightningModule):
     def backward_of_all(
         self, micro_batches: list[MicroBatch], totals: StepTotals
     ) -> list[PolicyLoss]:
-        """Run forward and backward of each micro-batch; gradients add up in the parameters."""
+        """Run forward and backward of each micro-batch, and return the loss of each.
+
+        Gradients add up in the parameters.
+        """
         outputs = []
         for micro_batch in micro_batches:
             output = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
@@ -121,7 +141,8 @@ class DynamicAccumulation(lightning.LightningModule):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        # Not Lightning's wrapper: it has copies of the fields, which a loaded state does not reach.
+        # Not Lightning's wrapper. It has copies of the optimizer's fields, and they keep their old
+        # values when a state is loaded.
         return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
 
     def on_fit_start(self) -> None:
@@ -141,7 +162,7 @@ class DynamicAccumulation(lightning.LightningModule):
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
         """Make one optimizer update, or skip it, and return the step's metrics.
 
-        They reach `Callback.on_train_batch_end` under the key "metrics".
+        The metrics reach `Callback.on_train_batch_end` under the key "metrics".
         """
         started = time.perf_counter()
         self.documents_seen += int(step.totals.num_documents)
@@ -157,42 +178,29 @@ class DynamicAccumulation(lightning.LightningModule):
         metrics |= self._time_and_memory(step, started)
         return {"metrics": metrics}
 
-    def _time_and_memory(self, step: Step, started: float) -> dict[str, float]:
-        """Return the time that the step took, and on a GPU its peak memory."""
-        measured: dict[str, float] = {}
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-            measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
-            torch.cuda.reset_peak_memory_stats(self.device)
-        update_seconds = time.perf_counter() - started
-        seconds = step.seconds | {"update": update_seconds}
-        measured |= {f"seconds_{stage}": value for stage, value in seconds.items()}
-        measured["tokens_per_second"] = int(step.totals.num_tokens) / update_seconds
-        return measured
-
     def _update(self, step: Step) -> dict[str, float]:
-        self.optimizer.zero_grad()
+        """Compute the gradient of a step, and update the weights unless a number is not finite.
+
+        Returns the metrics of the loss and of the update.
+        """
         micro_batches = [
             local_tokens(micro_batch, self.layout) for micro_batch in step.micro_batches
         ]
-        outputs = self.backward_of_all(micro_batches, step.totals)
-        for group, parameters in self.gradient_groups():
-            sum_gradients(parameters, group)
-        if self.loss_scale is not None:
-            scale_gradients(self.parameters_to_clip(), 1 / self.loss_scale.value)
-        metrics = self._step_metrics(outputs, step)
+        outputs = self._compute_gradient(micro_batches, step.totals)
+        metrics = self._clip_and_measure(outputs, step)
         metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
-        is_finite = self.is_finite(metrics)
+        all_finite = self.is_finite(metrics)
         overflowed = False
         if self.loss_scale is not None:
             metrics["loss_scale"] = self.loss_scale.value
-            overflowed = self._adapt_scale(self.loss_scale, metrics, is_finite)
+            overflowed = self._adapt_scale(self.loss_scale, metrics, all_finite)
             metrics["num_overflows"] = self.loss_scale.num_overflows
-        if is_finite:
-            optimizer = cast(
+        if all_finite:
+            # Lightning's wrapper of the optimizer counts the update in trainer.global_step.
+            counting_optimizer = cast(
                 "lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers()
             )
-            optimizer.step()  # Lightning's, which counts it in trainer.global_step
+            counting_optimizer.step()
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
         elif not overflowed:
@@ -200,25 +208,23 @@ class DynamicAccumulation(lightning.LightningModule):
             self._skip_bad_step(step, bad_documents, metrics)
         return metrics
 
-    def _adapt_scale(self, scale: LossScale, metrics: dict[str, float], is_finite: bool) -> bool:
-        """Adapt the loss scale to a step, and return whether its gradient overflowed float16."""
-        if is_finite:
-            scale.rise()
-            return False
-        if not math.isfinite(metrics["loss"]) or not scale.fall():
-            return False
-        if scale.num_overflows == 1:
-            log.info(
-                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: this "
-                "step made no update, and the scale is halved. This is printed once; see the "
-                "metrics loss_scale and num_overflows."
-            )
-        return True
+    def _compute_gradient(
+        self, micro_batches: list[MicroBatch], totals: StepTotals
+    ) -> list[PolicyLoss]:
+        """Put the gradient of the step, summed over ranks and without the loss scale, into the
+        parameters; return the loss of each micro-batch."""
+        self.optimizer.zero_grad()
+        outputs = self.backward_of_all(micro_batches, totals)
+        for group, parameters in self.gradient_groups():
+            sum_gradients(parameters, group)
+        if self.loss_scale is not None:
+            scale_gradients(self.parameters_to_clip(), 1 / self.loss_scale.value)
+        return outputs
 
-    def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
-        """Clip the gradient, and return the step's metrics over all ranks.
+    def _clip_and_measure(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
+        """Clip the gradient, and return the metrics of the loss over all ranks.
 
-        All numbers reach the host in one transfer.
+        `grad_norm` is the norm from before clipping.
         """
         loss, sums = self._sum_over_ranks(outputs)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
@@ -227,14 +233,7 @@ class DynamicAccumulation(lightning.LightningModule):
             "grad_norm": clip_gradients(self.parameters_to_clip(), self.layout, limit),
         }
         metrics |= sums.finalize(step.totals, have_old_log_probs(step.documents))
-        values = torch.stack(
-            [value.to(self.device, torch.float64) for value in metrics.values()]
-        ).tolist()
-        counts = {name for name, value in metrics.items() if not value.is_floating_point()}
-        return {
-            name: int(value) if name in counts else value
-            for name, value in zip(metrics, values, strict=True)
-        }
+        return _as_numbers(metrics, self.device)
 
     def _sum_over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
         """Return the step's loss and sums of metrics, added up over micro-batches and ranks."""
@@ -242,21 +241,39 @@ class DynamicAccumulation(lightning.LightningModule):
             loss = torch.stack([output.loss.detach().double() for output in outputs]).sum()
             sums = functools.reduce(MetricSums.merge, [output.metric_sums for output in outputs])
         else:
-            # A pipeline stage before the last has no loss. With several stages the metrics are of
-            # level none, which is one sum and no extrema.
+            # This is a pipeline stage before the last one, which alone has the loss. A run with
+            # several stages measures at level "none": one sum, and no extrema.
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = MetricSums("none", loss.new_zeros(1), loss.new_empty(0))
         for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
             loss, sums = sums.all_reduce(loss, group)
         return loss, sums
 
+    def _adapt_scale(self, scale: LossScale, metrics: dict[str, float], all_finite: bool) -> bool:
+        """Raise or lower the loss scale after a step, and return whether its gradient overflowed.
+
+        A gradient that is not finite has overflowed if the loss is finite and the scale could still
+        be lowered.
+        """
+        if all_finite:
+            scale.rise()
+            return False
+        overflowed = math.isfinite(metrics["loss"]) and scale.fall()
+        if overflowed and scale.num_overflows == 1:
+            log.info(
+                f"with a loss scale of {metrics['loss_scale']:g} the gradient overflowed float16: "
+                "this step made no update, and the scale was halved. This note is printed once; "
+                "the metrics loss_scale and num_overflows show every case."
+            )
+        return overflowed
+
     def _skip_bad_step(
         self, step: Step, bad_documents: list[str], metrics: dict[str, float]
     ) -> None:
-        """Warn of a step that makes no update.
+        """Count a bad step and warn of it; every rank calls this.
 
-        bad_documents: names of this rank's documents that were not finite before any gradient.
-        Raises NumericalError for the last of `max_bad_steps` in a row.
+        bad_documents: the names that `_not_finite_documents` returned on this rank.
+        Raises NumericalError if this is the last of `max_bad_steps` in a row.
         """
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
@@ -268,11 +285,10 @@ class DynamicAccumulation(lightning.LightningModule):
             introduction = "All log-probs are finite. The step's documents"
             names = [document.name for document in step.documents]
         values = [f"{name}={metrics[name]:g}" for name in _MUST_BE_FINITE if name in metrics]
-        further = f"; and {len(names) - 8} more" if len(names) > 8 else ""
-        message = (
-            f"{', '.join(values)}: no update was made. {introduction}: {'; '.join(names[:8])}"
-            f"{further}."
-        )
+        listed = "; ".join(names[:_MOST_NAMES])
+        if len(names) > _MOST_NAMES:
+            listed += f"; and {len(names) - _MOST_NAMES} more"
+        message = f"{', '.join(values)}: no update was made. {introduction}: {listed}."
         if self._bad_steps_in_a_row >= self.max_bad_steps:
             raise NumericalError(
                 f"{self._bad_steps_in_a_row} steps in a row were not finite (trainer.max_bad_steps="
@@ -280,15 +296,48 @@ class DynamicAccumulation(lightning.LightningModule):
             )
         log.warning(message)
 
+    def _time_and_memory(self, step: Step, started: float) -> dict[str, float]:
+        """Return the seconds of each stage of the step, its tokens per second, and on a GPU its
+        peak memory, which is measured anew from here on.
+
+        started: when the update began, as `time.perf_counter` gave it.
+        """
+        measured: dict[str, float] = {}
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+            measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.device)
+        update_seconds = time.perf_counter() - started
+        seconds = step.seconds | {"update": update_seconds}
+        measured |= {f"seconds_{stage}": value for stage, value in seconds.items()}
+        measured["tokens_per_second"] = int(step.totals.num_tokens) / update_seconds
+        return measured
+
+
+def _as_numbers(metrics: dict[str, Tensor], device: torch.device) -> dict[str, float]:
+    """Return the metrics as Python numbers; all come from the device in one transfer.
+
+    Counts, which are whole, become int.
+    """
+    values = torch.stack([value.to(device, torch.float64) for value in metrics.values()]).tolist()
+    counts = {name for name, value in metrics.items() if not value.is_floating_point()}
+    return {
+        name: int(value) if name in counts else value
+        for name, value in zip(metrics, values, strict=True)
+    }
+
 
 def _not_finite_documents(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
-    """Return the names of this rank's documents whose log-probs or data are not finite."""
+    """Return the names of this rank's documents with a trained token whose log-prob or data, such
+    as its advantage, is not finite."""
     names = []
     # Pipeline stages before the last have no outputs.
     for micro_batch, output in zip(micro_batches, outputs, strict=False):
         vectors = ("advantages", *known_vectors(micro_batch))
+        # A sum is not finite if one of its terms is not.
         total = sum((getattr(micro_batch, name) for name in vectors), output.log_probs.cpu())
-        bad = ~torch.isfinite(total) & (micro_batch.labels >= 0)
-        bad_documents = micro_batch.document_index[bad].unique().tolist()
+        is_trained = micro_batch.labels >= 0
+        bad_tokens = ~torch.isfinite(total) & is_trained
+        bad_documents = micro_batch.document_index[bad_tokens].unique().tolist()
         names += [micro_batch.names[index] for index in bad_documents]
     return names

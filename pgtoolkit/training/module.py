@@ -200,8 +200,8 @@ class PolicyGradientModule(DynamicAccumulation):
         self._skip_bad_step(step, [], metrics)
         return metrics
 
-    def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
-        metrics = super()._step_metrics(outputs, step)
+    def _clip_and_measure(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
+        metrics = super()._clip_and_measure(outputs, step)
         if self.critic is not None:
             metrics |= self._critic_gradient(self.critic, step)
         return metrics

@@ -14,7 +14,7 @@ from pgtoolkit.comparison.statistics import (
     POWER,
     Comparisons,
     Sample,
-    _interval,
+    _difference_interval,
     improvement,
     interquartile_interval,
     interquartile_mean,
@@ -127,8 +127,10 @@ def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
     else:
         means = [second[list(a)].mean() - first[list(b)].mean() for a, b in product(draws, draws)]
     expected = np.quantile(means, [0.025, 0.975], method="inverted_cdf")
-    assert _interval(first, second, paired) == pytest.approx(tuple(expected), abs=0.35)
-    assert _interval(first, second, paired) == _interval(first, second, paired)
+    assert _difference_interval(first, second, paired) == pytest.approx(tuple(expected), abs=0.35)
+    assert _difference_interval(first, second, paired) == _difference_interval(
+        first, second, paired
+    )
 
 
 @pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
@@ -137,7 +139,7 @@ def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
     standard errors."""
     draw, hits = np.random.default_rng(0), []
     for number in range(300):
-        low, high = _interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
+        low, high = _difference_interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
         hits.append(low <= 0 <= high)
     assert np.mean(hits) == pytest.approx(
         covered, abs=3 * math.sqrt(covered * (1 - covered) / len(hits))
