@@ -1,6 +1,8 @@
-"""Computes loss and coefficients of a piece of a step from its log-probs.
+"""Computes the loss of a piece of a step, and its derivatives by the log-probs of its tokens.
 
-All vectors are (T,), with a number for each of the T positions of the piece.
+x_t, s_t and l_t are those of `family.py`, w_t is the weight of `aggregation.py`, and rho_t the
+factor of `corrections.py`. `piece.make_objective` makes the objective. All vectors are (T,), with a
+number for each of the T positions of the piece.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from pgtoolkit.losses.metrics import LEVELS
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a step and its metrics.
+    """The choice of a loss and of its metrics, without any data.
 
-    The loss is the sum over tokens of w_t l_t, or with a correction of w_t rho_t l_t.
+    The loss is the sum over tokens of w_t l_t, or of w_t rho_t l_t with a correction.
     temperature: log-probs are log_softmax(logits / temperature).
-    metrics: the level, one of LEVELS.
-    entropy_coefficient: of the entropy bonus, which adds -entropy_coefficient times the sum over
-        tokens of w_t times the entropy of the softmax.
-    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither penalty
-        nor bonus.
-    masks_truncated: w_t is 0 in documents that were cut off, though the totals count their tokens.
+    metrics: the level of the metrics, one of LEVELS.
+    entropy_coefficient: the coefficient of the entropy bonus. The bonus adds -entropy_coefficient
+        times the sum over tokens of w_t times the entropy of the softmax.
+    kl: the penalty against the reference, or None. A correction changes neither penalty nor bonus.
+    masks_truncated: True if w_t is 0 in documents that were cut off. The totals still count their
+        tokens.
     """
 
     family: Family
@@ -57,24 +59,24 @@ class Loss:
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """Return False if the loss does not depend on them, so that documents need not have any."""
+        """Return True if the loss depends on old log-probs, so that each document needs them."""
         if self.family.reads_old_log_probs or self.correction is not None:
             return True
         return self.kl is not None and self.kl.reads_old_log_probs
 
     @property
     def needs_sampling_log_probs(self) -> bool:
-        """True if the loss cannot be computed without sampling log-probs."""
+        """Return True if the loss cannot be computed without sampling log-probs."""
         return self.correction is not None and not self.correction.of_policy
 
     @property
     def full_kl(self) -> bool:
-        """Return True if the penalty is over the full vocabulary, and needs reference logits."""
+        """Return True if the KL is over the full vocabulary, which needs the reference's logits."""
         return self.kl is not None and self.kl.full
 
     @property
     def level(self) -> str:
-        """Return the level of the metrics: with_entropy where a bonus computes it anyway."""
+        """Return the level of the metrics, with the entropy if the bonus computes it anyway."""
         if self.metrics == "basic" and self.entropy_coefficient:
             return "with_entropy"
         return self.metrics
@@ -82,15 +84,17 @@ class Loss:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
+    """The terms of each token before they are weighted, (T,) each.
 
-    losses: the surrogate l_t, times the factors of a correction that is `of_policy`.
-    slope: the derivative of the surrogate by the family's `slope_of`, times the derivative of
-        `token` and the same factors.
-    ratio, log_ratio: those of the token or its document, after the clamp.
+    Where nothing is trained the ratio is 1, and every other term is 0.
+    losses: the surrogate l_t, times rho_t if a correction is `of_policy`.
+    slope: the derivative of l_t by the variable that the family's `slope_of` names, times the same
+        rho_t. For "log_ratio" it is also times the derivative of x_t by the token's log-ratio.
+    log_ratio: s_t, after the clamp.
+    ratio: exp(log_ratio).
     clamped: bool, True where the clamp acted.
-    token_log_ratio: that of the token alone, before the family's `token` and the clamp.
-    factors: those of a correction that is `of_policy`.
+    token_log_ratio: the new minus the old log-prob of the token, from which x_t and s_t are made.
+    factors: rho_t of a correction that is `of_policy`; None without one.
     """
 
     losses: Tensor
@@ -104,22 +108,26 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of a piece of a step: computes loss, coefficients and metrics of its log-probs.
+    """A loss with the data of a piece of a step: computes losses and coefficients of log-probs.
 
-    Vectors are (T,), in the dtype of the log-probs.
+    The log-probs that its methods take are the new ones, of the policy in training. Vectors are
+    (T,), in the dtype of the log-probs.
     mask: bool, True where a token is trained.
     old_log_probs: None where they are the new ones; `at` then fills them in before anything else is
         computed.
-    weights: w_t, times the factor of a correction that is known before the forward pass.
-    gradient_weights: the weight of a token's slope: w_t, or, where the family's slope is the
-        document's, its mean or sum over the document.
-    documents: the sums over documents, with the group of ranks over which these are spread.
-    known_scope_advantages: see `scope_advantages`.
-    off_policy: a correction that is `of_policy`. It compares the new log-probs with
-        sampling_log_probs, or with the old ones where those are not known.
-    document_advantages: the mean advantages of documents, for off_policy.
+    weights: w_t, times all factors that are known before the forward pass.
+    gradient_weights: the weight of a token's slope: `weights`, or their mean or sum over the
+        document where the slope is that of the whole document.
+    documents: computes sums over documents, also where several ranks share a document.
+    totals: the denominators of the whole step.
+    known_scope_advantages: the result of `scope_advantages` if it was computed before, or None.
+    off_policy: the correction if it is `of_policy`, or None. It compares the new log-probs with
+        sampling_log_probs, or with the old log-probs where the sampling ones are not known.
+    document_advantages: each token's mean advantage over the scope of off_policy, which needs it.
     sampling_log_ratio: the old minus the sampling log-probs, 0 where nothing is trained.
-    factors: those of any other correction.
+    factors: the factors of a correction that is not `of_policy`, for the metrics. They are in
+        `weights` already.
+    _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
     family: Family
@@ -140,21 +148,18 @@ class Objective:
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
     def at(self, log_probs: Tensor) -> Objective:
-        """Return the objective with these as its old log-probs, if it has none.
-
-        log_probs: (T,), detached, of the policy in training.
-        """
+        """Return the objective with old log-probs: its own, or else these new ones, detached."""
         if self.old_log_probs is not None:
             return self
-        log_ratio = None
+        sampling_log_ratio = None
         if self.sampling_log_probs is not None:
-            log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
+            sampling_log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
         penalties = replace(self.penalties, old_log_probs=log_probs)
         return replace(
             self,
             old_log_probs=log_probs,
             penalties=penalties,
-            sampling_log_ratio=log_ratio,
+            sampling_log_ratio=sampling_log_ratio,
             _last_terms=[],
         )
 
@@ -165,9 +170,9 @@ class Objective:
 
     @cached_property
     def scope_advantages(self) -> Tensor:
-        """Return (T,) advantages of the tokens or, by the family's scope, of their documents.
+        """Return (T,), the advantages of the tokens, or the mean ones of their documents.
 
-        They are 0 where nothing is trained.
+        The family's scope decides between the two. They are 0 where nothing is trained.
         """
         if self.known_scope_advantages is not None:
             return self.known_scope_advantages
@@ -177,9 +182,9 @@ class Objective:
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
-        losses: w_t times the surrogate, with the penalty of the token.
-        coefficients: c_t, the derivative of their sum by each log-prob, as autograd would compute
-            it, but from formulas, since no graph is kept.
+        losses: the weighted surrogate, plus the penalty by token.
+        coefficients: c_t, the derivative of the sum of the losses by each log-prob. Formulas give
+            it in the place of autograd, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
         return self.penalties.with_kl(
@@ -187,148 +192,14 @@ class Objective:
         )
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
-        """Return (T,) c_t alone."""
+        """Return (T,), the coefficients c_t alone."""
         return self.losses_and_coefficients(log_probs)[1]
-
-    @cached_property
-    def shares(self) -> Tensor:
-        """Return (T,) float64, 1 / N_d of the trained tokens of each document."""
-        return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
-
-    @property
-    def silent_without_advantage(self) -> bool:
-        """Return True if a token of advantage 0 has no gradient."""
-        return self.family.silent_without_advantage and not self.penalties.active
-
-    def informative(self) -> Tensor:
-        """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
-        if self.silent_without_advantage:
-            return self.mask & (self.scope_advantages != 0)
-        return self.mask
-
-    def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
-        """Return the objective of some rows, in their order, without metrics.
-
-        documents: those of the same rows; None only if the objective is not `by_document`.
-            Otherwise each document must have all or none of its tokens among the rows.
-        """
-        names = ("mask", "advantages", "weights", "gradient_weights", "document_advantages")
-        names += ("old_log_probs", "sampling_log_probs")
-        vectors = {name: getattr(self, name) for name in names}
-        return replace(
-            self,
-            **{name: vector[rows] for name, vector in vectors.items() if vector is not None},
-            documents=documents,
-            penalties=self.penalties.take(rows),
-            known_scope_advantages=self.scope_advantages[rows],
-            sampling_log_ratio=None,
-            factors=None,
-            _last_terms=[],
-        )
-
-    def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True where a trained token has a number that is not finite."""
-        return self.mask & ~torch.isfinite(self._sum_of_data(log_probs) + self.weights)
-
-    def refused(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True where `check_finite` refuses the data.
-
-        It is True everywhere if the totals are too small.
-        """
-        totals_too_small = self.documents.counts_here.sum() > self.totals.num_tokens
-        bad = self.not_finite(log_probs) | totals_too_small
-        for values in self._log_probs_of_data().values():
-            bad |= self.mask & (values > MAX_LOG_PROB)
-        return bad
-
-    def _log_probs_of_data(self) -> dict[str, Tensor]:
-        vectors = {
-            "old_log_probs": self.old_log_probs,
-            "sampling_log_probs": self.sampling_log_probs,
-            "ref_log_probs": self.penalties.ref_log_probs,
-        }
-        return {name: values for name, values in vectors.items() if values is not None}
-
-    def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
-        """Return (T,), the sum of all inputs: NaN or infinite wherever one of them is."""
-        vectors = (
-            self.old_log_probs,
-            self.advantages,
-            self.sampling_log_ratio,
-            self.penalties.ref_log_probs,
-            self.penalties.divergence,
-            log_probs,
-        )
-        first, *others = (vector for vector in vectors if vector is not None)
-        return sum(others, first)
-
-    def check_finite(self, log_probs: Tensor | None = None) -> None:
-        """Refuse data that has no loss; costs one synchronisation on a GPU.
-
-        Raises DataError, which names the first documents, for numbers that are not finite and
-        log-probs above 0, both at trained positions; ValueError for totals that count fewer tokens
-        than this piece has, a document_index out of range, and weights that are not finite.
-        """
-        if not self.refused(log_probs).any():
-            return
-        tokens_here = int(self.documents.counts_here.sum())
-        tokens_of_step = int(self.totals.num_tokens)
-        if tokens_here > tokens_of_step:
-            raise ValueError(
-                f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
-                f"this piece (got {tokens_of_step}). Totals are those of the whole step."
-            )
-        bad = self.not_finite(log_probs)
-        if not bad.any():
-            self._refuse_positive_log_probs()
-        documents = self.documents.index[bad].unique().tolist()
-        if documents[-1] == self.documents.num_documents:
-            reason = f"negative or not below num_documents={documents[-1]}"
-            raise ValueError(f"document_index at a trained position is {reason}")
-        weights_are_finite = torch.isfinite(self.weights).all()
-        data_is_finite = torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
-        if data_is_finite and not weights_are_finite:
-            raise ValueError(
-                "the weight of a trained token is not finite: it comes from a reducer, a factor, "
-                "or totals that count none"
-            )
-        self._refuse_documents(documents)
-
-    def _refuse_documents(self, documents: list[int]) -> NoReturn:
-        """Raise DataError for the numbers of documents that are not finite."""
-        listing = ", ".join(map(str, documents[:5]))
-        if len(documents) > 5:
-            listing += ", ..."
-        inputs = "old_log_probs"
-        if self.sampling_log_ratio is not None:
-            inputs += ", sampling_log_probs"
-        if self.penalties.ref_log_probs is not None:
-            inputs += ", ref_log_probs"
-        if self.penalties.divergence is not None:
-            inputs += ", a full KL (where the reference rules out what the policy does not)"
-        raise DataError(
-            f"non-finite logits, {inputs} or advantages at a trained position of document "
-            f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "
-            "the document"
-        )
-
-    def _refuse_positive_log_probs(self) -> None:
-        """Raise DataError for log-probs above 0 at trained positions."""
-        for name, values in self._log_probs_of_data().items():
-            wrong = self.mask & (values > MAX_LOG_PROB)
-            if wrong.any():
-                document = int(self.documents.index[wrong][0])
-                highest = float(values[wrong].max())
-                raise DataError(
-                    f"{name} needs log-probs, which are at most 0, at trained positions (got "
-                    f"{highest:.6g} in document {document}). Probabilities are given as their "
-                    "logarithms, and logits as their log_softmax."
-                )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """Return the terms of each token.
 
-        The last result is kept, since loss and metrics both need it.
+        The last result is kept, since loss and metrics both need it; not where autograd follows
+        the log-probs.
         """
         can_keep = not log_probs.requires_grad
         if can_keep and self._last_terms and self._last_terms[0] is log_probs:
@@ -339,11 +210,11 @@ class Objective:
         # Select before any arithmetic, since positions that are not trained may hold NaN or
         # infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
-        terms, derivative = family.token(token_log_ratio, advantages)
+        x, derivative = family.token(token_log_ratio, advantages)
         if derivative is not None:
-            # A clip, like the clamp below, would turn an infinite log-ratio into a finite number.
-            terms = torch.where(torch.isfinite(token_log_ratio), terms, torch.nan)
-        unclamped = over_scope(family.scope, terms, self.documents)
+            # A clip in `token`, like the clamp below, would hide an infinite log-ratio.
+            x = torch.where(torch.isfinite(token_log_ratio), x, torch.nan)
+        unclamped = over_scope(family.scope, x, self.documents)
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, clamped(unclamped), torch.nan)
@@ -369,8 +240,156 @@ class Objective:
         """Return the factors of the correction that is `of_policy`, or None without one."""
         if self.off_policy is None:
             return None
-        since_sampling = token_log_ratio
+        log_ratio = token_log_ratio  # against the old log-probs, unless better ones are known
         if self.sampling_log_probs is not None:
-            since_sampling = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
+            log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
         assert self.document_advantages is not None
-        return Factors.of(self.off_policy, since_sampling, self.document_advantages, self.documents)
+        return Factors.of(self.off_policy, log_ratio, self.document_advantages, self.documents)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """Return (T,) float64, 1 / N_d at the trained tokens of each document; else 0."""
+        return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
+
+    @property
+    def silent_without_advantage(self) -> bool:
+        """Return True if every token of advantage 0 has a gradient of 0."""
+        return self.family.silent_without_advantage and not self.penalties.active
+
+    def informative(self) -> Tensor:
+        """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
+        if self.silent_without_advantage:
+            return self.mask & (self.scope_advantages != 0)
+        return self.mask
+
+    def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
+        """Return the objective of the positions `rows`, in that order, for coefficients alone.
+
+        It lacks what only metrics read.
+        documents: the sums over the documents of these rows; None only if the objective is not
+            `by_document`. Otherwise each document must have all or none of its tokens among them.
+        """
+        names = (
+            "mask",
+            "advantages",
+            "weights",
+            "gradient_weights",
+            "document_advantages",
+            "old_log_probs",
+            "sampling_log_probs",
+        )
+        vectors = {name: getattr(self, name) for name in names}
+        return replace(
+            self,
+            **{name: vector[rows] for name, vector in vectors.items() if vector is not None},
+            documents=documents,
+            penalties=self.penalties.take(rows),
+            known_scope_advantages=self.scope_advantages[rows],
+            sampling_log_ratio=None,
+            factors=None,
+            _last_terms=[],
+        )
+
+    def check_finite(self, log_probs: Tensor | None = None) -> None:
+        """Raise an error if these data have no loss; wait for the GPU once.
+
+        log_probs: the new ones, to be checked as well; None leaves them out.
+        Raises DataError, which names the first documents, for inputs that are not finite and for
+        log-probs above 0, both at trained positions. Raises ValueError for totals that count fewer
+        tokens than this piece has, a document_index out of range, and weights that are not finite.
+        """
+        if not self.refused(log_probs).any():
+            return
+        tokens_here = int(self.documents.counts_here.sum())
+        tokens_of_step = int(self.totals.num_tokens)
+        if tokens_here > tokens_of_step:
+            raise ValueError(
+                f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
+                f"this piece (got {tokens_of_step}). Totals are those of the whole step."
+            )
+        bad = self.not_finite(log_probs)
+        if not bad.any():  # what `refused` has found is then a log-prob above 0
+            self._refuse_positive_log_probs()
+        documents = self.documents.index[bad].unique().tolist()
+        num_documents = self.documents.num_documents
+        if documents[-1] == num_documents:  # which stands for any index out of range
+            raise ValueError(
+                "document_index at a trained position is negative or not below "
+                f"num_documents={num_documents}"
+            )
+        weights_are_finite = torch.isfinite(self.weights).all()
+        data_is_finite = torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
+        if data_is_finite and not weights_are_finite:
+            raise ValueError(
+                "the weight of a trained token is not finite: it comes from a reducer, a factor, "
+                "or totals that count none"
+            )
+        self._refuse_documents(documents)
+
+    def refused(self, log_probs: Tensor | None = None) -> Tensor:
+        """Return (T,) bool, True where `check_finite` refuses the data, without waiting for a GPU.
+
+        It is True everywhere if the totals are too small.
+        """
+        totals_too_small = self.documents.counts_here.sum() > self.totals.num_tokens
+        bad = self.not_finite(log_probs) | totals_too_small
+        for values in self._log_probs_of_data().values():
+            bad |= self.mask & (values > MAX_LOG_PROB)
+        return bad
+
+    def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
+        """Return (T,) bool, True where an input or the weight of a trained token is not finite."""
+        return self.mask & ~torch.isfinite(self._sum_of_data(log_probs) + self.weights)
+
+    def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
+        """Return (T,), the sum of all inputs: not finite wherever one of them is not."""
+        vectors = (
+            self.old_log_probs,
+            self.advantages,
+            self.sampling_log_ratio,
+            self.penalties.ref_log_probs,
+            self.penalties.divergence,
+            log_probs,
+        )
+        first, *others = (vector for vector in vectors if vector is not None)
+        return sum(others, first)
+
+    def _log_probs_of_data(self) -> dict[str, Tensor]:
+        """Return the log-probs that came with the data, by name."""
+        vectors = {
+            "old_log_probs": self.old_log_probs,
+            "sampling_log_probs": self.sampling_log_probs,
+            "ref_log_probs": self.penalties.ref_log_probs,
+        }
+        return {name: values for name, values in vectors.items() if values is not None}
+
+    def _refuse_documents(self, documents: list[int]) -> NoReturn:
+        """Raise DataError for these documents, since they have inputs that are not finite."""
+        listing = ", ".join(map(str, documents[:5]))
+        if len(documents) > 5:
+            listing += ", ..."
+        inputs = ["logits", "old_log_probs"]
+        if self.sampling_log_ratio is not None:
+            inputs.append("sampling_log_probs")
+        if self.penalties.ref_log_probs is not None:
+            inputs.append("ref_log_probs")
+        if self.penalties.divergence is not None:
+            inputs.append("a full KL (infinite where the reference rules out a possible token)")
+        raise DataError(
+            f"non-finite {', '.join(inputs)} or advantages at a trained position of document "
+            f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "
+            "the document"
+        )
+
+    def _refuse_positive_log_probs(self) -> None:
+        """Raise DataError for the first log-probs that are above 0 at trained positions."""
+        for name, values in self._log_probs_of_data().items():
+            wrong = self.mask & (values > MAX_LOG_PROB)
+            if wrong.any():
+                document = int(self.documents.index[wrong][0])
+                highest = float(values[wrong].max())
+                raise DataError(
+                    f"{name} needs log-probs, which are at most 0, at trained positions (got "
+                    f"{highest:.6g} in document {document}). Probabilities are given as their "
+                    "logarithms, and logits as their log_softmax."
+                )

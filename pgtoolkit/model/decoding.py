@@ -1,8 +1,9 @@
-"""Completions token by token over a cache of fixed size; on a GPU each token is a replay of one
-CUDA graph.
+"""Samples completions token by token, with a cache of fixed size for keys and values.
 
-Axes: B rows (completions), S tokens that pass the model at once, C tokens of a completion so far, H
-hidden size.
+On a GPU the step that samples a token of each row is captured as a CUDA graph and replayed.
+
+Axes: B rows (completions), S tokens of a row that pass the model at once, P tokens of the longest
+prompt, C tokens of a completion so far, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "pgtoolkit_decoding"
-"""The name of `attention` in transformers, while a model decodes."""
+"""The name by which transformers knows `attention`."""
 
 _PROMPT_TOKENS = 65536
-"""Most padded tokens of prompts that pass the model at once, which bounds the memory of its
-activations."""
+"""The most tokens of padded prompts that pass the model at once, which bounds the memory of the
+model's activations."""
 
 _CHECK_EVERY = 32
-"""Tokens between two counts of the unfinished rows, for which the host waits."""
+"""Tokens between two checks of which rows have ended. The host waits for each check."""
 
-_GRAPH_PAYS = 16
-"""Tokens from which on a graph saves more time than its capture takes."""
+_MIN_TOKENS_FOR_GRAPH = 16
+"""The fewest tokens for which a graph saves more time than its capture takes."""
 
 
 def can_decode(model: PreTrainedModel) -> bool:
     """Return whether `Decoding` computes the same as this transformers model.
 
-    Its attention must be known to be ordinary, and its rotary positions may not depend on the
-    length so far.
+    Its architecture must be a known one, and its rotary positions may not depend on the length of
+    the text so far.
     """
     rotary = getattr(model.config, "rope_parameters", None) or {}
     return is_known(model) and rotary.get("rope_type", "default") not in ("dynamic", "longrope")
@@ -49,7 +50,7 @@ def can_decode(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def decoding(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, the model's attention is that of this file."""
+    """Inside the block, the model computes its attention by `attention` of this file."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -62,12 +63,13 @@ def decoding(model: PreTrainedModel) -> Iterator[None]:
 
 
 class Cache:
-    """Keys and values of each layer for B rows of at most `room` tokens; a token's place is its
-    position.
+    """Keys and values of each layer for B rows of at most `room` tokens.
 
-    positions: (B,) int64, of the tokens that pass the model next.
-    reading: while prompts are read, the rows that have one of these prompts, and the number of the
-        prompt of each, both (R,) int64; None while each row goes on by a token at a time.
+    The keys and values of a token lie at the token's position.
+    positions: (B,) int64, the position of each row's token that passes the model next.
+    reading: (rows, prompt_of) while some prompts pass the model, (R,) int64 each: the R rows that
+        have one of these prompts, and which of the prompts each row has. None while each row goes
+        on by a token at a time.
     """
 
     def __init__(self, positions: Tensor, room: int):
@@ -81,7 +83,7 @@ class Cache:
         return self._kept[layer]
 
     def read(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values of prompts' tokens for each row that has one of the prompts.
+        """Store the keys and values of prompts in each row that has one of the prompts.
 
         key, value: (prompts, key-value heads, P, width).
         """
@@ -94,7 +96,7 @@ class Cache:
             kept[rows, :, : new.shape[2]] = new[prompt_of]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Forget all but these rows, (fewer,) int64."""
+        """Drop all rows but these, (fewer,) int64."""
         self.positions = self.positions[rows]
         for layer, kept in self._kept.items():
             keys, values = kept
@@ -104,31 +106,27 @@ class Cache:
 def attention(
     module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
 ) -> tuple[Tensor, None]:
-    """Return attention's output (B, S, heads, width).
+    """Return (attention's output (B, S, heads, width), None). transformers calls it in each layer.
 
-    query: (B, heads, S, width). key, value: (B, key-value heads, S, width).
-    options: `decoder_cache`, and transformers' `scaling` and `sliding_window` (the number of keys
-        that a query sees at most, its own among them). From a `MergedBody` also `turns`, cosines
-        and sines, (B, S, width) each, by which query and key are still to be turned.
-    transformers calls this in each layer.
+    While prompts are read, B counts prompts and S is P. Otherwise B counts rows and S is 1.
+    query: (B, heads, S, width).
+    key, value: (B, key-value heads, S, width).
+    options: `decoder_cache`, a Cache, to which key and value are added; transformers' `scaling`
+        and `sliding_window`, the number of keys that a query sees at most, its own among them.
+        From a `MergedBody` also `turns`: the cosines and sines, (B, S, width) each, of the rotary
+        positions by which query and key are still to be turned.
     """
     cache: Cache = options["decoder_cache"]
     turns = options.get("turns")
-    rows, heads, length, width = query.shape
+    rows, heads, _, width = query.shape
     scaling = options.get("scaling") or width**-0.5
     window = options.get("sliding_window")
     if turns is not None and (cache.reading is not None or not query.is_cuda):
         query, key = turned(query, key, *turns)
         turns = None
     if cache.reading is not None:
-        # Prompts are padded on the right: causality alone keeps the padding out of sight.
         cache.read(module.layer_idx, key, value)
-        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-        causal = window is None or window >= length
-        mask = None if causal else _seen(torch.arange(length, device=query.device), length, window)
-        out = functional.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, scale=scaling
-        )
+        out = _attend_within_prompts(query, key, value, scaling, window)
         return out.transpose(1, 2).contiguous(), None
     keys, values = cache.of(module.layer_idx)
     arguments = (query, key, value, keys, values, cache.positions, scaling, window)
@@ -141,6 +139,24 @@ def attention(
     return out.reshape(rows, 1, heads, width), None
 
 
+def _attend_within_prompts(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
+    """Return (prompts, heads, P, width), the attention of the tokens of padded prompts.
+
+    Prompts are padded on the right: causality alone keeps the padding out of sight.
+    """
+    heads, length = query.shape[1:3]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    causal = window is None or window >= length
+    mask = None
+    if not causal:
+        mask = _visible(torch.arange(length, device=query.device), length, window)
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=scaling
+    )
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -151,7 +167,11 @@ def _attend(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Do the same as `triton_attention.attend` in PyTorch; waits for the device."""
+    """Do the same as `triton_attention.attend`, in PyTorch: add a token of each row to the cache,
+    and return the attention of these tokens, in the shape of query.
+
+    It waits for the device.
+    """
     rows = torch.arange(len(positions), device=positions.device)
     length = int(positions.max()) + 1
     keys[rows, :, positions] = key[:, :, 0]
@@ -160,17 +180,21 @@ def _attend(
     grouped = query.reshape(len(rows), keys.shape[1], -1, query.shape[3])
     keys = keys[:, :, :length]
     values = values[:, :, :length]
-    mask = _seen(positions, length, window)[:, None, None]
+    mask = _visible(positions, length, window)[:, None, None]
     return functional.scaled_dot_product_attention(
         grouped, keys, values, mask, scale=scaling
     ).reshape(query.shape)
 
 
-def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """Return (queries, length) bool: whether a query at each of these positions sees a place."""
+def _visible(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """Return (queries, length) bool, True where a query sees the key at a place of the cache.
+
+    positions: (queries,) int64, the position of each query.
+    length: the number of places, from the first one on.
+    """
     places = torch.arange(length, device=positions.device)
-    seen = places <= positions[:, None]
-    return seen if window is None else seen & (places > positions[:, None] - window)
+    visible = places <= positions[:, None]
+    return visible if window is None else visible & (places > positions[:, None] - window)
 
 
 @functools.cache
@@ -180,8 +204,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Capture a step as `torch.cuda.graph` does, except that the allocator keeps its free memory,
-    which is needed again at once."""
+    """Capture a step as a CUDA graph, and return the graph.
+
+    `torch.cuda.graph` would also make the allocator give back its free memory, which is needed
+    again at once.
+    """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.stream(_capture_stream(device)):
@@ -195,24 +222,26 @@ def _captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDA
 
 @dataclass
 class Decoding:
-    """Samples a completion of each prompt by a model that `decoding` has prepared.
+    """Samples a completion of each prompt, inside a block of `decoding`.
 
-    model: gives hidden states, unless `body` does.
+    model: computes hidden states, unless `body` does.
     logits: returns the logits of hidden states (B, H).
-    draw: returns tokens (B,) int64 and their log-probs (B,) float32, given logits and numbers (B,)
-        of `uniform`; on a GPU it may not wait for the device. Or the temperature by which the
-        Triton kernel draws.
-    uniform: (prompts, max_tokens), a number for each token that may be drawn.
-    check: may raise an error between tokens.
+    draw: a function that returns tokens (B,) int64 and their log-probs (B,) float32, given logits
+        and numbers (B,) of `uniform`; on a GPU it may not wait for the device. Or a float, the
+        temperature at which a Triton kernel draws.
+    uniform: (all rows, max_tokens), a random number for each token that may be drawn.
+    check: called between tokens; it may raise an error, which ends the sampling.
     ends: token ids that end a completion.
-    stopped: returns which rows have ended otherwise, (B,) bool, given the tokens of all rows so
-        far, (B, C), and the number of those that are new since the last call.
-    body: returns hidden states, given tokens, positions and the cache (`MergedBody`).
+    stopped: returns which rows have ended for another reason, (B,) bool, given the tokens of the
+        rows so far, (B, C), and how many of the C tokens are new since the last call.
+    body: returns hidden states (B, S, H), given tokens and positions, (B, S) each, and the cache;
+        see `MergedBody`.
 
-    Rows that have ended are still computed until half of all rows have; then they are dropped.
     Equal prompts pass the model once, and a row's keys, values and first logits are those of its
-    prompt. So rows of equal prompts differ only by their random numbers. The other rows that are
-    computed with a row change its rounding.
+    prompt. So rows of equal prompts differ only by their random numbers.
+    Rows that have ended are still computed until at least half of the rows have ended; then they
+    are dropped. B is the number of rows that are left. Which other rows are computed beside a row
+    can change its rounding.
     """
 
     model: PreTrainedModel
@@ -226,97 +255,120 @@ class Decoding:
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and log-probs, (B, max_tokens) each; those behind the end of a completion
-        are to be left out."""
-        self._read_prompts(prompts, max_tokens)
-        while self._done < max_tokens and len(self._rows):
+        """Return tokens and log-probs, (rows, max_tokens) each, with a row for each prompt.
+
+        What follows the end of a completion has no meaning.
+        """
+        self._start(prompts, max_tokens)
+        while self._num_drawn < max_tokens and len(self._rows):
             self._continue(max_tokens)
         return self.tokens, self.log_probs
 
-    def _read_prompts(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Read each distinct prompt once, and draw the first token of each completion."""
+    def _start(self, prompts: list[list[int]], max_tokens: int) -> None:
+        """Read the prompts, and draw the first token of each completion."""
+        logits = self._read_prompts(prompts, max_tokens)
+        device = self.model.device
+        self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
+        # The rows that are left, by their number in self.tokens.
+        self._rows = torch.arange(len(prompts), device=device)
+        # With its position so far, where a row's next token belongs in the flat self.tokens.
+        self._offsets = self._rows * max_tokens - self._cache.positions
+        self._next = torch.zeros_like(self._rows)  # the tokens that pass the model next
+        self._finished = torch.zeros_like(self._rows, dtype=torch.bool)
+        self._num_drawn = 0  # tokens of each completion so far
+        self._num_checked = 0  # those of them that `_have_ended` has seen
+        self._draw_tokens(logits)
+        self._num_drawn = 1
+
+    def _read_prompts(self, prompts: list[list[int]], max_tokens: int) -> Tensor:
+        """Fill a new cache, for which each distinct prompt passes the model once.
+
+        Return the logits after the prompt of each row.
+        """
         device = self.model.device
         longest = max(map(len, prompts))
         numbers: dict[tuple[int, ...], int] = {}
         prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in numbers])
-        ends = torch.tensor([len(prompt) - 1 for prompt in numbers], device=device)
+        last_positions = torch.tensor([len(prompt) - 1 for prompt in numbers], device=device)
         prompt_of = torch.tensor(prompt_of, device=device)
-        self._cache = Cache(ends[prompt_of], longest + max_tokens)
+        self._cache = Cache(last_positions[prompt_of], longest + max_tokens)
         size = max(1, _PROMPT_TOKENS // longest)
-        last: list[Tensor] = []
+        last_hidden: list[Tensor] = []
         for start in range(0, len(numbers), size):
             tokens = padded[start : start + size].to(device)
             rows = ((prompt_of >= start) & (prompt_of < start + size)).nonzero()[:, 0]
             self._cache.reading = (rows, prompt_of[rows] - start)
             hidden = self._hidden(tokens, torch.arange(longest, device=device).expand_as(tokens))
-            prompt_ends = ends[start : start + size]
-            last.append(hidden[torch.arange(len(tokens), device=device), prompt_ends])
+            last = last_positions[start : start + size]
+            last_hidden.append(hidden[torch.arange(len(tokens), device=device), last])
         self._cache.reading = None
-        self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
-        self._rows = torch.arange(len(prompts), device=device)
-        self._offsets = self._rows * max_tokens - self._cache.positions
-        self._next = torch.zeros_like(prompt_of)
-        self._finished = torch.zeros_like(prompt_of, dtype=torch.bool)
-        self._done = 0  # tokens of each completion so far
-        self._checked = 0  # those of them that `_have_ended` has seen
-        self._draw_tokens(self.logits(torch.cat(last))[prompt_of])
-        self._done = 1
+        return self.logits(torch.cat(last_hidden))[prompt_of]
 
     def _continue(self, max_tokens: int) -> None:
-        """Sample further tokens, until half of the rows have ended; then drop these rows."""
+        """Sample further tokens until at least half of the rows have ended; drop the ended ones."""
         step = self._step
         graph = None
-        if self.model.device.type == "cuda" and max_tokens - self._done >= _GRAPH_PAYS:
+        if (
+            self.model.device.type == "cuda"
+            and max_tokens - self._num_drawn >= _MIN_TOKENS_FOR_GRAPH
+        ):
             self._step()  # the first use of a kernel may not be captured
-            self._done += 1
+            self._num_drawn += 1
             graph = _captured(self._step, self.model.device)
             step = graph.replay
-        while self._done < max_tokens:
+        while self._num_drawn < max_tokens:
             self.check()
-            count = min(_CHECK_EVERY, max_tokens - self._done)
+            count = min(_CHECK_EVERY, max_tokens - self._num_drawn)
             for _ in range(count):
                 step()
-            self._done += count
+            self._num_drawn += count
             unfinished = (~self._have_ended()).nonzero()[:, 0]
             if 2 * len(unfinished) <= len(self._rows):
-                self._cache.keep_rows(unfinished)
-                self._rows = self._rows[unfinished]
-                self._offsets = self._offsets[unfinished]
-                self._next = self._next[unfinished]
-                self._finished = self._finished[unfinished]
+                self._keep_rows(unfinished)
                 break
         if graph is not None:
             graph.reset()
 
+    def _keep_rows(self, kept: Tensor) -> None:
+        """Drop all rows but these, (fewer,) int64."""
+        self._cache.keep_rows(kept)
+        self._rows = self._rows[kept]
+        self._offsets = self._offsets[kept]
+        self._next = self._next[kept]
+        self._finished = self._finished[kept]
+
     def _have_ended(self) -> Tensor:
-        """Return (rows,) bool: whether a row has ended, by its tokens up to now."""
-        written = self.tokens[self._rows, : self._done]
-        new = self._done - self._checked
+        """Return (B,) bool, True for the rows whose tokens so far contain an end."""
+        written = self.tokens[self._rows, : self._num_drawn]
+        num_new = self._num_drawn - self._num_checked
         ends = torch.tensor(self.ends, dtype=torch.int64, device=written.device)
-        self._finished |= torch.isin(written[:, self._checked :], ends).any(-1)
+        self._finished |= torch.isin(written[:, self._num_checked :], ends).any(-1)
         if self.stopped is not None:
-            self._finished |= self.stopped(written, new)
-        self._checked = self._done
+            self._finished |= self.stopped(written, num_new)
+        self._num_checked = self._num_drawn
         return self._finished
 
     def _step(self) -> None:
-        """Sample a token of each row. The graph captures this, so nothing in it waits for the
-        device."""
+        """Sample a token of each row.
+
+        The graph captures this call, so it must not wait for the device, and it changes the state
+        of the rows in place.
+        """
         hidden = self._hidden(self._next[:, None], self._cache.positions[:, None])
         self._draw_tokens(self.logits(hidden[:, 0]))
 
     def _draw_tokens(self, logits: Tensor) -> None:
-        """Draw a token of each row, by one kernel where `draw` is a temperature."""
+        """Draw a token of each row, store it with its log-prob, and advance the positions."""
         positions = self._cache.positions
         if isinstance(self.draw, float):
             from pgtoolkit.kernels.triton_draw import draw_next
 
-            written = self.tokens, self.log_probs, self._offsets, positions, self._next
-            draw_next(logits, self.uniform.view(-1), self.draw, *written)
+            state = self.tokens, self.log_probs, self._offsets, positions, self._next
+            draw_next(logits, self.uniform.view(-1), self.draw, *state)
             return
-        assert not isinstance(self.draw, int)
+        assert not isinstance(self.draw, int)  # for type checkers, where a float may be an int
         places = self._offsets + positions
         tokens, log_probs = self.draw(logits, self.uniform.view(-1)[places])
         self.tokens.view(-1).index_copy_(0, places, tokens)
@@ -325,10 +377,11 @@ class Decoding:
         positions += 1
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states (B, S, H) of tokens at positions, (B, S) each."""
         if self.body is not None:
             return self.body(tokens, positions, self._cache)
         # transformers hands arguments that it does not know, such as decoder_cache, on to
-        # `attention`. It would update one that it knows as a cache.
+        # `attention`. A cache under a name that it knows it would update itself.
         outputs = self.model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, decoder_cache=self._cache
         )

@@ -203,7 +203,7 @@ def test_when_a_batch_begins_is_known_ahead(docs, last):
     accumulation, source = AccumulationConfig(docs, 8, None, LastStep(last)), Begun()
     loader = StepLoader(source, accumulation, False, 99)
     for _ in range(40):
-        loader._take()
+        loader._next_documents()
     assert len(source.batches) > 2
     for now, position in enumerate(source.positions):
         for batch, first in source.batches.items():
