@@ -59,7 +59,7 @@ class Loss:
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """Return True if the loss depends on old log-probs, so that each document needs them."""
+        """Return True if the loss depends on old log-probs; else documents need not have them."""
         if self.family.reads_old_log_probs or self.correction is not None:
             return True
         return self.kl is not None and self.kl.reads_old_log_probs
@@ -86,7 +86,7 @@ class Loss:
 class TokenTerms:
     """The terms of each token before they are weighted, (T,) each.
 
-    Where nothing is trained the ratio is 1, and every other term is 0.
+    Where nothing is trained the ratio is 1, and losses, slope and log-ratios are 0.
     losses: the surrogate l_t, times rho_t if a correction is `of_policy`.
     slope: the derivative of l_t by the variable that the family's `slope_of` names, times the same
         rho_t. For "log_ratio" it is also times the derivative of x_t by the token's log-ratio.
@@ -198,8 +198,8 @@ class Objective:
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """Return the terms of each token.
 
-        The last result is kept, since loss and metrics both need it; not where autograd follows
-        the log-probs.
+        The last result is kept, since loss and metrics both need it, but not if log_probs requires
+        a gradient.
         """
         can_keep = not log_probs.requires_grad
         if can_keep and self._last_terms and self._last_terms[0] is log_probs:
@@ -214,7 +214,7 @@ class Objective:
         if derivative is not None:
             # A clip in `token`, like the clamp below, would hide an infinite log-ratio.
             x = torch.where(torch.isfinite(token_log_ratio), x, torch.nan)
-        unclamped = over_scope(family.scope, x, self.documents)
+        unclamped = over_scope(family.scope, x, self.documents)  # s_t
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, clamped(unclamped), torch.nan)
@@ -374,7 +374,7 @@ class Objective:
         if self.penalties.ref_log_probs is not None:
             inputs.append("ref_log_probs")
         if self.penalties.divergence is not None:
-            inputs.append("a full KL (infinite where the reference rules out a possible token)")
+            inputs.append("a full KL (infinite where the reference alone has probability 0)")
         raise DataError(
             f"non-finite {', '.join(inputs)} or advantages at a trained position of document "
             f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "

@@ -76,31 +76,30 @@ class Cache:
         self.positions = positions
         self.reading: tuple[Tensor, Tensor] | None = None
         self._room = room
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, (B, key-value heads, room, width) each."""
-        return self._kept[layer]
+        return self._keys_and_values[layer]
 
     def read(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values of prompts in each row that has one of the prompts.
 
         key, value: (prompts, key-value heads, P, width).
         """
-        if layer not in self._kept:
+        if layer not in self._keys_and_values:
             shape = (len(self.positions), key.shape[1], self._room, key.shape[3])
-            self._kept[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+            self._keys_and_values[layer] = (key.new_zeros(shape), value.new_zeros(shape))
         assert self.reading is not None
         rows, prompt_of = self.reading
-        for kept, new in zip(self._kept[layer], (key, value), strict=True):
+        for kept, new in zip(self._keys_and_values[layer], (key, value), strict=True):
             kept[rows, :, : new.shape[2]] = new[prompt_of]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all rows but these, (fewer,) int64."""
         self.positions = self.positions[rows]
-        for layer, kept in self._kept.items():
-            keys, values = kept
-            self._kept[layer] = (keys[rows], values[rows])
+        for layer, (keys, values) in self._keys_and_values.items():
+            self._keys_and_values[layer] = (keys[rows], values[rows])
 
 
 def attention(

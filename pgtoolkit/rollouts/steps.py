@@ -69,9 +69,9 @@ class Source(Protocol):
     """A stream of documents, each at a position: 0, 1, 2 and so on.
 
     The documents of a group are next to each other, and within the group those of a trajectory. The
-    stream comes in batches: rounds of rollouts, or passes over recorded files. Some
-    methods do nothing here: only a class that makes its documents overrides these, one that reads
-    them from files does not.
+    stream comes in batches: rounds of rollouts, or passes over recorded files. Some methods do
+    nothing here: a class that makes its documents overrides them, and one that reads its documents
+    from files does not.
 
     num_documents: the length of the stream; None if it has no end, or if the end is not known yet.
     batch_size: the number of documents of a batch.
