@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
-def in_background(function: Callable[[], Any]) -> Future:
+def in_background(function: Callable[[], Result]) -> Future[Result]:
     """Start calling `function` in a daemon thread, for which the end of the process does not wait.
 
     The future's `result(seconds)` waits at most that long, while signals to the process still act.
-    It raises what the function has raised, or TimeoutError if it is not done by then; the function
-    then goes on unheeded.
+    It raises what the function has raised, or TimeoutError if it is not done by then. The function
+    is not stopped then, but its result is dropped unless somebody asks again.
     """
-    future: Future = Future()
+    future: Future[Result] = Future()
 
     def call() -> None:
         try:

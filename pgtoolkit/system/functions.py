@@ -44,8 +44,8 @@ def import_function(
     keywords: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> Callable:
-    """Return the function or class at `package.module.name`, which may lie in the current
-    directory.
+    """Return the function or class at `package.module.name`; the module may be a file of the
+    current directory.
 
     key: the configuration key that holds the path.
     arguments, keywords: names of the arguments that it will be called with; None: the caller checks
@@ -53,56 +53,75 @@ def import_function(
     options: other values that the key may have.
     Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
-    module, _, name = path.rpartition(".")
+    module = _import_or_refuse(key, path, options)
+    function = getattr(module, path.rpartition(".")[2], None)
+    if not callable(function):
+        raise ConfigError(_not_in_module(key, path, module))
+    if arguments is not None:
+        _check_call(key, path, function, arguments, keywords)
+    return function
+
+
+def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType:
+    """Import the module of a dotted path. Raises ConfigError with the exception of its code."""
+    module_name = path.rpartition(".")[0]
     kind = kind_of(key)
     setting = f"{key}={path}"
     state = ProcessState()
     try:
-        imported = _module(module)
+        return _module(module_name)
     except Exception as error:  # importing runs the user's code
         reason = "It is looked for in the current directory and where Python finds its packages."
         got = f"{type(error).__name__}: {first_line(error)}"
         use = f"{key}=package.module.{kind}"
-        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
             use = _near_path(path, key, options) or use
         raise ConfigError(
             refusal(setting, f"a {kind} that can be imported", got, reason, use)
         ) from error
     finally:
         state.restore(setting)
-    function = getattr(imported, name, None)
-    if not callable(function):
-        names = [
-            other
-            for other, value in vars(imported).items()
-            if callable(value) and getattr(value, "__module__", None) == module
-        ]
-        got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
-        reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
-        hidden = _spec_here(module.partition(".")[0])
-        if (
-            hidden is not None
-            and getattr(imported, "__file__", None) != hidden.origin
-            and "." not in module
-        ):
-            reason = (
-                f"A library has a module {module}, which hides {hidden.origin}: rename that file."
-            )
-        near = nearest(name, names, 0.6) or kind
-        raise ConfigError(
-            refusal(
-                setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"
-            )
+
+
+def _not_in_module(key: str, path: str, module: ModuleType) -> str:
+    """Return the refusal of a name that is no function or class of its module."""
+    module_name, _, name = path.rpartition(".")
+    kind = kind_of(key)
+    value = getattr(module, name, None)
+    got = f"no {name}" if value is None else f"a value of type {type(value).__name__}"
+    names = [
+        other
+        for other, member in vars(module).items()
+        if callable(member) and getattr(member, "__module__", None) == module_name
+    ]
+    reason = f"{module_name} has {', '.join(names[:8]) or f'no {kind}'}."
+    spec = _spec_here(module_name) if "." not in module_name else None
+    if spec is not None and getattr(module, "__file__", None) != spec.origin:
+        reason = (
+            f"A library has a module {module_name}, which hides {spec.origin}: rename that file."
         )
-    if arguments is None:
-        return function
+    near = nearest(name, names, 0.6) or kind
+    needs = f"a {kind} in the module {module_name}"
+    return refusal(f"{key}={path}", needs, got, reason, f"{key}={module_name}.{near}")
+
+
+def _check_call(
+    key: str,
+    path: str,
+    function: Callable,
+    arguments: Sequence[str],
+    keywords: Sequence[str],
+) -> None:
+    """Raise ConfigError for a function or class that cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature
-        return function
+        return
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
+        name = path.rpartition(".")[2]
+        kind = kind_of(key)
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs = f"a {kind} that can be called as {name}({call})"
         got = f"{name}{signature}"
@@ -110,15 +129,13 @@ def import_function(
         if kind == "class":
             parameters = "task.options" if key == "task.environment" else "parameters"
             use = f"{parameters} that fit {name}{signature}"
-        raise ConfigError(
-            refusal(setting, needs, got, f"Python says of that call: {error}.", use)
-        ) from error
-    return function
+        reason = f"Python says of that call: {error}."
+        raise ConfigError(refusal(f"{key}={path}", needs, got, reason, use)) from error
 
 
 def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
-    """Return the setting with a similar name: of a module of the current directory, or of an
-    option; None without."""
+    """Return settings with a similar name, of a module of the current directory and of an option;
+    None if no name is similar."""
     top, _, rest = path.partition(".")
     modules = [file.stem for file in Path().glob("*.py")]
     uses = [f"{key}={near}.{rest}" for near in [nearest(top, modules, 0.6)] if near]
@@ -164,12 +181,13 @@ def kind_of(key: str) -> str:
 
 
 @contextlib.contextmanager
-def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
-    """Turn an exception of the user's function `what`, called in the block, into one of `kind` with
+def blaming(function: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
+    """Turn an exception of the user's function, which the block calls, into an error of `kind` with
     its traceback.
 
-    Changes to the working directory and the like are undone (`ProcessState`). on: what the function
-    was called with, in words; it is added to an error of pgtoolkit's too.
+    Changes to the working directory and the like are undone (`ProcessState`).
+    function: its name, for the message.
+    on: the arguments of the call, in words. They are added to an error of pgtoolkit's too.
     """
     state = ProcessState()
     try:
@@ -185,6 +203,6 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
             frames = frames.tb_next
         lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         text = shortened(lines, MOST_CHARACTERS)
-        raise kind(f"{what} raised {type(error).__name__} on {on}:\n{text}") from error
+        raise kind(f"{function} raised {type(error).__name__} on {on}:\n{text}") from error
     finally:
-        state.restore(what)
+        state.restore(function)

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(**missing: tuple[str, ...]) -> Iterator[None]:
-    """Inside the block these packages are missing, unless they are loaded already: {package: names
-    of its classes}.
+    """Keep these packages, unless they are loaded already, from being imported inside the block.
 
-    Without names a package counts as not installed, for importers that can do without it. With
-    names it is a module of empty classes, for importers that only ask whether something is an
-    instance of one. After the block it can be imported as usual. Garbage collection is off inside
-    the block, and if a module was loaded it never looks at the objects made until
-    then: imports make a million of them, none of which is garbage.
+    missing: {package: names of its classes}. Without names a package counts as not installed, for
+        importers that can do without it. With names it is a module of empty classes, for importers
+        that only ask whether something is an instance of one.
+
+    After the block the packages can be imported. Garbage collection is off inside the block. If
+    a module was loaded there, it never looks at the objects made until then: imports make a million
+    of them, none of which is garbage.
     """
     stand_ins = {
         package: _stand_in(package, names)
@@ -47,8 +48,8 @@ def _leave_garbage() -> None:
     """Spare the interpreter's last search for garbage, which takes seconds; the end of the process
     frees all memory.
 
-    Not where Triton's bindings are nanobind's, as from Triton 3.9 on: these report objects left at
-    the end as leaks.
+    Triton's bindings are nanobind's from Triton 3.9 on, and these report objects left at the end as
+    leaks; so the search takes place where they are loaded.
     """
     bindings = getattr(sys.modules.get("triton._C.libtriton"), "ir", None)
     if type(getattr(bindings, "builder", None)).__module__ == "nanobind":
@@ -58,6 +59,7 @@ def _leave_garbage() -> None:
 
 
 def _stand_in(package: str, names: tuple[str, ...]) -> types.ModuleType | None:
+    """Return the entry of `sys.modules` for a package that is to be missing."""
     if not names:
         return None  # Python's own sign for a module that must not be found
     module = types.ModuleType(package)

@@ -33,36 +33,39 @@ def escaped(text: str) -> str:
     return escape(legible(text))
 
 
-def shortened(text: str, most: int) -> str:
-    """Return a text, of a longer one the beginning and the end with the number of characters left
-    out between them.
+def shortened(text: str, limit: int) -> str:
+    """Shorten a long text to its beginning and end, with the number of characters left out between
+    them.
 
-    most: characters to keep, two thirds of them from the beginning.
+    limit: characters to keep, two thirds of them from the beginning.
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    first = 2 * most // 3
-    last = most - first
-    return f"{text[:first]}\n… {len(text) - most:,} more characters …\n{text[len(text) - last :]}"
+    first = 2 * limit // 3
+    last = limit - first
+    return f"{text[:first]}\n… {len(text) - limit:,} more characters …\n{text[len(text) - last :]}"
 
 
-def lines_of(text: str, width: int, most: int) -> list[str]:
-    """Return a legible text as at most `most` lines of `width` columns; lines are left out before
+def lines_of(text: str, width: int, limit: int) -> list[str]:
+    """Return a legible text as at most `limit` lines of `width` columns; lines are left out before
     the last third."""
     lines = [line for part in legible(text).expandtabs(4).split("\n") for line in _cut(part, width)]
-    if len(lines) <= most:
+    if len(lines) <= limit:
         return lines
-    last = most // 3
+    last = limit // 3
     return [
-        *lines[: most - 1 - last],
-        f"… {len(lines) - most + 1:,} more lines …",
+        *lines[: limit - 1 - last],
+        f"… {len(lines) - limit + 1:,} more lines …",
         *lines[len(lines) - last :],
     ]
 
 
 def _cut(line: str, width: int) -> list[str]:
-    """Cut a line at any character, so that nothing of a model's text is changed. A wide character
-    has two columns."""
+    """Cut a line into parts of at most `width` columns.
+
+    The cut may be at any character, not only at spaces, so that nothing of a model's text is
+    changed. A wide character has two columns.
+    """
     parts = []
     start = 0
     columns = 0

@@ -15,8 +15,11 @@ from pgtoolkit.system.plain_files import json_object
 
 ADAPTER_SETTINGS = "adapter_config.json"
 _SETTINGS = (
-    *("config.json", "generation_config.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
 )
 _CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
 """The reason in refusals of damaged files."""
@@ -81,8 +84,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_generation_config(path: str) -> Any:
-    """Return the model's settings of sampling, of generation_config.json or, as in transformers, of
-    config.json.
+    """Return the model's settings of sampling, from generation_config.json or, as transformers
+    does, from config.json.
 
     Raises OSError.
     """
@@ -102,8 +105,8 @@ def load_generation_config(path: str) -> Any:
 
 
 def how_to_load(path: str) -> dict[str, bool]:
-    """Return arguments of every `from_pretrained`: no code of a model is run, nor is the hub asked
-    for a folder."""
+    """Return the arguments of every `from_pretrained`: they keep code of the model from being run,
+    and the hub from being asked for a folder."""
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
 
 
@@ -114,15 +117,17 @@ def model_settings(path: str | Path | None) -> dict:
         settings = json_object(Path(os.path.expanduser(path or os.devnull), "config.json"))
     except (OSError, ValueError, RecursionError):
         return {}
-    of_text = settings.get("text_config")
-    return settings | of_text if isinstance(of_text, dict) else settings
+    text_settings = settings.get("text_config")
+    return settings | text_settings if isinstance(text_settings, dict) else settings
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
     """Return the ids that end a completion: the tokenizer's end-of-sequence token and those in the
     settings."""
-    further = generation_config.eos_token_id
-    ids = [tokenizer.eos_token_id, *(further if isinstance(further, list) else [further])]
+    in_settings = generation_config.eos_token_id
+    if not isinstance(in_settings, list):
+        in_settings = [in_settings]
+    ids = [tokenizer.eos_token_id, *in_settings]
     wrong = [token for token in ids if not (token is None or type(token) is int)]
     if wrong:
         needs = "the numbers of tokens"

@@ -48,8 +48,8 @@ def plain_run(text: str) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of the block: that of a failed write, such as to a full
-    disk, has none."""
+    """Add the file's name to an OSError of the block, since the error of a failed write, such as to
+    a full disk, has none."""
     try:
         yield
     except OSError as error:
@@ -87,10 +87,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Write into an existing text file, which takes no further block of a full disk.
+    """Write over the text of an existing file, which needs no further block of a full disk.
 
-    It is not atomic, so only for use after `write_atomically` has failed. A longer old text is
-    covered with spaces.
+    This is not atomic, so it is only for use after `write_atomically` has failed. The rest of a
+    longer old text becomes spaces.
     """
     with path.open("rb+") as file:
         content = text.encode()
@@ -100,8 +100,10 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder, if there is one. After a kill no part of a folder is left under its
-    name."""
+    """Delete a file or folder, if there is one.
+
+    A folder is renamed first, so that a kill leaves no part of it under its name.
+    """
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

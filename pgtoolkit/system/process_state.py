@@ -7,14 +7,13 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
 
 log = logging.getLogger("pgtoolkit")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 _noted: set[tuple[str, str]] = set()
-"""(who, change) of each note that was printed."""
+"""(function, change) of each note that was printed."""
 
 
 class ProcessState:
@@ -32,9 +31,9 @@ class ProcessState:
         self._torch = _torch_settings()
         self._numpy = _numpy_errors()
 
-    def restore(self, who: str) -> None:
-        """Put back what has changed since, and print one note for each change that `who` has
-        made."""
+    def restore(self, function: str) -> None:
+        """Put back what has changed since, and print a note for each kind of change, once for each
+        function of the user's."""
         changed = []
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
@@ -49,16 +48,18 @@ class ProcessState:
             sys.modules["numpy"].seterr(**self._numpy)
             changed.append("numpy.seterr")
         for change in changed:
-            if (who, change) not in _noted:
-                _noted.add((who, change))
+            if (function, change) not in _noted:
+                _noted.add((function, change))
                 log.warning(
-                    f"note: {who} changed {change}, which was put back: the run depends on it. "
-                    "Said once."
+                    f"note: {function} changed {change}, which was put back: the run depends on "
+                    "it. Said once."
                 )
 
     def _restore_torch(self) -> list[str]:
-        """Put back settings of torch, those that it is imported with where it was not imported
-        before."""
+        """Put back settings of torch, and return the names of those that had changed.
+
+        If torch was not imported before, these are the settings with which it is imported.
+        """
         now = _torch_settings()
         torch = sys.modules.get("torch")
         if torch is None:
@@ -70,9 +71,10 @@ class ProcessState:
         }
         changed = [name for name, value in before.items() if now[name] != value]
         for name in changed:
+            value = before[name]
             # A default device that is set, if only to the CPU, makes each call of torch slower.
-            is_cpu = name == "set_default_device" and before[name].type == "cpu"
-            getattr(torch, name)(None if is_cpu else before[name])
+            is_cpu = name == "set_default_device" and str(value).partition(":")[0] == "cpu"
+            getattr(torch, name)(None if is_cpu else value)
         return [f"torch.{name}" for name in changed]
 
 
@@ -83,8 +85,8 @@ def _folder() -> str | None:
         return None
 
 
-def _torch_settings() -> dict[str, Any]:
-    """Return settings of torch by the name of the function that sets them; none where torch is not
+def _torch_settings() -> dict[str, object]:
+    """Return settings of torch by the name of the function that sets them; {} where torch is not
     imported."""
     torch = sys.modules.get("torch")
     if torch is None:

@@ -23,16 +23,16 @@ _FORMS = (
         r"([?&;][\w.-]*(?:token|key|auth|sig|signature|passw(?:or)?d|pass|pwd|pw|secret|credentials?|jwt|sas)=)[^&\s#\"']+",
         r"\1***",
     ),
-    # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., --password
-    #   ...
+    # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., or
+    # --password and its value.
     (rf"((?:{_STRONG})[\w.-]*[\"']?\s*[=:]\s*){_VALUE}", r"\1***"),
     # The value may be the next entry of a list: "--api-key", "..." or, in YAML, one line further.
     (
         rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)(?:[\"']?\s*,\s*|\s*\n\s*-\s+|\s+(?!-\s))){_VALUE}",
         r"\1***",
     ),
-    # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around
-    # it digits tell.
+    # `token = tokenizer.pad_token` is code, and `token: 12` counts tokens. A bare word behind
+    # spaces is taken for a secret only if it has a digit.
     (r"(token[\"']?(?:\s*[=:]\s*(?=[\"'])|=|:\s*))(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     (r"(token\s+[=:]\s*)(?=\S*\d)(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     # Secrets that are known by their beginning.
@@ -46,21 +46,27 @@ _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.DOTALL), hidden) for patter
 
 
 SECRET_FILES = (
-    *(
-        ".env",
-        ".env.*",
-        "*.env",
-        "*.pem",
-        "*.key",
-        "*.p12",
-        "*.pfx",
-        "*.jks",
-        "*.kdbx",
-        "id_rsa*",
-        "id_ed25519*",
-    ),
-    *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
-    *("*secret*", "*credential*", "*passw*", "*secret*/**"),
+    ".env",
+    ".env.*",
+    "*.env",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.kdbx",
+    "id_rsa*",
+    "id_ed25519*",
+    ".netrc",
+    "_netrc",
+    ".pgpass",
+    ".npmrc",
+    ".pypirc",
+    ".htpasswd",
+    "*secret*",
+    "*credential*",
+    "*passw*",
+    "*secret*/**",
 )
 """Patterns for names of files that are never copied, in upper and lower case; those with `/**` are
 of folders."""
@@ -74,9 +80,11 @@ def is_named_as_secrets(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text with `***` for users and passwords in URLs, for the values of names such as
-    password, api_key or token, and for keys of known forms. What is hidden already stays as it
-    is."""
+    """Return the text with `***` in the place of what looks like a secret.
+
+    That is users and passwords in URLs, the values of names such as password, api_key or token, and
+    keys of known forms. A text that was redacted before does not change.
+    """
     for pattern, hidden in _PATTERNS:
         text = pattern.sub(hidden, text)
     return text

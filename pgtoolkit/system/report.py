@@ -49,7 +49,7 @@ class Report:
 
 
 def refusal(setting: str, needs: str, got: object, reason: str, use: str) -> str:
-    """Return a problem in the form that all have."""
+    """Return a problem in the form that all problems have."""
     return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
 
 
@@ -95,13 +95,17 @@ def plural(count: int, noun: str) -> str:
     """Return the count with its noun in the singular or plural."""
     if count == 1:
         return f"{count} {noun}"
-    return f"{count} {noun[:-1]}ies" if noun.endswith("ry") else f"{count} {noun}s"
+    if noun.endswith("ry"):
+        return f"{count} {noun[:-1]}ies"
+    return f"{count} {noun}s"
 
 
 def listed(names: Sequence[str], limit: int) -> str:
     """Return the first `limit` names, and the number of the others."""
     words = ", ".join(names[:limit])
-    return f"{words} and {len(names) - limit} more" if len(names) > limit else words
+    if len(names) > limit:
+        return f"{words} and {len(names) - limit} more"
+    return words
 
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
@@ -113,11 +117,15 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
 
     def similarity(name: str) -> float:
         initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
-        same = sorted(word) == sorted(name.lower()) or (len(word) > 1 and word == initials)
-        return difflib.SequenceMatcher(None, word, name.lower()).ratio() + (0.5 if same else 0)
+        is_swapped = sorted(word) == sorted(name.lower())
+        is_initials = len(word) > 1 and word == initials
+        ratio = difflib.SequenceMatcher(None, word, name.lower()).ratio()
+        return ratio + 0.5 if is_swapped or is_initials else ratio
 
     best = max(names, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= at_least else None
+    if best is None or similarity(best) < at_least:
+        return None
+    return best
 
 
 def is_number(value: object) -> bool:

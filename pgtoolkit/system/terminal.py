@@ -58,8 +58,8 @@ def _legible_warning(*arguments, **keywords) -> str:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Print a line at once. If that fails, it and the rest of the stream are dropped, and the
-    program goes on."""
+    """Print a line at once. If that fails, the line and all later ones of the stream are dropped,
+    and the program continues."""
     try:
         print(line, file=stream, flush=True)
     except OSError as error:
@@ -72,7 +72,7 @@ def output_of_child() -> Iterator[int | None]:
     of this process.
 
     On a terminal it is a pipe, whose lines this process prints: a line that renews itself then
-        stays below them.
+    stays below them.
     """
     if not sys.stdout.isatty():
         yield None
@@ -106,8 +106,11 @@ def status_of_output(status: int) -> int:
 
 
 def flush_streams() -> None:
-    """Write what libraries have printed; Python's own attempt at its end would print an error and
-    change the status."""
+    """Write out what libraries have printed.
+
+    Python would try so at its end, but if it failed there it would print an error and change the
+    exit status.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -142,8 +145,8 @@ class Terminal(logging.Handler):
 
 
 class LegibleFormatter(logging.Formatter):
-    """Formats records legibly: a stranger's text, such as a server's error, acts on no terminal,
-    also from run.log."""
+    """Formats records so that a stranger's text in them, such as a server's error, acts on no
+    terminal, not even when run.log is shown."""
 
     def format(self, record: logging.LogRecord) -> str:
         return legible(super().format(record))

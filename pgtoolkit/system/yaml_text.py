@@ -11,13 +11,13 @@ from typing import Any
 from pgtoolkit.errors import first_line
 
 _DEEPEST = 30
-"""Levels of lists and keys that are read. Parsers recurse for each, and libyaml ends the process
-when too deep."""
+"""Levels of lists and keys that are read. Parsers recurse for each level, and libyaml ends the
+process if there are too many."""
 
 
 def plain_yaml(data: bytes) -> Any:
-    """Return the dictionary or list in a YAML text. Raises ValueError, of one line, if there is
-    none.
+    """Return the dictionary or list in a YAML text. Raises ValueError, with a message of one line,
+    if there is none.
 
     Refuses aliases (`*name`), ten of which in each of ten lines stand for gigabytes, texts nested
     more than `_DEEPEST` levels deep, and a key that comes twice. Unlike in YAML 1.1, 1e-3 is a
@@ -48,7 +48,7 @@ def plain_yaml(data: bytes) -> Any:
     return {} if value is None else _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> dict | list:
     """Return a dictionary or list of plain values. Raises ValueError for any other value."""
     if not isinstance(value, (dict, list)):
         raise ValueError("it has no keys with their values")
@@ -77,7 +77,7 @@ def _dumper() -> type:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
         def represent_text(self, data: str) -> yaml.ScalarNode:
@@ -109,7 +109,9 @@ def _may_be_deep(data: bytes) -> bool:
     signs of lists and keys alone, but for a list right below its key; each level on one line has a
     bracket. So if this is False, there are at most 2 * 10 + 10 levels.
     """
-    return data.count(b"[") + data.count(b"{") > 10 or re.search(rb"[ \t?:-]{10}", data) is not None
+    brackets = data.count(b"[") + data.count(b"{")
+    is_indented_far = re.search(rb"[ \t?:-]{10}", data) is not None
+    return brackets > 10 or is_indented_far
 
 
 def _refuse_aliases_and_depth(text: str) -> None:
@@ -135,7 +137,7 @@ def _refuse_aliases_and_depth(text: str) -> None:
 
 @functools.cache
 def _loader(base: type) -> type:
-    """Return a reader that refuses equal keys, takes 1e-3 for a number, and no date for one."""
+    """Return a reader that refuses equal keys, reads 1e-3 as a number, and leaves a date a text."""
     import yaml
 
     class Loader(base):
