@@ -1,5 +1,8 @@
-"""The one way into a configuration, where Hydra ends: overrides on the files in conf/ or on a saved
-run become a frozen `Config`, with every problem of theirs."""
+"""The one way to a configuration: overrides are set on the files in conf/ or on a saved run.
+
+The result is a frozen `Config`, with all problems of the overrides and files. Hydra and OmegaConf
+are used up to here, and nothing after it knows them.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,19 @@ Evaluated = Literal["run", "model"]
 
 @dataclass(frozen=True)
 class Composed:
-    """One run's configuration, without the overrides and values that are refused.
+    """The configuration of one run, and the problems with what it was composed of.
 
-    config: None if nothing could be composed. problems: those of overrides and values. choices: the
-    option of each group; empty for a saved run. overrides: those of the run, as its directory
-    records them. name: the run's. is_sweep: whether the configuration itself asks for a sweep.
-    directory: of the run; None if its name does not resolve, for which problems_of_directory says
-    why.
+    A refused override is left out, and a refused value is replaced, so that all problems can be
+    found at once.
+
+    config: None if nothing could be composed.
+    problems: the problems with overrides and values.
+    choices: group -> its option; empty for a saved run.
+    overrides: the overrides as the run directory records them; empty for a saved run.
+    name: the name of the run; None for a saved run.
+    is_sweep: whether the configuration itself asks for a sweep.
+    directory: the run directory; None for a saved run, and if its name is refused.
+    problems_of_directory: the reason why the name of the directory is refused.
     """
 
     config: Config | None
@@ -61,9 +70,10 @@ class Composed:
 
 @dataclass
 class Node:
-    """A configuration as Hydra composes it, with its node `hydra`, on which all overrides are set.
+    """A configuration in Hydra's form, with the accepted overrides set on it.
 
-    config: None if nothing could be composed.
+    config: has Hydra's own keys in its node `hydra`; None if nothing could be composed.
+    problems: the problems with overrides and files.
     """
 
     config: DictConfig | None
@@ -72,10 +82,13 @@ class Node:
 
 @dataclass
 class _Overrides:
-    """Overrides in Hydra's grammar, together and by their effect, and the problems with the others.
+    """Overrides that Hydra's parser has read, sorted by their effect.
 
-    parsed: all that have the right form. choices: those that choose an option. values: those that
-    set keys. of_hydra: those on Hydra's own keys.
+    parsed: all overrides that could be read, in the order in which they were typed.
+    choices: those that choose the option of a group.
+    values: those that set keys.
+    of_hydra: those that set Hydra's own keys.
+    problems: the problems that reading and sorting have found.
     """
 
     parsed: list[Override]
@@ -94,11 +107,12 @@ def compose(
 ) -> Composed:
     """Return the configuration of one run.
 
-    config_dir: a folder of the user's with more options. sweep_file: the primary configuration, in
-    place of the one in conf/. run_dir: a run to be continued or exported, whose saved configuration
-    takes the place of the files; raises ConfigError if it has none. evaluate: what is evaluated,
-    where nothing is trained: only the keys that declare it may be typed (see `Key`), and how a run
-    was trained is left out.
+    config_dir: a folder of the user's with more options.
+    sweep_file: the primary configuration, in place of the one in conf/.
+    run_dir: a run to be continued, exported or evaluated. Its saved configuration takes the place
+        of the files. Raises ConfigError if it has none.
+    evaluate: what `pgtk evaluate` measures; None for training. Only keys that declare it
+        (`Key.evaluate`) may then be typed, and the groups of training keep their defaults.
     """
     if run_dir is not None:
         return _composed_on_run(overrides, run_dir, evaluate)
@@ -111,35 +125,40 @@ def compose_node(
     sweep_file: Path | None = None,
     evaluate: Evaluated | None = None,
 ) -> Node:
-    """Return what Hydra composes of the files, see `compose`, with the overrides of single keys set
-    on it."""
+    """Return the files that the overrides choose, composed by Hydra, with the other overrides set
+    on them.
+
+    The arguments are those of `compose`.
+    """
     groups = options(config_dir)
-    typed = _read(overrides, groups, evaluate)
-    problems = typed.problems
-    choices = [hydra_form(refusals.as_typed(override)) for override in typed.choices]
-    for override in typed.of_hydra:
+    by_effect = _sort_by_effect(overrides, groups, evaluate)
+    problems = [*by_effect.problems]
+    for_hydra = [hydra_form(refusals.as_typed(override)) for override in by_effect.choices]
+    for override in by_effect.of_hydra:
         without_effect = [*hydra_keys.without_effect(override)]
         problems += without_effect
         if not without_effect:
-            choices.append(refusals.as_typed(override))
-    config, problems_of_files = _of_files(choices, config_dir, sweep_file)
+            for_hydra.append(refusals.as_typed(override))
+    config, problems_of_files = _compose_files(for_hydra, config_dir, sweep_file)
     problems += problems_of_files
     if config is None:
         return Node(None, problems)
-    values, problems_of_values = _set_all(config, typed.values, groups)
+    values, problems_of_values = _set_values(config, by_effect.values, groups)
     problems += problems_of_values
-    # Hydra has seen the choices alone; the names of directories come from everything that was
-    # typed.
-    accepted = [*typed.choices, *values]
+    # Hydra has recorded only the overrides that it got. Record all accepted ones, since the names
+    # of directories are made from them.
+    accepted = [*by_effect.choices, *values]
     config.hydra.overrides.task = [
-        hydra_form(refusals.as_typed(override)) for override in typed.parsed if override in accepted
+        hydra_form(refusals.as_typed(override))
+        for override in by_effect.parsed
+        if override in accepted
     ]
     hydra_keys.name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
     return Node(config, problems)
 
 
 def composed_of(node: Node) -> Composed:
-    """Return the configuration that Hydra has composed, as an object."""
+    """Return the configuration in a node as a frozen object, with all problems found so far."""
     if node.config is None:
         return Composed(None, _unique(node.problems))
     problems_of_keys: dict[str, str] = {}
@@ -159,37 +178,40 @@ def composed_of(node: Node) -> Composed:
 
 
 def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | None) -> Composed:
-    """Return the configuration of a saved run with overrides on it."""
+    """Return the configuration of a saved run, with overrides set on it."""
     groups = options()
-    typed = _read(overrides, groups, evaluate, is_saved=True)
+    by_effect = _sort_by_effect(overrides, groups, evaluate, is_saved=True)
     register()
     saved = saved_config(run_dir)
     node = composed_again(saved)
     if evaluate:
         _use_default_options(node)
     chosen_groups = []
-    for override in typed.choices:
+    for override in by_effect.choices:
         choice = hydra_form(refusals.as_typed(override))
         group = key_of(choice)
         node[group] = compose_choices([choice])[group]
         chosen_groups.append(group)
-    # Hydra's own keys are unknown to a saved configuration, and refused as such.
-    _, problems_of_values = _set_all(node, [*typed.values, *typed.of_hydra], groups)
-    unresolved: dict[str, str] = {}
+    # A saved configuration has none of Hydra's own keys, so they are refused as unknown keys.
+    _, problems_of_values = _set_values(node, [*by_effect.values, *by_effect.of_hydra], groups)
+    unresolved: dict[str, str] = {}  # key -> the problem with it
     config = absolute_paths(resolve(node, unresolved))
-    values = [(override.key_or_group, override.value()) for override in typed.parsed]
+    values = [(override.key_or_group, override.value()) for override in by_effect.parsed]
     problems = [
-        *typed.problems,
+        *by_effect.problems,
         *problems_of_values,
         *executed.commands_not_typed(config, values),
     ]
     if not evaluate:
+        # The data of these keys is recorded by its content, so their files may have moved.
+        movable = set(read_data(run_dir))
         changed = []
-        movable = set(read_data(run_dir))  # keys whose contents are known
         for key, problem in cannot_change(saved, config, movable):
             problems.append(problem)
             group = key.partition(".")[0]
+            # If the option of a group was chosen anew, all of the group is taken back.
             changed.append(group if group in chosen_groups else key)
+        # The refused changes are taken back, and so are the problems with their values.
         config = with_values(config, {key: value_of(saved, key) for key in changed})
         unresolved = {
             name: problem
@@ -201,41 +223,43 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
 
 
 def _use_default_options(node: DictConfig) -> None:
-    """Replace the groups that say how a run was trained, which evaluating does not need."""
+    """Set the groups that only training needs to their default options."""
     defaults = compose_choices([])
     groups_of_evaluation = {key.group for key in KEYS if key.evaluate}
     for group in {key.group for key in KEYS} - groups_of_evaluation:
         node[group] = defaults[group]
 
 
-def _read(
+def _sort_by_effect(
     overrides: list[str],
     groups: dict[str, list[str]],
     evaluate: Evaluated | None,
     is_saved: bool = False,
 ) -> _Overrides:
-    """Return the overrides in Hydra's grammar, by their effect, without those that have none, such
-    as experiment=null.
+    """Read overrides by Hydra's grammar, and sort them by their effect.
 
-    is_saved: whether they are set on a saved run.
+    Those without any, such as experiment=null, are left out.
+
+    groups: group -> its options.
+    is_saved: whether the overrides are set on a saved run.
     """
     parsed, problems = parse(overrides)
     problems = problems + refusals.given_twice(parsed)
     parsed = [override for override in parsed if refusals.as_typed(override) not in NO_CHOICE]
-    typed = _Overrides(parsed, problems=problems)
+    by_effect = _Overrides(parsed, problems=problems)
     for override in parsed:
         key = override.key_or_group
         is_choice = key in groups and not isinstance(override.value(), dict)
         problem = _problem_of_key(override, groups, is_choice, evaluate, is_saved)
         if problem is not None:
-            typed.problems.append(problem)
+            by_effect.problems.append(problem)
         elif is_choice:
-            typed.choices.append(override)
+            by_effect.choices.append(override)
         elif key.split(".")[0].split("/")[0] == "hydra":
-            typed.of_hydra.append(override)
+            by_effect.of_hydra.append(override)
         else:
-            typed.values.append(override)
-    return typed
+            by_effect.values.append(override)
+    return by_effect
 
 
 def _problem_of_key(
@@ -269,10 +293,54 @@ def _problem_of_key(
     return refusals.unknown_option(override, groups) if is_choice else None
 
 
-def _set_all(
+def _compose_files(
+    choices: list[str], config_dir: Path | None, sweep_file: Path | None
+) -> tuple[DictConfig | None, list[str]]:
+    """Return the configuration of the chosen options, composed by Hydra, and the problems with it.
+
+    If it is None, nothing could be composed. Otherwise the problems are those with Hydra's own keys
+    in the user's files, which set only some of them.
+    """
+    try:
+        config = compose_choices(choices, config_dir, sweep_file)
+        hydra_without_files = None
+        if config_dir or sweep_file:
+            hydra_without_files = compose_choices(_hydra_choices(config, choices)).hydra
+    except ConfigError as error:  # a file of the user's that is no YAML
+        return None, [str(error)]
+    except Exception as error:
+        # Hydra refuses odd values of its own keys with many types of exceptions. Two mistakes in an
+        # override are OSErrors, too: an option that does not exist, and a name that is too long for
+        # a file.
+        is_of_hydra = isinstance(error, HydraException)
+        if isinstance(error, OSError) and not is_of_hydra and error.errno != errno.ENAMETOOLONG:
+            raise  # a file that is there and cannot be read
+        return None, [refusals.composition_problem(error)]
+    problems = refusals.incomplete(config)
+    if problems:
+        return None, problems
+    return config, hydra_keys.set_by_files(config.hydra, hydra_without_files)
+
+
+def _hydra_choices(config: DictConfig, choices: list[str]) -> list[str]:
+    """Return the choices in Hydra's own groups, with the launcher and sweeper that `config` has.
+
+    A file of the user's may choose these too, if they are among those in conf/.
+    """
+    hydra_choices = [choice for choice in choices if key_of(choice).startswith("hydra")]
+    for kind, names in {"launcher": LAUNCHERS, "sweeper": (SEARCH,)}.items():
+        option = OmegaConf.select(config.hydra, f"{kind}.kind")
+        if option in names:
+            group = f"hydra/{kind}"
+            hydra_choices = [choice for choice in hydra_choices if key_of(choice) != group]
+            hydra_choices.append(f"{group}={option}")
+    return hydra_choices
+
+
+def _set_values(
     config: DictConfig, values: list[Override], groups: dict[str, list[str]]
 ) -> tuple[list[Override], list[str]]:
-    """Set single keys; returns the overrides that were set, and the problems with the others."""
+    """Set keys, and return the overrides that were accepted and the problems with the others."""
     accepted = []
     problems = []
     for override in values:
@@ -283,54 +351,16 @@ def _set_all(
     return accepted, problems
 
 
-def _unique(problems: list[str]) -> list[str]:
-    return list(dict.fromkeys(problems))
-
-
-def _of_files(
-    choices: list[str], config_dir: Path | None, sweep_file: Path | None
-) -> tuple[DictConfig | None, list[str]]:
-    """Return the configuration of the chosen options, and the problems with keys that the user's
-    files set in it."""
-    try:
-        config = compose_choices(choices, config_dir, sweep_file)
-        node_without_files = None
-        if config_dir or sweep_file:
-            node_without_files = compose_choices(_choices_of_hydra(config, choices)).hydra
-    except ConfigError as error:  # a file of the user's that is no YAML
-        return None, [str(error)]
-    except Exception as error:
-        # Hydra refuses odd values of its own keys by many types of exception. An option that does
-        # not exist is an OSError, too, and so is a name that is too long for a file.
-        is_of_hydra = isinstance(error, HydraException)
-        if isinstance(error, OSError) and not is_of_hydra and error.errno != errno.ENAMETOOLONG:
-            raise  # a file that is there and cannot be read
-        return None, [refusals.composition_problem(error)]
-    problems = refusals.incomplete(config)
-    if problems:
-        return None, problems
-    return config, hydra_keys.set_by_files(config.hydra, node_without_files)
-
-
-def _choices_of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
-    """Return the choices among Hydra's own groups, with the launcher and the sweeper that a file
-    chose among those in conf/, as it may."""
-    typed = [choice for choice in choices if key_of(choice).startswith("hydra")]
-    for kind, names in {"launcher": LAUNCHERS, "sweeper": (SEARCH,)}.items():
-        option = OmegaConf.select(config.hydra, f"{kind}.kind")
-        if option in names:
-            typed = [choice for choice in typed if key_of(choice) != f"hydra/{kind}"]
-            typed.append(f"hydra/{kind}={option}")
-    return typed
-
-
 def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
-    """Set a key, or several keys if the value is a dictionary of them.
+    """Set a key; if the value is a dictionary, set the keys in it.
 
-    Returns the problems with the value; a key that has one is not set.
+    name: of the key, or of a group. groups: group -> its options.
+
+    Return the problems with the value; a key whose value has a problem is not set.
     """
     name = parameter_key(name, config)
     key = key_named(name, config)
+    # A free-form key takes any dictionary, and any key inside it is new to the schema.
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
     if isinstance(value, dict) and value and not is_free:
         problems = []
@@ -363,10 +393,15 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
         with open_dict(config) if is_free else contextlib.nullcontext():
             # An empty dictionary empties the key. Merged, it would change nothing.
             OmegaConf.update(config, name, value, force_add=is_free, merge=value != {})
-    except OverflowError:  # a whole number that no float can hold
+    except OverflowError:  # An integer that is too large for a float counts as infinite.
         assert isinstance(value, int)
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
         problem = refusals.unresolvable(name, value, error) if is_free else None
         return [problem or refusals.wrong_type(key, value, default_in(config, key.name))]
     return []
+
+
+def _unique(problems: list[str]) -> list[str]:
+    """Return each problem once."""
+    return list(dict.fromkeys(problems))

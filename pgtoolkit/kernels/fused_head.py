@@ -1,19 +1,23 @@
-"""The fused LM head: loss and gradients from hidden states, with the logits of a chunk at a time.
+"""The fused LM head: loss and gradients from hidden states, a few rows of logits at a time.
 
-T is the number of positions, N the rows of a chunk, V the vocabulary, H the hidden width.
+T is the number of positions, N the rows of a piece, V the vocabulary, H the hidden width.
 
-The gradient of a log-prob by its logits is (onehot - softmax) / temperature, the *score*, whatever
-the loss. With c_t the derivative of the loss by the log-prob of token t,
+A *chunk* is a set of rows whose coefficients are computed together (chunks.py). A *piece* is the
+part of a chunk whose logits exist at once: nearly always the complete chunk.
+
+The *score* is onehot(label) - softmax. The gradient of a log-prob by its logits is score /
+temperature, whatever the loss. With c_t the derivative of the loss by the log-prob of token t,
 
     gradient of hidden = (c / temperature) * (score @ weight)
     gradient of weight = score.T @ ((c / temperature) * hidden)
 
-so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass
-suffices even where c_t needs all tokens of its document: chunks are made of complete documents.
+so c only scales vectors of width H, and the score can overwrite the logits before c is known. Where
+c_t depends on all tokens of its document, one pass still suffices, because a chunk holds complete
+documents.
 
-An entropy bonus, or the full KL against a reference, adds a second row to the gradient of the
-logits, with a coefficient of its own. A chunk's logits, and the reference's beside them, then stay
-until c is known, and are read once more; no product is computed again.
+An entropy bonus, or the full KL against a reference, adds a second term to the gradient by the
+logits, with a coefficient of its own. Then the logits of a piece, and those of the reference, are
+kept until the coefficients are known, and read once more. No product is computed again for that.
 """
 
 from __future__ import annotations
@@ -42,21 +46,23 @@ from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
 _WORTH_COMPACTING = 0.95
-"""Rows are moved together where at most this share of a chunk's rows has a gradient: above it,
-moving costs more than it saves."""
+"""Rows without a gradient are left out if at most this share of a piece's rows has one: above it,
+moving the rows together costs more than it saves."""
 _ROWS_PER_MOVE = 128
+"""Rows that are moved at once: only these are copied."""
 
 
 @dataclass(frozen=True)
 class HeadOptions:
     """Options of the fused head.
 
-    implementation: the vocabulary-sized passes.
-    max_rows: rows of logits that may exist at once.
-    check_finite: refuse numbers that are not finite.
-    counts: the documents' counts if they are known on the host.
-    vocabulary_group: ranks with the other rows of the weight; the implementation has the group as
-        well.
+    implementation: the passes over (N, V) logits.
+    max_rows: the most rows of logits that may exist at once.
+    loss: the settings of the loss.
+    check_finite: True to refuse numbers that are not finite.
+    counts: the token counts of the documents, if the host knows them.
+    vocabulary_group: the ranks over which the rows of the weight are spread, the same group that
+        `implementation` then has.
     """
 
     implementation: Passes
@@ -73,7 +79,7 @@ class HeadOptions:
 
     @property
     def keeps_logits(self) -> bool:
-        """Return True if the gradient by a row's logits is more than a number times the score."""
+        """Return True if the gradient by a row's logits has more terms than c_t times the score."""
         return self.bonus or self.loss.full_kl
 
     @property
@@ -83,10 +89,14 @@ class HeadOptions:
 
 
 class Piece(NamedTuple):
-    """Rows between forward and backward: hidden (N, H), log_probs (N,), and score (N, V).
+    """Rows that have been through forward and not through backward.
 
-    With `keeps_logits`, `score` holds the logits instead. Their normalizer is (2, N), or (3, N)
-    with the entropy for a bonus; teacher is the reference of a full KL.
+    hidden: (N, H).
+    score: (N, V); the logits in its place with `HeadOptions.keeps_logits`.
+    log_probs: (N,).
+    normalizer: of the logits, (2, N) as in torch_passes.py; (3, N) with the entropy, for a bonus.
+        None beside a score.
+    teacher: the reference of a full KL.
     """
 
     hidden: Tensor
@@ -96,58 +106,10 @@ class Piece(NamedTuple):
     teacher: Teacher | None = None
 
 
-def linear_loss(
-    hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
-) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
-    """Return (loss, log_probs, metric sums, any refused) of hidden (T, H) @ weight (V, H).T.
-
-    log_probs: (T,), detached.
-    any refused: True if `Objective.refused` holds for a token, such as for NaN.
-    """
-    can_scale = head.weight_gradient is None
-    inputs = (hidden, head.weight if can_scale else head.weight.detach(), head.bias)
-    needs_gradient = [
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs
-    ]
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        divergence = objective.penalties.divergence
-        run = _FusedPass(hidden, head, labels, options, needs_gradient, divergence)
-        run.all_chunks(objective)
-        loss, _, sums = evaluate_objective(
-            objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level
-        )
-    if any(needs_gradient):
-        gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
-        loss = GradientsFromForward.apply(
-            loss, gradients, options.implementation.scale_, can_scale, *inputs
-        )
-    assert run.any_not_finite is not None
-    return loss, run.log_probs, sums, run.any_not_finite
-
-
-@torch.no_grad()
-def linear_log_probs(
-    hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
-) -> tuple[Tensor, Tensor | None]:
-    """Return (log-prob of each label, entropy or None), (T,) each, 0 where labels < 0.
-
-    The entropy is computed if the options ask for it. options.counts saves a wait for the GPU.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        run = _FusedPass(hidden, head, labels, options, [False] * 3)
-        trained = labels >= 0
-        number = sum(options.counts.trained) if options.counts is not None else int(trained.sum())
-        rows = torch.sort((~trained).int(), stable=True).indices[:number]
-        run.make_buffer(number)
-        for piece in Chunk(0, number, False, None).pieces(options.max_rows):
-            run.with_logits(rows[piece])
-    return run.log_probs, run.entropy
-
-
 class AnyOnHost:
-    """True if any of (T,) bool is True.
+    """Whether any value of a bool vector is True; bool() of this object gives the answer.
 
-    The answer is copied to the host while the GPU works on; bool() waits for it.
+    The answer is copied to the host while the GPU continues to work, and bool() waits for it.
     """
 
     def __init__(self, values: Tensor):
@@ -166,8 +128,65 @@ class AnyOnHost:
         return bool(self._answer)
 
 
+def linear_loss(
+    hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
+) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
+    """Return (loss, log_probs, metric sums, any_not_finite) of hidden (T, H) @ weight (V, H).T.
+
+    log_probs: (T,), detached.
+    any_not_finite: True if `Objective.refused` is True for a token, for example because of NaN.
+
+    The gradients are computed here already; the backward pass of the loss only hands them out. If
+    the loss has a full KL, that of each row is written into `objective.penalties.divergence`.
+    """
+    # A gradient that is added to the caller's tensor here cannot be scaled in the backward pass.
+    can_scale = head.weight_gradient is None
+    inputs = (hidden, head.weight if can_scale else head.weight.detach(), head.bias)
+    needs_gradient = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in inputs
+    ]
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        divergence = objective.penalties.divergence
+        fused = _FusedPass(hidden, head, labels, options, needs_gradient, divergence)
+        fused.all_chunks(objective)
+        loss, _, sums = evaluate_objective(
+            objective.at(fused.log_probs), fused.log_probs, fused.entropy, options.loss.level
+        )
+    if any(needs_gradient):
+        gradients = [fused.hidden_gradient, fused.weight_gradient, fused.bias_gradient]
+        loss = GradientsFromForward.apply(
+            loss, gradients, options.implementation.scale_, can_scale, *inputs
+        )
+    assert fused.any_not_finite is not None
+    return loss, fused.log_probs, sums, fused.any_not_finite
+
+
+@torch.no_grad()
+def linear_log_probs(
+    hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Return (log_probs, entropy), each (T,), 0 where labels < 0.
+
+    entropy: None unless `options.with_entropy`.
+    options.counts: saves a wait for the GPU.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        fused = _FusedPass(hidden, head, labels, options, [False] * 3)
+        trained = labels >= 0
+        if options.counts is not None:
+            num_trained = sum(options.counts.trained)
+        else:
+            num_trained = int(trained.sum())
+        rows = torch.sort((~trained).int(), stable=True).indices[:num_trained]
+        fused.make_buffers(num_trained)
+        chunk = Chunk(0, num_trained, needs_gradient=False, documents=None)
+        for piece in chunk.pieces(options.max_rows):
+            fused.forward(rows[piece])
+    return fused.log_probs, fused.entropy
+
+
 class _FusedPass:
-    """One evaluation of the head: buffers, results, and the steps that fill them."""
+    """One pass over the rows: its buffers, its results, and the steps that fill them."""
 
     def __init__(
         self,
@@ -180,8 +199,8 @@ class _FusedPass:
     ):
         """Allocate the results.
 
-        needs_gradient: by hidden states, weight and bias.
-        divergence: (T,), filled in with the full KL.
+        needs_gradient: whether the gradients by hidden states, weight and bias are asked for.
+        divergence: (T,); the full KL of each row is written into it.
         """
         self.divergence = divergence
         self.any_not_finite: AnyOnHost | None = None
@@ -205,12 +224,13 @@ class _FusedPass:
         self.bias_gradient = None
         if head.bias is not None and by_bias:
             self.bias_gradient = torch.zeros_like(head.bias, dtype=wide)
+        # The gradient of the weight is added up here: in the caller's tensor if there is one.
         self.weight_total = self.weight_gradient
         if self.with_gradient and head.weight_gradient is not None:
             self.weight_total = head.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
-        """Compute the log-probs, and the gradients of the objective, chunk by chunk."""
+        """Compute the log-probs of all rows, and the gradients of the objective, chunk by chunk."""
         options = self.options
         plan = make_plan(
             objective, options.max_rows, self.with_gradient, options.check_finite, options.counts
@@ -220,52 +240,72 @@ class _FusedPass:
         # of float16.
         self.scale = float(2 ** len(plan.rows).bit_length())
         self.scale_rows = options.implementation.scale_rows
-        self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
+        self.make_buffers(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         if not plan.chunks:
             self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
         clips_documents = _may_clip_documents(objective)
         for chunk in plan.chunks:
-            pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
-            # If a document has more rows than may exist at once, only the last piece's score still
-            # exists when the coefficients are known; the other logits are computed again. This
+            # The rows of each piece; where a gradient is needed, the last piece is held apart. This
             # rank may have no row of a chunk.
-            kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
-            parts = [self.with_logits(rows).log_probs for rows in pieces]
-            for rows in kept:
-                last_piece = self.score(rows)
-                parts.append(last_piece.log_probs)
+            earlier_rows = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
+            last_rows = last_piece = None
+            if chunk.needs_gradient and earlier_rows:
+                last_rows = earlier_rows.pop()
+            log_probs = [self.forward(rows).log_probs for rows in earlier_rows]
+            if last_rows is not None:
+                last_piece = self.forward_with_score(last_rows)
+                log_probs.append(last_piece.log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known now, so the answer reaches the host while the last
                 # products run.
                 self.any_not_finite = AnyOnHost(objective.refused(self.log_probs))
             if not chunk.needs_gradient:
                 continue
-            share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
-            log_probs = torch.cat([self.log_probs[:0], *parts])
-            coefficients = share.at(log_probs).coefficients(log_probs)
-            if options.keeps_logits:
-                coefficients = torch.stack([coefficients, *share.penalties.of_rows])
-            if not parts:
+            # A rank without rows makes this call too, since ranks may exchange sums in it.
+            coefficients = self._coefficients(
+                ordered.take(slice(chunk.start, chunk.stop), chunk.documents),
+                torch.cat([self.log_probs[:0], *log_probs]),
+            )
+            if last_rows is None or last_piece is None:
                 continue
-            *earlier, last = coefficients.split([len(part) for part in parts], -1)
-            for rows in kept:
-                self.products(rows, last_piece, last, clips_documents and not earlier)
-            for rows, c in zip(pieces, earlier, strict=True):
-                self.products(rows, self.score(rows), c, False)
+            *earlier, last = coefficients.split([len(part) for part in log_probs], -1)
+            compact = clips_documents and not earlier
+            self.add_products(last_rows, last_piece, last, compact)
+            # The score of the last piece has overwritten those of the others, whose logits are
+            # computed again. There are others only where a document is longer than max_rows.
+            for rows, of_piece in zip(earlier_rows, earlier, strict=True):
+                self.add_products(rows, self.forward_with_score(rows), of_piece, compact=False)
         if self.hidden_gradient is not None:
-            # Each rank has computed the part of its columns.
+            # Each rank has the sum over its own tokens of the vocabulary.
             all_reduce_(self.hidden_gradient, options.vocabulary_group)
 
-    def make_buffer(self, largest: int) -> None:
-        """Allocate the logits of a chunk of `largest` rows, or of as many as may exist at once."""
+    def _coefficients(self, objective: Objective, log_probs: Tensor) -> Tensor:
+        """Return c_t of these rows, (N,); with `keeps_logits` (n, N), as `torch_passes.backward`
+        takes them.
+
+        objective: of the rows of a chunk.
+        """
+        coefficients = objective.at(log_probs).coefficients(log_probs)
+        if self.options.keeps_logits:
+            coefficients = torch.stack([coefficients, *objective.penalties.of_rows])
+        return coefficients
+
+    def make_buffers(self, largest: int) -> None:
+        """Allocate memory for the logits of chunks of at most `largest` rows.
+
+        Of a longer chunk than max_rows, only max_rows rows exist at once.
+        """
         rows = min(self.options.max_rows, largest)
-        self.numbers = torch.arange(rows, device=self.hidden.device)
+        self.row_numbers = torch.arange(rows, device=self.hidden.device)
         self.policy.make_buffer(rows)
         if self.reference is not None:
             self.reference.make_buffer(rows)
 
-    def with_logits(self, rows: Tensor) -> Piece:
-        """Return these rows with their logits; record their log-probs, entropies and full KL."""
+    def forward(self, rows: Tensor) -> Piece:
+        """Compute and record the log-probs, entropies and full KL of these rows.
+
+        Return the piece with its logits in the field `score`.
+        """
         implementation = self.options.implementation
         hidden = self.hidden[rows]
         teacher = None
@@ -291,21 +331,28 @@ class _FusedPass:
             normalizer = torch.cat([normalizer, entropy[None]])
         return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
 
-    def score(self, rows: Tensor) -> Piece:
-        """Return these rows with the score in the place of their logits, unless `keeps_logits`."""
+    def forward_with_score(self, rows: Tensor) -> Piece:
+        """Do as `forward`, and return the piece with its score; with its logits if `keeps_logits`.
+
+        The score takes the memory of the logits if it has their dtype.
+        """
         if self.options.keeps_logits:
-            return self.with_logits(rows)
+            return self.forward(rows)
         hidden = self.hidden[rows]
         log_probs, entropy, score = self.options.implementation.forward_score_(
             self.policy.logits(hidden), *self._arguments(rows), self.hidden.dtype
         )
         return Piece(hidden, score, self._record(rows, log_probs, entropy))
 
-    def gradient(self, rows: Tensor, piece: Piece, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (score, coefficients), whose product is the gradient by the logits of `piece`.
+    def _gradient_as_score(
+        self, rows: Tensor, piece: Piece, coefficients: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient by the logits of a piece in the form of a score and its coefficients.
 
-        coefficients: (n, N), as `torch_passes.backward` takes them. The scale keeps small numbers
-            in the range of float16.
+        The result is (score, c): (c / temperature) * score is the gradient. Here `score` is the
+        gradient times `self.scale`, which keeps small numbers in the range of float16.
+
+        coefficients: (n, N), as `torch_passes.backward` takes them.
         """
         logits = piece.score
         dtype = piece.hidden.dtype
@@ -321,16 +368,21 @@ class _FusedPass:
         )
         return score, torch.full_like(coefficients[0], self.temperature / self.scale)
 
-    def products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
-        """Add the two backward products of these rows to the gradients; overwrites the piece."""
+    def add_products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
+        """Add the part of these rows to the gradients of hidden states, weight and bias.
+
+        Overwrites the piece.
+        compact: True to leave out rows of coefficient 0. Has no effect with `keeps_logits`.
+        """
         hidden = piece.hidden
         score = piece.score
         if self.options.keeps_logits:
-            score, coefficients = self.gradient(rows, piece, coefficients)
+            score, coefficients = self._gradient_as_score(rows, piece, coefficients)
         elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.temperature)
         if self.hidden_gradient is not None:
+            # It runs beside the product for the weight.
             by_hidden = ParallelProduct(score, self.policy.weight)
         scaled = factor * self.scale
         if self.bias_gradient is not None:
@@ -339,15 +391,17 @@ class _FusedPass:
                 self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale
             )
         if self.weight_total is not None:
-            hidden = self.scale_rows(hidden, scaled, hidden, self.numbers[: len(rows)])
+            hidden = self.scale_rows(hidden, scaled, hidden, self.row_numbers[: len(rows)])
             accumulate_matmul(self.weight_total, score.T, hidden, alpha=1 / self.scale)
         if self.hidden_gradient is not None:
             self.scale_rows(by_hidden.result(), factor, self.hidden_gradient, rows)
 
     def _arguments(self, rows: Tensor) -> tuple[Tensor, float, bool]:
+        """Return the arguments that all forward passes of an implementation have in common."""
         return self.labels[rows], self.temperature, self.options.with_entropy
 
     def _record(self, rows: Tensor, log_probs: Tensor, entropy: Tensor | None) -> Tensor:
+        """Write log-probs and entropies of these rows into the results; return the log-probs."""
         self.log_probs[rows] = log_probs
         if entropy is not None and self.entropy is not None:
             self.entropy[rows] = entropy
@@ -355,10 +409,10 @@ class _FusedPass:
 
 
 def _may_clip_documents(objective: Objective) -> bool:
-    """Return True if all tokens of a document may turn out to have no gradient.
+    """Return True if it may turn out that no token of some document has a gradient.
 
-    They cannot if the family's weight is never 0, if the old log-probs are those of this pass
-    (every ratio is 1), or if penalties give every token a gradient.
+    That cannot be if penalties give every token a gradient, if the slope of the family is never 0,
+    or if the old log-probs are those of this pass, so that every ratio is 1.
     """
     if objective.penalties.active:
         return False
@@ -374,16 +428,17 @@ def _without_zeros(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the arguments without rows of coefficient 0, such as those of clipped documents.
 
-    Costs one synchronisation on a GPU. The remaining rows of score are moved in place.
+    Costs one synchronisation on a GPU. The remaining rows of score are moved in place, to its
+    beginning. Where few rows would be left out, returns the arguments as they are.
     """
     active = coefficients != 0
-    number = int(active.sum())
-    if number > _WORTH_COMPACTING * len(rows):
+    num_active = int(active.sum())
+    if num_active > _WORTH_COMPACTING * len(rows):
         return rows, hidden, score, coefficients
-    # In ascending order, so that a row only moves up, to the place of a row that is dropped or that
-    # has moved before.
-    keep = torch.sort(~active, stable=True).indices[:number]
-    for low in range(0, number, _ROWS_PER_MOVE):
+    # In ascending order, so that each row moves towards the beginning, to the place of a row that
+    # is left out or has been moved already.
+    keep = torch.sort(~active, stable=True).indices[:num_active]
+    for low in range(0, num_active, _ROWS_PER_MOVE):
         moved = keep[low : low + _ROWS_PER_MOVE]
         score[low : low + len(moved)] = score[moved]
-    return rows[keep], hidden[keep], score[:number], coefficients[keep]
+    return rows[keep], hidden[keep], score[:num_active], coefficients[keep]

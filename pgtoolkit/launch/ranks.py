@@ -1,6 +1,7 @@
 """Trains on the processes of the configuration: this one, local workers, or those of a launcher.
 
-Local workers are started, watched, and ended together; a signal lets a step of any length finish.
+Local workers are processes of this machine, one for each rank. They are started, watched, and ended
+together. A signal to stop lets them finish their step, however long it takes.
 """
 
 from __future__ import annotations
@@ -43,24 +44,32 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
 AFTER_WORKERS = ("running", "failed")
-"""States in status.json that this process may replace: it knows better why a worker failed."""
+"""States in status.json that this process may replace once the workers have ended: it knows better
+than a worker why another one failed."""
 
 GRACE_SECONDS = 30
-"""Seconds that rank 0 has for its final status and curves, once another rank has failed."""
+"""Seconds that rank 0 has to write its final status and curves, once another rank has failed or SIGINT
+has come twice."""
 
 _GRACE_SECONDS_OF_OTHERS = 2
-"""The same for the other ranks, which write nothing at their end."""
+"""Seconds that ranks have to end once rank 0 has ended; they write nothing at their end."""
+
+_SECONDS_TO_END = 2
+"""Seconds from SIGTERM to SIGKILL for ranks that did not end by then."""
 
 _SECONDS_TO_BECOME_FREE = 600
-"""Time for a process whose launcher was killed: it finishes its step and saves."""
+"""Seconds to wait for a run directory that another process holds. After its launcher was killed, a
+process still finishes its step and saves."""
 
 
 def train_on_processes(training: Training) -> None:
-    """Train by the validated configuration, with every kind of parallelism; raise its errors once.
+    """Train by the validated configuration, in this process, in local workers, or as one rank.
 
-    Where a launcher such as torchrun has started this process, the run directory is that of rank 0,
-    and the other ranks may give any. Otherwise this function answers signals from here on, also
-    while torch is loaded.
+    Raises the first error of the run, also if several processes end with one.
+
+    This process is one rank if a launcher such as torchrun has started it. All ranks then use the
+    run directory of rank 0, whatever directories they were given. Otherwise this function answers
+    signals from here on, also while torch is loaded.
     """
     config = training.config
     rank = joined()
@@ -72,6 +81,7 @@ def train_on_processes(training: Training) -> None:
         if count > 1:
             _run_workers(training, count)
             return
+        # `without` holds back garbage collection, which makes the import faster.
         with without(), stop_signals_wait():
             from pgtoolkit.training.train import train
 
@@ -79,36 +89,37 @@ def train_on_processes(training: Training) -> None:
 
 
 def _run_workers(training: Training, count: int) -> None:
-    """Train in `count` local processes until all have ended; raise the error that ended them.
+    """Train in `count` local processes, wait until all have ended, and raise the error of the run.
 
-    STOP_SIGNALS go on to the workers, which finish their step. Raises StopSignal if they had not
-    begun. A worker that fails takes the others with it.
+    STOP_SIGNALS (tracking/signals.py) are sent on to the workers, which finish their step and then
+    report Interrupted. Raises StopSignal if they were stopped before training began. When a worker
+    fails, the others are ended.
     """
     _check_gpus(training.config, count)
-    with tempfile.TemporaryDirectory(prefix="pgtk-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="pgtk-") as folder_name:
+        folder = Path(folder_name)
         (folder / "job").write_bytes(pickle.dumps(training))
-        # Workers start with SIGINT blocked and unblock it themselves: until then the interpreter
-        # would print a traceback. This process blocks it until it can forward the signal, and
-        # before the store starts its threads, which must not receive it either.
+        # SIGINT is blocked from here until this process can send it on. Workers inherit the block,
+        # and unblock the signal once Python would no longer print a traceback for it. The threads
+        # of the store inherit it too, and must never receive the signal.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         store = loopback_store()
         workers: dict[int, Child] = {}
         signals: list[int] = []
 
-        def forward(number: int, _frame: FrameType | None) -> None:
-            signals.append(number)
-            for process in workers.values():
-                process.stop(number)
+        def send_on(signal_number: int, _frame: FrameType | None) -> None:
+            signals.append(signal_number)
+            for worker in workers.values():
+                worker.stop(signal_number)
 
         try:
             for rank in range(count):
                 workers[rank] = _start_worker(folder, rank, count, store.port)
-            with answered_by(forward):
+            with answered_by(send_on):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                killed = _wait(workers, signals)
+                killed = _wait_for_workers(workers, signals)
         finally:
-            end_all(workers.values())  # also after an error of this process
+            end_all(workers.values())  # It ends those that still run, also after an error here.
         try:
             _conclude(folder, workers, signals, killed, training)
         except RankLost as error:
@@ -117,7 +128,7 @@ def _run_workers(training: Training, count: int) -> None:
 
 
 def _check_gpus(config: Config, count: int) -> None:
-    """Raise ConfigError where this machine has GPUs, but fewer than processes."""
+    """Raise ConfigError if training uses GPUs, and this machine has fewer than `count`."""
     import torch
 
     device = config.trainer.device
@@ -125,15 +136,17 @@ def _check_gpus(config: Config, count: int) -> None:
     if 0 < gpus < count:
         raise ConfigError(
             f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL "
-            "does not share one. Use smaller sizes in parallelism, or trainer.device=cpu."
+            "does not let processes share a GPU. Use smaller sizes in parallelism, or "
+            "trainer.device=cpu."
         )
 
 
 def loopback_store() -> TCPStore:
-    """Return the store where the workers find each other.
+    """Return a store through which the workers find each other.
 
-    The system chooses its port, so that two jobs of one sweep never meet. The store has no
-    password, and torch would open it to the network: it listens on this machine alone.
+    The system chooses its port, so that the jobs of a sweep never use the same store. The store has
+    no password. By default torch would open it to the network; this one listens on the address
+    127.0.0.1 alone.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
@@ -162,26 +175,30 @@ def _start_worker(folder: Path, rank: int, count: int, port: int) -> Child:
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        # A server in another environment gets the user's own path instead.
+        # The user's own value, for servers that run in another environment.
         "PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, "-P", "-m", "pgtoolkit.launch.worker", str(folder)]
     if rank == 0:
         return Child(command, environment)
-    # Only rank 0 talks to the user. The output of the others is read if one of them dies.
+    # Only rank 0 prints to the user. What another rank prints to stderr is read if it dies.
     return Child(command, environment, folder / f"stderr-{rank}", is_quiet=True)
 
 
-def _wait(workers: dict[int, Child], signals: list[int]) -> list[int]:
-    """Wait until all have ended; return the ranks that had to be killed."""
+def _wait_for_workers(workers: dict[int, Child], signals: list[int]) -> list[int]:
+    """Wait until all workers have ended; return the ranks that did not end by themselves.
+
+    Workers have any time they need, until one of them fails or the user sends SIGINT again. Then
+    there is a deadline. Those that still run after it get SIGTERM, and may still run after that.
+    """
     deadline = None
     while True:
-        running = [rank for rank, process in workers.items() if process.poll() is None]
+        running = [rank for rank, worker in workers.items() if worker.poll() is None]
         if not running:
             return []
         now = time.monotonic()
-        failed = any(process.poll() for process in workers.values())
+        failed = any(worker.poll() for worker in workers.values())
         if deadline is None and (failed or signals.count(signal.SIGINT) > 1):
             deadline = now + (GRACE_SECONDS if 0 in running else _GRACE_SECONDS_OF_OTHERS)
         if deadline is not None and failed and 0 not in running:
@@ -193,10 +210,10 @@ def _wait(workers: dict[int, Child], signals: list[int]) -> list[int]:
 
 
 def _terminate(processes: list[Child]) -> None:
-    """Ask the processes to end, and give them two seconds for it."""
+    """Send SIGTERM to the processes, and wait a short time for them to end."""
     for process in processes:
         process.stop(signal.SIGTERM)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + _SECONDS_TO_END
     for process in processes:
         process.wait(max(0, deadline - time.monotonic()))
 
@@ -208,11 +225,15 @@ def _conclude(
     killed: list[int],
     training: Training,
 ) -> None:
-    """Raise the error that ended the job, if one did: the first one, not those that followed from
-    it.
+    """Raise the error that ended the run, if one did. All workers have ended.
 
-    killed: ranks that did not end by themselves.
+    One error often leads to errors of other ranks: the cause is raised, not what followed from it.
+
+    folder: has the outcome of each rank that could write one.
+    signals: the signals that this process has received.
+    killed: the ranks that did not end by themselves.
     """
+    # rank -> (its error, the traceback to be printed with it)
     outcomes: dict[int, tuple[PgtoolkitError | None, str]] = {}
     for rank in workers:
         with contextlib.suppress(FileNotFoundError):
@@ -224,27 +245,39 @@ def _conclude(
         record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
         raise StopSignal(name)
     resume = f"Continue with: {resume_command(training.run_dir)}"
-    lost: dict[int, int] = {}  # rank -> exit status, of those that have left no outcome
+    # rank -> exit status, of ranks that have ended by themselves without an outcome
+    lost: dict[int, int] = {}
     for rank, worker in workers.items():
         if rank not in outcomes and rank not in killed:
-            assert worker.returncode is not None  # all have ended
+            assert worker.returncode is not None  # It has ended.
             lost[rank] = worker.returncode
     if lost:
-        # A rank that a signal has ended comes first.
-        rank = min(lost, key=lambda rank: lost[rank] >= 0)
-        raise RankLost(f"{_description_of_lost(rank, lost[rank], killed, folder)} {resume}")
-    for error in errors.values():
-        if not killed:
-            raise RankLost(f"{error}. {resume}")
-        names = ", ".join(map(str, killed))
+        # If a signal has ended a rank, that is the cause.
+        first = min(lost, key=lambda rank: lost[rank] >= 0)
+        raise RankLost(f"{_description_of_lost(first, lost[first], killed, folder)} {resume}")
+    if not errors:
+        return
+    # The errors that are left report the loss of another rank.
+    if killed:
         limit = f"parallelism.timeout_seconds={training.config.parallelism.timeout_seconds:g}"
-        raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
+        were_ended = "was ended" if len(killed) == 1 else "were ended"
+        raise RankLost(f"{_ranks(killed)} did not answer within {limit} and {were_ended}. {resume}")
+    raise RankLost(f"{next(iter(errors.values()))}. {resume}")
+
+
+def _ranks(numbers: list[int]) -> str:
+    """Return ranks in words, such as "ranks 1, 3"."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _raise_reported(errors: dict[int, PgtoolkitError], tracebacks: dict[int, str]) -> None:
-    """Raise the error that a rank has reported, but for the loss of another rank.
+    """Raise the first error that a rank has reported as its own, and print its traceback.
 
-    tracebacks: by rank, empty where the error needs none.
+    Raise Interrupted if there is none, and a rank was interrupted. The loss of another rank is not
+    raised here.
+
+    errors: by rank.
+    tracebacks: by rank; empty for errors that the message alone explains.
     """
     for rank, error in errors.items():
         if tracebacks[rank]:
@@ -259,7 +292,11 @@ def _raise_reported(errors: dict[int, PgtoolkitError], tracebacks: dict[int, str
 
 
 def _description_of_lost(rank: int, status: int, killed: list[int], folder: Path) -> str:
-    """Return sentences on a rank that ended without an outcome, with the last lines it printed."""
+    """Describe how a rank ended that left no outcome, with the last lines that it printed.
+
+    status: its exit status, negative for the signal that ended it.
+    killed: the ranks that did not end by themselves.
+    """
     if status >= 0:
         ending = f"ended with status {status}"
     else:
@@ -267,37 +304,42 @@ def _description_of_lost(rank: int, status: int, killed: list[int], folder: Path
     if status == -signal.SIGKILL:
         ending += " (the system does so when memory runs out)"
     elif status == -signal.SIGABRT and killed:
-        # NCCL ends a process so if it has waited too long for others.
-        ending += f", and rank {', '.join(map(str, killed))} did not answer any more"
+        # This is how NCCL ends a process that has waited too long for others.
+        ending += f", and {_ranks(killed)} no longer answered"
     stderr = folder / f"stderr-{rank}"
     lines: list[str] = []
     if stderr.exists():
         lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    last_words = f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
-    return f"rank {rank} {ending}.{last_words}"
+    last_lines = f" It printed last: {' | '.join(lines[-5:])}." if lines else ""
+    return f"rank {rank} {ending}.{last_lines}"
 
 
 def train_job(
     config: Config, directory: Path, overrides: list[str], sweep: str | None = None
 ) -> None:
-    """Train in the directory, from its newest checkpoint if there is one, unless it is done."""
+    """Train in a directory. If a run has begun there, continue it; if it is done, do nothing.
+
+    Raises ConfigError if the run that has begun there has another configuration.
+    """
     wait_until_free(directory)
-    begun = (directory / "config.yaml").is_file()
-    if begun:
+    has_begun = (directory / "config.yaml").is_file()
+    if has_begun:
         refuse_another(directory, plain_config(config))
         if read_status(directory).get("state") == "done":
             say(f"{shortest_path(directory)} is done: nothing is left to train")
             return
-    train_on_processes(Training(config, directory, begun, overrides, sweep))
+    train_on_processes(Training(config, directory, has_begun, overrides, sweep))
 
 
 def wait_until_free(directory: Path) -> None:
     """Wait while another process holds the directory, for ten minutes at most.
 
-    One that does not let go is named when training begins.
+    If it still holds it then, training refuses to begin and names that process.
     """
-    if joined() is not None or not is_held(directory):
-        return  # another rank of this run may hold it already
+    if joined() is not None:
+        return  # Another rank of this run may hold it already.
+    if not is_held(directory):
+        return
     say(f"waiting for another process that still runs {shortest_path(directory)}")
     end = time.monotonic() + _SECONDS_TO_BECOME_FREE
     while is_held(directory) and time.monotonic() < end:
@@ -305,9 +347,9 @@ def wait_until_free(directory: Path) -> None:
 
 
 def run_job(file: Path) -> int:
-    """Run the job that the launcher wrote into a file; return the exit status."""
+    """Run the job of a sweep that multirun.py wrote into a file; return the exit status."""
     job = json.loads(file.read_text(encoding="utf-8"))
-    sys.argv = job["command"]  # for provenance.json
+    sys.argv = job["command"]  # It is recorded in provenance.json.
     try:
         config = typed(job["config"], str(file))
         train_job(config, Path(job["directory"]), job["overrides"], job["sweep"])
