@@ -48,8 +48,8 @@ AFTER_WORKERS = ("running", "failed")
 than a worker why another one failed."""
 
 GRACE_SECONDS = 30
-"""Seconds that rank 0 has to write its final status and curves, once another rank has failed or SIGINT
-has come twice."""
+"""Seconds that rank 0 has to write its final status and curves, once another rank has failed or
+SIGINT has come twice."""
 
 _GRACE_SECONDS_OF_OTHERS = 2
 """Seconds that ranks have to end once rank 0 has ended; they write nothing at their end."""
