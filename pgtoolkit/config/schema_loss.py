@@ -390,7 +390,7 @@ OPTIONS = {
         ),
         "full_reverse": Option(
             KLConfig,
-            help="KL(policy || reference) over the whole vocabulary at each token: the sum of "
+            help="KL(policy || reference) over the whole vocabulary at each token, the sum of "
             "exp(p_v) (p_v - f_v) over all tokens v of the vocabulary. It is distillation if "
             "the reference is a teacher (arXiv 2306.13649). The reference must be a model, "
             "since rollouts record the log-prob of one token.",
@@ -398,7 +398,7 @@ OPTIONS = {
         ),
         "full_forward": Option(
             KLConfig,
-            help="KL(reference || policy) over the whole vocabulary at each token: the sum of "
+            help="KL(reference || policy) over the whole vocabulary at each token, the sum of "
             "exp(f_v) (f_v - p_v) over all tokens v of the vocabulary. It makes the policy "
             "cover everything that a teacher might write (arXiv 2306.13649).",
             base="k3",
@@ -407,7 +407,7 @@ OPTIONS = {
     "entropy": {
         "bonus": Option(
             EntropyConfig,
-            help="A bonus on the entropy of the policy at each trained token: its weighted sum is "
+            help="A bonus on the entropy of the policy at each trained token. Its weighted sum is "
             "subtracted from the loss.",
         ),
     },
