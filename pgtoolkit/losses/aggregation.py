@@ -1,7 +1,8 @@
-"""Aggregation is a weight: the loss of a step is the sum over tokens of w_t times the surrogate.
+"""Aggregations: the weight w_t of each token's surrogate in the loss of a step.
 
-Every weight is a function of the step's totals, so the pieces of a step add up however it was cut.
-No torch is imported here, so that `pgtk check` may read the equations; tensors bring their methods.
+The loss is the sum over tokens of w_t l_t. Every weight is a function of the step's totals, so that
+the pieces of a step add up to the same loss however it was cut. No torch is imported here, so that
+`pgtk check` reads the equations without it; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class Custom(Aggregation):
 AGGREGATIONS: dict[str, type[Aggregation]] = {
     aggregation.name: aggregation for aggregation in (SampleMean, PromptMean, TokenMean, Constant)
 }
-"""Name -> aggregation, as `aggregation=` has them."""
+"""Name in `aggregation=` -> aggregation."""
 
 
 def aggregation_of(
@@ -207,8 +208,8 @@ def aggregation_of(
 ) -> Aggregation:
     """Return the aggregation of this name, or the reducer in its place.
 
-    Raises ValueError for an unknown name, a divisor that is not finite and positive (of constant),
-    and one without effect (of the others).
+    Raises ValueError for an unknown name, for a divisor of `constant` that is not finite and
+    positive, and for a divisor of the others, which would have no effect.
     """
     check_name("aggregation", mode, AGGREGATIONS)
     if reducer is not None and not callable(reducer):

@@ -1,10 +1,10 @@
-"""Corrections for the gap between the policy that sampled and the one that is trained: factors
-without gradient.
+"""Corrections for the gap between the policy that sampled and the one that is trained.
 
-    l_t becomes rho_t l_t,  and c_t becomes rho_t c_t; the weights w_t keep counting every token
+A correction is a factor rho_t without gradient: the surrogate l_t becomes rho_t l_t, and its slope
+c_t becomes rho_t c_t. The weights w_t keep counting every token.
 
-No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their
-methods.
+No torch is imported here, so that `pgtk check` reads equations and defaults without it; tensors
+bring their methods.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Correction(ABC):
     of_policy: True if v_t compares the new log-probs, and not the old ones, with those of the
         policy that sampled (the sampling log-probs where they are known, else the old ones). The
         factor is then known only after the forward pass, and only with all tokens of the document.
-    by_worst: True if a token beyond the bounds takes all tokens of its document out with it.
+    by_worst: True if a token beyond the bounds gives all tokens of its document the factor 0.
     equal_within_documents: True if the tokens of a document have the same factor.
     """
 
@@ -128,20 +128,21 @@ class Factors:
         if correction.by_worst:
             outside = documents.broadcast(documents.sum(outside.to(values.dtype))) > 0
             values = values.where(~outside, 0.0)
-        # The clamp turns an infinite log-ratio into a number, and a comparison turns NaN into
-        # False. Both must show as NaN. A document with such a token has no finite log-ratio either.
+        # An infinite or NaN log-ratio must give NaN, but the clamp turns the first into a number,
+        # and a comparison the second into False. A document with such a token has no finite
+        # log-ratio either.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class _Bounded(Correction):
-    """A factor with two bounds, beyond which it is cut, or, with `masks`, 0. low: None for no lower
-    bound.
+    """The base class of factors with two bounds, beyond which they are cut, or 0 with `masks`.
 
-    kept: with `masks` the factor within the bounds, which they belong to: "v_t", "V_d" or "1".
+    low: None for no lower bound.
+    kept: with `masks`, the factor within the bounds and at them: "v_t", "V_d" or "1".
     """
 
-    if TYPE_CHECKING:  # each subclass declares them, with its own default and meaning
+    if TYPE_CHECKING:  # Each subclass declares them, with its default and meaning.
         low: float | None
         high: float
 
@@ -162,16 +163,16 @@ class _Bounded(Correction):
 
     @property
     def equation(self) -> str:
-        ratio, where = self._ratio
+        ratio, meaning = self._ratio
         if self.masks:
             least = "" if self.low is None else f"{self.low:g} <= "
-            return f"{self.kept} where {least}{ratio} <= {self.high:g}, else 0,  {where}"
+            return f"{self.kept} where {least}{ratio} <= {self.high:g}, else 0,  {meaning}"
         cut = (
             f"min({ratio}, {self.high:g})"
             if self.low is None
             else f"clip({ratio}, {self.low:g}, {self.high:g})"
         )
-        return f"{cut},  {where}"
+        return f"{cut},  {meaning}"
 
     def factors(
         self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
@@ -193,20 +194,20 @@ class _Bounded(Correction):
 
 @dataclass(frozen=True)
 class TokenTruncate(_Bounded):
-    """Truncated importance sampling: each token's loss times exp(old - sampling log-prob), which is
-    bounded (Yao et al. 2025)."""
+    """Truncated importance sampling: multiplies each token's loss by exp(old - sampling log-prob),
+    within bounds (Yao et al. 2025)."""
 
     low: float | None = parameter(
         None,
         least=0,
         most=1e9,
-        help="Lower bound: a factor below it counts as that (0 <= low <= high); null: none.",
+        help="Lower bound: a smaller factor is raised to it (0 <= low <= high); null: none.",
     )
     high: float = parameter(
         2.0,
         least=1e-6,
         most=1e9,
-        help="Upper bound: a factor above it counts as that (> 0). 2 is verl's, slime's and "
+        help="Upper bound: a larger factor is lowered to it (> 0). 2 is verl's, slime's and "
         "open-instruct's.",
     )
 
@@ -215,8 +216,8 @@ class TokenTruncate(_Bounded):
 
 @dataclass(frozen=True)
 class TokenMask(_Bounded):
-    """IcePop: each token's loss times exp(old - sampling log-prob), and 0 outside of two bounds
-    (arXiv 2510.18855)."""
+    """IcePop: multiplies each token's loss by exp(old - sampling log-prob), or by 0 where that lies
+    outside of two bounds (arXiv 2510.18855)."""
 
     low: float | None = parameter(
         0.5,
@@ -238,7 +239,7 @@ class TokenMask(_Bounded):
 
 @dataclass(frozen=True)
 class _Sequence(_Bounded):
-    """A bound on V_d, the product or the geometric mean of a document's v_t."""
+    """The base class of bounds on V_d, the product or the geometric mean of a document's v_t."""
 
     if TYPE_CHECKING:
         mean: Mean
@@ -255,24 +256,24 @@ class _Sequence(_Bounded):
 
 @dataclass(frozen=True)
 class SequenceTruncate(_Sequence):
-    """Truncated importance sampling by document: its tokens' loss times exp of the sum, or mean, of
-    old - sampling log-probs."""
+    """Truncated importance sampling by document: multiplies the loss of its tokens by exp of the
+    sum, or mean, of old - sampling log-probs, within bounds."""
 
     mean: Mean = parameter(
         Mean.product,
-        help="What of a document's ratios is bounded: their product or their geometric mean.",
+        help="The number of a document that is bounded: product or geometric (mean) of its ratios.",
     )
     low: float | None = parameter(
         None,
         least=0,
         most=1e9,
-        help="Lower bound: a factor below it counts as that (0 <= low <= high); null: none.",
+        help="Lower bound: a smaller factor is raised to it (0 <= low <= high); null: none.",
     )
     high: float = parameter(
         3.0,
         least=1e-6,
         most=1e9,
-        help="Upper bound: a factor above it counts as that (> 0). 3 is TRL's; verl and SkyRL take "
+        help="Upper bound: a larger factor is lowered to it (> 0). 3 is TRL's; verl and SkyRL take "
         "2 to 10.",
     )
 
@@ -284,8 +285,8 @@ class SequenceMask(_Sequence):
 
     mean: MaskMean = parameter(
         MaskMean.product,
-        help="What of a document's ratios has to lie within the bounds: their product, their "
-        "geometric mean, or worst: each of them (with factor=one or token).",
+        help="The number of a document that has to lie within the bounds: product or geometric "
+        "(mean) of its ratios, or worst: every single ratio (with factor=one or token).",
     )
     low: float | None = parameter(
         None,
@@ -303,8 +304,8 @@ class SequenceMask(_Sequence):
     )
     factor: Factor = parameter(
         Factor.document,
-        help="What the tokens of a document that stays are multiplied by: document (its product "
-        "or mean), token (each its own) or one.",
+        help="Factor of the tokens of a document that stays: document (its product or mean), token "
+        "(the ratio of each token) or one.",
     )
 
     masks: ClassVar[bool] = True
@@ -382,7 +383,7 @@ CORRECTIONS: dict[str, type[Correction]] = {
     "sequence_mask": SequenceMask,
     "off_policy_mask": OffPolicyMask,
 }
-"""Name -> correction, as `correction=` has them beside `none`."""
+"""Name in `correction=` -> correction; `none` is the other name."""
 
 
 def correction_of(correction: str | Correction | None) -> Correction | None:

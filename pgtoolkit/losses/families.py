@@ -1,8 +1,7 @@
-"""The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and
-slope.
+"""The loss families that come with pgtoolkit: parameters, equations, surrogates and slopes.
 
-Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may
-read equations and defaults; tensors bring their methods.
+Nothing else in pgtoolkit knows a family; the rest asks the object. No torch is imported here, so
+that `pgtk check` reads equations and defaults without it; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _MEAN = "exp(mean over the trained tokens of document d of {})"
 
 @dataclass(frozen=True)
 class _Clipped(Family):
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's
-    ratio.
+    """The base class of families that clip a ratio, of a token or of a document.
 
+    l = -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), unless overridden.
     epsilon_low: None for no lower bound.
     """
 
@@ -42,16 +41,19 @@ class _Clipped(Family):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        return 0.0 if self.epsilon_low is None else 1 - self.epsilon_low, 1 + self.epsilon_high
+        lower = 0.0 if self.epsilon_low is None else 1 - self.epsilon_low
+        return lower, 1 + self.epsilon_high
 
     def clip(self, ratio: str) -> str:
+        """Return the clipped ratio in the notation of `equation`."""
         low = "0" if self.epsilon_low is None else f"1 - {self.epsilon_low:g}"
         return f"clip({ratio}, {low}, 1 + {self.epsilon_high:g})"
 
     def surrogate(
         self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ratio, (lower, upper) = log_ratio.exp(), self.bounds
+        ratio = log_ratio.exp()
+        lower, upper = self.bounds
         losses = -(ratio * advantages).minimum(ratio.clamp(lower, upper) * advantages)
         # A ratio equal to a bound keeps its gradient, as in autograd of minimum and clamp.
         passes = ((advantages > 0) & (ratio <= upper)) | (~(advantages > 0) & (ratio >= lower))
@@ -111,9 +113,9 @@ class Grpo(_Clipped):
         self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor]:
         low, high = super().cuts(low, high, ratio, advantages)
-        return low, high if self.dual_clip is None else high | (
-            (advantages < 0) & (ratio > self.dual_clip)
-        )
+        if self.dual_clip is None:
+            return low, high
+        return low, high | ((advantages < 0) & (ratio > self.dual_clip))
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,15 @@ class Cispo(_Clipped):
         None,
         least=1e-9,
         most=0.999,
-        help="Lower bound of the weight: a ratio below 1 - epsilon_low counts as that (0 < "
-        "epsilon_low < 1); null: none, the paper's.",
+        help="Lower bound of the weight: a smaller ratio weighs 1 - epsilon_low (0 < "
+        "epsilon_low < 1); null: no bound, as in the paper.",
     )
     epsilon_high: float = parameter(
         4.0,
         least=1e-9,
         most=1e9,
-        help="Upper bound of the weight: a ratio above 1 + epsilon_high counts as that (> 0). 4 "
-        "is ScaleRL's cap of 5 (2510.13786).",
+        help="Upper bound of the weight: a larger ratio weighs 1 + epsilon_high (> 0). 4 "
+        "gives ScaleRL's cap of 5 (arXiv 2510.13786).",
     )
 
     slope_of: ClassVar[str] = "log_prob"
@@ -186,20 +188,21 @@ class Cispo(_Clipped):
 
 @dataclass(frozen=True)
 class Sapo(Family):
-    """SAPO: a soft gate in the place of the clip (arXiv 2511.20347)."""
+    """SAPO: a soft gate in place of the clip (arXiv 2511.20347)."""
 
     temperature_positive: float = parameter(
         1.0,
         least=1e-6,
         most=1e6,
-        help="How fast the gate closes beside a ratio of 1 where the advantage is positive (> 0).",
+        help="How fast the gate closes as the ratio leaves 1, where the advantage is positive "
+        "(> 0).",
     )
     temperature_negative: float = parameter(
         1.05,
         least=1e-6,
         most=1e6,
-        help="The same where it is negative: a little faster, as these updates are the less stable "
-        "ones.",
+        help="How fast the gate closes where the advantage is negative (> 0): a little faster, "
+        "since these updates are less stable.",
     )
 
     silent_without_advantage: ClassVar[bool] = True
@@ -231,15 +234,15 @@ class Gmpo(Family):
         0.4,
         least=1e-9,
         most=20,
-        help="Lower clip of a token's log-ratio (> 0): where the advantage is negative, one below "
-        "-epsilon_low counts as that.",
+        help="Lower clip of a token's log-ratio (> 0): where the advantage is negative, a smaller "
+        "one is raised to -epsilon_low.",
     )
     epsilon_high: float = parameter(
         0.4,
         least=1e-9,
         most=20,
-        help="Upper clip of a token's log-ratio (> 0): where the advantage is positive, one above "
-        "epsilon_high counts as that.",
+        help="Upper clip of a token's log-ratio (> 0): where the advantage is positive, a larger "
+        "one is lowered to epsilon_high.",
     )
 
     scope: ClassVar[str] = "document"
@@ -274,8 +277,8 @@ class Gmpo(Family):
 class Dppo(Family):
     """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879).
 
-    With divergence=binary_kl, bounds of 0.05 are usual: the configuration has them as defaults, and
-    in Python they are to be given.
+    With divergence=binary_kl, bounds of 0.05 are usual. The configuration has them as defaults
+    then; in Python, pass them.
     """
 
     delta_low: float = parameter(
@@ -298,7 +301,8 @@ class Dppo(Family):
         20.0,
         least=1e-6,
         most=1e9,
-        help="The most that a ratio weighs. verl 0.9.1 ships 3; prime-rl and SkyRL have no cap.",
+        help="Upper bound of the ratio that weighs a token (> 0). verl 0.9.1 ships 3; prime-rl and "
+        "SkyRL have no cap.",
     )
     divergence: Divergence = parameter(
         Divergence.total_variation,
@@ -314,7 +318,8 @@ class Dppo(Family):
 
     @property
     def equation(self) -> str:
-        low, high = f"{self.delta_low:g}", f"{self.delta_high:g}"
+        low = f"{self.delta_low:g}"
+        high = f"{self.delta_high:g}"
         kept = f"0 where exp(p_t) - exp(o_t) < -{low} and A_t < 0, or > {high} and A_t > 0"
         if self.divergence == "binary_kl":
             kept = (
@@ -350,10 +355,11 @@ class Dppo(Family):
         self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         if self.divergence == "binary_kl":
-            # The log-ratio is clamped as everywhere, here and below. A probability may lie above 1
-            # by rounding.
+            # The ratio is that of the clamped log-ratio, here and below. The clamp at 0 is for
+            # probabilities that rounding has put above 1.
             old_log_probs = log_probs - ratio.log()
-            others, old_others = (-x.expm1().clamp(max=0.0) for x in (log_probs, old_log_probs))
+            others = -log_probs.expm1().clamp(max=0.0)
+            old_others = -old_log_probs.expm1().clamp(max=0.0)
             of_others = old_others * ((old_others + 1e-8) / (others + 1e-8)).log()
             moved = of_others - old_log_probs.exp() * ratio.log()
             return (moved > self.delta_low) & (ratio < 1), (moved > self.delta_high) & (ratio > 1)
@@ -371,25 +377,25 @@ class Vespo(Family):
         least=0,
         most=1e3,
         help="The weight is W^power exp(decay (1 - W)) with W the product of the document's "
-        "ratios. Its power where A >= 0.",
+        "ratios. This is the power where A >= 0.",
     )
     decay_positive: float = parameter(
         3.0,
         least=0,
         most=1e3,
-        help="Its decay where A >= 0.",
+        help="Decay of that weight where A >= 0.",
     )
     power_negative: float = parameter(
         3.0,
         least=0,
         most=1e3,
-        help="Its power where A < 0.",
+        help="Power of that weight where A < 0.",
     )
     decay_negative: float = parameter(
         2.0,
         least=0,
         most=1e3,
-        help="Its decay where A < 0.",
+        help="Decay of that weight where A < 0.",
     )
 
     scope: ClassVar[str] = "document_sum"
@@ -437,10 +443,8 @@ class Kimi(Family):
     def surrogate(
         self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return (
-            self.tau / 2 * log_ratio * log_ratio - advantages * log_probs,
-            self.tau * log_ratio - advantages,
-        )
+        losses = self.tau / 2 * log_ratio * log_ratio - advantages * log_probs
+        return losses, self.tau * log_ratio - advantages
 
 
 @dataclass(frozen=True)
@@ -464,20 +468,21 @@ class Reinforce(Family):
 
 _ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
 FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
-"""Name -> family, as `loss=` has them."""
+"""Name in `loss=` -> family."""
 
 
 def family_of(loss: str | Family, **parameters: float | None) -> Family:
-    """The family of a name, with the paper's values for what is None, or the object that was given.
+    """Return the family of this name, or the object itself.
 
-    Raises ValueError for an unknown name, for a parameter that the family does not have, and beside
-    an object.
+    parameters: those of the family; None for the paper's value.
+    Raises ValueError for an unknown name, for a parameter that the family does not have, and for
+    parameters next to an object.
     """
     parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
-        if names := ", ".join(parameters):
+        if parameters:
             raise ValueError(
-                f"{names} beside a family object: its parameters belong to it, "
+                f"{', '.join(parameters)} beside a family object: its parameters belong to it, "
                 f"{type(loss).__name__}(...)"
             )
         return loss

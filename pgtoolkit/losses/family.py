@@ -54,7 +54,9 @@ def parameter(
     default_if: tuple[str, Any] | None = None,
     **declared: Any,
 ) -> Any:
-    """Declare a parameter of a family or a correction: a dataclass field and a key of its option.
+    """Declare a parameter of a family or a correction.
+
+    It is a field of the dataclass, and a key of the option in the configuration.
 
     help: its meaning, in sentences.
     least, most: the range of a number, both ends included.
@@ -70,20 +72,22 @@ def parameter(
 
 
 def check_parameters(declared: Declared) -> None:
-    """Raise ValueError unless each field of a family or correction is in its range or its names."""
+    """Raise ValueError for a field of a family or correction beyond its range or its names."""
     for attribute in fields(declared):
         value = getattr(declared, attribute.name)
         if isinstance(attribute.default, StrEnum):
             check_name(attribute.name, value, tuple(type(attribute.default)))
-        elif "range" in attribute.metadata and not (
-            value is None and "None" in str(attribute.type)
-        ):
-            least, most = attribute.metadata["range"]
-            if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
-                raise ValueError(
-                    f"{attribute.name} needs a number from {least:g} to {most:g} (got "
-                    f"{shown(value)})"
-                )
+            continue
+        may_be_none = "None" in str(attribute.type)
+        if "range" not in attribute.metadata or (value is None and may_be_none):
+            continue
+        lowest, highest = attribute.metadata["range"]
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not lowest <= value <= highest:
+            raise ValueError(
+                f"{attribute.name} needs a number from {lowest:g} to {highest:g} (got "
+                f"{shown(value)})"
+            )
 
 
 @dataclass(frozen=True)
@@ -198,13 +202,14 @@ def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def configured(group: Any, classes: dict[str, type[Kind]]) -> Kind | None:
-    """Return the family or correction that the keys of a group describe; None for `none`.
+    """Return the family or correction that a group of the configuration describes.
 
-    group: of the configuration, with a name and the fields of a class as keys.
+    group: has a name, and the fields of the class of this name as keys.
     classes: the families or corrections by name.
+    Returns None for a name that is not among them, such as `none`.
     """
-    described = classes.get(group.name)
-    if described is None:
+    kind = classes.get(group.name)
+    if kind is None:
         return None
-    values = {field.name: getattr(group, field.name) for field in fields(described)}
-    return described(**values)
+    values = {field.name: getattr(group, field.name) for field in fields(kind)}
+    return kind(**values)

@@ -1,11 +1,14 @@
 """The penalty on a policy's distance from a frozen reference: a further term of each token's loss.
 
 p is the log-prob of a token under the policy in training, f under the reference, o under the policy
-that sampled it; p_v and f_v are those of each token v of the vocabulary that could stand there.
-k1's gradient has mean 0 on the policy's own samples; k3 is GRPO's (arXiv 2402.03300, equation 4),
-k3_ratio unbiased also off the policy (DeepSeek-V3.2, arXiv 2512.02556), and the full ones are for
-distillation (arXiv 2306.13649). No torch is imported here, so that `pgtk check` may read equations;
-tensors bring their methods.
+that sampled it. p_v and f_v are the log-probs of each token v of the vocabulary in its place.
+
+The gradient of k1 has mean 0 on the policy's own samples. k3 is GRPO's (arXiv 2402.03300, equation
+4). k3_ratio is unbiased also on samples of another policy (DeepSeek-V3.2, arXiv 2512.02556). The
+full kinds are for distillation (arXiv 2306.13649).
+
+No torch is imported here, so that `pgtk check` reads equations without it; tensors bring their
+methods.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ KINDS = tuple(kind for kind in _EQUATIONS if kind not in FULL_KINDS)
 """Kinds that need only the log-prob of the label under the reference."""
 
 REWARD_KINDS = ("k1", "k2", "k3")
-"""Kinds that can be taken off a reward, since they do not depend on the new log-probs."""
+"""Kinds that can be subtracted from a reward: with o in place of p, no new log-probs are needed."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class KL:
         return self.kind == "k3_ratio"
 
     def of_samples(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return (N,), coefficient times the term of each token with o - f in the place of p - f.
+        """Return (N,), coefficient times the term of each token with o in place of p.
 
-        It is the term under the policy that has sampled the token, for REWARD_KINDS.
+        This is the term under the policy that sampled the token. It exists for REWARD_KINDS.
         """
         distance = old_log_probs - ref_log_probs
         return self.coefficient * self.terms(distance, distance * 0)[0]
