@@ -32,12 +32,12 @@ class Key:
     """The annotation, such as `int | None`."""
     names: tuple[str, ...] = ()
     """The names that the value is one of; empty for a key of another type."""
-    default: Any = field(default=None, compare=False)  # lists cannot be hashed
-    """Plain, computed from other keys (`defaults.Computed`), or REQUIRED."""
+    default: object = field(default=None, compare=False)  # A list could not be hashed.
+    """A plain value, one computed from other keys (`defaults.Computed`), or REQUIRED."""
     help: str = ""
     """What the key means, in sentences: the comment in conf/ and the text of `pgtk explain`."""
     range: tuple[float, float] | None = None
-    """The least and the largest number, both allowed."""
+    """The smallest and the largest number, both allowed."""
     learns: bool | str = True
     """Whether runs with different values learn differently, or the condition under which they do.
     The value is then part of a job's digest, and a difference in `pgtk compare`."""
@@ -52,8 +52,8 @@ class Key:
     """The condition without which the key has no effect: any value but the default is refused
     then."""
     use: str = ""
-    """What to type for `only_if` to hold, where that is not the condition itself. It has as many
-    parts as the condition, joined by ` and `."""
+    """The overrides that make `only_if` hold, where they are not the condition itself. They are
+    joined by ` and `, one for each part of the condition."""
     why: str = ""
     """The reason for that refusal, if it is more than that the key has no effect."""
     reads: Literal["data", "model", "reference"] | None = None
@@ -99,24 +99,28 @@ class Key:
 class Option:
     """An option of a group, which `loss=gspo` chooses.
 
-    schema: the dataclass of its keys. help: what it is, in sentences. base: the option of the same
-    group whose values it takes. changes: the values that differ from those, by key.
+    schema: the dataclass of its keys.
+    help: its meaning, in sentences.
+    base: the option of the same group whose values it takes.
+    changes: the values that differ from those, by key.
     """
 
     schema: type
     help: str
     base: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The declaration of a group as a whole."""
+    """The declaration of a group.
+
+    default: the option that is chosen by default.
+    help: what the group decides, in sentences.
+    """
 
     default: str
-    """The option that is chosen by default."""
     help: str
-    """What the group decides, in words."""
 
 
 class Needs(TypedDict, total=False):
@@ -142,21 +146,22 @@ class Declared(Refusal, total=False):
     evaluate: Literal["run", "model", "kept"]
 
 
-def key(*, least: float | None = None, most: float | None = None, **declared: Any) -> Any:
+def key(*, least: float | None = None, most: float | None = None, **declared: object) -> Any:
     """Declare the field of a key in a schema.
 
     least, most: the range of a number, both included. It is wide enough for everything that anybody
-    may want, so that a number beyond it is a slip. declared: see `Key`.
+        may want, so that a number beyond it is a slip.
+    declared: other attributes of `Key`.
     """
     if least is not None:
         declared["range"] = (least, most)
     return field(metadata=declared)
 
 
-def group(*, default: str, help: str, **declared: Any) -> Any:
+def group(*, default: str, help: str, **declared: object) -> Any:
     """Declare the field of a group in `Config`.
 
-    declared: see `Key`; it holds for those keys of the group that do not declare it themselves.
+    declared: attributes of `Key`, for those keys of the group that do not declare them.
     """
     return field(metadata={"group": Group(default, help), **declared})
 
@@ -164,8 +169,8 @@ def group(*, default: str, help: str, **declared: Any) -> Any:
 def holds(condition: str, config: object) -> bool:
     """Return whether a condition holds in a configuration, see `value_of`.
 
-    It is `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several of them joined by ` and ` and ` or
-    `, of which ` and ` binds more tightly.
+    A condition is `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several of these joined by ` and `
+    and ` or `, of which ` and ` binds more tightly.
     """
     return any(
         all(_holds(single, config) for single in alternative.split(" and "))
@@ -187,10 +192,9 @@ def parts(condition: str) -> tuple[str, str, str]:
 
 
 def value_of(config: object, name: str) -> Any:
-    """Return the value of a key, or of a group, in a configuration; None where there is no such
-    key.
+    """Return the value of a key or of a group in a configuration; None where there is none.
 
-    config: an object, nested dictionaries, or one dictionary by dotted keys.
+    config: an object, nested dictionaries, or a single dictionary by dotted keys.
     """
     is_flat = isinstance(config, Mapping) and name in config
     for part in [name] if is_flat else name.split("."):
@@ -198,13 +202,13 @@ def value_of(config: object, name: str) -> Any:
     return config
 
 
-def with_values(config: Values, values: Mapping[str, Any]) -> Values:
-    """Return a configuration that is an object, with other values of some keys or groups.
+def with_values(config: Values, values: Mapping[str, object]) -> Values:
+    """Return a copy of a configuration in which some keys or groups have other values.
 
-    values: by the name of a key, or of a whole group.
+    values: by the name of a key or of a group.
     """
-    leaves_by_group: dict[str, dict[str, Any]] = {}
-    groups: dict[str, Any] = {}
+    leaves_by_group: dict[str, dict[str, object]] = {}
+    groups: dict[str, object] = {}
     for name, value in values.items():
         group_name, _, leaf = name.partition(".")
         if leaf:
@@ -219,6 +223,7 @@ def with_values(config: Values, values: Mapping[str, Any]) -> Values:
 
 
 def _holds(single: str, config: object) -> bool:
+    """Return whether a condition on a single key holds."""
     name, operator, expected = parts(single)
     value = value_of(config, name)
     if operator == ">":

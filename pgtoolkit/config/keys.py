@@ -1,5 +1,4 @@
-"""The table of all keys, as the schema declares them, and what follows from it for a
-configuration."""
+"""The table of all keys, made from the schema, and questions about keys that it answers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,10 @@ from pgtoolkit.system.report import Report, is_number, is_whole, text
 
 
 def _declared() -> Iterator[Key]:
-    """Yield every key; what a group declares holds for its keys, unless they declare it."""
+    """Yield every key of the schema.
+
+    The attributes that a group declares hold for those of its keys that do not declare them.
+    """
     for group in fields(Config):
         of_group = {name: value for name, value in group.metadata.items() if name != "group"}
         if group.name not in OPTIONS:
@@ -53,12 +55,14 @@ KEYS = tuple(_declared())
 """Every key of every option, with its declaration."""
 
 OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
-"""Group -> the key that names its option, of those groups that have one."""
+"""Group -> the key that names its option, for the groups that have such a key."""
 
 OWN_CODE = {key.group: key for key in KEYS if key.stands_for}
 """Group -> the key that a dotted path in the place of the group's options sets."""
 
-_NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
+_KEYS_BY_NAME = {
+    name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}
+}
 
 
 def keys_of(config: object) -> Iterator[Key]:
@@ -67,6 +71,7 @@ def keys_of(config: object) -> Iterator[Key]:
 
 
 def _of_chosen_options(keys: Sequence[Key], config: object) -> Iterator[Key]:
+    """Return those keys whose option the configuration has chosen."""
     groups = {key.group for key in keys if "/" in key.schema}
     chosen = {
         f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups
@@ -75,27 +80,28 @@ def _of_chosen_options(keys: Sequence[Key], config: object) -> Iterator[Key]:
 
 
 def is_own_code(group: str, name: object) -> bool:
-    """Return whether a name in the place of a group's option is the dotted path of the user's own
-    code."""
+    """Return whether a name that stands for an option is the dotted path of the user's own code."""
     return group in OWN_CODE and isinstance(name, str) and is_dotted_path(name)
 
 
 def option_called(group: str, name: object) -> object:
-    """Return the option that a name stands for: the name itself, or for the dotted path of own code
-    the option that takes it."""
+    """Return the option that a name stands for.
+
+    It is the name itself, or the option for own code if the name is a dotted path.
+    """
     return OWN_CODE[group].stands_for if is_own_code(group, name) else name
 
 
 def key_named(name: str, config: object) -> Key | None:
     """Return the key of this name in a configuration; None where there is none.
 
-    name: also of an entry of a free-form key, for that key, or of a group, for the key of its
-        option.
+    The name of an entry of a free-form key gives that key, and the name of a group gives the key of
+    its option.
     """
     name = OPTION_KEYS.get(name, name)
-    if name not in _NAMED:
+    if name not in _KEYS_BY_NAME:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
-    return next(_of_chosen_options(_NAMED.get(name, ()), config), None)
+    return next(_of_chosen_options(_KEYS_BY_NAME.get(name, ()), config), None)
 
 
 def existing_key(name: str, config: object) -> Key:
@@ -128,10 +134,10 @@ def changes_learning(name: str, config: object) -> bool:
 
 
 def evaluated_keys(source: str) -> list[str]:
-    """Return the keys that `pgtk evaluate` takes on the command line, as a group if it takes all
-    keys of the group.
+    """Return the keys that `pgtk evaluate` takes on the command line.
 
-    source: "run" or "model", what is evaluated.
+    A group stands for its keys if `pgtk evaluate` takes all of them.
+    source: "run" or "model", whichever is evaluated.
     """
     taken = [key for key in KEYS if key.evaluate in ("run", source)]
     groups_with_others = {key.group for key in KEYS if key not in taken}
@@ -153,7 +159,7 @@ _TYPES = {
     "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
     "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
 }
-"""Annotation of a key -> the type in words, and a function that tells whether a value has it."""
+"""Annotation of a key -> (the type in words, the test whether a value has it)."""
 
 
 def _is_list_of(kind: type, value: object) -> bool:
@@ -169,7 +175,7 @@ def values_in_words(key: Key) -> str:
     return f"{words} or null" if optional else words
 
 
-def has_type(key: Key, value: Any) -> bool:
+def has_type(key: Key, value: object) -> bool:
     """Return whether a value is of the type of a key."""
     kind, _, optional = key.type.partition(" | ")
     if value is None:
@@ -185,7 +191,10 @@ def fits(key: Key, value: Any) -> bool:
 
 
 def shown(name: str) -> str:
-    """Return the name under which a key is typed: the group, for the key that names its option."""
+    """Return the name under which the user types a key.
+
+    For the key that names the option of a group, it is the group.
+    """
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
 
@@ -202,8 +211,7 @@ def in_words(condition: str) -> str:
 def default(config: object, key: str, choices: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Return the default of a key in this configuration; None for a key without one.
 
-    choices: the option of each group that was chosen by name, since the values do not always show
-    it.
+    choices: group -> the option that was chosen by name, since the values do not always show it.
     """
     group, _, leaf = key.rpartition(".")
     declared = option_values(group, _chosen(config, group, choices)).get(leaf)
@@ -216,10 +224,14 @@ def help_of(config: object, key: str, choices: Mapping[str, str]) -> str:
     """Return what a key of the chosen option means; empty if there is no such key."""
     group = key.rpartition(".")[0]
     option = _chosen(config, group, choices)
-    return next((known.help for known in _NAMED.get(key, ()) if _belongs(known, option)), "")
+    for candidate in _KEYS_BY_NAME.get(key, ()):
+        if _belongs(candidate, option):
+            return candidate.help
+    return ""
 
 
 def _belongs(key: Key, option: str | None) -> bool:
+    """Return whether an option of the key's group has the key."""
     return "/" not in key.schema or key.schema.partition("/")[2] == option
 
 
@@ -250,16 +262,21 @@ def group_help(group: str) -> str:
 
 
 def option_help(group: str, name: str) -> str:
-    """Return what an option is, in sentences; for an experiment the comment at the top of its
-    file."""
+    """Return what an option is, in sentences.
+
+    For an experiment, it is the comment at the top of its file.
+    """
     if group in OPTIONS:
         return OPTIONS[group][name].help
     return leading_comment(config_directory() / group / f"{name}.yaml")
 
 
 def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | None:
-    """Return the chosen option of a group; for an option of the user's the one that its values
-    name, or the default. Returns None for a group that is not in the schema."""
+    """Return the chosen option of a group; None for a group that is not in the schema.
+
+    Where the user has chosen an option file of their own, it is the option that its values name, or
+    the default.
+    """
     if group not in OPTIONS:
         return None
     names = [choices.get(group)]
@@ -274,29 +291,32 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
 
     group: the only group to be checked; empty for all.
     """
-    refused_options = set()  # groups; the keys of a refused option need no refusal of their own
+    # The keys of a refused option need no refusal of their own.
+    groups_refused: set[str] = set()
     for key in keys_of(c):
-        is_checked = group in ("", key.group) and key.group not in refused_options
+        is_checked = group in ("", key.group) and key.group not in groups_refused
         if not is_checked or not key.only_if or holds(key.only_if, c):
             continue
         default_value = default_options()[key.group] if key.option else report.usual(key.name)
         if value_of(c, key.name) in (default_value, None):
             continue
         if key.option:
-            refused_options.add(key.group)
+            groups_refused.add(key.group)
         _refuse_ignored(c, report, key, default_value)
 
 
-def _refuse_ignored(c: Config, report: Report, key: Key, default_value: Any) -> None:
-    """Refuse a value whose condition does not hold, and name the first part of the condition that
-    fails."""
+def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) -> None:
+    """Refuse a value whose condition does not hold.
+
+    The refusal names the first part of the condition that fails.
+    """
     conditions = singles(key.only_if)
-    number = next(i for i, single in enumerate(conditions) if not holds(single, c))
-    failing = conditions[number]
+    place = next(i for i, single in enumerate(conditions) if not holds(single, c))
+    failing = conditions[place]
     decisive = parts(failing)[0]
     got = text(value_of(c, decisive))
     remedies = key.use.split(" and ") if key.use else []
-    use = remedies[number] if number < len(remedies) else in_words(failing)
+    use = remedies[place] if place < len(remedies) else in_words(failing)
     if key.stands_for:
         use = f"{key.group}={value_of(c, key.name)}"
     name = shown(key.name)

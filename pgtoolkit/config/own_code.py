@@ -1,15 +1,14 @@
-"""The user's own code as an option, as in `loss=my_module.MyFamily`: which keys it sets, and how it
-is shown.
+"""The user's own code as an option, as in `loss=my_module.MyFamily`.
 
 Such a path chooses the option for own code, and is the value of one of its keys, see
 `Key.stands_for`. Keys that this option does not have are parameters of the class: `loss.tau=0.3`
-means `loss.options.tau=0.3`. A saved configuration has this long form; the short one is shown.
+means `loss.options.tau=0.3`. A saved configuration has the long form; users type and see the short
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import (
@@ -31,10 +30,9 @@ PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in O
 
 
 def parameter_key(name: str, config: object) -> str:
-    """Return the key that sets a parameter of own code, `loss.options.tau` for `loss.tau`; returns
-    other names unchanged.
+    """Return the key that sets a parameter of own code: `loss.options.tau` for `loss.tau`.
 
-    config: with the chosen options, see `value_of`.
+    Other names are returned unchanged. config: with the chosen options, see `value_of`.
     """
     group, _, leaf = name.partition(".")
     is_parameter = leaf and group in PARAMETERS and key_named(name, config) is None
@@ -43,9 +41,8 @@ def parameter_key(name: str, config: object) -> str:
     return name
 
 
-def keys_set(name: str, value: Any) -> Iterator[str]:
-    """Yield the keys that an override gives values to, by the same names however they were
-    typed."""
+def keys_set(name: str, value: object) -> Iterator[str]:
+    """Yield the keys that an override sets, by the same names in whichever form it was typed."""
     if is_own_code(name, value):
         yield OWN_CODE[name].name
     for key, _ in leaves({name: value}):
@@ -53,7 +50,7 @@ def keys_set(name: str, value: Any) -> Iterator[str]:
 
 
 def chosen(config: object, group: str) -> str:
-    """Return the option of a group in the form that is typed: the path of own code, or a name."""
+    """Return the chosen option of a group as the user types it: a name, or the path of own code."""
     option = plain_value(config, OPTION_KEYS[group])
     key = OWN_CODE.get(group)
     path = value_of(config, key.name) if key is not None and option == key.stands_for else None
@@ -66,11 +63,11 @@ def family_of_config(config: Config) -> Family | None:
 
 
 def typed_key(name: str, config: object) -> str:
-    """Return the name under which a key is typed: the group, for the path of own code that chooses
-    its option.
+    """Return the name under which the user types a key.
 
-    `aggregation.reducer` may also be set with an option such as `aggregation=prompt_mean`, and is
-    typed as a key then.
+    For the path of own code that chooses the option of a group, it is the group. But
+    `aggregation.reducer` may also be set next to an option such as `aggregation=prompt_mean`, and
+    is typed as a key then.
     """
     group = name.partition(".")[0]
     is_option = (
@@ -81,19 +78,22 @@ def typed_key(name: str, config: object) -> str:
     return group if is_option else name
 
 
-def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys as they are typed: own code as the option of its group, its
-    parameters as keys of the group."""
-    typed = {}
-    hidden = set()
-    options = {}
+def as_typed(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values by dotted keys as the user types them.
+
+    The path of own code becomes the option of its group, and its parameters keys of the group.
+    """
+    typed: dict[str, object] = {}
+    hidden: set[str] = set()
+    options: dict[str, str] = {}
     for group, key in OWN_CODE.items():
         option = OPTION_KEYS[group]
         if option in values and chosen(values, group) != values[option]:
             options[option] = chosen(values, group)
             hidden.add(key.name)
     for name, value in values.items():
-        if name not in hidden and not (name in PARAMETERS.values() and value in ({}, None)):
+        has_no_parameters = name in PARAMETERS.values() and value in ({}, None)
+        if name not in hidden and not has_no_parameters:
             typed[short_name(name)] = options.get(name, value)
     return typed
 

@@ -1,5 +1,4 @@
-"""A saved configuration: read back with its types, and the keys of it that a resumed run cannot
-change."""
+"""Saved configurations: reading them with their types, and the keys that a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -32,33 +31,34 @@ def saved_config(run_dir: Path) -> Config:
     Raises ConfigError where there is none, or an unknown one.
     """
     if not os.path.lexists(run_dir / "config.yaml"):
-        from pgtoolkit.runs.find import not_a_run  # which loads NumPy
+        from pgtoolkit.runs.find import not_a_run  # Here, since it loads NumPy.
 
         raise not_a_run(f"pgtk resume {run_dir}", run_dir, "a run directory")
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
-    # Paths are made absolute, so that they compare with paths that are typed now.
+    # Paths are made absolute, so that they can be compared with paths that are typed now.
     return with_values(absolute_paths(config), {"trainer.accept_changed_data": False})
 
 
-def typed(values: dict, file: str) -> Config:
-    """Return the configuration whose values were saved in a file, as `plain_config` made them.
+def typed(values: dict[str, Any], file: str) -> Config:
+    """Return the configuration that was saved in a file.
+
+    values: of the file, as `plain_config` made them.
 
     Keys that were added after the file was written get their defaults, with a note. Raises
     ConfigError for keys and values that do not fit the schema.
     """
     try:
         values = _completed(values, file)
-        groups: dict[str, Any] = {}
+        groups = _group_names()
+        typed_values: dict[str, Any] = {}
         for field in fields(Config):
-            if field.name in {schema.partition("/")[0] for schema in SCHEMAS}:
-                groups[field.name] = _schema_of(field.name, values)(
-                    **_leaves_of_group(field.name, values)
-                )
+            name = field.name
+            if name in groups:
+                schema = _schema_of(name, values)
+                typed_values[name] = schema(**_typed_values_of_group(name, values))
             else:
-                groups[field.name] = _with_type(
-                    existing_key(field.name, values), values[field.name]
-                )
-        return Config(**groups)
+                typed_values[name] = _with_type(existing_key(name, values), values[name])
+        return Config(**typed_values)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(
@@ -67,7 +67,12 @@ def typed(values: dict, file: str) -> Config:
         ) from error
 
 
-def _schema_of(group: str, values: dict) -> type:
+def _group_names() -> list[str]:
+    """Return the groups of the schema, each once, in its order."""
+    return list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
+
+
+def _schema_of(group: str, values: dict[str, Any]) -> type:
     """Return the class of a group's keys.
 
     Raises KeyError for an unknown option, and for a group that is missing.
@@ -75,46 +80,45 @@ def _schema_of(group: str, values: dict) -> type:
     return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
 
 
-def _completed(values: dict, file: str) -> dict:
-    """Return the values with the defaults of keys that were added since.
+def _completed(values: dict[str, Any], file: str) -> dict[str, Any]:
+    """Return the values with the defaults of keys that were added after the file was written.
 
     Raises KeyError for any other key that is missing.
     """
-    groups = dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS)
+    groups = _group_names()
     complete = values | {group: dict(values.get(group, {})) for group in groups}
-    lacking = []
-    for group in groups:
-        lacking += [
-            f"{group}.{field.name}"
-            for field in fields(_schema_of(group, values))
-            if field.name not in complete[group]
-        ]
-    for name in sorted(lacking):
+    missing = sorted(
+        f"{group}.{field.name}"
+        for group in groups
+        for field in fields(_schema_of(group, values))
+        if field.name not in complete[group]
+    )
+    for name in missing:
         if not existing_key(name, complete).added:
             raise KeyError(name)
         group, _, leaf = name.partition(".")
         complete[group][leaf] = default(complete, name)
-    if lacking:
-        holds_now = ", ".join(
-            f"{name}={text(value_of(complete, name))}" for name in sorted(lacking)
-        )
-        say(f"note: {file} is older than these keys, whose defaults hold: {holds_now}", error=True)
+    if missing:
+        defaults = ", ".join(f"{name}={text(value_of(complete, name))}" for name in missing)
+        say(f"note: {file} is older than these keys, whose defaults hold: {defaults}", error=True)
     return complete
 
 
-def _leaves_of_group(group: str, values: dict) -> dict[str, Any]:
-    """Return the values of a group by their keys; raises ValueError for a key that its schema does
-    not have."""
+def _typed_values_of_group(group: str, values: dict[str, Any]) -> dict[str, object]:
+    """Return the values of a group by their keys, in the types of these.
+
+    Raises ValueError for a key that the schema of the group does not have.
+    """
     known = {field.name for field in fields(_schema_of(group, values))}
     unknown = [leaf for leaf in values[group] if leaf not in known]
     if unknown:
         raise ValueError(f"it has the unknown key '{group}.{unknown[0]}'")
-    names = {leaf: existing_key(f"{group}.{leaf}", values) for leaf in known}
-    return {leaf: _with_type(names[leaf], value) for leaf, value in values[group].items()}
+    keys = {leaf: existing_key(f"{group}.{leaf}", values) for leaf in known}
+    return {leaf: _with_type(keys[leaf], value) for leaf, value in values[group].items()}
 
 
-def _with_type(key: Key, value: Any) -> Any:
-    """Return a value in the type of its key; raises ValueError where it has another one."""
+def _with_type(key: Key, value: object) -> object:
+    """Return a value in the type of its key; raises ValueError where it has no such value."""
     kind = key.type.partition(" | ")[0]
     if key.names and value in key.names:
         return key.names[key.names.index(value)]
@@ -135,8 +139,10 @@ def fixed_keys(config: object) -> Iterator[Key]:
 
 
 def record_of(config: object) -> dict[str, Any]:
-    """Return what a checkpoint keeps of its configuration: the values of the fixed keys, and of the
-    keys in their conditions."""
+    """Return the part of its configuration that a checkpoint keeps.
+
+    It has the values of the fixed keys, and of the keys in their conditions.
+    """
     names = set()
     for key in fixed_keys(config):
         names.add(key.name)
@@ -146,11 +152,11 @@ def record_of(config: object) -> dict[str, Any]:
 
 
 def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) of each fixed key whose value differs when a run of the configuration
-    `before` is continued as `now`.
+    """Yield (key, problem) of each fixed key whose value would change in a resumed run.
 
-    before, now: see `value_of`. movable: keys whose files may lie elsewhere now, since their
-    contents are known. Of a group of which another option is chosen, only the group is named.
+    Where another option of a group is chosen, only the group is named.
+    before, now: the configurations of the run and of its continuation, see `value_of`.
+    movable: keys whose files may lie elsewhere now, since their contents are known.
     """
     changed_groups = set()
     for key in fixed_keys(before):
@@ -173,7 +179,7 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
 
 
 def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
-    """Return the key with its value; of a free-form key, its entries with theirs."""
+    """Return the name of the key with its value; for a free-form key, those of its entries."""
     value = plain_value(config, key.name)
     if key.free:
         return leaves({key.name: value}) if value else []

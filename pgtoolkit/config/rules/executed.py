@@ -1,5 +1,8 @@
-"""Rules on the programs, folders and addresses that a run's file names, and the lines that are
-printed before a start."""
+"""Rules on what a run's file makes a command execute, write and send.
+
+A file that somebody else wrote may name programs, folders and addresses. They have to be typed, or
+are printed before a start.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ from pgtoolkit.system.report import refusal, say, text
 def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str]:
     """Return a problem for each program that a run's file names and the user has not typed.
 
-    typed: keys with their values.
+    typed: the keys that were typed, with their values.
     """
     values = dict(pair for key, value in typed for pair in leaves({key: value}))
     problems = []
     for key, value in named_commands(config).items():
-        if "${" in str(values.get(key, "${")):  # a reference could stand for anything
+        # A reference in place of the value could stand for any program.
+        if key not in values or "${" in str(values[key]):
             problems.append(
                 refusal(
                     setting=f"{key}={text(value)}",
@@ -38,7 +42,7 @@ def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str
 
 
 def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[str]:
-    """Return a problem for each folder outside of a run's directory that its file has it write to.
+    """Return a problem for each folder outside of its directory that a run's file has it write to.
 
     typed: keys that were typed, which may name any folder.
     """
@@ -58,8 +62,7 @@ def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[st
 
 
 def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
-    """Return, by key, the folders outside of its directory that a run of this configuration writes
-    to."""
+    """Return key -> folder outside of the run's directory that the run writes to."""
     inside = run_dir.resolve()
     outside = {}
     for key in keys_of(config):
@@ -70,9 +73,8 @@ def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
 
 
 def named_commands(config: object) -> dict[str, Any]:
-    """Return, by key, the programs and arguments that a configuration names, except the
-    default's."""
-    named = {}
+    """Return key -> program with its arguments, for those that are not the default."""
+    named: dict[str, Any] = {}
     for key in keys_of(config):
         if key.code == "command":
             value = plain_value(config, key.name)
@@ -82,7 +84,7 @@ def named_commands(config: object) -> dict[str, Any]:
 
 
 def named_functions(config: object) -> dict[str, str]:
-    """Return, by key, the dotted paths of functions and classes that a configuration names."""
+    """Return key -> dotted path, for the functions and classes that a configuration names."""
     named: dict[str, Any] = {}
     for key in keys_of(config):
         if key.code == "function":
@@ -97,25 +99,27 @@ def named_functions(config: object) -> dict[str, str]:
 
 
 def before_start(config: Config) -> list[str]:
-    """Return the lines to print before a start: the code that is imported, and who gets
-    credentials."""
+    """Return the lines to print before a start.
+
+    They name the user's code that is imported, and the addresses that get credentials.
+    """
     return [*imports(config), *credentials(config)]
 
 
 def imports(*configs: Config) -> list[str]:
     """Return a line with the user's code that configurations name, and the keys that name it."""
-    paths: dict[str, dict[str, None]] = {}
+    # The keys of a dictionary are a set that keeps its order.
+    keys_by_path: dict[str, dict[str, None]] = {}
     for config in configs:
         for key, path in named_functions(config).items():
             if not path.startswith("pgtoolkit."):
-                paths.setdefault(path, {})[typed_key(key, config)] = None
-    imported = [f"{path} ({', '.join(keys)})" for path, keys in paths.items()]
+                keys_by_path.setdefault(path, {})[typed_key(key, config)] = None
+    imported = [f"{path} ({', '.join(keys)})" for path, keys in keys_by_path.items()]
     return [f"imports {', '.join(imported)}"] if imported else []
 
 
 def credentials(config: Config) -> list[str]:
-    """Return a line for each kind of credentials of this machine, with the addresses that get
-    them."""
+    """Return a line for each kind of credentials of this machine that the run sends somewhere."""
     lines = []
     tracking = config.tracking
     if tracking.name != "none" and tracking.uri is not None and is_server(tracking.uri):
@@ -134,7 +138,10 @@ def credentials(config: Config) -> list[str]:
 
 
 def announce(config: Config, before: set[str] | None = None) -> None:
-    """Print `before_start` of a run without the lines in `before`, and add those printed to it."""
+    """Print the lines of `before_start`.
+
+    before: lines that were printed, which are not repeated; new ones are added to it.
+    """
     lines = [line for line in before_start(config) if line not in (before or ())]
     for line in lines:
         say(f"note: {line}", error=True)
@@ -143,7 +150,10 @@ def announce(config: Config, before: set[str] | None = None) -> None:
 
 
 def address_not_typed(command: str, uri: str) -> str | None:
-    """Return the problem with sending credentials to an address that only a run's file names."""
+    """Return the problem of sending credentials to an address that only a run's file names.
+
+    Returns None if the user named the address, or there is nothing to send.
+    """
     is_in_environment = uri.rstrip("/") == os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
     names = mlflow_credentials()
     if not is_server(uri) or is_in_environment or not names:
@@ -158,14 +168,14 @@ def address_not_typed(command: str, uri: str) -> str | None:
 
 
 def is_server(uri: str | None) -> bool:
-    """Return whether a store is a server that is asked over the network."""
+    """Return whether a store is a server on the network."""
     return bool(uri) and "://" in uri and not uri.startswith("sqlite:")
 
 
 def mlflow_credentials() -> str:
-    """Return the names of MLflow's credentials on this machine, which it sends to any server.
+    """Return the names of the credentials on this machine that MLflow sends to any server.
 
-    Empty if there are none.
+    The text is empty if there are none.
     """
     names = [name for name in _MLFLOW_CREDENTIALS if os.environ.get(name)]
     file = Path.home() / ".mlflow" / "credentials"

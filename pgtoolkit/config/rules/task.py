@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pgtoolkit.config import schema_tasks as tasks
@@ -26,8 +27,10 @@ from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
 
-_KEYS = ("verifier", "weight", "pattern")
-_EXAMPLE = (
+_VERIFIER_KEYS = ("verifier", "weight", "pattern")
+"""The keys of an entry of task.verifiers."""
+
+_VERIFIERS_EXAMPLE = (
     "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, "
     "weight: 0.1}}'"
 )
@@ -58,10 +61,10 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
         if task.environment is not None:  # None is refused elsewhere
             reason = "It answers the policy, and scores conversations."
             importable(report, "task.environment", task.environment, reason)
-        _path(task, report)
+        _check_path(task, report)
     elif isinstance(task, tasks.PromptsTaskConfig):
-        _path(task, report)
-        groups, got = _groups(task.answer_pattern)
+        _check_path(task, report)
+        groups, got = _count_groups(task.answer_pattern)
         if task.answer_pattern is not None and groups != 1:
             report.refuse(
                 setting="task.answer_pattern",
@@ -70,13 +73,14 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
                 reason="What its group finds last is the answer.",
                 use="\"task.answer_pattern='#### (.*)'\"",
             )
-        if "math_verify" in _verifiers(task, report):
+        if "math_verify" in _check_verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
 
 
-def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report) -> None:
-    """Refuse a path where there is nothing, and keys for a data set on the hub with a file's
-    path."""
+def _check_path(
+    task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report
+) -> None:
+    """Refuse a path where there is nothing, and keys of the hub's data sets with a file's path."""
     if task.path is not None and tasks.is_data_set_name(task.path):
         installed(report, f"task.path={task.path}", "datasets", "datasets")
         return
@@ -92,20 +96,22 @@ def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: 
         )
 
 
-def _groups(pattern: str | None) -> tuple[int, str | None]:
-    """Return how many groups a pattern has, with the pattern; if it is invalid, 0 with its
-    error."""
+def _count_groups(pattern: str | None) -> tuple[int, str | None]:
+    """Return (the number of groups of a pattern, the pattern).
+
+    For an invalid pattern they are 0 and the pattern with its error.
+    """
     try:
         return re.compile(str(pattern)).groups, pattern
     except re.error as error:
         return 0, f"{pattern}: {error}"
 
 
-def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
-    """Refuse verifiers that cannot score; returns those that are used."""
+def _check_verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
+    """Refuse verifiers that cannot score; return the names of those that are used."""
     entries: dict[str, dict[str, Any]] = {}
     for name, entry in task.verifiers.items():
-        if _is_entry(name, entry, report):
+        if _check_entry(name, entry, report):
             entries[f"verifiers.{name}."] = entry
     if not task.verifiers and task.verifier is None:
         report.refuse(
@@ -113,17 +119,17 @@ def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
             needs="task.verifiers",
             got="none",
             reason="Completions need a score.",
-            use=f"task.verifier=exact_match or {_EXAMPLE}",
+            use=f"task.verifier=exact_match or {_VERIFIERS_EXAMPLE}",
         )
     elif not task.verifiers:
         entries = {"": {"verifier": task.verifier, "pattern": task.pattern}}
     for prefix, entry in entries.items():
-        _verifier(f"task.{prefix}", entry["verifier"], entry.get("pattern"), report)
+        _check_verifier(f"task.{prefix}", entry["verifier"], entry.get("pattern"), report)
     return {entry["verifier"] for entry in entries.values()}
 
 
-def _is_entry(name: str, entry: Any, report: Report) -> bool:
-    """Return whether an entry of task.verifiers has the right form."""
+def _check_entry(name: str, entry: object, report: Report) -> bool:
+    """Refuse an entry of task.verifiers that has not the right form; return whether it has."""
     key = f"task.verifiers.{name}"
     is_name = re.fullmatch(r"[A-Za-z]\w{0,39}", name) is not None
     if not is_name:
@@ -132,16 +138,19 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
             needs="a name of up to 40 letters, digits and '_', a letter first",
             got=name,
             reason="reward/NAME is its metric.",
-            use=_EXAMPLE,
+            use=_VERIFIERS_EXAMPLE,
         )
-    has_form = isinstance(entry, dict) and set(entry) <= set(_KEYS)
-    if not has_form or not isinstance(entry.get("verifier"), str):
+    if (
+        not isinstance(entry, dict)
+        or not set(entry) <= set(_VERIFIER_KEYS)
+        or not isinstance(entry.get("verifier"), str)
+    ):
         report.refuse(
             setting=key,
             needs="the keys verifier and, if need be, weight and pattern",
             got=entry,
-            reason="It says what scores, and how much.",
-            use=_EXAMPLE,
+            reason="It names the function that scores, and its weight.",
+            use=_VERIFIERS_EXAMPLE,
         )
         return False
     weight = entry.get("weight", 1)
@@ -157,8 +166,11 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
     return False
 
 
-def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
-    """Refuse an unknown verifier, and a pattern that does not fit it. prefix: of its keys."""
+def _check_verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
+    """Refuse an unknown verifier, and a pattern that does not fit it.
+
+    prefix: the beginning of its keys.
+    """
     if name not in tasks.VERIFIERS:
         reason = "It scores the completions."
         alternatives = f"one of {', '.join(tasks.VERIFIERS)}, or "
@@ -174,7 +186,7 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
                 use=f"{needs} or {prefix}pattern=null",
             )
         return
-    groups, got = _groups(pattern)
+    groups, got = _count_groups(pattern)
     if groups != 1:
         report.refuse(
             setting=needs,
@@ -187,14 +199,14 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
 
 
 KINDS = tuple(name.partition("/")[2] for name in SCHEMAS if name.startswith("task/"))
-_SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
+_SETS_EXAMPLE = "'evaluation.sets={test: {path: test.jsonl}}'"
 
 
 def evaluation(c: Config, report: Report) -> Config:
     if not is_on(c):
         return c
     c = evaluated(c, report)
-    _best(c, report)
+    _check_best(c, report)
     for held_out in held_out_sets(c):
         reason = are_training_prompts(c, held_out)
         if reason:
@@ -217,19 +229,21 @@ def evaluation(c: Config, report: Report) -> Config:
 
 
 def evaluated(c: Config, report: Report) -> Config:
-    """Refuse invalid sets, and ways to sample them: the rules that also hold without training.
+    """Refuse invalid sets and ways to sample them, by the rules that also hold without training.
 
     Returns the configuration for the rules that follow, without sets that are refused.
     """
-    c = _sets(c, report)
-    _sampling(c, report)
-    for held_out in held_out_sets(c) if sampling(c)["max_completion_length"] else ():
-        _task(c, held_out, report)
+    c = _check_sets(c, report)
+    _check_sampling(c, report)
+    # Without a length, which is refused, it is not known whether the answers have room.
+    if sampling(c)["max_completion_length"]:
+        for held_out in held_out_sets(c):
+            _check_task(c, held_out, report)
     return c
 
 
-def _sets(c: Config, report: Report) -> Config:
-    """Refuse invalid sets; returns the configuration without them."""
+def _check_sets(c: Config, report: Report) -> Config:
+    """Refuse invalid sets; return the configuration without them."""
     valid = {}
     for name, settings in c.evaluation.sets.items():
         before = len(report.problems)
@@ -241,7 +255,7 @@ def _sets(c: Config, report: Report) -> Config:
                 needs=f"{needs}, other than {TRAINING}",
                 got=name,
                 reason="Files and metrics bear it.",
-                use=_SETS,
+                use=_SETS_EXAMPLE,
             )
         elif not isinstance(settings, dict):
             report.refuse(
@@ -249,18 +263,20 @@ def _sets(c: Config, report: Report) -> Config:
                 needs="keys with values",
                 got=settings,
                 reason="They say what differs from the task.",
-                use=_SETS,
+                use=_SETS_EXAMPLE,
             )
         else:
-            _keys(c, place, settings, report)
+            _check_keys(c, place, settings, report)
         if len(report.problems) == before:
             valid[name] = settings
     return with_values(c, {"evaluation.sets": valid})
 
 
-def _keys(c: Config, place: str, settings: dict[str, Any], report: Report) -> None:
-    """Refuse keys of a set that are neither its task's nor in OF_A_SET, and values of a wrong
-    type."""
+def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: Report) -> None:
+    """Refuse keys that a set does not have, and values of a wrong type.
+
+    A set has the keys of its task, and those in OF_A_SET.
+    """
     kind = settings.get("task", c.task.name)
     if kind not in KINDS:
         report.refuse_value(
@@ -296,7 +312,8 @@ def _keys(c: Config, place: str, settings: dict[str, Any], report: Report) -> No
             )
 
 
-def _sampling(c: Config, report: Report) -> None:
+def _check_sampling(c: Config, report: Report) -> None:
+    """Refuse several completions at temperature 0, and completions without a longest length."""
     settings = sampling(c)
     count = c.evaluation.completions_per_prompt
     if settings["temperature"] == 0 and count > 1:
@@ -318,7 +335,7 @@ def _sampling(c: Config, report: Report) -> None:
         )
 
 
-def _task(c: Config, held_out: HeldOut, report: Report) -> None:
+def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
     """Apply the rules on a task to the task of a set."""
     task = held_out.task
     length = sampling(c)["max_completion_length"]
@@ -352,11 +369,12 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     report.problems += [problem for problem in named if problem not in report.problems]
 
 
-def _best(c: Config, report: Report) -> None:
+def _check_best(c: Config, report: Report) -> None:
+    """Refuse an evaluation.best that is not measured, and a stop_at that it cannot reach."""
     best = watched(c)
-    stop_at = c.trainer.stop_at
     if best is None:
         return
+    stop_at = c.trainer.stop_at
     name, number = best
     names = list(c.evaluation.sets) or [DEFAULT_SET]
     setting = f"evaluation.best={c.evaluation.best}"
