@@ -49,16 +49,7 @@ def policy_loss(
         )
     references = {"sampler": inputs.inference_logprobs, "reference": inputs.ref_logprobs}
     check_name("kl_reference", kl_reference, references)
-    if kl is None and (kl_coefficient is not None or kl_reference != "sampler"):
-        raise ValueError(
-            "kl_coefficient and kl_reference have no effect without kl. Use kl=k3, or leave them "
-            "out."
-        )
-    penalty = None
-    if kl is not None:
-        check_positive("kl_coefficient", kl_coefficient)
-        assert kl_coefficient is not None
-        penalty = KL(kl, kl_coefficient)
+    penalty = _penalty(kl, kl_coefficient, kl_reference)
     mask = inputs.loss_mask
     weights = inputs.loss_weights
     out = log_prob_loss(
@@ -84,3 +75,17 @@ def policy_loss(
         if not name.startswith("num_")
     }
     return importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs(out.loss, metrics)
+
+
+def _penalty(kl: str | None, kl_coefficient: float | None, kl_reference: str) -> KL | None:
+    """Return the penalty that these options of `policy_loss` describe."""
+    if kl is None:
+        if kl_coefficient is not None or kl_reference != "sampler":
+            raise ValueError(
+                "kl_coefficient and kl_reference have no effect without kl. Use kl=k3, or leave "
+                "them out."
+            )
+        return None
+    check_positive("kl_coefficient", kl_coefficient)
+    assert kl_coefficient is not None
+    return KL(kl, kl_coefficient)

@@ -129,25 +129,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             for name, instead in INSTEAD.items()
             if name in changed
         ]
-        sampled = args.steps_per_generation
-        accumulated = args.gradient_accumulation_steps
-        if sampled % accumulated or (self.weighting.needs_groups and sampled != accumulated):
-            needs = f"a multiple of gradient_accumulation_steps ({accumulated})"
-            reason = "all of a step's completions have to be there"
-            if self.weighting.needs_groups:
-                needs = (
-                    f"the number of gradient_accumulation_steps ({accumulated}) with this "
-                    "aggregation"
-                )
-                reason = (
-                    "TRL shuffles what it has sampled, so that a part of it has only parts of "
-                    "the groups"
-                )
-            problems.append(
-                f"GRPOConfig.steps_per_generation={sampled} needs {needs}: a step's totals are "
-                f"counted before its first backward pass, and {reason}. Use "
-                f"steps_per_generation={accumulated}."
-            )
+        problems += self._problems_of_steps(args)
         if self._kl is not None and args.beta == 0:
             problems.append(
                 f"kl={self._kl} has no effect with GRPOConfig.beta=0.0. Use beta=0.04, or no kl."
@@ -158,6 +140,31 @@ class PolicyGradientTrainer(GRPOTrainer):
                 "k3. Use one of them."
             )
         return problems + self._problems_of_correction(args, changed)
+
+    def _problems_of_steps(self, args: Any) -> list[str]:
+        """Return what is wrong with the number of micro-batches that TRL samples at once."""
+        sampled = args.steps_per_generation
+        accumulated = args.gradient_accumulation_steps
+        if self.weighting.needs_groups:
+            fits = sampled == accumulated
+            needs = (
+                f"the number of gradient_accumulation_steps ({accumulated}) with this aggregation"
+            )
+            reason = (
+                "TRL shuffles what it has sampled, so that a part of it has only parts of the "
+                "groups"
+            )
+        else:
+            fits = sampled % accumulated == 0
+            needs = f"a multiple of gradient_accumulation_steps ({accumulated})"
+            reason = "all of a step's completions have to be there"
+        if fits:
+            return []
+        return [
+            f"GRPOConfig.steps_per_generation={sampled} needs {needs}: a step's totals are counted "
+            f"before its first backward pass, and {reason}. Use "
+            f"steps_per_generation={accumulated}."
+        ]
 
     def _problems_of_correction(self, args: Any, changed: set[str]) -> list[str]:
         """Return what is wrong with GRPOConfig's fields of a correction. changed: fields away from
@@ -172,16 +179,14 @@ class PolicyGradientTrainer(GRPOTrainer):
                 f"{correction} and {of_trl} would be two corrections at once. Use one of them."
             )
             return [problem] if trl_corrects else []
-        problems = [
-            (
-                f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {correction}. Use "
-                "one of them."
-            )
-            for key in (
-                "vllm_importance_sampling_" + end for end in ("mode", "clip_max", "clip_min")
-            )
-            if key in changed
-        ]
+        problems = []
+        for end in ("mode", "clip_max", "clip_min"):
+            key = f"vllm_importance_sampling_{end}"
+            if key in changed:
+                problems.append(
+                    f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {correction}. "
+                    "Use one of them."
+                )
         if not trl_corrects:
             problems.append(
                 f"{correction} needs a sampler's log-probs. Use GRPOConfig.use_vllm=True and "
@@ -196,23 +201,25 @@ class PolicyGradientTrainer(GRPOTrainer):
         return KL(kind, self.beta) if self.beta else None
 
     def correction_of_config(self) -> Correction | None:
-        """Return the correction that GRPOConfig describes, None without log-probs of vLLM to
-        correct for."""
+        """Return the correction that GRPOConfig describes; None without log-probs of vLLM, which it
+        would compare with the trainer's."""
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         low = self.vllm_importance_sampling_clip_min
         high = self.vllm_importance_sampling_clip_max
-        high = 1e9 if high is None else high  # which no ratio exceeds: they are clamped at e^20
+        if high is None:
+            high = 1e9  # no ratio exceeds it, since ratios are clamped at e^20
         kind = CORRECTIONS[self.vllm_importance_sampling_mode]  # the names are the same as TRL's
-        return kind(**{"low": low, "high": high})
+        bounds = {"low": low, "high": high}
+        return kind(**bounds)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict:
         """Sample as TRL does; where the aggregation needs groups, also number the group of each
         completion."""
         batch = super()._generate_and_score_completions(inputs)
         if self.weighting.needs_groups:
-            # Groups are consecutive completions over all processes, as TRL's rewards have them
-            # before its shuffle.
+            # A group is consecutive completions, counted over all processes: so TRL orders them for
+            # its rewards, before it shuffles.
             rows = len(batch["completion_ids"])
             first = self.accelerator.process_index * rows
             numbers = torch.arange(first, first + rows, device=batch["completion_ids"].device)
@@ -257,7 +264,8 @@ class PolicyGradientTrainer(GRPOTrainer):
             has none.
         """
         old = inputs.get("old_per_token_logps")
-        old = log_probs if old is None else old
+        if old is None:
+            old = log_probs
         sampling = inputs.get("sampling_per_token_logps")
         if sampling is not None:
             # As in TRL, a token that vLLM could not score has a ratio of 1.
@@ -276,7 +284,8 @@ class PolicyGradientTrainer(GRPOTrainer):
             "ref_log_probs": inputs["ref_per_token_logps"].reshape(-1) if self.beta else None,
             "metrics": "basic",
         }
-        return tuple(x.reshape(-1) for x in (old, _advantages(inputs, mask), documents)), options
+        vectors = (old, _advantages(inputs, mask), documents)
+        return tuple(vector.reshape(-1) for vector in vectors), options
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> Tensor:
         """Return this micro-batch's share of the step's loss times the number of processes, which
@@ -299,18 +308,18 @@ class PolicyGradientTrainer(GRPOTrainer):
         log_ratio = log_probs - old
         terms = {"entropy": entropies}
         if self.penalty is not None:
-            terms["kl"] = self.penalty.terms(log_probs - inputs["ref_per_token_logps"], log_ratio)[
-                0
-            ]
-        self._record_as_trl(
-            metrics, mask, terms, self._clips(mask, log_ratio, _advantages(inputs, mask))
-        )
+            log_ratio_to_reference = log_probs - inputs["ref_per_token_logps"]
+            terms["kl"] = self.penalty.terms(log_ratio_to_reference, log_ratio)[0]
+        clips = self._clips(mask, log_ratio, _advantages(inputs, mask))
+        self._record_as_trl(metrics, mask, terms, clips)
         self._record(metrics, out, last=not training or accelerator.sync_gradients)
         return loss
 
     def _record(self, metrics: dict[str, list[float]], out: PolicyLoss, last: bool) -> None:
-        """Add a micro-batch's metrics to those of the step; the last one completes and shows
-        them."""
+        """Add a micro-batch's metrics to those of the step.
+
+        last: whether it is the step's last one; then the sums are completed and shown.
+        """
         self._sums = out.metric_sums if self._sums is None else self._sums.merge(out.metric_sums)
         if last:
             group = dist.group.WORLD if self.accelerator.num_processes > 1 else None
@@ -334,38 +343,34 @@ class PolicyGradientTrainer(GRPOTrainer):
         terms: (B, length), averaged over tokens. clips: the same, or (B, 1), averaged over
             documents.
         """
-        values = {name: of_metric.double() for name, of_metric in (terms | clips).items()}
+        values = {name: numbers.double() for name, numbers in (terms | clips).items()}
         sums = []
-        for of_metric in values.values():
-            counted = (
-                mask
-                if of_metric.shape == mask.shape
-                else torch.ones_like(of_metric, dtype=torch.bool)
-            )
-            sums.append(torch.stack([torch.where(counted, of_metric, 0.0).sum(), counted.sum()]))
+        for numbers in values.values():
+            is_by_token = numbers.shape == mask.shape
+            counted = mask if is_by_token else torch.ones_like(numbers, dtype=torch.bool)
+            sums.append(torch.stack([torch.where(counted, numbers, 0.0).sum(), counted.sum()]))
         totals = self.accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
         for name, (total, count) in zip(values, totals, strict=True):
             metrics[name].append(total / max(count, 1.0))
         if clips:
             for side, end, extremum in (("low", "min", nanmin), ("high", "max", nanmax)):
-                of_documents = torch.where(mask, values[f"clip_ratio/{side}_mean"], 0.0).sum(
-                    1
-                ) / mask.sum(1)
-                extreme = extremum(self.accelerator.gather(of_documents)).item()
+                acting = torch.where(mask, values[f"clip_ratio/{side}_mean"], 0.0)
+                shares = acting.sum(1) / mask.sum(1)  # of each document's tokens
+                extreme = extremum(self.accelerator.gather(shares)).item()
                 metrics[f"clip_ratio/{side}_{end}"].append(extreme)
 
     def _clips(self, mask: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """Return where the clip acts, bool, (B, length) or by document (B, 1); {} but for the
-        families TRL shows it of.
+        """Return where the clip acts; {} for families other than GRPO and GSPO, for which TRL shows
+        it.
 
-        mask, log_ratio, advantages: (B, length).
+        mask, log_ratio, advantages: (B, length). The results are bool, of the same shape, or (B, 1)
+            where the family's ratio is the document's.
         """
         if not isinstance(self.family, Grpo | Gspo):
             return {}
         if self.family.by_document:
-            log_ratio = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(
-                1, keepdim=True
-            ).clamp(min=1)
+            lengths = mask.sum(1, keepdim=True).clamp(min=1)
+            log_ratio = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / lengths
             advantages = advantages[:, :1]
         ratio = log_ratio.exp()
         lower, upper = self.family.bounds
@@ -379,7 +384,9 @@ class PolicyGradientTrainer(GRPOTrainer):
 
 
 def _advantages(inputs: dict, mask: Tensor) -> Tensor:
-    """Return (B, length) advantages; TRL has one per document, subclasses of its trainer may have
+    """Return (B, length) advantages. TRL has one per document; subclasses of its trainer may have
     one per token."""
     advantages = inputs["advantages"]
-    return (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(mask)
+    if advantages.dim() != 2:
+        advantages = advantages[:, None]
+    return advantages.expand_as(mask)

@@ -100,9 +100,8 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
         hidden = hidden[:, -mask.shape[1] - 1 : -1].flatten(end_dim=1)
         if trainer.args.cast_lm_head_to_fp32:
             hidden = hidden.float()
-        elif torch.is_autocast_enabled(
-            hidden.device.type
-        ):  # as TRL's head: a half-precision product
+        elif torch.is_autocast_enabled(hidden.device.type):
+            # TRL's head multiplies in half precision then.
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         # For log-probs only the labels are read; the other vectors are there for their shape.
         tokens = Tokens(
@@ -135,14 +134,14 @@ def add_fused_head(model: nn.Module) -> None:
     wrapped for several processes.
     """
     model = getattr(model, "get_base_model", lambda: model)()
-    usual_forward = model.forward
+    original_forward = model.forward
 
     @functools.wraps(type(model).forward)  # with its signature, which `generate` reads
     def forward(
         self, *arguments: Any, of_hidden_states: Callable | None = None, **keywords: Any
     ) -> Any:
         if of_hidden_states is None:
-            return usual_forward(*arguments, **keywords)
+            return original_forward(*arguments, **keywords)
         keywords.pop("labels", None)  # PEFT passes it on
         hidden = self.base_model(*arguments, use_cache=False, **keywords).last_hidden_state
         return of_hidden_states(hidden, self.get_output_embeddings())
@@ -151,28 +150,29 @@ def add_fused_head(model: nn.Module) -> None:
 
 
 def obstacles(trainer: Any) -> list[str]:
-    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; none if it
+    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; [] if it
     can."""
     model = trainer.model
     args = trainer.args
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     distribution = trainer.accelerator.distributed_type.value
-    # not quantized, sharded or of PEFT
+    # A layer that is quantized, sharded or PEFT's has another type.
     is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
     scales = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1.0)]
     peft_configs = getattr(model, "peft_config", {}).values()
     virtual_tokens = any(peft_config.is_prompt_learning for peft_config in peft_configs)
-    bonus = trainer.entropy_coef and (
+    bonus_differs = trainer.entropy_coef and (
         trainer.weighting.name != "token_mean" or trainer.entropy_coef < 0
     )
+    devices = {parameter.device for parameter in model.parameters()}
     reasons = [
         (not is_plain, f"the LM head is not a plain linear layer but {type(head).__name__}"),
         (scales, f"the model scales its logits by {', '.join(scales)}"),
         (config is not model.config, "the model takes more than text"),
         (virtual_tokens, "PEFT puts virtual tokens before the prompt"),
         (distribution not in ("NO", "MULTI_CPU", "MULTI_GPU"), f"{distribution} spreads the model"),
-        (len({x.device for x in model.parameters()}) > 1, "the model lies on several devices"),
+        (len(devices) > 1, "the model lies on several devices"),
         (args.n_gpu > 1, "DataParallel copies the model for each batch"),
         (args.torch_compile, "torch.compile would compile a loss that waits for the host"),
         (
@@ -180,14 +180,12 @@ def obstacles(trainer: Any) -> list[str]:
             "the load-balancing loss of a mixture of experts comes with TRL's head",
         ),
         (
-            bonus,
-            (
-                "GRPOConfig.entropy_coef is of a mean over tokens, which needs "
-                "aggregation=token_mean, and >= 0"
-            ),
+            bonus_differs,
+            "GRPOConfig.entropy_coef is of a mean over tokens, which needs "
+            "aggregation=token_mean, and >= 0",
         ),
     ]
-    return [reason for holds, reason in reasons if holds]
+    return [reason for is_obstacle, reason in reasons if is_obstacle]
 
 
 def _prompts_and_completions(inputs: dict) -> tuple[Tensor, Tensor]:

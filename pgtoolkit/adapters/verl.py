@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.families import FAMILIES, Divergence, Dppo, Family
 
@@ -111,9 +112,10 @@ class VerlLoss:
         numbers = torch.arange(num_documents, device=log_prob.device)
         document_index = numbers[:, None].expand_as(log_prob)
         vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
+        parameters = [_value(config, key) for key in PARAMETERS[self.family]]
         out = log_prob_loss(
-            *(x.reshape(-1) for x in vectors),
-            loss=_family(self.family, *(_value(config, key) for key in PARAMETERS[self.family])),
+            *(vector.reshape(-1) for vector in vectors),
+            loss=_family(self.family, *parameters),
             aggregation=self.aggregation,
             divisor=config.get("loss_scale_factor"),
             num_documents=num_documents,
@@ -124,11 +126,7 @@ class VerlLoss:
             factors=None if rollout_is_weights is None else rollout_is_weights.reshape(-1),
             metrics="basic",
         )
-        metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
-        # Stacked, so that there is a single wait for the device.
-        values = torch.stack([metrics[name] for name in METRICS]).tolist()
-        named = {f"pgtk/{name}": value for name, value in zip(METRICS, values, strict=True)}
-        return out.loss * info["dp_size"], named
+        return out.loss * info["dp_size"], _means_over_documents(out, num_documents)
 
     def _problems(self, config: Any, mode: str) -> list[str]:
         """Return the problems of verl's configuration for this loss, a sentence each.
@@ -193,9 +191,18 @@ class VerlLoss:
         return problems
 
 
+def _means_over_documents(out: PolicyLoss, num_documents: int) -> dict[str, float]:
+    """Return METRICS of a micro-batch, under the names that verl shows."""
+    metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
+    # Stacked, so that there is a single wait for the device.
+    values = torch.stack([metrics[name] for name in METRICS]).tolist()
+    return {f"pgtk/{name}": value for name, value in zip(METRICS, values, strict=True)}
+
+
 @cache
 def _family(name: str, *values: float | None) -> Family:
-    """Return the family with these values, and log its notes; the cache makes that happen once.
+    """Return the family with these values, and log its notes; the cache keeps them from being
+    logged again.
 
     values: in the order of PARAMETERS[name], None for the paper's.
     """
@@ -213,8 +220,11 @@ def _family(name: str, *values: float | None) -> Family:
 def _value(config: Any, key: str) -> Any:
     """Return the value of a key of DEFAULTS; clip_ratio replaces a bound that is None."""
     group, _, name = key.rpartition(".")
-    value = (config.get(group) if group else config).get(name)
-    return config.get("clip_ratio") if value is None and key in _CLIP else value
+    section = config.get(group) if group else config
+    value = section.get(name)
+    if value is None and key in _CLIP:
+        return config.get("clip_ratio")
+    return value
 
 
 def register() -> None:
