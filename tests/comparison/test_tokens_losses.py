@@ -134,10 +134,13 @@ def test_every_number_is_the_reference_s(step, loss, correction):
             float(found.gradient[t, y]), rel=1e-5, abs=1e-9
         )
         in_group = sum(GROUPS[document[u]] == GROUPS[document[t]] for u in places)
-        weight = reference._weight(
-            mode, len(LENGTHS), len(own), len(set(GROUPS)), in_group, len(places), divisor
-        )
-        assert vectors["weight"] == pytest.approx(weight)
+        denominator = {
+            "sample_mean": len(LENGTHS) * len(own),
+            "prompt_mean": len(set(GROUPS)) * in_group,
+            "token_mean": len(places),
+            "constant": len(LENGTHS) * (divisor or math.nan),
+        }[mode]
+        assert vectors["weight"] == pytest.approx(1 / denominator)
         log_ratio, advantage = over_scope(
             family, own, t, found.log_probs, old.tolist(), advantages.tolist()
         )
@@ -168,7 +171,7 @@ def over_scope(family, own, t, new, old, advantages):
     if family.scope == "token":
         return apart[t], advantages[t]
     if family.name == "gmpo":
-        apart = {u: reference._one_sided(x, mean, **vars(family)) for u, x in apart.items()}
+        apart = reference._terms("gmpo", apart, mean, vars(family))
     total = math.fsum(apart.values())
     return (total if family.scope == "document_sum" else total / len(own)), mean
 
