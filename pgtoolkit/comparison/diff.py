@@ -13,15 +13,16 @@ from pgtoolkit.system.report import shell_path, text
 
 
 def render_diff(first: Path, second: Path) -> str:
-    """Return the differences for the terminal; sections without any are named in the last line."""
-    before, after = (as_typed(dict(leaves(read_resolved(path)))) for path in (first, second))
-    sections = {"configuration": config_drift(before, after)}
+    """Return the differences for the terminal; sections without any are named below the others."""
+    configs = [as_typed(dict(leaves(read_resolved(path)))) for path in (first, second)]
+    sections = {"configuration": config_drift(*configs)}
     known = {path: known_provenance(path) for path in (first, second)}
     notes = []
     if all(known.values()):
-        before = _facts(known[first])
-        after = _facts(known[second])
-        sections |= {title: config_drift(before[title], after[title]) for title in before}
+        facts_before = _facts(known[first])
+        facts_after = _facts(known[second])
+        for title in facts_before:
+            sections[title] = config_drift(facts_before[title], facts_after[title])
         resumed = [shell_path(path) for path in known if known[path].get("resumed")]
         notes += [f"{path} was resumed: compared is its last start." for path in resumed]
     else:
@@ -43,8 +44,8 @@ def render_diff(first: Path, second: Path) -> str:
 
 
 def _facts(provenance: dict) -> dict[str, dict]:
-    """Return the facts of a run's last start, by section. Uncommitted changes are a digest beside
-    the commit."""
+    """Return {section: {name: value}} of a run's last start. Uncommitted changes are shown as a
+    digest beside the commit."""
     start = last_start(provenance)
     # Names that differ only in case or in - and _ are one package.
     packages = {

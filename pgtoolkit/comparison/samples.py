@@ -1,4 +1,4 @@
-"""`pgtk samples`: the best and the worst completions, how answers changed, and all as one page by
+"""`pgtk samples`: the best and the worst completions, and how answers changed; as a page too, by
 samples.html."""
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ MOST_CHARACTERS = 8000
 
 @dataclass(frozen=True)
 class Kept:
-    """The completions of one set that a run kept. entries: of each, the step, the name and the
-    reward alone."""
+    """The completions of one set that a run kept.
+
+    entries: all of them, but with their step, name and reward only.
+    """
 
     set: str
     files: list[CompletionFile]
@@ -51,13 +53,11 @@ class Kept:
     def rows(self, step: int) -> list[CompletionRow]:
         """Return the completions of a step, with all that was kept of them, in the order of the
         file."""
-        paths = [file.path for file in self.files if file.first <= step <= file.last]
-        return [
-            row
-            for path in paths
-            for row in completion_files.read_completions(path)
-            if row.step == step
-        ]
+        rows: list[CompletionRow] = []
+        for file in self.files:
+            if file.first <= step <= file.last:
+                rows += completion_files.read_completions(file.path)
+        return [row for row in rows if row.step == step]
 
 
 class Change(NamedTuple):
@@ -89,8 +89,10 @@ class Samples(NamedTuple):
 
 
 def kept_by(run_dir: Path) -> dict[str, Kept]:
-    """Return {name: set} of what a run kept. Raises ConfigError where there is no run, or nothing
-    was kept."""
+    """Return the sets of completions that a run kept, by name.
+
+    Raises ConfigError if there is no run, or it kept nothing.
+    """
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     sets: dict[str, Kept] = {}
@@ -112,12 +114,12 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     """Return the set of this name.
 
-    name: None for a set of an evaluation, whose prompts are the same each time, or that of training
-        if it is alone.
+    name: None for a set of an evaluation, whose prompts are the same each time, or for that of
+        training if there is no other.
     """
-    name = name or next(
-        (known for known in kept if known != completion_files.TRAINING), completion_files.TRAINING
-    )
+    if not name:
+        evaluated = [known for known in kept if known != completion_files.TRAINING]
+        name = evaluated[0] if evaluated else completion_files.TRAINING
     if name not in kept:
         raise ConfigError(
             f"--set={name} needs one of {', '.join(kept)} (got {name}). Use "
@@ -133,21 +135,19 @@ def samples(
 
     step: None for the last.
     since: None for the first.
-    count: of changes at most.
+    count: the largest number of changes to return.
     Raises ConfigError for a step without completions.
     """
-    step = kept.steps[-1] if step is None else step
-    _check_step("--step", step, kept.steps, step, kept.set)
-    if since is not None:
-        _check_step(
-            "--since", since, [known for known in kept.steps if known < step], step, kept.set
-        )
-    since = kept.steps[0] if since is None else since
-    rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
-    for entry in kept.entries:
-        if since <= entry.step <= step and entry.reward is not None:
-            rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
-    repeated = {name: by_step for name, by_step in rewards.items() if len(by_step) > 1}
+    steps = kept.steps
+    if step is None:
+        step = steps[-1]
+    _check_step("--step", step, steps, step, kept.set)
+    if since is None:
+        since = steps[0]
+    else:
+        earlier = [known for known in steps if known < step]
+        _check_step("--since", since, earlier, step, kept.set)
+    repeated = _rewards_of_repeated(kept.entries, since, step)
     rises = {
         name: mean(by_step[max(by_step)]) - mean(by_step[min(by_step)])
         for name, by_step in repeated.items()
@@ -155,7 +155,6 @@ def samples(
     rising = sum(rise > 0 for rise in rises.values())
     falling = sum(rise < 0 for rise in rises.values())
     counts = (rising, falling, len(rises) - rising - falling)
-
     rows_at = functools.cache(kept.rows)
     changed = [name for name, rise in rises.items() if rise]
     changes = []
@@ -170,8 +169,25 @@ def samples(
     return Samples(kept.set, step, rows_at(step), since, counts, changes)
 
 
+def _rewards_of_repeated(
+    entries: list[CompletionRow], since: int, step: int
+) -> dict[str, dict[int, list[float]]]:
+    """Return {prompt: {step: rewards}} of the prompts with rewards at several steps.
+
+    since, step: the first and the last step that count.
+    """
+    rewards: dict[str, dict[int, list[float]]] = {}
+    for entry in entries:
+        if since <= entry.step <= step and entry.reward is not None:
+            rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
+    return {name: by_step for name, by_step in rewards.items() if len(by_step) > 1}
+
+
 def _check_step(option: str, number: int, known: list[int], step: int, set_name: str) -> None:
-    """Refuse a step that is not among the known ones. step: the one to show."""
+    """Refuse a number of a step that is not among the known ones.
+
+    step: the step to show, which --since must be before.
+    """
     if number not in known:
         needs = f"one of {_listed(known)}" if known else f"a step before {step}, which is the first"
         raise ConfigError(f"{option}={number} needs {needs} of {set_name} (got {number}).")
@@ -190,8 +206,8 @@ def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionR
 def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
     """Return the samples for the terminal, at most WIDTH columns wide.
 
-    run: as the user can paste it. count: completions of each kind at most. lines: of each text at
-        most.
+    run: as the user can paste it. count: the largest number of completions of each kind. lines: the
+        largest number of lines of each text.
     """
     page = _heading(shown, run)
     others = [
@@ -202,36 +218,49 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
     scored = [row for row in shown.rows if row.reward is not None]
     not_scored = [row for row in shown.rows if row.reward is None]
     best, worst = best_and_worst(scored, count)
-    title = (
-        "Best" if worst or not scored else f"All have reward {scored[0].reward:.3f}; some of them"
-    )
-    for name, rows in (
-        (title, best),
-        ("Worst", worst),
-        ("Not scored, since scoring failed", not_scored[:count]),
-    ):
-        page += ["", name] if rows else []
-        for row in rows:
-            reward = "  -  " if row.reward is None else f"{row.reward:.3f}"
-            page += folded(f"{reward}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
-            page += _texts(row, {"completion": row}, lines)
-    rose, fell, stayed = shown.counts
-    changed = (
-        f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
-    )
-    if not any(shown.counts):
+    title = "Best"
+    if scored and not worst:
+        title = f"All have reward {scored[0].reward:.3f}; some of them"
+    page += _section(title, best, lines)
+    page += _section("Worst", worst, lines)
+    page += _section("Not scored, since scoring failed", not_scored[:count], lines)
+    page += _changes(shown, lines)
+    return "\n".join(page)
+
+
+def _section(title: str, rows: list[CompletionRow], lines: int) -> list[str]:
+    """Return the lines of completions under a title; [] without completions."""
+    if not rows:
+        return []
+    page = ["", title]
+    for row in rows:
+        reward = "  -  " if row.reward is None else f"{row.reward:.3f}"
+        page += folded(f"{reward}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
+        page += _texts(row, {"completion": row}, lines)
+    return page
+
+
+def _changes(shown: Samples, lines: int) -> list[str]:
+    """Return lines with how many prompts changed since the earlier step, and the largest
+    changes."""
+    if any(shown.counts):
+        rose, fell, stayed = shown.counts
+        changed = (
+            f"{rose} prompts better, {fell} worse, {stayed} the same "
+            "(by mean reward of what was kept)"
+        )
+    else:
         changed = (
             "unknown, no prompt was asked twice; an evaluation (evaluation.every=20) asks "
             "the same ones each time"
         )
-    page += ["", *folded(f"Changed since step {shown.since}: {changed}")]
+    page = ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means
         page.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
-        page += _texts(
-            change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines
-        )
-    return "\n".join(page)
+        labelled = {f"step {row.step}": row for row in (change.before, change.after)}
+        page += _texts(change.after, labelled, lines)
+    return page
 
 
 def _heading(shown: Samples, run: str) -> list[str]:
@@ -265,30 +294,35 @@ def best_and_worst(
     low = min(rewards, default=0.0)
     high = max(rewards, default=0.0)
     times: Counter[tuple] = Counter()
-    distinct = {}  # each with its place among those of its prompt with this reward
+    # Each text with its place among the texts of its prompt that have the same reward.
+    distinct: dict[tuple, tuple[int, CompletionRow]] = {}
     for row in rows:
         text = (row.name, row.completion, row.reward)
         if text not in distinct:
-            distinct[text] = times[row.name, row.reward], row
+            distinct[text] = (times[row.name, row.reward], row)
             times[row.name, row.reward] += 1
     ordered = [row for _, row in sorted(distinct.values(), key=lambda pair: pair[0])]
-    best = sorted(
-        (row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward
-    )[:count]
-    worst = [row for row in ordered if row.reward < high and row not in best]
-    return best, sorted(worst, key=lambda row: row.reward)[:count]
+    candidates = [row for row in ordered if row.reward > low or low == high]
+    best = sorted(candidates, key=lambda row: -row.reward)[:count]
+    others = [row for row in ordered if row.reward < high and row not in best]
+    worst = sorted(others, key=lambda row: row.reward)[:count]
+    return best, worst
 
 
 def facts(row: CompletionRow) -> str:
-    """Return a line about a completion: parts of its reward, what was logged, advantage, length,
-    its end, weights."""
+    """Return a line about a completion: the parts of its reward, what was logged, its advantage,
+    length and end, and the weights that wrote it."""
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
-    advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
-    ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
-    return ", ".join(
-        [*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"]
-    )
+    if row.advantage is not None:
+        parts.append(f"advantage {row.advantage:+.3f}")
+    is_cut_off = row.finish_reason == "length"
+    parts += [
+        plural(row.tokens, "token"),
+        "cut off at the length limit" if is_cut_off else "ended by itself",
+        f"weights of update {row.version}",
+    ]
+    return ", ".join(parts)
 
 
 def _cut(text: str) -> str:
@@ -296,8 +330,10 @@ def _cut(text: str) -> str:
 
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
-    """Return the page of these sets. step: of this step alone. command: shown as the one that made
-    the page."""
+    """Return the page of these sets.
+
+    step: the only step on it; None for all. command: shown as the one that made the page.
+    """
     files_of_sets = [file for completions in kept for file in completions.files]
     chosen, total = completion_files.some_completions(files_of_sets, MOST_COMPLETIONS, step)
     rows = _merged(chosen)
@@ -308,16 +344,16 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     # Only "<" could end the script's element, whatever a model has written.
     script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files("pgtoolkit.comparison").joinpath("samples.html").read_text(encoding="utf-8")
-    return re.sub(
-        "@(COMMAND|DATA)@",
-        lambda mark: script if mark[1] == "DATA" else escape(legible(command)),
-        page,
-    )
+    contents = {"COMMAND": escape(legible(command)), "DATA": script}
+    # In one pass, since the texts of one may hold the mark of the other.
+    return re.sub("@(COMMAND|DATA)@", lambda mark: contents[mark[1]], page)
 
 
 def _merged(rows: list[tuple[str, CompletionRow]]) -> list[dict]:
-    """Return (set, row) pairs as the page has them: equal completions of a prompt at a step once,
-    with their number."""
+    """Return the rows of the page from (set, row) pairs.
+
+    Completions of a prompt at a step that are equal come once, with their number.
+    """
     merged: dict[tuple, dict] = {}
     for set_name, row in rows:
         same = (
@@ -338,7 +374,8 @@ def _merged(rows: list[tuple[str, CompletionRow]]) -> list[dict]:
 
 def _page_row(set_name: str, row: CompletionRow) -> dict:
     """Return a row as the page's script reads it; a reward that JSON does not have is null."""
-    texts = {key: getattr(row, key) for key in ("prompt", "completion", "answer")}
+    texts = {"prompt": row.prompt, "completion": row.completion, "answer": row.answer}
+    has_number = row.reward is not None and math.isfinite(row.reward)
     return {
         **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
         "set": set_name,
@@ -346,25 +383,28 @@ def _page_row(set_name: str, row: CompletionRow) -> dict:
         "name": legible(row.name),
         "tokens": row.tokens,
         "facts": facts(row),
-        "reward": row.reward if row.reward is not None and math.isfinite(row.reward) else None,
+        "reward": row.reward if has_number else None,
     }
 
 
 def _texts(row: CompletionRow, labelled: dict[str, CompletionRow], lines: int) -> list[str]:
     """Return lines with the row's prompt, the labelled completions, and the row's answer if it has
     one."""
-    texts = {"prompt": row.prompt} | {label: other.completion for label, other in labelled.items()}
-    texts |= {"answer": row.answer} if row.answer else {}
-    return [
-        f"    {label if place == 0 else '':<10}  {line}"
-        for label, text in texts.items()
-        for place, line in enumerate(lines_of(text, WIDTH - 4 - max(10, len(label)) - 2, lines))
-    ]
+    texts = {"prompt": row.prompt}
+    texts |= {label: other.completion for label, other in labelled.items()}
+    if row.answer:
+        texts["answer"] = row.answer
+    page = []
+    for label, text in texts.items():
+        room = WIDTH - 4 - max(10, len(label)) - 2
+        for place, line in enumerate(lines_of(text, room, lines)):
+            page.append(f"    {label if place == 0 else '':<10}  {line}")
+    return page
 
 
 def _listed(steps: list[int]) -> str:
-    """Return the steps in words: all of up to six, else their number with the first and the
-    last."""
+    """Return the steps in words: up to six by their numbers, more by their count with the first and
+    the last."""
     if len(steps) <= 6:
         return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

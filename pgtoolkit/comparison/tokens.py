@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
@@ -40,7 +42,7 @@ They have a ratio of each token, a ratio of each document, and a clip that leave
 """
 
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
-"""Beginnings of the lines of an equation that define a number of a token."""
+"""Beginnings of the lines of an equation that define one of the numbers of a token."""
 
 _OF_THE_UPDATE = (
     "seconds_",
@@ -74,7 +76,7 @@ class Inspected:
     number: int
     facts: list[str]
     made: MadeStep
-    common: dict
+    common: dict[str, np.ndarray]
     columns: list[LossOnStep]
 
 
@@ -95,15 +97,13 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
     others = [override for override in overrides if override not in of_loss]
     if run_dir is None:
-        if not path.exists() or (
-            path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]
-        ):
+        if not _may_be_rollouts(path):
             raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
         others = [*reading(target), *others]
-    chosen = jobs(of_loss) if of_loss else []
+    losses = jobs(of_loss) if of_loss else []
     # Recorded rollouts have no loss of their own, so the first loss that was chosen comes first.
-    first = [] if run_dir or not chosen else chosen[0]
-    (_, config), *compared = _composed(run_dir, others, [first, *chosen])
+    first = [] if run_dir or not losses else losses[0]
+    (_, config), *compared = _composed(run_dir, others, [first, *losses])
     if run_dir and others:
         _refuse_another_run(run_dir, config)
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
@@ -114,16 +114,28 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     made = make_again(config, checkpoint, number)
     facts = [_origin_of_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
     if run_dir:
-        row = {name: column[steps.index(number)] for name, column in recorded.items()}
-        facts.append(
-            _agreement(made, {name: value for name, value in row.items() if value == value}, number)
-        )
-    if not chosen and made.has_old_log_probs:
+        values = {name: column[steps.index(number)] for name, column in recorded.items()}
+        row = {name: value for name, value in values.items() if not math.isnan(value)}
+        facts.append(_agreement(made, row, number))
+    if not losses and made.has_old_log_probs:
         instructive = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
         compared = _composed(run_dir, others, [[f"loss={name}"] for name in instructive])
-    columns = list(_columns(made, [(first, config), *compared]))
-    own = "this run: " if run_dir else ""
-    return Inspected(path.resolve().name, own, number, facts, made, common_vectors(made), columns)
+    return Inspected(
+        name=path.resolve().name,
+        own="this run: " if run_dir else "",
+        number=number,
+        facts=facts,
+        made=made,
+        common=common_vectors(made),
+        columns=list(_columns(made, [(first, config), *compared])),
+    )
+
+
+def _may_be_rollouts(path: Path) -> bool:
+    """Return whether this is a file, or a folder with files of the kinds that hold rollouts."""
+    if path.is_dir():
+        return any(path.glob("*.jsonl")) or any(path.glob("*.parquet"))
+    return path.exists()
 
 
 def _composed(
@@ -131,7 +143,8 @@ def _composed(
 ) -> list[tuple[list[str], Config]]:
     """Return each job (overrides) with its configuration.
 
-    Raises ConfigError with the problems of all, but for those of servers, since none is started.
+    Raises ConfigError with the problems of all. Those of servers are left out, since no server is
+    started.
     """
     configured = []
     problems = []
@@ -148,9 +161,9 @@ def _composed(
 
 
 def _refuse_another_run(run_dir: Path, config: Config) -> None:
-    """Refuse a configuration that is not the run's, as its step would be another one.
+    """Refuse a configuration that is not the run's, since its step would be a different one.
 
-    Keys may differ that say where files lie or on which hardware to compute.
+    Only keys may differ that say where files lie or on which hardware to compute.
     """
     drift = config_drift(plain_config(saved_config(run_dir)), plain_config(config))
     movable = {key.name for key in keys_of(config) if key.reads or key.machine}
@@ -167,8 +180,10 @@ def _refuse_another_run(run_dir: Path, config: Config) -> None:
 def _step_and_checkpoint(
     run_dir: Path | None, config: Config, number: int | None, steps: list[int]
 ) -> tuple[int, dict | None]:
-    """Return the step's number and the newest checkpoint before it. steps: those that the run has
-    made."""
+    """Return the step's number and the newest checkpoint before it.
+
+    steps: the numbers of the steps that the run has made.
+    """
     if run_dir is None:
         first = 1
         last = config.trainer.max_steps
@@ -184,19 +199,22 @@ def _step_and_checkpoint(
     if number is not None and not first <= number <= last:
         needs = f"a step from {first} to {last}, {limit}"
         raise ConfigError(f"--step={number} needs {needs} (got {number}). Use --step={last}.")
-    checkpoint = (
-        None
-        if run_dir is None
-        else load_newest(run_dir / "checkpoints", last if number is None else number)
-    )
-    return number or min(last, _last_of_batch(config, checkpoint)), checkpoint
+    checkpoint = None
+    if run_dir is not None:
+        checkpoint = load_newest(run_dir / "checkpoints", last if number is None else number)
+    if number is None:
+        number = min(last, _last_of_batch(config, checkpoint))
+    return number, checkpoint
 
 
 def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
-    """Return the last step on the batch of documents with which a checkpoint goes on: there ratios
-    are widest."""
-    steps_done = 0 if checkpoint is None else checkpoint["step"]
-    position = 0 if checkpoint is None else checkpoint["data"]["position"]
+    """Return the last step on the batch of documents with which training continues from a
+    checkpoint: there ratios are widest."""
+    steps_done = 0
+    position = 0
+    if checkpoint is not None:
+        steps_done = checkpoint["step"]
+        position = checkpoint["data"]["position"]
     batch_size = documents_per_batch(config.rollout)
     per_step = documents_per_step(config)
     if batch_size is None or per_step == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,8 +17,14 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
 
 CLIPS = (
-    *("inside", "below, unchanged", "below, capped", "below, cut"),
-    *("above, unchanged", "above, capped", "above, cut", "clamped"),
+    "inside",
+    "below, unchanged",
+    "below, capped",
+    "below, cut",
+    "above, unchanged",
+    "above, capped",
+    "above, cut",
+    "clamped",
 )
 """Effects of a family's bounds on a token, by number.
 
@@ -67,18 +74,22 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
 
 def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
-    """Return {name: float32 vector of one number per trained token} of what does not depend on the
-    loss.
+    """Return the numbers of the step's trained tokens that do not depend on the loss.
 
-    advantage; new_log_prob, under the weights before the step's update; old_log_prob; entropy of
-    the policy; and, where they are known, sampling_log_prob, with difference, the old less the
-    sampling one, and ref_log_prob.
+    {name: float32 vector}:
+        advantage.
+        new_log_prob: under the weights before the step's update.
+        entropy: of the policy.
+        old_log_prob, sampling_log_prob, ref_log_prob: where they are known.
+        difference: the old log-prob less the sampling one.
     """
     parts = [_common(piece, made.has_old_log_probs) for piece in made.pieces]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
+    """Return `common_vectors` of a micro-batch. with_old: whether its old log-probs are the data's,
+    not copies of the new ones."""
     tokens = piece.micro_batch
     trained = tokens.labels >= 0
     vectors = {"advantage": tokens.advantages, "new_log_prob": piece.log_probs}
@@ -96,6 +107,7 @@ def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
 
 
 def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
+    """Return `LossOnStep.vectors` of a micro-batch."""
     log_probs = piece.log_probs
     objective = make_objective(piece.micro_batch, made.step.totals, loss, log_probs.dtype, Ranks())
     objective.check_finite(log_probs)
@@ -106,8 +118,10 @@ def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
         "clip": _clips(loss, piece, made),
         "weight": penalties.weights,
         "coefficient": coefficients,
-        "share": losses + penalties.by_entropy * piece.entropy if penalties.bonus else losses,
+        "share": losses,
     }
+    if penalties.bonus:
+        vectors["share"] = losses + penalties.by_entropy * piece.entropy
     if made.has_old_log_probs:
         vectors["ratio"] = terms.ratio
     factors = objective.factors or terms.factors
@@ -128,8 +142,7 @@ def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
     low, high, cut_low, cut_high = clips(objective, log_probs)
-    # Numbers as in the first row of CLIPS: 1 unchanged, 2 capped, 3 cut; those of "above" are
-    #   higher by 3.
+    # As in CLIPS: 1 is unchanged, 2 capped and 3 cut below the bounds, and 3 more above them.
     effect = torch.where(terms.slope == 0, 3, 2)
     below = torch.where(cut_low, effect, low.long())
     above = torch.where(cut_high, effect, high.long())
@@ -139,12 +152,14 @@ def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
 
 def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
     values = values[trained]
-    return (values if values.dtype == torch.uint8 else values.float()).numpy()
+    if values.dtype != torch.uint8:
+        values = values.float()
+    return values.numpy()
 
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
-    """Refuse a loss that reads what the step's documents do not have, or that is not a sum over
-    single tokens."""
+    """Refuse a loss that reads numbers which the step's documents do not have, or that is no sum
+    over single tokens."""
     if loss.kl is not None and loss.full_kl:
         raise ConfigError(
             f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the "
@@ -152,7 +167,7 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
             "kl=k3_ratio, or kl=none."
         )
     tokens = made.pieces[0].micro_batch
-    missing = {}  # field -> overrides that do without it
+    missing: dict[str, list[str]] = {}  # field -> overrides of losses that do not read it
     if loss.reads_old_log_probs and not made.has_old_log_probs:
         missing["old_log_probs"] = ["loss=reinforce", "correction=none", "kl=none"]
     if loss.needs_sampling_log_probs and tokens.sampling_log_probs is None:
@@ -162,9 +177,8 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
     if loss.aggregation.needs_groups and not made.has_groups:
         missing["group_id"] = ["aggregation=token_mean"]
     if missing:
-        overrides = dict.fromkeys(
-            override for of_field in missing.values() for override in of_field
-        )
+        # Each once: several fields may be missing for the same key.
+        overrides = dict.fromkeys(itertools.chain.from_iterable(missing.values()))
         raise ConfigError(
             f"loss={loss.family.name} with this aggregation, correction and kl needs "
             f"{', '.join(missing)} of every document (got some without). Use {' '.join(overrides)}."

@@ -7,6 +7,7 @@ import base64
 import gzip
 import json
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens import Inspected
 from pgtoolkit.comparison.tokens_losses import CLIPS, LossOnStep
 from pgtoolkit.system.legible import legible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FULL_COLOUR = 0.99
 """The quantile of the tokens' numbers that gets the full colour."""
@@ -45,13 +49,10 @@ def html(inspected: Inspected, command: str) -> str:
         ],
         "texts": _texts(inspected.made.module.policy.tokenizer, documents),
     }
-    packed = [
-        (
-            '<script type="text/plain" '
-            f'id="document-{number}">{_packed(document, part, inspected)}</script>'
-        )
-        for number, (document, part) in enumerate(zip(documents, parts, strict=True))
-    ]
+    packed = []
+    for number, (document, part) in enumerate(zip(documents, parts, strict=True)):
+        content = _packed(document, part, inspected)
+        packed.append(f'<script type="text/plain" id="document-{number}">{content}</script>')
     page = files("pgtoolkit.comparison").joinpath("tokens.html").read_text(encoding="utf-8")
     head, end = page.split("@DATA@")
     # Only "<" could end a script element.
@@ -74,21 +75,22 @@ def _column(column: LossOnStep) -> dict:
 
 
 def _scales(vectors: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return {name: the size that gets the full colour}, of ratios and factors the size of their
-    logarithm."""
+    """Return {name: the size that gets the full colour}; for ratios and factors it is the size of
+    the logarithm."""
     scales = {}
     for name, values in vectors.items():
         if name != "clip" and len(values):
-            sizes = np.abs(
-                np.log(np.maximum(values, 1e-30)) if name in ("ratio", "factor") else values
-            )
-            scales[name] = float(np.quantile(sizes, _FULL_COLOUR))
+            if name in ("ratio", "factor"):
+                values = np.log(np.maximum(values, 1e-30))
+            scales[name] = float(np.quantile(np.abs(values), _FULL_COLOUR))
     return scales
 
 
 def _facts(document: Document, clips: list[np.ndarray]) -> dict:
-    """Return what the list of documents shows of one. clips: for each loss, places in CLIPS of its
-    trained tokens."""
+    """Return what the list of documents shows of a document.
+
+    clips: for each loss, the places in CLIPS of the document's trained tokens.
+    """
     cut = [CLIPS.index(name) for name in ("below, cut", "above, cut")]
     equal = document.num_trained and bool((document.advantages == document.advantages[0]).all())
     return {
@@ -115,19 +117,19 @@ def _packed(document: Document, part: slice, inspected: Inspected) -> str:
         values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors
     ]
     # All first bytes of an array, then all second ones: they are more alike, and so compress
-    #   better.
+    # better.
     planes = [array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays]
     return base64.b64encode(gzip.compress(b"".join(planes), 6, mtime=0)).decode()
 
 
-def _texts(tokenizer, documents: list[Document]) -> dict[int, str]:
+def _texts(tokenizer: PreTrainedTokenizerBase, documents: list[Document]) -> dict[int, str]:
     """Return {token id: its text as it can be shown} of all tokens that occur and have a text."""
     ids = sorted({token for document in documents for token in document.tokens.tolist()})
     texts = {token: _text(tokenizer, token) for token in ids}
     return {token: legible(text) for token, text in texts.items() if text}
 
 
-def _text(tokenizer, token: int) -> str | None:
+def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
     """Return the text of a token, or its name in the vocabulary where it is only part of a
     character.
 

@@ -33,8 +33,10 @@ from pgtoolkit.training.train import quieten
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch of the step with (T,) log-probs as training computed them, and (T,) entropies;
-    all on the CPU."""
+    """A micro-batch of the step, on the CPU.
+
+    log_probs: (T,), as training computed them. entropy: (T,), of the policy.
+    """
 
     micro_batch: MicroBatch
     log_probs: Tensor
@@ -58,7 +60,7 @@ class MadeStep:
 
     @property
     def has_old_log_probs(self) -> bool:
-        """Whether all documents have them; without them there are no ratios."""
+        """True if all documents have old log-probs; without them there are no ratios."""
         return have_old_log_probs(self.step.documents)
 
 
@@ -102,15 +104,19 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         raise DataError(
             f"--step={number} needs a step with trained tokens (got none). Use another --step."
         )
-    if not isinstance(config_of_run.rollout, PolicyRolloutConfig):
-        documents = f"read from {config_of_run.rollout.path}"
-    elif recorded is not None:
-        documents = f"recorded by the run in {recorded}"
-    else:
-        documents = (
-            "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
-        )
+    documents = _origin_of_documents(config_of_run, recorded, watch.sampled)
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
+
+
+def _origin_of_documents(config: Config, recorded: Path | None, sampled: bool) -> str:
+    """Return where the documents of a repeated step come from, in words."""
+    if not isinstance(config.rollout, PolicyRolloutConfig):
+        return f"read from {config.rollout.path}"
+    if recorded is not None:
+        return f"recorded by the run in {recorded}"
+    if sampled:
+        return "sampled by the seeds of their prompts"
+    return "held by the checkpoint"
 
 
 def _recorded_documents(config: Config) -> Path | None:
@@ -118,8 +124,8 @@ def _recorded_documents(config: Config) -> Path | None:
     folder = getattr(config.rollout, "save_path", None)
     if folder is None or not Path(folder).is_dir():
         return None
-    # Recorded documents lack the prompts that the reference model has read in the place of the
-    # policy's, and what a critic has said of their tokens.
+    # Recorded documents lack the prompts that a reference model may read in the place of the
+    # policy's, and the critic's values of their tokens.
     is_complete = config.kl.reference_prompt is None and config.advantage.estimator != "gae"
     return Path(folder) if is_complete else None
 
@@ -142,11 +148,13 @@ def _in_this_process(config: Config) -> Config:
     if isinstance(config.rollout, PolicyRolloutConfig):
         config = with_values(config, {"rollout.save_path": None})
         static_cache = getattr(config.sampler, "static_cache", None)
-        most = config.sampler.max_sequences if config.sampler.name == "transformers" else None
-        here = TransformersSamplerConfig(
-            "transformers", most, config.sampler.dtype, static_cache, None, 0
+        max_sequences = None
+        if config.sampler.name == "transformers":
+            max_sequences = config.sampler.max_sequences
+        sampler = TransformersSamplerConfig(
+            "transformers", max_sequences, config.sampler.dtype, static_cache, None, 0
         )
-        config = replace(config, sampler=here)
+        config = replace(config, sampler=sampler)
     return config
 
 
@@ -200,11 +208,17 @@ class _Watch(lightning.Callback):
         self.pieces: list[Piece] = []
         self.metrics: dict[str, float] = {}
 
-    def on_train_start(self, trainer, module) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if self._checkpoint is not None:
             restore(module, self._checkpoint)
 
-    def on_train_batch_start(self, trainer, module, batch: Step, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        module: PolicyGradientModule,
+        batch: Step,
+        batch_idx: int,
+    ) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
         if self.sampled and self._config.sampler.name != "transformers":
@@ -218,7 +232,12 @@ class _Watch(lightning.Callback):
             module.micro_batch_loss = partial(self._keep, module, module.micro_batch_loss)
 
     def on_train_batch_end(
-        self, trainer, module, outputs: dict, batch: Step, batch_idx: int
+        self,
+        trainer: lightning.Trainer,
+        module: PolicyGradientModule,
+        outputs: dict,
+        batch: Step,
+        batch_idx: int,
     ) -> None:
         if self.step is not None:
             self.metrics = outputs["metrics"]

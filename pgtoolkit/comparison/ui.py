@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
@@ -15,6 +16,10 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run as MlflowRun
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_STOP = 10
@@ -40,12 +45,12 @@ def serve(uri: str | None, port: int) -> int:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     } | os.environ
-    # or profile.py of the current directory hides the library
+    # Without it a profile.py of the current directory hides Python's own.
     environment |= {"PYTHONSAFEPATH": "1"}
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
     command += ["--host", _HOST, "--port", str(port), "--backend-store-uri", store]
-    # SIGHUP comes where the terminal is closed
+    # SIGHUP comes when the terminal is closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     # Quiet, since the server prints a line for each request.
@@ -63,7 +68,7 @@ def serve(uri: str | None, port: int) -> int:
 
 
 def _check_port(port: int) -> None:
-    """Refuse a port that is in use: another server there would answer in the place of this one."""
+    """Refuse a port that is in use, since the server there would answer in the place of ours."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,7 +79,7 @@ def _check_port(port: int) -> None:
             ) from error
 
 
-def _addresses(client, address: str) -> str:
+def _addresses(client: MlflowClient, address: str) -> str:
     """Return lines with the newest run, the newest sweep, and the addresses of their charts."""
     newest = _runs(client, "")
     if not newest:
@@ -87,7 +92,7 @@ def _addresses(client, address: str) -> str:
     swept = _runs(client, "tags.sweep LIKE '%'")
     if swept:
         sweep = swept[0].data.tags["sweep"]
-        # in the order of their start
+        # In the order of their start.
         jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]
         experiments = sorted({job.experiment_id for job in jobs})
         lines += [
@@ -98,7 +103,7 @@ def _addresses(client, address: str) -> str:
     return "\n".join(lines)
 
 
-def _runs(client, condition: str) -> list:
+def _runs(client: MlflowClient, condition: str) -> list[MlflowRun]:
     """Return the newest runs that meet the condition, newest first, without the summaries of
     sweeps."""
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
