@@ -90,15 +90,14 @@ def picture(compared: Compared, kind: str) -> bytes:
         panels = 4 if compared.best_of else 3
         figure = Figure(figsize=(_PANEL_SIZE * panels, _PANEL_SIZE), layout="constrained", dpi=100)
         unit, seconds = _time_unit(compared)
-        _draw_curves(
-            figure.add_subplot(1, panels, 1), compared, "documents_seen", "documents seen", 1
-        )
-        lines = _draw_curves(
-            figure.add_subplot(1, panels, 2), compared, "seconds", f"time in {unit}", seconds
-        )
-        _draw_intervals(figure.add_subplot(1, panels, 3), compared)
-        if compared.best_of:
-            _draw_tried(figure.add_subplot(1, panels, 4), compared)
+        over_documents, over_time, intervals, *tried = [
+            figure.add_subplot(1, panels, place + 1) for place in range(panels)
+        ]
+        _draw_curves(over_documents, compared, "documents_seen", "documents seen", 1)
+        lines = _draw_curves(over_time, compared, "seconds", f"time in {unit}", seconds)
+        _draw_intervals(intervals, compared)
+        for axes in tried:
+            _draw_tried(axes, compared)
         if lines:
             _draw_legend(figure, compared, lines)
         metadata = dict.fromkeys(_LEFT_OUT[kind]) if kind in _LEFT_OUT else None
@@ -108,7 +107,7 @@ def picture(compared: Compared, kind: str) -> bytes:
 
 
 def _time_unit(compared: Compared) -> tuple[str, int]:
-    """Return the unit in which the longest run is read well, and how many seconds it has."""
+    """Return the unit of time that suits the longest run, and how many seconds it has."""
     longest = max(
         (run.last("seconds") for group in compared.groups for run in group.runs), default=0
     )
@@ -136,8 +135,7 @@ def _draw_legend(figure: Figure, compared: Compared, lines: dict[int, Line2D]) -
 
 
 def _legend_title(compared: Compared) -> str:
-    """Return the keys whose values the legend shows; an empty text where the user has named the
-    values."""
+    """Return the keys whose values the legend shows; "" if the user has named the values."""
     if any(group.labels for group in compared.groups):
         return ""
     return ", ".join(
@@ -173,13 +171,12 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
             alpha=0.5,
         )
         interval = mean_interval(sample)
-        reach = (
-            None
-            if interval is None
-            else [[max(0.0, mean - interval[0])], [max(0.0, interval[1] - mean)]]
-        )
+        lengths = None
+        if interval is not None:
+            low, high = interval
+            lengths = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
         bars = axes.errorbar(
-            mean, -place, xerr=reach, color=color, fmt="o", capsize=4, linewidth=1.8
+            mean, -place, xerr=lengths, color=color, fmt="o", capsize=4, linewidth=1.8
         )
         bars[0].set_gid(f"interval-{place}")
     if not any(compared.tested(group) for group in compared.groups):
@@ -200,26 +197,10 @@ def _draw_curves(
     axes.set(xlabel=label, ylabel=legible(compared.metric))
     if axis == "documents_seen":  # as 10k; half a minute would become 500m
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    for place, group in enumerate(compared.groups):
-        style = _LINES[place % len(_LINES)]
-        color = style["color"]
-        # An older run of the same seed is in the picture already, as its newer self.
-        for number, run in enumerate(run for run in group.runs if run.state != "done"):
-            x, y = curve(run, compared.metric, axis)
-            if x.size:
-                gid = f"run-{place}-{axis}-{number}"
-                lines[place] = axes.plot(
-                    np.divide(x, unit), y, color=color, alpha=0.55, linewidth=0.9, gid=gid
-                )[0]
-        x, mean, low, high = mean_curve(group.counted, compared.metric, axis)
-        if x.size:
-            x = x / unit
-            gid = f"mean-{place}-{axis}"
-            lines[place] = axes.plot(x, mean, **style, linewidth=1.8, gid=gid)[0]  # pyright: ignore[reportArgumentType]
-        if (low < high).any():
-            axes.fill_between(
-                x, low, high, color=color, alpha=0.16, linewidth=0, gid=f"band-{place}-{axis}"
-            )
+    for place in range(len(compared.groups)):
+        line = _draw_group(axes, compared, place, axis, unit)
+        if line is not None:
+            lines[place] = line
     if compared.goal.threshold is not None and lines:
         axes.axhline(
             compared.goal.threshold,
@@ -233,9 +214,33 @@ def _draw_curves(
     return lines
 
 
+def _draw_group(axes: Axes, compared: Compared, place: int, axis: str, unit: int) -> Line2D | None:
+    """Draw the curves of the group at a place, and return one of its lines for the legend."""
+    group = compared.groups[place]
+    style = _LINES[place % len(_LINES)]
+    color = style["color"]
+    line = None
+    # Runs that are done but not counted are older ones of a seed, whose newer run is in the mean.
+    unfinished = [run for run in group.runs if run.state != "done"]
+    for number, run in enumerate(unfinished):
+        x, y = curve(run, compared.metric, axis)
+        if x.size:
+            gid = f"run-{place}-{axis}-{number}"
+            x = np.divide(x, unit)
+            line = axes.plot(x, y, color=color, alpha=0.55, linewidth=0.9, gid=gid)[0]
+    x, mean, low, high = mean_curve(group.counted, compared.metric, axis)
+    if x.size:
+        x = x / unit
+        gid = f"mean-{place}-{axis}"
+        line = axes.plot(x, mean, **style, linewidth=1.8, gid=gid)[0]  # pyright: ignore[reportArgumentType]
+    if (low < high).any():
+        gid = f"band-{place}-{axis}"
+        axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, gid=gid)
+    return line
+
+
 def _draw_tried(axes: Axes, compared: Compared) -> None:
-    """Draw the tested values over each value of the --best-of key that was tried: mean, lowest and
-    highest."""
+    """Draw the mean, the lowest and the highest tested value at each value of the --best-of key."""
     values = compared.tried
     axes.set(xlabel=legible(compared.best_of or ""), ylabel=legible(compared.measured))
     axes.set_xticks(
@@ -246,8 +251,8 @@ def _draw_tried(axes: Axes, compared: Compared) -> None:
     for place, group in enumerate(compared.groups):
         style = _LINES[place % len(_LINES)]
         x = sorted(map(values.index, group.tried))
-        tested = [compared.tested(group.tried[values[at]]) for at in x]
-        means = [float(np.mean(of_value)) for of_value in tested]
+        tested = [compared.tested(group.tried[values[position]]) for position in x]
+        means = [float(np.mean(numbers)) for numbers in tested]
         axes.plot(x, means, **style, marker="o", gid=f"tried-{place}")  # pyright: ignore[reportArgumentType]
         axes.fill_between(
             x,

@@ -14,7 +14,7 @@ from pgtoolkit.system.report import is_number, text
 
 
 def learned(run: Run, name: str) -> object:
-    """Return the value that a run has learned with, of a key or of another name in
+    """Return the value with which a run has learned, of a key or of another name in
     `run.trained_with`."""
     if name not in run.trained_with:
         return run.config.get(name)
@@ -30,8 +30,9 @@ class Group:
     """Runs of one configuration, which differ in their block alone (their seed, and the keys of
     --over).
 
-    values: of the keys that tell the groups apart. counted: one run per block. reached: what each
-        counted run reached.
+    values: of the keys that tell the groups apart.
+    counted: one run per block.
+    reached: the measures of each counted run.
     tried: with --best-of, all finished groups that differ from this one in that key alone, by its
         value in words.
     labels: the user's names for values, by (key, value in words).
@@ -55,7 +56,7 @@ class Group:
 
     @property
     def telling_words(self) -> list[str]:
-        """The words without those of keys that this group does not have."""
+        """The words of the keys that this group has."""
         return [
             word
             for value, word in zip(self.values.values(), self.words, strict=True)
@@ -78,11 +79,11 @@ class Compared:
     """All that a report shows.
 
     goal: the metric, and the threshold if there is one.
-    limits: {axis: how far the threshold is looked for}. That is as far as every run has been that
-        did not reach it, infinite where all did. It has the axes that all counted runs have;
-        without a threshold it is empty.
-    keys: the varying keys that tell the groups apart, as shown. following: varying keys that follow
-        from those.
+    limits: {axis: how far the threshold is looked for}, of the axes that all counted runs have.
+        That is as far as every run has been that did not reach it, and infinite if all reached it.
+        Without a threshold it is empty.
+    keys: the varying keys that tell the groups apart, as shown.
+    following: varying keys whose values follow from those.
     common: the configuration that all share.
     groups: the best first, but the bases of planned comparisons before it.
     comparisons: every pair of groups, by their place in `groups`.
@@ -142,9 +143,9 @@ class Compared:
             for best in self.groups
             for name, group in best.tried.items()
         }
-        return sorted(
-            values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name)
-        )
+        numbers = [name for name in values if is_number(values[name])]
+        others = [name for name in values if not is_number(values[name])]
+        return sorted(numbers, key=lambda name: values[name]) + sorted(others)
 
     def name_groups(self) -> None:
         """Give each group its label: its telling words, or all of its words where another group has

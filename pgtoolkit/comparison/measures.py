@@ -20,14 +20,15 @@ AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seco
 DOCUMENTS = "documents_seen"
 
 _WINDOWS = 50
-"""A metric of training has reached a threshold once its mean over a fiftieth of the documents
-has."""
+"""A metric of training has reached a threshold as soon as its mean over a fiftieth of the documents
+reaches it."""
 
 _SHARE = 0.9
-"""The default threshold of a share; of other metrics, the part of the way from the start to the
-best end."""
+"""The default threshold of a share. For other metrics it is this part of the way from the start to
+the best end."""
 
 _LAST_EVALUATIONS = 3
+"""The final value of an evaluation's metric is a mean over at most this many evaluations."""
 
 MEASURES = {"area": "Area under", "final": "Final"}
 """What --metric=area:NAME and --metric=final:NAME compare, in words."""
@@ -81,8 +82,10 @@ def final_of(values: list[float], metric: str) -> float:
 
 
 def end_of(run: Run, metric: str) -> float:
-    """Return the final value of a run. Of one that collapsed it is the value with which `compare`
-    has extended it."""
+    """Return the final value of a run.
+
+    If the run collapsed, that is the value with which `compare` has extended it.
+    """
     values = run.values(metric)
     return values[-1] if run.collapsed else final_of(values, metric)
 
@@ -102,11 +105,10 @@ def is_share(metric: str) -> bool:
 
 
 def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
-    """Return (the metric to compare where none is named, notes): held-out before exact_match before
-    reward.
+    """Return (the metric to compare if the user names none, notes).
 
-    A share that is 0 in all runs cannot tell them apart. It is chosen only if reward is 0 in all of
-    them too.
+    A share of held-out prompts comes before exact_match, and that before reward. A share that is 0
+    in all runs cannot tell them apart. It is chosen only if reward is 0 in all of them too.
     """
     done = [run for run in runs if run.state == "done"] or runs
     held_out = dict.fromkeys(
@@ -133,10 +135,12 @@ def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
 
 
 def needed_for(metric: str | None) -> set[str]:
-    """Return the metrics of training that a comparison reads: this one, or those among which it
-    chooses."""
+    """Return the metrics of training that a comparison reads: those among which it chooses, and
+    the named one."""
     names = {"reward", "exact_match", "grad_norm"}
-    return names | {metric} if metric else names
+    if metric:
+        names.add(metric)
+    return names
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:
@@ -162,7 +166,7 @@ def parse_reach(text: str) -> tuple[str, float]:
 
 
 def margin_of(text: str, mean: float = 1.0) -> float:
-    """Return the margin that a text such as `0.02` states, or `3%`, which is a share of this mean.
+    """Return the margin that a text states, such as `0.02`, or `3%`, which is a share of the mean.
 
     Raises ConfigError for any other text.
     """
@@ -189,10 +193,10 @@ def goal_of(
     threshold: the user's; None for one that fits the runs. measure: of MEASURES, compared without a
         threshold.
     """
-    documents = [run.points(DOCUMENTS, metric)[0] for group in groups for run in group]
-    documents = [of_run for of_run in documents if of_run.size]
-    low = max((of_run[0] for of_run in documents), default=0.0)
-    high = min((of_run[-1] for of_run in documents), default=0.0)
+    curves = [run.points(DOCUMENTS, metric)[0] for group in groups for run in group]
+    documents = [x for x in curves if x.size]
+    low = max((x[0] for x in documents), default=0.0)
+    high = min((x[-1] for x in documents), default=0.0)
     window = 0.0 if metric.startswith(HELD_OUT) else high / _WINDOWS
     why = "as --reach says"
     if not documents:
@@ -208,7 +212,7 @@ def goal_of(
 def _fitting_threshold(
     groups: list[list[Run]], metric: str, window: float
 ) -> tuple[float | None, str]:
-    """Return (threshold, how it was chosen), the same for all runs; (None, "") if no configuration
+    """Return a threshold for all runs, and how it was chosen; (None, "") if no configuration
     improves."""
     if not is_score(metric):
         return None, ""

@@ -23,12 +23,14 @@ from pgtoolkit.system.legible import escaped, legible
 from pgtoolkit.system.report import text
 
 _TABLES = 20
-"""The page has a table of differences for each of this many configurations, the best ones."""
+"""The number of configurations, the best ones, for which the page has a table of differences."""
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
-    """Write one file. kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one
-    that made it."""
+    """Write the comparison into a file.
+
+    kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one that made the file.
+    """
     if kind in ("png", "svg", "pdf"):
         path.write_bytes(picture(compared, kind))
     elif kind in ("csv", "runs_csv"):
@@ -59,7 +61,7 @@ class Row:
 
 def configurations(compared: Compared) -> list[Row]:
     """Return a row for each configuration, in their order."""
-    pairs = {pair.second: pair for of_base in text_report.planned(compared) for pair in of_base}
+    pairs = {pair.second: pair for pairs in text_report.planned(compared) for pair in pairs}
     rows = []
     for place, group in enumerate(compared.groups):
         mean, std = mean_and_std(compared.tested(group))
@@ -109,7 +111,7 @@ def _latex(compared: Compared, command: str) -> str:
     """Return the configurations as a LaTeX table, with intervals of means and differences, adjusted
     p and verdicts.
 
-    Comments above it say what its numbers are.
+    Comments above the table define its numbers.
     """
     write = (
         text_report.short_count if compared.by_documents else text_report.number_format(compared)
@@ -121,7 +123,8 @@ def _latex(compared: Compared, command: str) -> str:
     def signed(value: float) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
 
-    rows = []
+    names = keys if column_per_key else ["configuration"]
+    rows = [[*names, "n", compared.measured, "difference", "p", "verdict"]]
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
@@ -132,24 +135,29 @@ def _latex(compared: Compared, command: str) -> str:
             cells.append(signed(row.pair.difference) + _bracketed(row.pair.interval, signed))
             cells.append(text_report.p_value(row.pair.adjusted_p) or "--")
         rows.append([*cells, row.verdict])
-    names = keys if column_per_key else ["configuration"]
-    header = [*names, "n", compared.measured, "difference", "p", "verdict"]
     sentences = [
         f"Made by {command}",
         *text_report.definitions(compared),
         text_report.question(compared),
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
-    table = [
-        r"\begin{tabular}{" + "l" * len(names) + "rrrrl}",
+    table = _tex_table(rows, "l" * len(names) + "rrrrl")
+    return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
+
+
+def _tex_table(rows: list[list[str]], columns: str) -> list[str]:
+    """Return the lines of a table in LaTeX; its first row is the header. columns: how each column
+    is aligned, such as `lr`."""
+    header, *body = [_tex_row(cells) for cells in rows]
+    return [
+        rf"\begin{{tabular}}{{{columns}}}",
         r"\toprule",
-        _tex_row(header),
+        header,
         r"\midrule",
-        *(_tex_row(cells) for cells in rows),
+        *body,
         r"\bottomrule",
         r"\end{tabular}",
     ]
-    return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
 
 
 def _bracketed(interval: tuple[float, float] | None, write: Callable[[float], str]) -> str:
@@ -184,46 +192,43 @@ def _tex(cell: str) -> str:
 
 def as_json(compared: Compared) -> str:
     """Return all that a report shows as one JSON object, numbers in full."""
-    groups = []
-    for row in configurations(compared):
-        group = row.group
-        groups.append(
-            {
-                "label": group.label,
-                "values": {key: text(value) for key, value in group.values.items()},
-                "n": len(group.counted),
-                "mean": row.mean,
-                "interval": row.interval,
-                "std": row.std,
-                "verdict": row.verdict,
-                "runs": [str(run.path) for run in group.counted],
-                "of_runs": compared.tested(group),
-            }
-        )
-    pairs = [
-        {
-            "first": compared.groups[pair.first].label,
-            "second": compared.groups[pair.second].label,
-            **{
-                name: value for name, value in vars(pair).items() if name not in ("first", "second")
-            },
-            "verdict": text_report.verdict(pair, compared.sign, compared.comparisons.margin),
-        }
-        for pair in compared.comparisons
-    ]
     report = {
         "metric": compared.metric,
         "measured": compared.measured,
         "threshold": compared.goal.threshold,
         "keys": compared.keys,
         "following": compared.following,
-        "configurations": groups,
-        "pairs": pairs,
+        "configurations": [_json_row(compared, row) for row in configurations(compared)],
+        "pairs": [_json_pair(compared, pair) for pair in compared.comparisons],
         "excluded": [{"run": str(run.path), "why": why} for run, why in compared.left_out],
         "notes": compared.notes,
         "common": {key: text(value) for key, value in compared.common.items()},
     }
     return json.dumps(_finite(report), indent=1, ensure_ascii=False)
+
+
+def _json_row(compared: Compared, row: Row) -> dict[str, object]:
+    group = row.group
+    return {
+        "label": group.label,
+        "values": {key: text(value) for key, value in group.values.items()},
+        "n": len(group.counted),
+        "mean": row.mean,
+        "interval": row.interval,
+        "std": row.std,
+        "verdict": row.verdict,
+        "runs": [str(run.path) for run in group.counted],
+        "of_runs": compared.tested(group),
+    }
+
+
+def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
+    labels = {
+        "first": compared.groups[pair.first].label,
+        "second": compared.groups[pair.second].label,
+    }
+    verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
+    return vars(pair) | labels | {"verdict": verdict}
 
 
 def _finite(value: object) -> object:
@@ -238,25 +243,25 @@ def _finite(value: object) -> object:
 def run_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row per run, unfinished ones too.
 
-    A row has the values that vary, the seed, the state, whether the run is in the means, and what
-    it reached. `documents_to_METRIC_THRESHOLD` and its like are None where the run has not reached
-    the threshold.
+    A row has the values that vary, the seed, the state, whether the run is in the means, and its
+    measures. The columns `documents_to_METRIC_THRESHOLD`, `tokens_to_...` and `seconds_to_...` are
+    None where the run has not reached the threshold.
     """
     goal = compared.goal
     to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.limits}
-    mean, final, highest = (f"{name}_{goal.metric}" for name in ("mean", "final", "best"))
+    mean = f"mean_{goal.metric}"
+    final = f"final_{goal.metric}"
+    highest = f"best_{goal.metric}"
     rows = []
     for group in compared.groups:
         for run in group.runs:
-            row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
+            row: dict[str, object] = {"run": run.path}
+            row |= {key: text(value) for key, value in group.values.items()}
             row |= {key: text(learned(run, key)) for key in compared.over}
-            counted = "yes" if run in group.counted else "no"
-            row |= {
-                "seed": run.config["seed"],
-                "state": run.state,
-                "counted": counted,
-                "step": run.step,
-            }
+            row["seed"] = run.config["seed"]
+            row["state"] = run.state
+            row["counted"] = "yes" if run in group.counted else "no"
+            row["step"] = run.step
             values = run.values(goal.metric)
             if values:
                 measures = reached(run, goal)
@@ -280,18 +285,15 @@ def run_rows(compared: Compared) -> list[list[object]]:
 
 
 def _render_html(compared: Compared, command: str) -> str:
-    """Return the page: all that the terminal shows, the differences of all pairs, every run and
-    what they share."""
+    """Return the page: all that the terminal shows, the differences of all pairs, every run, and
+    the configuration that they share."""
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
-    # legible on light and dark pages
+    # The text's own colour can be read on light and dark pages.
     svg = picture(compared, "svg").decode().replace("#000000", "currentColor")
     excluded = text_report.left_out(compared)
     runs = [
         [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
         for row in run_rows(compared)
-    ]
-    pairs = [
-        compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))
     ]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     notes = (f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes)
@@ -300,14 +302,11 @@ def _render_html(compared: Compared, command: str) -> str:
         _table(text_report.group_rows(compared)),
         _sentences(text_report.definitions(compared)),
         f"<h2>{escaped(text_report.question(compared))}</h2>",
-        *(
-            f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>\n"
-            + _table(text_report.difference_rows(compared, of_group))
-            for group, of_group in zip(compared.groups, pairs, strict=False)
-            if of_group
-        ),
-        _sentences(text_report.worth(compared, [pair for of_group in pairs for pair in of_group])),
-        *(["<h2>Runs excluded from averages</h2>", _sentences(excluded)] if excluded else []),
+        *_tables_of_differences(compared),
+    ]
+    if excluded:
+        parts += ["<h2>Runs excluded from averages</h2>", _sentences(excluded)]
+    parts += [
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
     ]
@@ -321,6 +320,20 @@ def _render_html(compared: Compared, command: str) -> str:
         parts="\n".join(parts),
         command=escaped(command),
     )
+
+
+def _tables_of_differences(compared: Compared) -> list[str]:
+    """Return a table for each of the best configurations, and sentences on how to read them."""
+    parts = []
+    shown = []
+    for place, group in enumerate(compared.groups[:_TABLES]):
+        pairs = compared.comparisons.against(place)
+        if pairs:
+            table = _table(text_report.difference_rows(compared, pairs))
+            title = f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>"
+            parts.append(f"{title}\n{table}")
+            shown += pairs
+    return [*parts, _sentences(text_report.worth(compared, shown))]
 
 
 def _sentences(sentences: Sequence[str]) -> str:

@@ -16,8 +16,8 @@ from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_
 
 
 def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, str]:
-    """Make the summary run of the sweep in this folder, or bring it up to date; returns uri,
-    experiment_id, run_id.
+    """Make the summary run of the sweep in this folder, or bring it up to date. Return its uri,
+    experiment_id and run_id.
 
     It is named after the sweep and has the tags `sweep` and `sweep_summary`. Its artifacts are
     sweep.json and the comparison as page, table and picture; its description is the comparison as
@@ -50,8 +50,10 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
 
 
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
-    """Write the comparison's files into the folder, and return the comparison in Markdown, or why
-    there is none."""
+    """Write the comparison's files into the folder.
+
+    Return the comparison in Markdown, or a sentence on why there is none.
+    """
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.text_report import render_comparison
 

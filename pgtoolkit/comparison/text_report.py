@@ -32,7 +32,8 @@ _CURVE = 9
 def render_comparison(compared: Compared) -> str:
     """Return the comparison for the terminal, at most WIDTH columns wide."""
     lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
-    lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
+    for sentence in definitions(compared):
+        lines += folded(sentence, "", "  ")
     rows = tried_rows(compared)
     if rows:
         lines += [
@@ -48,14 +49,14 @@ def render_comparison(compared: Compared) -> str:
         lines += [
             f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)
         ]
-    sentences = worth(compared, [pair for pairs in shown for pair in pairs])
-    lines += [line for sentence in sentences for line in folded(sentence, "", "  ")]
+    for sentence in worth(compared, [pair for pairs in shown for pair in pairs]):
+        lines += folded(sentence, "", "  ")
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
-        lines += [
-            line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")
-        ]
-    lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
+        for excluded in left_out(compared):
+            lines += folded(excluded, "  ", "      ")
+    for note in compared.notes:
+        lines += folded(f"Note: {note}")
     return "\n".join(lines)
 
 
@@ -68,7 +69,7 @@ def planned(compared: Compared) -> list[list[Comparison]]:
         [pair for pair in compared.comparisons.against(place) if not pair.exploratory]
         for place in bases
     ]
-    return [of_base for of_base in pairs if of_base]
+    return [pairs_of_base for pairs_of_base in pairs if pairs_of_base]
 
 
 def heading(compared: Compared) -> str:
@@ -102,13 +103,11 @@ def definitions(compared: Compared) -> list[str]:
     metric = compared.metric
     sentences = []
     if is_score(metric):
-        where = (
-            "held-out prompts"
-            if metric.startswith(HELD_OUT)
-            else "the prompts of training, as they were sampled"
-        )
+        prompts = "the prompts of training, as they were sampled"
+        if metric.startswith(HELD_OUT):
+            prompts = "held-out prompts"
         sentences.append(
-            f"{metric} is measured on {where}; mean ± sample standard deviation over "
+            f"{metric} is measured on {prompts}; mean ± sample standard deviation over "
             f"{compared.blocks}s."
         )
     if compared.by_documents:
@@ -135,7 +134,7 @@ def definitions(compared: Compared) -> list[str]:
 
 
 def _definition_of_reached(compared: Compared) -> list[str]:
-    """Return sentences that define the threshold and the columns of what it took to reach it."""
+    """Return sentences that define the threshold and the columns that say what reaching it took."""
     goal = compared.goal
     limit = compared.limits[DOCUMENTS]
     window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
@@ -166,11 +165,9 @@ def question(compared: Compared) -> str:
     kinds = sorted(
         f"paired by {compared.blocks}" if paired else "Welch's" for paired in tests.paired
     )
-    equal = (
-        ""
-        if tests.margin is None
-        else f", and two one-sided ones for equality within {tests.margin}"
-    )
+    equal = ""
+    if tests.margin is not None:
+        equal = f", and two one-sided ones for equality within {tests.margin}"
     pairs = "pairs" if tests.primary is None else "planned pairs"
     adjusted = f", p adjusted for {tests.tested} {pairs} (Holm)" if tests.tested > 1 else ""
     return (
@@ -180,8 +177,8 @@ def question(compared: Compared) -> str:
 
 
 def tried_rows(compared: Compared) -> list[list[str]]:
-    """Return the header and a row per group with what was tested at each value of the --best-of
-    key; [] without one."""
+    """Return the header and a row per group with the tested values at each value of the --best-of
+    key; [] without such a key."""
     key = compared.best_of
     if not key:
         return []
@@ -190,10 +187,11 @@ def tried_rows(compared: Compared) -> list[list[str]]:
     for group in compared.groups:
         cells = {}
         for value, tried in group.tried.items():
-            mean, _ = mean_and_std(compared.tested(tried))
-            cells[value] = (
-                spent(compared, tried, DOCUMENTS) if compared.by_documents else write(mean)
-            )
+            if compared.by_documents:
+                cells[value] = spent(compared, tried, DOCUMENTS)
+            else:
+                mean, _ = mean_and_std(compared.tested(tried))
+                cells[value] = write(mean)
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])
     return rows
@@ -320,16 +318,20 @@ def left_out(compared: Compared) -> list[str]:
 
 
 def number_format(compared: Compared) -> Callable[[float | None], str]:
-    """Return a function that writes values of the metric, all in one format that suits the largest
+    """Return a function that writes values of the metric, all in the format that suits the largest
     final value.
 
-    It writes a dash for None and NaN.
+    The function writes a dash for None and NaN.
     """
     largest = max(
         (abs(reached.final) for group in compared.groups for reached in group.reached), default=0
     )
-    fixed = largest >= 0.1 or largest == 0 or is_score(compared.metric)
-    form = ".1f" if largest >= 1000 else ".3f" if fixed else ".2e"
+    if largest >= 1000:
+        form = ".1f"
+    elif largest >= 0.1 or largest == 0 or is_score(compared.metric):
+        form = ".3f"
+    else:
+        form = ".2e"
     return lambda value: "-" if value is None or value != value else f"{value:{form}}"
 
 
@@ -360,16 +362,16 @@ def spent(compared: Compared, group: Group, axis: str) -> str:
 
 
 def group_rows(compared: Compared) -> list[list[str]]:
-    """Return the header and a row per group: values of the keys, seeds, what these spent and
-    reached."""
+    """Return the header and a row per group: values of the keys, how many seeds there are or
+    reached the threshold, what that took, and the metric's values."""
     write = number_format(compared)
     header = list(compared.keys)
-    header += (
-        ["reached", *(AXES[axis] for axis in compared.limits)]
-        if compared.by_documents
-        else ["seeds"]
-    )
-    header += ["IQM"] if compared.goal.chosen else []
+    if compared.by_documents:
+        header += ["reached", *(AXES[axis] for axis in compared.limits)]
+    else:
+        header.append("seeds")
+    if compared.goal.chosen:
+        header.append("IQM")
     rows = [[*header, "mean", "final"]]
     for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
         count = len(group.counted)
@@ -378,18 +380,22 @@ def group_rows(compared: Compared) -> list[list[str]]:
             cells += [spent(compared, group, axis) for axis in compared.limits]
         else:
             cells = [str(count)]
-        cells += [_interquartile(sample, write)] if compared.goal.chosen else []
+        if compared.goal.chosen:
+            cells.append(_interquartile(sample, write))
         values = [_mean_and_spread(*group.mean, write), _mean_and_spread(*group.final, write)]
         rows.append([*group.words, *cells, *values])
     return rows
 
 
 def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
+    """Return the interquartile mean of a group's runs, with its interval if there is one."""
     if not sample.values:
         return "-"
-    mean = statistics.interquartile_mean(np.array([*sample.values.values()]))
+    mean = write(float(statistics.interquartile_mean(np.array([*sample.values.values()]))))
     interval = statistics.interquartile_interval(sample)
-    return write(float(mean)) + (f" [{', '.join(map(write, interval))}]" if interval else "")
+    if not interval:
+        return mean
+    return f"{mean} [{', '.join(map(write, interval))}]"
 
 
 def _groups_with_curves(compared: Compared) -> list[str]:
@@ -397,12 +403,10 @@ def _groups_with_curves(compared: Compared) -> list[str]:
     means = [
         list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups
     ]
-    span = (
-        min(map(min, filter(None, means)), default=0),
-        max(map(max, filter(None, means)), default=0),
-    )
+    values = [value for curve in means for value in curve]
+    span = (min(values, default=0), max(values, default=0))
     if is_share(compared.metric):
-        span = (0, 1)  # so that one success in fifty is not drawn as a peak
+        span = (0, 1)  # or one success in fifty would be drawn as a peak
     curves = ["curve", *(sparkline(mean, _CURVE, span) for mean in means)]
     rows = [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
     # A line may still be too long, since only the columns of keys are narrowed.
@@ -410,6 +414,8 @@ def _groups_with_curves(compared: Compared) -> list[str]:
 
 
 def folded(sentence: str, indent: str = "", further: str = "") -> list[str]:
-    """Return the sentence on lines of at most WIDTH columns. further: the indent of all lines but
-    the first."""
+    """Return the sentence on lines of at most WIDTH columns.
+
+    indent: of the first line. further: of the others.
+    """
     return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)
