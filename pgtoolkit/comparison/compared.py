@@ -143,9 +143,9 @@ class Compared:
             for best in self.groups
             for name, group in best.tried.items()
         }
-        numbers = [name for name in values if is_number(values[name])]
-        others = [name for name in values if not is_number(values[name])]
-        return sorted(numbers, key=lambda name: values[name]) + sorted(others)
+        return sorted(
+            values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name)
+        )
 
     def name_groups(self) -> None:
         """Give each group its label: its telling words, or all of its words where another group has

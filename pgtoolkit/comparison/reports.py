@@ -228,7 +228,7 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
         "second": compared.groups[pair.second].label,
     }
     verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
-    return vars(pair) | labels | {"verdict": verdict}
+    return {**vars(pair), **labels, "verdict": verdict}
 
 
 def _finite(value: object) -> object:

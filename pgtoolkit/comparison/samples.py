@@ -295,7 +295,7 @@ def best_and_worst(
     high = max(rewards, default=0.0)
     times: Counter[tuple] = Counter()
     # Each text with its place among the texts of its prompt that have the same reward.
-    distinct: dict[tuple, tuple[int, CompletionRow]] = {}
+    distinct = {}
     for row in rows:
         text = (row.name, row.completion, row.reward)
         if text not in distinct:

@@ -139,6 +139,8 @@ def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> str | None:
     if name is None:
         return None
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(name, str)  # of a single id, as is the text
+    assert isinstance(text, str)
     if "\ufffd" in text:
         return name
     # SentencePiece marks a space by "\u2581", and its decoders leave out a space at the start of a
