@@ -27,7 +27,7 @@ import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.ranks import run_job
 from pgtoolkit.system.child import Child, channel_to_parent, follow_parent
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
@@ -231,7 +231,7 @@ def _load() -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ |= _WHILE_IMPORTED
-    with without():
+    with imports_skipping():
         importlib.import_module("pgtoolkit.training.train")
         with importing_mlflow():
             _import_ahead("mlflow.store.tracking.sqlalchemy_workspace_store")

@@ -30,7 +30,7 @@ from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, record_end
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.child import Child, end_all
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.report import print_error, say, shortest_path
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.signals import (
@@ -82,7 +82,7 @@ def train_on_processes(training: Training) -> None:
             _run_workers(training, count)
             return
         # `without` holds back garbage collection, which makes the import faster.
-        with without(), stop_signals_wait():
+        with imports_skipping(), stop_signals_wait():
             from pgtoolkit.training.train import train
 
         train(config, training.run_dir, training.resume, training.overrides, training.sweep)

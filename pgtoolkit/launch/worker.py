@@ -26,7 +26,7 @@ from pgtoolkit.errors import (
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.child import channel_to_parent, follow_parent
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 
@@ -55,7 +55,7 @@ def train_as_rank(training: Training, rank: Rank) -> None:
 
     The run directory is that of rank 0.
     """
-    with without():
+    with imports_skipping():
         from pgtoolkit.ranks.agreement import failing_together, gather_objects
         from pgtoolkit.training.train import train
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def without(**missing: tuple[str, ...]) -> Iterator[None]:
+def imports_skipping(**missing: tuple[str, ...]) -> Iterator[None]:
     """Keep these packages, unless they are loaded already, from being imported inside the block.
 
     missing: {package: names of its classes}. Without names a package counts as not installed, for

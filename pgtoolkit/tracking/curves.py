@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pgtoolkit.runs.series import Columns, smooth, thinned
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.plain_files import replacing
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
 
     recorded: by `read_metrics`. Raises OSError if the picture cannot be written.
     """
-    with without():
+    with imports_skipping():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
 

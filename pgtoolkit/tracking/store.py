@@ -21,7 +21,7 @@ from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.background import in_background
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import shortest_path, text
 from pgtoolkit.tracking.store_file import deleted_experiment, out_of_date
@@ -61,7 +61,7 @@ def importing_mlflow() -> Iterator[None]:
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # Its gateway for language models is not used here, nor are its tables.
-    with without(pandas=(), fastapi=("HTTPException",)):
+    with imports_skipping(pandas=(), fastapi=("HTTPException",)):
         yield
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pgtoolkit.system.imports import without
+from pgtoolkit.system.imports import imports_skipping
 
 # Lightning asks whether a logged value is a metric of torchmetrics. Nothing is logged through it.
 _STAND_INS: dict[str, tuple[str, ...]] = {"torchmetrics": ("Metric", "MetricCollection")}
@@ -11,7 +11,7 @@ _STAND_INS: dict[str, tuple[str, ...]] = {"torchmetrics": ("Metric", "MetricColl
 if "transformers" not in sys.modules:
     _STAND_INS["scipy"] = ()
 
-with without(**_STAND_INS):
+with imports_skipping(**_STAND_INS):
     import lightning
     import lightning.pytorch.core.optimizer
     import transformers.modeling_utils

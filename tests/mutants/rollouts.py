@@ -80,6 +80,22 @@ def values_are_not_clipped(right, values, old_values, returns, clip):
     return right(values, old_values, returns, None)
 
 
+@mutant("training.module:PolicyGradientModule._move_reference")
+def the_reference_becomes_the_policy_at_once(right, self):
+    kl = self.config.kl
+    self.config = replace(self.config, kl=replace(kl, update_rate=1.0))
+    right(self)
+    self.config = replace(self.config, kl=kl)
+
+
+@mutant("training.loss_scale:LossScale.fall")
+def an_overflow_leaves_the_scale_as_it_is(right, self):
+    value = self.value
+    may_be_the_cause = right(self)
+    self.value = value
+    return may_be_the_cause
+
+
 @mutant("batch:pack")
 def what_was_cut_off_is_trained(right, *arguments, **keywords):
     return replace(
