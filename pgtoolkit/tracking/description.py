@@ -71,7 +71,7 @@ def description_of(run_dir: Path) -> Description:
         "mlflow.source.git.commit": code[0][0] if code else None,
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
     }
-    run_name = settings.get("tracking.run_name") or run_dir.name
+    run_name = str(settings.get("tracking.run_name") or run_dir.name)
     if status.get("sweep") and not settings.get("tracking.run_name"):
         # The folders of a sweep end with a digest of the configuration, which the parameters show.
         run_name = re.sub("-[0-9a-f]{8}$", "", run_dir.name)

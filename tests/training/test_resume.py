@@ -245,9 +245,9 @@ def test_a_resume_that_stretches_a_decaying_schedule_says_so(tmp_path, capsys, s
         "and was 4: the next update "
     )
     if schedule == "constant":
-        assert "in place of" not in output
+        assert "instead of" not in output
     else:
-        rate = "0.00854 in place of 0.005"
+        rate = "0.00854 instead of 0.005"
         note = f"note: {expected}has the learning rate {rate}. pgtk compare does not count"
         assert note in output
     fresh = run(tmp_path / "fresh", *decays, "trainer.max_steps=8", "seed=1")
