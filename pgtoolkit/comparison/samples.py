@@ -283,8 +283,7 @@ def _heading(shown: Samples, run: str) -> list[str]:
 def best_and_worst(
     rows: list[CompletionRow], count: int
 ) -> tuple[list[CompletionRow], list[CompletionRow]]:
-    """Return at most `count` rows with the highest and with the lowest rewards; rows without a
-    reward are left out.
+    """Return at most `count` rows with the highest and with the lowest rewards. All have a reward.
 
     A text that a prompt has several times comes once. Among equal rewards the first texts of all
     prompts come before any prompt's second text. The lowest reward is not among the best, nor the

@@ -282,7 +282,7 @@ class DynamicAccumulation(lightning.LightningModule):
         if names:
             introduction = "Log-probs or data are not finite in"
         else:
-            introduction = "All log-probs are finite. The step's documents"
+            introduction = "No log-prob is known to be infinite or NaN. The step's documents"
             names = [document.name for document in step.documents]
         values = [f"{name}={metrics[name]:g}" for name in _MUST_BE_FINITE if name in metrics]
         listed = "; ".join(names[:_MOST_NAMES])

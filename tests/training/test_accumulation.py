@@ -141,36 +141,22 @@ class Small(DynamicAccumulation):
             "num_documents": micro_batch.num_documents,
             "totals": totals,
             "check_finite": False,
-        }
-        options |= {
-            "group_index": micro_batch.group_index,
-            "aggregation": "prompt_mean",
             "metrics": "basic",
         }
+        options |= self.aggregation_options(micro_batch)
         return pgtoolkit.policy_loss(
             self.model(micro_batch.tokens), *vectors, loss=self.loss, **options
         )
+
+    def aggregation_options(self, micro_batch):
+        return {"group_index": micro_batch.group_index, "aggregation": "prompt_mean"}
 
 
 class SampleMean(Small):
     """Over trajectories of several documents."""
 
-    def micro_batch_loss(self, micro_batch, totals):
-        vectors = (
-            micro_batch.labels,
-            micro_batch.old_log_probs,
-            micro_batch.advantages,
-            micro_batch.document_index,
-        )
-        options = {
-            "num_documents": micro_batch.num_documents,
-            "totals": totals,
-            "check_finite": False,
-        }
-        options |= {"trajectory_index": micro_batch.trajectory_index, "metrics": "basic"}
-        return pgtoolkit.policy_loss(
-            self.model(micro_batch.tokens), *vectors, loss=self.loss, **options
-        )
+    def aggregation_options(self, micro_batch):
+        return {"trajectory_index": micro_batch.trajectory_index}
 
 
 def one_step(ranks, max_tokens: int, trajectories: bool) -> tuple[dict, list, list]:
