@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from builders.models import small_llama
-from builders.rollout_rows import source
+from builders.rollout_rows import recorded_rollouts
 
 PAD = 0
 
@@ -53,7 +53,7 @@ def test_a_batch_of_verl_is_recorded(tmp_path):
     data = SimpleNamespace(batch=batch, non_tensor_batch={"uid": ["a", "b", "a", "b"]})
     trainer()._log_rollout_data(data, {}, {}, str(tmp_path))
 
-    rollouts = source(tmp_path / "rollouts.jsonl")
+    rollouts = recorded_rollouts(tmp_path / "rollouts.jsonl")
     documents = {}
     for document in map(rollouts.document, range(rows)):
         documents[document.reward] = document

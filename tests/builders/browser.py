@@ -32,13 +32,13 @@ ARGUMENTS = (
         "disable-sync",
     ),
 )
-NEEDED = pytest.mark.skipif(
+NEEDS_BROWSER = pytest.mark.skipif(
     None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver"
 )
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Chrome]:
+def open_browser() -> Iterator[Chrome]:
     """A window of 1600 by 1200 pixels."""
     options = ChromeOptions()
     options.binary_location = PROGRAMS["chromium"]
@@ -49,21 +49,21 @@ def opened() -> Iterator[Chrome]:
         yield page
 
 
-def text(page: Chrome) -> str:
+def page_text(page: Chrome) -> str:
     return page.execute_script("return document.body ? document.body.innerText : ''")
 
 
-def wait(page: Chrome, script: str):
+def wait_for(page: Chrome, script: str):
     """What `script` returns as soon as that is true; TimeoutException with the page's text after a
     minute."""
     try:
         return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
     except TimeoutException as error:
-        error.msg = f"{script} stays false on a page that says:\n{text(page)}"
+        error.msg = f"{script} stays false on a page that says:\n{page_text(page)}"
         raise
 
 
-def keep(page: Chrome, name: str) -> None:
+def save_screenshot(page: Chrome, name: str) -> None:
     """Save a screenshot where PGTK_SCREENSHOTS says, for a look by eye."""
     if folder := os.environ.get("PGTK_SCREENSHOTS"):
         page.save_screenshot(str(Path(folder) / f"{name}.png"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from builders.runs import SHORT, once
+from builders.runs import SHORT, last_of_each_key
 
 PGTK = Path(sys.executable).with_name("pgtk")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -30,7 +30,7 @@ class Command:
         folder.mkdir(exist_ok=True)
         self.directory, self.log = folder / "run", folder / "terminal"
         if "=" in words[0]:
-            words = [*once(*words), f"hydra.run.dir={self.directory}"]
+            words = [*last_of_each_key(*words), f"hydra.run.dir={self.directory}"]
         command = [sys.executable, "-m", "pgtoolkit.cli", *words]
         with self.log.open("w") as file:
             streams = {"stdout": file, "stderr": file}
@@ -70,9 +70,9 @@ class Command:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *overrides: str):
+def running_sweep(folder: Path, *overrides: str):
     """A sweep in folder/sweep as a process, which does not outlive the block."""
-    command = [PGTK, "-m", *once(*SHORT, "hydra.sweep.dir=sweep", *overrides)]
+    command = [PGTK, "-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
     try:
@@ -82,9 +82,9 @@ def started(folder: Path, *overrides: str):
         process.wait()
 
 
-def sweep(folder: Path, *overrides: str) -> tuple[int, str]:
+def run_sweep(folder: Path, *overrides: str) -> tuple[int, str]:
     """(exit status, output) of a sweep in folder/sweep."""
-    with started(folder, *overrides) as process:
+    with running_sweep(folder, *overrides) as process:
         output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
@@ -106,6 +106,6 @@ def has_steps(folder: Path, name: str, steps: int) -> Callable[[], bool]:
     return condition
 
 
-def directory_of(folder: Path, name: str) -> Path:
+def job_directory(folder: Path, name: str) -> Path:
     (found,) = (path for path in (folder / "sweep").glob(f"{name}*") if path.is_dir())
     return found

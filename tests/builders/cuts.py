@@ -9,7 +9,15 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from builders.losses import TEMPERATURE, Choice, HeadCase, Result, close, numbers, totals_of
+from builders.losses import (
+    TEMPERATURE,
+    Choice,
+    HeadCase,
+    Result,
+    as_floats,
+    assert_numbers_close,
+    count_totals,
+)
 from builders.threads import on_ranks
 from pgtoolkit import linear_policy_loss, policy_loss
 
@@ -44,16 +52,16 @@ class Cut:
         return len(self.documents) * (len(self.sequence) - 1) * self.sizes["vocabulary"]
 
 
-ALL = ((0, 1, 2, 3, 4, 5),)
+ALL_DOCUMENTS = ((0, 1, 2, 3, 4, 5),)
 CUTS = {
     "micro-batches 2": Cut((((0, 1, 2), (3, 4, 5)),)),
     "micro-batches 5": Cut((((0,), (1, 5), (2,), (4,), (3,)),), padding=2),
     "one per document": Cut((((0,), (1,), (2,), (3,), (4,), (5,)),)),
     "data 2": Cut((((3, 1), ()), ((0, 5), (4, 2))), padding=1),
     "data 4": Cut((((3,), ()), ((0,), (5,)), ((4,), (2,)), ((1,), ()))),
-    "sequence 2": Cut((ALL,), (0, 0.5, 1)),
+    "sequence 2": Cut((ALL_DOCUMENTS,), (0, 0.5, 1)),
     "sequence 4": Cut((((4, 3, 0), (2, 1, 5)),), (0, 0.4, 0.4, 0.9, 1), padding=3),
-    "vocabulary 2": Cut((ALL,), vocabulary=(0, 6, 12)),
+    "vocabulary 2": Cut((ALL_DOCUMENTS,), vocabulary=(0, 6, 12)),
     "vocabulary 4": Cut((((5, 4, 3), (2, 1, 0)),), vocabulary=(0, 1, 8, 8, 12), padding=2),
     "data x vocabulary": Cut((((3, 1), ()), ((0, 5), (4, 2))), vocabulary=(0, 5, 12)),
     "data x sequence": Cut((((3, 1), ()), ((0, 5), (4, 2))), (0, 0.3, 1)),
@@ -77,7 +85,7 @@ def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
     return groups
 
 
-def evaluate(
+def evaluate_on_rank(
     groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: bool, **options
 ) -> Result:
     """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0
@@ -88,7 +96,7 @@ def evaluate(
     of the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
-    case, totals = problem.case, totals_of(problem.case, choice.trajectories)
+    case, totals = problem.case, count_totals(problem.case, choice.trajectories)
     columns = slice(*(cut.vocabulary or (0, len(problem.bias)))[vocabulary : vocabulary + 2])
     full = (problem.hidden, problem.weight, problem.bias) if fused else (problem.case.logits,)
     gradients = [torch.zeros_like(x) for x in full]
@@ -149,38 +157,38 @@ def evaluate(
             gradients[0][rows[real], columns] += leaves[0].grad[real].double()
     for axis in ("data", "sequence"):
         loss_sum, sums = sums.all_reduce(loss_sum, groups[axis])
-    return Result(float(loss_sum), numbers(sums.finalize(totals)), gradients)
+    return Result(float(loss_sum), as_floats(sums.finalize(totals)), gradients)
 
 
-def check(
+def assert_matches_reference(
     cut: Cut, problem: HeadCase, choice: Choice, fused: bool, tolerance: float = 1e-12, **options
 ) -> None:
     """A step spread so over threads is the specification's. options: further keywords of the
     loss."""
 
     def run(rank):
-        return evaluate(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
+        return evaluate_on_rank(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
 
-    assert_same(
+    assert_ranks_match(
         on_ranks(cut.world_size, run), cut, problem.specified(choice, fused), fused, tolerance
     )
 
 
-def assert_same(
+def assert_ranks_match(
     results: list[Result], cut: Cut, wanted: Result, fused: bool, tolerance: float
 ) -> None:
     """Every rank reports the step's loss and metrics, and the gradients of the ranks make up the
     step's."""
     for result in results:
-        close(result.loss, wanted.loss, tolerance)
+        assert_numbers_close(result.loss, wanted.loss, tolerance)
         assert result.metrics.keys() == wanted.metrics.keys()
         for name, value in wanted.metrics.items():
-            close(result.metrics[name], value, tolerance, name)
+            assert_numbers_close(result.metrics[name], value, tolerance, name)
     for number, gradient in enumerate(wanted.gradients):
         shares = torch.stack([result.gradients[number] for result in results])
         if fused and number == 0:
             # Each vocabulary shard has the whole gradient of the hidden states.
             for total in shares.view(-1, cut.sizes["vocabulary"], *gradient.shape).sum(0):
-                close(total, gradient, tolerance)
+                assert_numbers_close(total, gradient, tolerance)
         else:
-            close(shares.sum(0), gradient, tolerance)
+            assert_numbers_close(shares.sum(0), gradient, tolerance)

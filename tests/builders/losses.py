@@ -51,7 +51,7 @@ PARAMETERS = {
     "reinforce": {},
 }
 EVERY_LOSS = tuple(PARAMETERS)
-LOSSES = ("grpo", "gspo", "cispo")
+TYPICAL_LOSSES = ("grpo", "gspo", "cispo")
 """By token, by document, and with a weight without gradient: those that tests take which know no
 family."""
 FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETERS.items()} | {
@@ -308,22 +308,22 @@ def result_of(out: PolicyLoss, leaves: list[Tensor], factor: float = 1.0) -> Res
     loss itself."""
     (factor * out.loss).backward()
     return Result(
-        out.loss.item(), numbers(out.metrics), [x.grad.cpu().double() / factor for x in leaves]
+        out.loss.item(), as_floats(out.metrics), [x.grad.cpu().double() / factor for x in leaves]
     )
 
 
-def assert_close(
+def assert_results_close(
     found: Result, wanted: Result, tolerance: float, of_gradients: float | None = None
 ) -> None:
-    close(found.loss, wanted.loss, tolerance, "loss")
+    assert_numbers_close(found.loss, wanted.loss, tolerance, "loss")
     assert found.metrics.keys() == wanted.metrics.keys()
     for name, value in wanted.metrics.items():
-        close(found.metrics[name], value, tolerance, name)
+        assert_numbers_close(found.metrics[name], value, tolerance, name)
     for one, other in zip(found.gradients, wanted.gradients, strict=True):
-        close(one, other, of_gradients or tolerance, "gradient")
+        assert_numbers_close(one, other, of_gradients or tolerance, "gradient")
 
 
-def close(found, value, tolerance: float, name: str = "") -> None:
+def assert_numbers_close(found, value, tolerance: float, name: str = "") -> None:
     found, value = (torch.as_tensor(x, dtype=torch.float64) for x in (found, value))
     assert torch.equal(found.isnan(), value.isnan()), (name, found, value)
     error = float(
@@ -468,7 +468,7 @@ def make_head_case(
     return HeadCase(case, hidden, weight, bias, dtype)
 
 
-def totals_of(case: Case, trajectories: bool = False) -> StepTotals:
+def count_totals(case: Case, trajectories: bool = False) -> StepTotals:
     """Counted here by loops, so that no test leans on the code under test."""
     counts = [
         int((case.labels[case.document_index == d] >= 0).sum()) for d in range(case.num_documents)
@@ -511,7 +511,7 @@ def objective_of(
     )
 
 
-def numbers(metrics: dict) -> dict[str, float]:
+def as_floats(metrics: dict) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -61,7 +61,7 @@ def model_config(path, **changes) -> HuggingFaceModelConfig:
     )
 
 
-def build(kind: str) -> Policy:
+def small_policy(kind: str) -> Policy:
     """A small model in float64, the same in each process."""
     tied = "_tied" in kind
     shape = {

@@ -18,7 +18,7 @@ from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
 from pgtoolkit.training.train import train
 
-RECORDED = [
+RECORDED_SHORT = [
     setting for setting in SHORT if not setting.startswith(("rollout.", "task.", "aggregation="))
 ]
 CUT = ("num_micro_batches",)
@@ -40,7 +40,7 @@ def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **siz
     return folder
 
 
-def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
+def assert_runs_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
     rows, others = metrics_of(found), metrics_of(expected)
     assert [row["step"] for row in rows] == [row["step"] for row in others]
     assert len(rows) > 0
@@ -53,7 +53,7 @@ def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
             )
 
 
-def saved_again(config, folder: Path, sizes: dict[str, int]) -> None:
+def load_and_save(config, folder: Path, sizes: dict[str, int]) -> None:
     """Load the newest checkpoint of a run and save it, without a step between."""
     ranks = layout(**sizes)
     module, loader = build(config, resume=True, layout=ranks)

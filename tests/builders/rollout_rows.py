@@ -48,25 +48,25 @@ CHANGES |= {"chat": Chat.auto, "trained_turns": TrainedTurns.all, "too_long": To
 """Keys of a configuration that tests change."""
 
 
-def config(path, **changes):
+def recorded_config(path, **changes):
     return RecordedRolloutConfig(
         name="recorded", path=str(path), temperature=1.0, **(CHANGES | changes)
     )
 
 
-def source(path, estimator="dr_grpo", **options):
+def recorded_rollouts(path, estimator="dr_grpo", **options):
     """Recorded rollouts; options: of the configuration, and arguments of RecordedRollouts."""
     changes = {name: options.pop(name) for name in CHANGES if name in options}
     return RecordedRollouts(
-        config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options
+        recorded_config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options
     )
 
 
-def documents(rollouts):
+def all_documents(rollouts):
     return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
-def assert_same(first, second, but=()):
+def assert_documents_equal(first, second, but=()):
     """Two documents are equal in every field, bit for bit."""
     ours, theirs = (
         {name: x for name, x in vars(one).items() if name not in but} for one in (first, second)

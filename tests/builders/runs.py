@@ -47,14 +47,14 @@ SHORT = (
 )
 """Two steps per batch of rollouts, three micro-batches per step, a checkpoint at each."""
 
-CLOCK = (
+CLOCK_COLUMNS = (
     *("time", "tokens_per_second", "peak_memory_gb"),
     *("seconds_sampling", "seconds_scoring", "seconds_old_log_probs", "seconds_update"),
 )
 """What two runs of the same seeds differ in."""
 
 
-def once(*overrides: str) -> list[str]:
+def last_of_each_key(*overrides: str) -> list[str]:
     """Of overrides of one key the last, since the command line takes none twice."""
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
@@ -66,7 +66,7 @@ def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list
 
 
 def config_of(*overrides: str) -> Config:
-    composed = compose(once(*overrides))
+    composed = compose(last_of_each_key(*overrides))
     assert composed.problems == []
     return composed.config
 
@@ -79,7 +79,7 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     return folder
 
 
-def built(
+def module_and_loader(
     *overrides: str, dtype: torch.dtype | None = torch.float64
 ) -> tuple[PolicyGradientModule, StepLoader]:
     """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer,
@@ -123,7 +123,9 @@ def sampler_of(loader: StepLoader) -> TransformersSampler:
 def metrics_of(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+    return [
+        {name: value for name, value in row.items() if name not in CLOCK_COLUMNS} for row in rows
+    ]
 
 
 def checkpoint_of(folder: Path, step: int) -> dict:
@@ -145,7 +147,7 @@ def contents_of(path: Path) -> dict:
     return state
 
 
-def state(step, **more):
+def checkpoint_state(step, **more):
     """What a checkpoint of that step holds beside weights and moments, with `more`."""
     counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
     data = {"position": 0, "num_steps": step, "source": {}}

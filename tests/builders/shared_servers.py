@@ -27,9 +27,9 @@ from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 
-ENDS = [11, 3]
+END_TOKENS = [11, 3]
 """The model's end-of-sequence token, and one of a digit that its generation_config.json adds."""
-TOKENS = 6
+MAX_TOKENS = 6
 """The most of a completion."""
 _SHAPE = {
     "hidden_size": 128,
@@ -39,7 +39,7 @@ _SHAPE = {
 }
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
 _SOONER = ("--enforce-eager", "--api-server-count=1")
-STARTS = {
+SERVER_ARGUMENTS = {
     "first": (),
     "raw": ("--logprobs-mode=raw_logprobs", *_SOONER),
     "float32": _SOONER,
@@ -49,7 +49,7 @@ STARTS = {
 sooner."""
 _DIFFERENT = {"raw": ("rollout.stop=['zzz']",), "float32": ("model.dtype=float32",)}
 """Overrides: a text to stop at gives a server a tokenizer."""
-DIGITS = ("task.num_digits=40", f"rollout.max_completion_length={TOKENS}")
+DIGITS = ("task.num_digits=40", f"rollout.max_completion_length={MAX_TOKENS}")
 _MEMORY = f"--kv-cache-memory-bytes={2**30}"
 """Fixed, since servers that start at once would each take the others' memory for their own."""
 
@@ -215,7 +215,10 @@ class SharedServers:
     def _built(self, name: str) -> tuple:
         (self._folder / name).mkdir()
         return self.built(
-            self._folder / name, *self._own, _arguments(*STARTS[name]), *_DIFFERENT.get(name, ())
+            self._folder / name,
+            *self._own,
+            _arguments(*SERVER_ARGUMENTS[name]),
+            *_DIFFERENT.get(name, ()),
         )
 
     def _publish(self, name: str, module, sampler) -> None:
@@ -243,7 +246,10 @@ def save_llama(
 ) -> Path:
     """A small model with random weights whose log-probs tell one version of them from another."""
     model = small_llama(vocab_size=alphabet_size, **(_SHAPE | _MORE | changes))
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, ENDS[0]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+        END_TOKENS,
+        END_TOKENS[0],
+    )
     return save_with_tokenizer(model, folder, chat_template)
 
 

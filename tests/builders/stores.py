@@ -16,12 +16,12 @@ CONFIG = {
 }
 
 
-def history(uri, run_id, name="loss"):
+def metric_history(uri, run_id, name="loss"):
     found = MlflowClient(uri).get_metric_history(run_id, name)
     return [(metric.step, metric.value) for metric in sorted(found, key=lambda metric: metric.step)]
 
 
-def train(run, first, last, pause=0.0):
+def append_steps(run, first, last, pause=0.0):
     for step in range(first, last + 1):
         run.append_metrics(
             step, {"loss": step / 8, "reward": 0.5, "num_tokens": 7, "documents_seen": 64 * step}
@@ -29,7 +29,7 @@ def train(run, first, last, pause=0.0):
         time.sleep(pause)
 
 
-def start(uri, run, experiment="tests", config=None, **keywords):
+def start_tracker(uri, run, experiment="tests", config=None, **keywords):
     """Open the run as training does. A second call on the same directory is a resume."""
     run.write_config(config or CONFIG, ["loss=gspo"])
     run.set_status("running", 0, **keywords)

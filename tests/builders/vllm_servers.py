@@ -33,7 +33,7 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def gone(processes: list[psutil.Process], seconds: float = 30) -> bool:
+def all_ended(processes: list[psutil.Process], seconds: float = 30) -> bool:
     """Within so many seconds."""
     deadline = time.monotonic() + seconds
     while (left := [one for one in processes if _lives(one)]) and time.monotonic() < deadline:

@@ -1,12 +1,12 @@
 """The HTML report in a real browser: it draws what the runs have measured."""
 
 import pytest
-from builders.browser import NEEDED, keep, opened, text
+from builders.browser import NEEDS_BROWSER, open_browser, page_text, save_screenshot
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, NEEDED]
+pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 
 
 def test_the_report_draws_its_charts(tmp_path):
@@ -20,7 +20,7 @@ def test_the_report_draws_its_charts(tmp_path):
             run.metrics_path.write_text("".join(rows))
             run.set_status("done", 4)
     assert main(["compare", str(tmp_path), "--html", str(tmp_path / "report.html")]) == 0
-    with opened() as page:
+    with open_browser() as page:
         page.get(f"file://{tmp_path}/report.html")
         boxes = page.execute_script(
             "return [...document.querySelectorAll('g[id^=mean-] path')].map(path => {"
@@ -30,8 +30,8 @@ def test_the_report_draws_its_charts(tmp_path):
         assert len(boxes) == 4  # two losses, against documents and against time
         assert all(width > 200 and length > 200 for width, length, _ in boxes)
         assert len({color for *_, color in boxes}) == 2
-        assert "reward by loss" in text(page)
+        assert "reward by loss" in page_text(page)
         assert page.execute_script(
             "return document.documentElement.scrollWidth <= window.innerWidth"
         )
-        keep(page, "report")
+        save_screenshot(page, "report")

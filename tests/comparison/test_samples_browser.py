@@ -2,14 +2,14 @@
 act."""
 
 import pytest
-from builders.browser import NEEDED, opened
+from builders.browser import NEEDS_BROWSER, open_browser
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 
-pytestmark = [pytest.mark.slow, NEEDED]
+pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 
 HOSTILE = (
     "</script><img src='http://127.0.0.1:9/x' "
@@ -46,7 +46,7 @@ def page(tmp_path_factory):
         [CompletionRow(7, "t", "2+2=", "4", 0.5)] * 3,
     )
     assert main(["samples", str(folder), "--html", str(folder / "page.html")]) == 0
-    with opened() as browser:
+    with open_browser() as browser:
         browser.get(f"file://{folder}/page.html")
         yield browser
 

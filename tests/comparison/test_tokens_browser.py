@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from builders.browser import NEEDED, opened, text, wait
+from builders.browser import NEEDS_BROWSER, open_browser, page_text, wait_for
 from builders.models import small_llama
 from builders.rollout_rows import good_row, write_jsonl
 from selenium.webdriver.common.keys import Keys
@@ -16,7 +16,7 @@ from pgtoolkit.comparison.tokens import inspect
 from pgtoolkit.comparison.tokens_losses import CLIPS
 from pgtoolkit.comparison.tokens_page import html
 
-pytestmark = [pytest.mark.slow, NEEDED]
+pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 
 HOSTILE = "</script><script>document.title='taken'</script>"
 WORDS = ("a", "b", " c", "\n", "\t", "\x1b[2J", HOSTILE, "&lt;", "\u202eright", "é", "=", "<end>")
@@ -29,7 +29,7 @@ return [...document.querySelectorAll('article[data-number="%d"] .text')].map(
 
 @pytest.fixture(scope="module")
 def browser():
-    with opened() as page:
+    with open_browser() as page:
         yield page
 
 
@@ -62,14 +62,14 @@ def shown(tmp_path_factory):
 def page(browser, shown, tmp_path):
     (tmp_path / "page.html").write_text(html(shown, "pgtk tokens"))
     browser.get(f"file://{tmp_path}/page.html")
-    wait(browser, "return document.querySelectorAll('article .row').length === 4")
+    wait_for(browser, "return document.querySelectorAll('article .row').length === 4")
     yield browser
     assert browser.get_log("browser") == []
 
 
 def choose(page, quantity):
     page.execute_script(f"document.querySelector('input[value={quantity}]').click()")
-    wait(page, "return document.querySelectorAll('article .row').length === 4")
+    wait_for(page, "return document.querySelectorAll('article .row').length === 4")
 
 
 def test_the_colours_are_the_numbers(page, shown):
@@ -101,13 +101,13 @@ def test_the_colours_are_the_numbers(page, shown):
                 assert name == f"{'low' if value < 0 else 'high'}-{level}{cut}"
     choose(page, "entropy")
     assert len(page.execute_script(CLASSES % 0)) == 1  # the same under every loss
-    assert "The same under every loss" in text(page)
+    assert "The same under every loss" in page_text(page)
 
 
 def test_texts_do_nothing_and_the_keyboard_gives_a_token_s_numbers(page, shown):
     assert page.title.startswith("What the loss did to each token: step 1 of rollouts.jsonl")
-    assert HOSTILE in text(page)
-    assert "<i>document</i> 0" in text(page)
+    assert HOSTILE in page_text(page)
+    assert "<i>document</i> 0" in page_text(page)
     page.execute_script("document.querySelector('.text').focus()")
     body = page.switch_to.active_element
     body.send_keys(Keys.END, Keys.ARROW_LEFT)

@@ -16,12 +16,12 @@ from builders.losses import (
     GRADIENT_ERROR,
     IMPLEMENTATIONS,
     LEVELS,
-    LOSSES,
     PENALTIES,
     TEMPERATURE,
+    TYPICAL_LOSSES,
     Choice,
     Result,
-    assert_close,
+    assert_results_close,
     covering,
     make_case,
     make_head_case,
@@ -65,7 +65,7 @@ def test_triton_matches_reference(
         found = problem.fused(choice, 3.0)
     else:
         found = of_logits(problem.case, choice, torch.float32, "triton", way == "overwritten")
-    assert_close(found, wanted, 2e-4, of_gradients=2e-5)
+    assert_results_close(found, wanted, 2e-4, of_gradients=2e-5)
 
 
 def of_logits(case, choice, dtype, impl, overwrite=False):
@@ -108,7 +108,7 @@ def check(case, choice, dtype, impl):
     wanted = Result(specified.loss, specified.metrics, [specified.gradient])
     for overwrite in (False, True):
         found = of_logits(case, choice, dtype, impl, overwrite)
-        assert_close(found, wanted, 2e-4, of_gradients=1.1 * GRADIENT_ERROR[dtype])
+        assert_results_close(found, wanted, 2e-4, of_gradients=1.1 * GRADIENT_ERROR[dtype])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -129,7 +129,7 @@ def test_odd_shapes_match_reference(loss, shape, impl):
     check(case, Choice(loss, aggregation="token_mean"), torch.float32, impl)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 # PyTorch's own bounds check ends the process on a GPU.
 @pytest.mark.parametrize("impl", ["triton"] if DEVICE == "cuda" else ["torch", "triton"])
 def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
@@ -179,7 +179,7 @@ LOG_RATIOS = [500.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
     ("dtype", "impl"),
     [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")],
 )
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_huge_log_ratios_stay_finite(loss, dtype, impl):
     """Clamped to 20 on both sides, beyond which no gradient passes, not even one of e^-20; 20
     itself is inside."""
@@ -242,7 +242,7 @@ def test_the_clip_does_not_act_at_its_bounds(loss, impl):
 
 def test_the_logits_can_be_given_up_once():
     case = make_case(seed=1)
-    for loss in LOSSES:
+    for loss in TYPICAL_LOSSES:
         logits = case.logits.float().to(DEVICE).requires_grad_()
         out = policy_loss(
             logits * 1,
@@ -256,7 +256,7 @@ def test_the_logits_can_be_given_up_once():
             out.loss.backward()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_vectors_may_be_views(loss):
     """One advantage for all tokens by expand, old log-probs with a stride: not what kernels may
     read as they lie."""
@@ -307,7 +307,7 @@ def test_a_family_that_no_kernel_knows(family, base):
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [151936, 151937])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_more_logits_than_int32_can_count(loss, dtype, columns):
     """In one pass (of words: those of bfloat16 are half as many) and, for odd rows and `gspo`, in
     two.

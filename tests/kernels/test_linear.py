@@ -6,11 +6,11 @@ import torch
 from builders.losses import (
     DEVICE,
     FAMILIES,
-    LOSSES,
     PARAMETERS,
     TEMPERATURE,
+    TYPICAL_LOSSES,
     Choice,
-    assert_close,
+    assert_results_close,
     make_head_case,
     relative_error,
     result_of,
@@ -42,7 +42,7 @@ BONUS = {"aggregation": "constant", "divisor": 1e5, "entropy_coefficient": 0.3}
     ("loss", "implementation", "dtype", "fp32_logits", "more"),
     [
         *(
-            (LOSSES[i % 3], "torch", *kind, {})
+            (TYPICAL_LOSSES[i % 3], "torch", *kind, {})
             for i, kind in enumerate(((torch.float32, False), *HALF))
         ),
         *(
@@ -89,10 +89,10 @@ def test_num_splits_do_not_matter(num_splits):
     problem, choice = make_head_case(), Choice("grpo")
     wanted = problem.specified(choice)
     for impl in ("auto", "torch"):
-        assert_close(problem.fused(choice, num_splits=num_splits, impl=impl), wanted, 1e-12)
+        assert_results_close(problem.fused(choice, num_splits=num_splits, impl=impl), wanted, 1e-12)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_no_grad_gives_loss_and_metrics_only(loss):
     problem = make_head_case()
     hidden, weight, bias = problem.leaves()
@@ -115,7 +115,7 @@ def test_untrained_rows_are_not_multiplied():
     """Hidden states of NaN at untrained positions reach neither the loss nor any gradient, which is
     0 there."""
     problem = make_head_case()
-    for choice in map(Choice, LOSSES):
+    for choice in map(Choice, TYPICAL_LOSSES):
         wanted = problem.specified(choice)
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
@@ -126,12 +126,12 @@ def test_untrained_rows_are_not_multiplied():
             **choice.step(problem.case, device=DEVICE),
         }
         out = linear_policy_loss(poisoned, weight, *problem.tensors, **given)
-        assert_close(result_of(out, [poisoned, weight, bias]), wanted, 1e-12)
+        assert_results_close(result_of(out, [poisoned, weight, bias]), wanted, 1e-12)
         assert (poisoned.grad[untrained] == 0).all()
         assert (out.log_probs[untrained] == 0).all()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_nothing_to_train(loss):
     problem = make_head_case()
     _, old, advantages, index = problem.tensors
@@ -160,7 +160,7 @@ PULL = kl.KL("k3", coefficient=0.5)
 
 @pytest.mark.parametrize(
     ("loss", "penalty"),
-    [*((loss, None) for loss in (*LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)],
+    [*((loss, None) for loss in (*TYPICAL_LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)],
 )
 def test_counts_known_on_the_host(loss, penalty):
     """The same chunks, hence the same bits, without asking the device; refused for another number
@@ -202,7 +202,7 @@ def test_counts_known_on_the_host(loss, penalty):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_deterministic(loss):
     """Two runs on the same GPU agree to the last bit, clipped and zero-advantage documents
     included."""

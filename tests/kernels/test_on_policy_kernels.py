@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders.losses import DEVICE, FAMILIES, close, make_head_case, totals_of
+from builders.losses import DEVICE, FAMILIES, assert_numbers_close, count_totals, make_head_case
 
 from pgtoolkit.batch import Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead, log_probs_of_hidden, loss_of_hidden
@@ -41,7 +41,7 @@ def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
     loss = Loss(
         FAMILIES[family], aggregation_of("token_mean"), 0.7, "basic", None, 0.0, kl and KL(kl, 0.1)
     )
-    method, totals = Computation(impl), totals_of(case)
+    method, totals = Computation(impl), count_totals(case)
 
     def evaluated(tokens):
         leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
@@ -52,14 +52,14 @@ def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
     new, _ = log_probs_of_hidden(hidden, LMHead(weight, bias), tokens, loss, Ranks(), method)
     out, gradients = evaluated(tokens)
     expected, wanted = evaluated(replace(tokens, old_log_probs=new))
-    close(out.loss, expected.loss, 1e-5)
+    assert_numbers_close(out.loss, expected.loss, 1e-5)
     for found, gradient in zip(gradients, wanted, strict=True):
         assert gradient.abs().max() > 1e-3
-        close(found, gradient, 1e-5)
+        assert_numbers_close(found, gradient, 1e-5)
     assert (
         out.metrics.keys()
         == expected.metrics.keys()
         >= {"kl_old_sampling", "kl_ref", "max_ratio_new_old"}
     )
     for name, value in expected.metrics.items():
-        close(out.metrics[name], value, 1e-5, name)
+        assert_numbers_close(out.metrics[name], value, 1e-5, name)

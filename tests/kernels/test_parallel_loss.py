@@ -6,7 +6,7 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 
 import pytest
 import torch
-from builders.cuts import CUTS, Cut, check
+from builders.cuts import CUTS, Cut, assert_matches_reference
 from builders.losses import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -57,7 +57,7 @@ def test_however_a_step_is_spread(
     """Any two of these; a document's or a trajectory's tokens count together, wherever they lie."""
     limit_rows(monkeypatch, rows)
     choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
-    check(CUTS[cut], make_head_case(), choice, rows is not OF_LOGITS)
+    assert_matches_reference(CUTS[cut], make_head_case(), choice, rows is not OF_LOGITS)
 
 
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True)])
@@ -65,7 +65,9 @@ def test_however_a_step_is_spread(
     "cut", ["data 4", "sequence 4", "vocabulary 4", "data x sequence x vocabulary"]
 )
 def test_in_float32(cut, loss, fused):
-    check(CUTS[cut], make_head_case(dtype=torch.float32), Choice(loss), fused, tolerance=1e-5)
+    assert_matches_reference(
+        CUTS[cut], make_head_case(dtype=torch.float32), Choice(loss), fused, tolerance=1e-5
+    )
 
 
 @st.composite
@@ -120,4 +122,4 @@ def test_any_step_spread_anyhow(step, family, aggregation, rows, correction, tra
     with pytest.MonkeyPatch.context() as patch:
         limit_rows(patch, rows)
         choice = Choice(family, correction, aggregation=aggregation, trajectories=trajectories)
-        check(cut, problem, choice, rows is not OF_LOGITS)
+        assert_matches_reference(cut, problem, choice, rows is not OF_LOGITS)

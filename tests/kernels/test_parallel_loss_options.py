@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import cuts
-from builders.cuts import ALL, CUTS, Cut
+from builders.cuts import ALL_DOCUMENTS, CUTS, Cut
 from builders.losses import (
     AGGREGATIONS,
     FAMILIES,
-    LOSSES,
     TEMPERATURE,
+    TYPICAL_LOSSES,
     Choice,
-    close,
+    assert_numbers_close,
     make_head_case,
 )
 from builders.threads import on_ranks
@@ -29,7 +29,7 @@ TWO_BY_TWO = CUTS["sequence x vocabulary"]
 
 
 def check(cut, head_case, fused, loss, tolerance=1e-12, **options):
-    cuts.check(cut, head_case, Choice(loss), fused, tolerance, **options)
+    cuts.assert_matches_reference(cut, head_case, Choice(loss), fused, tolerance, **options)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_head_with_all_logits_and_with_some(cut):
     # Hidden states of NaN reach the weight's gradient where all rows are multiplied, on one rank as
     # well.
     cut = replace(CUTS[cut], padding=0)
-    for loss in LOSSES:
+    for loss in TYPICAL_LOSSES:
         check(cut, HEAD_CASE, True, loss, impl="torch")
     for num_splits in (2, 5):
         check(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
@@ -48,7 +48,7 @@ def test_the_head_with_all_logits_and_with_some(cut):
 def test_bfloat16_with_an_fp32_head():
     """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum
     over shards."""
-    for loss in LOSSES:
+    for loss in TYPICAL_LOSSES:
         check(
             TWO_BY_TWO,
             make_head_case(dtype=torch.bfloat16),
@@ -66,11 +66,11 @@ def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
     two."""
     cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
     choice = Choice(loss, aggregation=aggregation, metrics="basic", trajectories=loss == "gspo")
-    cuts.check(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
+    cuts.assert_matches_reference(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypatch):
     """Against one process."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
@@ -103,12 +103,12 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
 
     (first, above), (second, below) = on_ranks(2, on_rank)
     value, gradient = run(0, slice(None), None)
-    close(first + second, value, 1e-12)
-    close(torch.cat([above, below]), gradient, 1e-12)
+    assert_numbers_close(first + second, value, 1e-12)
+    assert_numbers_close(torch.cat([above, below]), gradient, 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
     """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the
     others' sums."""
@@ -118,7 +118,7 @@ def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
 
 
 @pytest.mark.parametrize("cut", ["vocabulary 2", "sequence 2", "sequence x vocabulary"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_ranks_with_room_for_different_numbers_of_rows_make_the_same_chunks(cut, loss, monkeypatch):
     """As on GPUs of different memory, which without logits_memory_mb decides."""
     monkeypatch.setattr(
@@ -148,10 +148,10 @@ def collectives(monkeypatch, cut, fused, loss, rows=100, **options):
 
 
 def test_a_call_makes_as_many_collectives_as_the_documentation_says(monkeypatch):
-    sequence = Cut((ALL,), (0, 0.5, 1))
-    vocabulary = Cut((ALL,), vocabulary=(0, 5, 12))
+    sequence = Cut((ALL_DOCUMENTS,), (0, 0.5, 1))
+    vocabulary = Cut((ALL_DOCUMENTS,), vocabulary=(0, 5, 12))
     data = Cut((((0, 1, 2),), ((3, 4, 5),)))
-    for loss in LOSSES:
+    for loss in TYPICAL_LOSSES:
         assert collectives(monkeypatch, data, False, loss) == 0
         assert collectives(monkeypatch, data, True, loss) == 0
         assert collectives(monkeypatch, vocabulary, False, loss) == 1
@@ -202,7 +202,7 @@ def test_bad_data_on_one_rank_ends_all_before_anything_is_multiplied():
     on_ranks(2, run)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 @pytest.mark.parametrize("starts", [(0, 7), (0, 5)])
 def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
     """Shards of six columns each that leave a gap, and that overlap."""

@@ -4,8 +4,8 @@ them."""
 import pytest
 import torch
 import torch.distributed as dist
-from builders.cuts import CUTS, assert_same, axis_groups, evaluate
-from builders.losses import TEMPERATURE, Choice, make_head_case, totals_of
+from builders.cuts import CUTS, assert_ranks_match, axis_groups, evaluate_on_rank
+from builders.losses import TEMPERATURE, Choice, count_totals, make_head_case
 from builders.processes import world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +36,7 @@ def on_this_rank(cut, problem, choice, fused):
             )
             patch.setattr(losses, "rows_within", lambda *_: 4)
         options = {} if fused else {"impl": "triton"}
-        return evaluate(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
+        return evaluate_on_rank(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
 
 
 @pytest.mark.parametrize(("cut", "loss", "fused"), paired(TRITON))
@@ -47,7 +47,7 @@ def test_triton(cut, loss, fused):
         make_head_case(dtype=torch.float32),
     )
     results = world(cut.world_size).run(on_this_rank, cut, problem, choice, fused)
-    assert_same(results, cut, problem.specified(choice, fused), fused, 1e-5)
+    assert_ranks_match(results, cut, problem.specified(choice, fused), fused, 1e-5)
 
 
 class SmallModel(nn.Module):
@@ -90,7 +90,7 @@ def loss_of_step(problem, documents, loss, fused, model, called, counted, group,
     numbers = torch.searchsorted(torch.tensor(documents), case.document_index[rows])
     vectors = case.labels[rows], case.old_log_probs[rows], case.advantages[rows], numbers
     options = {"loss": loss, "temperature": TEMPERATURE, "num_documents": len(documents)}
-    options |= {"totals": totals_of(case)} if counted else {"data_group": group}
+    options |= {"totals": count_totals(case)} if counted else {"data_group": group}
     output = called(problem.hidden[rows])
     if fused:
         out = linear_policy_loss(

@@ -7,7 +7,7 @@ specification.
 
 import pytest
 import torch
-from builders.losses import DEVICE, FAMILIES, GRADIENT_ERROR, numbers, relative_error
+from builders.losses import DEVICE, FAMILIES, GRADIENT_ERROR, as_floats, relative_error
 
 from pgtoolkit import policy_loss
 from pgtoolkit.kernels.triton_families import numbers_of, slope_of
@@ -96,7 +96,7 @@ def test_on_a_gpu(name, dtype, vocabulary):
         given = options | ({"ref_log_probs": vectors[2]} if "kl" in options else {})
         out = policy_loss(leaf, labels, *vectors[:2], index, impl=impl, **given)
         out.loss.backward()
-        results.append((out.loss.detach(), leaf.grad, numbers(out.metrics)))
+        results.append((out.loss.detach(), leaf.grad, as_floats(out.metrics)))
     (loss_found, gradient, metrics), (loss_expected, exact, wanted) = results
     assert float(loss_found) == pytest.approx(float(loss_expected), rel=1e-4, abs=1e-5)
     assert relative_error(gradient, exact) < GRADIENT_ERROR[dtype] * 1.5

@@ -5,7 +5,14 @@ import math
 
 import pytest
 import torch
-from builders.losses import DEVICE, LOSSES, PARAMETERS, TEMPERATURE, make_head_case, relative_error
+from builders.losses import (
+    DEVICE,
+    PARAMETERS,
+    TEMPERATURE,
+    TYPICAL_LOSSES,
+    make_head_case,
+    relative_error,
+)
 
 from pgtoolkit import linear_policy_loss
 from pgtoolkit.errors import DataError
@@ -104,7 +111,7 @@ def test_bad_data_is_named_before_it_reaches_the_buffer():
     old[(index == 3).nonzero()[4]] = torch.nan
     hidden, weight, _ = problem.leaves()
     total = torch.zeros_like(weight).detach()
-    for loss in LOSSES:
+    for loss in TYPICAL_LOSSES:
         with pytest.raises(DataError, match="document 3"):
             linear_policy_loss(
                 hidden, weight, labels, old, advantages, index, loss=loss, weight_gradient=total

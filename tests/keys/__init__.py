@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from builders.runs import built, config_of
+from builders.runs import config_of, module_and_loader
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -181,7 +181,7 @@ def settings(*overrides: str) -> list[str]:
 def module_and_steps(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
     """Of small settings, in float64; the weights are larger than at a start, so that every number
     matters."""
-    module, loader = built(*settings(*overrides))
+    module, loader = module_and_loader(*settings(*overrides))
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)

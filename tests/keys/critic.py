@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import built
+from builders.runs import module_and_loader
 
 from keys import key, settings
 from pgtoolkit.rollouts.gae import gae, whitened
@@ -17,7 +17,7 @@ GAE = ("advantage=gae", "critic.learning_rate=0.05")
 
 def first_documents(*overrides: str):
     """Of the first batch, when every value is 0."""
-    _, loader = built(*settings("advantage=gae", *overrides))
+    _, loader = module_and_loader(*settings("advantage=gae", *overrides))
     return [document for document in next(iter(loader)).documents if document.num_trained > 1]
 
 
@@ -36,9 +36,9 @@ def decay(key):
 
 @key("advantage.whiten")
 def whiten():
-    _, loader = built(*settings("advantage=gae", "advantage.whiten=false"))
+    _, loader = module_and_loader(*settings("advantage=gae", "advantage.whiten=false"))
     plain = [loader.source.document(place).advantages.tolist() for place in range(16)]
-    _, loader = built(*settings("advantage=gae"))
+    _, loader = module_and_loader(*settings("advantage=gae"))
     white = [loader.source.document(place).advantages.tolist() for place in range(16)]
     for found, expected in zip(white, whitened(plain), strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
@@ -50,7 +50,7 @@ def path(tmp_path):
     path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3))
     model = ("model=huggingface", f"model.path={path}", "advantage=gae")
     for value, seed in (("null", 0), (other, 3)):
-        module, _ = built(*settings(*model, f"critic.path={value}"))
+        module, _ = module_and_loader(*settings(*model, f"critic.path={value}"))
         found = module.critic.body.model.get_input_embeddings().weight
         assert torch.equal(found.float(), small_llama(seed).get_input_embeddings().weight)
 
@@ -58,7 +58,7 @@ def path(tmp_path):
 @key("critic.learning_rate")
 def learning_rate():
     for value in (0.01, 0.03):
-        module, loader = built(
+        module, loader = module_and_loader(
             *settings("advantage=gae", f"critic.learning_rate={value}", "optimizer.warmup_steps=0")
         )
         metrics = module.training_step(next(iter(loader)), 0)["metrics"]
@@ -73,7 +73,9 @@ def clip():
     a wide one."""
     shares = []
     for value in ("null", 1e-6, 100):
-        module, loader = built(*settings(*GAE, f"critic.clip={value}", "optimizer.warmup_steps=0"))
+        module, loader = module_and_loader(
+            *settings(*GAE, f"critic.clip={value}", "optimizer.warmup_steps=0")
+        )
         steps = itertools.islice(loader, 2)
         rows = [module.training_step(step, number)["metrics"] for number, step in enumerate(steps)]
         shares.append(rows[1]["value_clipped_fraction"])
@@ -83,7 +85,9 @@ def clip():
 @key("critic.steps_before_policy")
 def steps_before_policy():
     for value in (0, 1, 2):
-        module, loader = built(*settings("advantage=gae", f"critic.steps_before_policy={value}"))
+        module, loader = module_and_loader(
+            *settings("advantage=gae", f"critic.steps_before_policy={value}")
+        )
         rows = [
             module.training_step(step, n)["metrics"]
             for n, step in enumerate(itertools.islice(loader, 3))

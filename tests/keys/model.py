@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import built
+from builders.runs import module_and_loader
 from transformers import LlamaForCausalLM
 
 from keys import LogitsMade, key, module_of, settings, some_documents, step_of
@@ -45,7 +45,11 @@ def sizes(key):
 
 
 def head_of(*overrides):
-    return built(*settings("model=huggingface", *overrides))[0].float().policy.head.weight.detach()
+    return (
+        module_and_loader(*settings("model=huggingface", *overrides))[0]
+        .float()
+        .policy.head.weight.detach()
+    )
 
 
 def saved_head(path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import built
+from builders.runs import module_and_loader
 
 from keys import key, loss_as_specified, rows_file, settings, some_documents
 from pgtoolkit.losses.kl import KINDS
@@ -73,7 +73,7 @@ def reference(tmp_path):
                 "rollout=recorded",
                 f"rollout.path={rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])}",
             ]
-        module, _ = built(*settings(*overrides))
+        module, _ = module_and_loader(*settings(*overrides))
         found[chosen] = module.training_step(step, 0)["metrics"]["kl_ref"]
     initial, folder, recorded = found.values()
     assert initial == 0
@@ -87,7 +87,7 @@ def reference_prompt():
     """The initial weights read another prompt, and only then lie apart from the policy."""
     found = []
     for value in ("null", "'{prompt}{answer}='", "'{answer}={prompt}'"):
-        module, loader = built(*settings("kl=k3", f"kl.reference_prompt={value}"))
+        module, loader = module_and_loader(*settings("kl=k3", f"kl.reference_prompt={value}"))
         found.append(module.training_step(next(iter(loader)), 0)["metrics"]["kl_ref"])
     assert found[0] == 0
     assert min(found[1:]) > 1e-6
@@ -104,7 +104,7 @@ def moving_reference():
             f"kl.update_every={every}",
             *([] if every == "null" else [f"kl.update_rate={rate}"]),
         ]
-        module, loader = built(*settings(*typed))
+        module, loader = module_and_loader(*settings(*typed))
         steps = iter(loader)
         rows = [
             module.training_step(next(steps), number)["metrics"]["kl_ref"] for number in range(3)
@@ -123,7 +123,9 @@ def place(tmp_path):
     found = []
     for value in ("loss", "reward"):
         chosen = ["kl=k3", f"kl.reference={other}", f"kl.place={value}", "loss=reinforce"]
-        module, loader = built(*settings("model=huggingface", f"model.path={path}", *chosen))
+        module, loader = module_and_loader(
+            *settings("model=huggingface", f"model.path={path}", *chosen)
+        )
         step = next(iter(loader))
         found.append(
             (module.loss.kl is not None, {d.kl_reward is not None for d in step.documents})

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.runs import config_of
-from builders.stores import history, train
+from builders.stores import append_steps, metric_history
 from builders.threads import on_ranks
 from mlflow import MlflowClient
 
@@ -172,9 +172,9 @@ def further_trackers(tmp_path, uri):
         run.set_status("running", 0)
         trackers = []
         _start_trackers(config, run, trackers)
-        train(run, 1, 2)
+        append_steps(run, 1, 2)
         assert [tracker.finish("done") for tracker in trackers] == [[], []]
-    assert history(uri, trackers[0].info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
+    assert metric_history(uri, trackers[0].info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
     assert [*(tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")]
 
 
@@ -208,7 +208,7 @@ def tracking(tmp_path, monkeypatch, uri):
             run.set_status("running", 0)
             trackers = []
             _start_trackers(config, run, trackers)
-            train(run, 1, 2)
+            append_steps(run, 1, 2)
             assert len(trackers) == (0 if name == "untracked" else 1)
             for tracker in trackers:
                 time.sleep(1)  # of which MLflow measures something
@@ -220,6 +220,6 @@ def tracking(tmp_path, monkeypatch, uri):
     for number in (1, 2):
         (found,) = client.search_runs([names[f"keys {number}"]])
         assert found.info.run_name == f"run-{number}"
-        assert history(uri, found.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
+        assert metric_history(uri, found.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
         assert any(name.startswith("system/") for name in found.data.metrics) is (number == 2)
     assert not Path("outputs").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from builders.commands import ENVIRONMENT, PGTK, has_steps, started, sweep, wait_until
+from builders.commands import ENVIRONMENT, PGTK, has_steps, run_sweep, running_sweep, wait_until
 from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
 
@@ -90,7 +90,7 @@ def ray_head():
 def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(
     tmp_path, ray_head, whole
 ):
-    with started(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
+    with running_sweep(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
         process = psutil.Process(status_of(first)["pid"]).parent()
         assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
@@ -103,7 +103,7 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
         assert metrics_of(directory) == metrics_of(whole(seed))
         assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(whole(seed), STEPS))
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")}
-    status, output = sweep(tmp_path, *RAY, *LONG, "seed=0,1")
+    status, output = run_sweep(tmp_path, *RAY, *LONG, "seed=0,1")
     assert status == 0, output
     assert not re.search("connecting|starts", output)
     assert {
@@ -112,7 +112,7 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
 
 
 def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
-    with started(
+    with running_sweep(
         tmp_path, *RAY, "trainer.max_steps=100000", "trainer.checkpoint_every=100000", "seed=0,1,2"
     ) as launcher:
         directory = wait_for_steps(tmp_path, "seed-0", 5)
@@ -132,7 +132,7 @@ def test_a_failing_job_on_ray_is_one_line_with_its_log(tmp_path, ray_head):
         "optimizer.weight_decay=10",
         "seed=0,1",
     )
-    status, output = sweep(tmp_path, *RAY, *wrong)
+    status, output = run_sweep(tmp_path, *RAY, *wrong)
     assert status == 1, output
     assert (
         len(
@@ -155,7 +155,7 @@ def test_a_head_that_does_not_answer_is_said(monkeypatch):
 def test_a_signal_ends_the_wait_for_a_head(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with started(
+        with running_sweep(
             tmp_path, *RAY[:1], f"hydra.launcher.ray.init.address={address}", "seed=0,1"
         ) as launcher:
             while "connecting to Ray" not in launcher.stdout.readline():
@@ -167,7 +167,7 @@ def test_a_signal_ends_the_wait_for_a_head(tmp_path):
 
 def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
-    with started(tmp_path, *command) as launcher:
+    with running_sweep(tmp_path, *command) as launcher:
         directory = wait_for_steps(tmp_path, "", 25)
         task = psutil.Process(status_of(directory)["pid"]).parent().parent()
         assert "submitit.core._submit" in task.cmdline()
@@ -181,7 +181,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
     )
     assert 25 <= saved < STEPS
     assert metrics_of(directory) == metrics_of(whole(0))
-    status, output = sweep(tmp_path, *command)
+    status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert "starts" not in output
 

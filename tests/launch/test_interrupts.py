@@ -9,7 +9,7 @@ import time
 
 import pytest
 from builders.commands import Command
-from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of, once, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, last_of_each_key, metrics_of, run
 
 from pgtoolkit.cli import main
 
@@ -55,7 +55,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
         "signal.SIGHUP)\n"
     )
     script += "import sys; sys.exit(main())"
-    words = [*once(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
+    words = [*last_of_each_key(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
     command = start + shlex.join([sys.executable, "-c", script, *words])
     done = subprocess.run(
         ["bash", "-c", command],
@@ -88,7 +88,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_signal_while_a_line_is_written_disturbs_nothing(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_SPEAKS, *once(*SHORT, *LONG)]
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_SPEAKS, *last_of_each_key(*SHORT, *LONG)]
     command += [f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
@@ -121,7 +121,7 @@ def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_st
         sys.executable,
         "-c",
         INTERRUPTED_IN_A_FINALIZER,
-        *once(*SHORT, "trainer.max_steps=3"),
+        *last_of_each_key(*SHORT, "trainer.max_steps=3"),
     ]
     command += [f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -192,7 +192,10 @@ def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path, monkeypatch,
         "optimizer.weight_decay=10",
         "accumulation.docs_per_step=4",
     ]
-    assert main([*once(*SHORT, *broken, "optimizer.warmup_steps=0"), "hydra.run.dir=run"]) == 4
+    assert (
+        main([*last_of_each_key(*SHORT, *broken, "optimizer.warmup_steps=0"), "hydra.run.dir=run"])
+        == 4
+    )
     said = capsys.readouterr()
     assert "not finite" in said.err
     assert "prompt 2, completion 0" in said.out  # the step before was skipped, its documents named

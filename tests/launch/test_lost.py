@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, metrics_of, once, run
+from builders.runs import SHORT, last_of_each_key, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -28,7 +28,7 @@ def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    overrides = once(
+    overrides = last_of_each_key(
         *SHORT, "parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=1000"
     )
     ranks = []
@@ -72,7 +72,7 @@ def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, m
     (tmp_path / "run").mkdir()
     for name in ("run.log", "data.json", "overrides.yaml", "provenance.json"):
         (tmp_path / "run" / name).write_text("{}")
-    overrides = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
+    overrides = last_of_each_key(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
     assert main(overrides) == 0
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
@@ -81,7 +81,7 @@ def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_do
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    overrides = once(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
+    overrides = last_of_each_key(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
     whole = run(tmp_path / "whole", *overrides)
 
     def interrupt(step):
@@ -109,7 +109,7 @@ def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_do
     capsys.readouterr()
     assert main(["continue", "my run", *overrides]) == 0
     assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
-    assert main(["continue", "my run", *once(*overrides, "seed=5")]) == 2
+    assert main(["continue", "my run", *last_of_each_key(*overrides, "seed=5")]) == 2
     # nor by a resume
     refused = "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
     assert capsys.readouterr().err.endswith(refused)
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
         sys.executable,
         "-c",
         FILLED,
-        *once(*SHORT, "trainer.keep_checkpoints=1"),
+        *last_of_each_key(*SHORT, "trainer.keep_checkpoints=1"),
         "hydra.run.dir=run",
     ]
     script = f'{mount} "$@"; status=$?; cat run/status.json; exit $status'

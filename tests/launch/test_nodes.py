@@ -14,7 +14,7 @@ import pytest
 from builders.commands import ENVIRONMENT
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
-from builders.runs import SHORT, metrics_of, once, with_model
+from builders.runs import SHORT, last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND
 
@@ -89,7 +89,10 @@ def trained_on_two_nodes(folder: Path, *overrides: str) -> Path:
         "-m",
         "pgtoolkit.cli",
     ]
-    command += [*once(*overrides, "parallelism.data_parallel=2"), f"hydra.run.dir={folder}/run"]
+    command += [
+        *last_of_each_key(*overrides, "parallelism.data_parallel=2"),
+        f"hydra.run.dir={folder}/run",
+    ]
     nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
     shown = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], shown

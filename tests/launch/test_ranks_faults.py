@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 from builders.commands import PGTK, Command
-from builders.runs import SHORT, metrics_of, once
+from builders.runs import SHORT, last_of_each_key, metrics_of
 
 pytestmark = pytest.mark.slow
 LONG = (
@@ -159,7 +159,7 @@ def test_ranks_of_a_launcher_train_together_and_a_wrong_number_of_them_is_refuse
         return subprocess.Popen(
             [
                 PGTK,
-                *once(*SHORT, *overrides, "trainer.max_steps=2"),
+                *last_of_each_key(*SHORT, *overrides, "trainer.max_steps=2"),
                 f"hydra.run.dir={tmp_path / 'run'}",
             ],
             cwd=tmp_path,

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from builders.runs import built
+from builders.runs import module_and_loader
 
 from pgtoolkit.cli import main
 from pgtoolkit.tasks.generated import is_held_out
@@ -38,7 +38,7 @@ def test_rows_are_the_worked_answers_and_are_trained_as_a_policy_would_write_the
         total = f"{(first + second) % 100:02}"
         assert row["completion"] == f"{first}+{second}={total};{total}"
         assert not is_held_out(row["prompt"])
-    module, loader = built(
+    module, loader = module_and_loader(
         *(
             "experiment=sft",
             f"rollout.path={file}",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.commands import directory_of, has_steps, started, sweep, wait_until
+from builders.commands import has_steps, job_directory, run_sweep, running_sweep, wait_until
 from builders.runs import assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
 
@@ -25,12 +25,12 @@ def jobs_of(folder) -> dict[str, dict]:
 
 
 def process_of(folder, name) -> int:
-    return json.loads((directory_of(folder, name) / "status.json").read_text())["pid"]
+    return json.loads((job_directory(folder, name) / "status.json").read_text())["pid"]
 
 
 def rows_of(folder, name, steps) -> list[str]:
     """The rows of a job's first steps, with the time at which they were written."""
-    return (directory_of(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
+    return (job_directory(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
 
 
 def times(path: Path) -> dict[str, int]:
@@ -41,7 +41,7 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
     """SIGKILL of one job, then of the launcher of another: the same command resumes both, to the
     same bits."""
     command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
-    with started(tmp_path, *command) as launcher:
+    with running_sweep(tmp_path, *command) as launcher:
         wait_until(has_steps(tmp_path, "seed-0", 50))
         os.kill(process_of(tmp_path, "seed-0"), signal.SIGKILL)
         wait_until(lambda: jobs_of(tmp_path)["seed-0"]["status"] == "interrupted")
@@ -56,12 +56,12 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
     made = rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40)
 
     # At once: the second job may still be saving, since it sees that its launcher is gone.
-    status, output = sweep(tmp_path, *command)
+    status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert len(re.findall(r"continues after step \d+", output)) == 2
     assert rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40) == made
     for seed in (0, 1):
-        found, name = directory_of(tmp_path, f"seed-{seed}"), f"seed-{seed}"
+        found, name = job_directory(tmp_path, f"seed-{seed}"), f"seed-{seed}"
         whole = train_short(tmp_path / f"whole-{seed}", *LONG, f"seed={seed}")
         assert metrics_of(found) == metrics_of(whole)
         assert_equal(checkpoint_of(found, STEPS), checkpoint_of(whole, STEPS))
@@ -84,7 +84,7 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
     )
 
     before = times(tmp_path / "sweep")
-    status, output = sweep(tmp_path, *command)
+    status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert "sweep sweep: 2 jobs, 2 done" in output
     assert {path: time for path, time in times(tmp_path / "sweep").items() if "/seed-" in path} == {
@@ -98,14 +98,14 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
         "optimizer.warmup_steps=0",
         "optimizer.weight_decay=10",
     )
-    status, output = sweep(tmp_path, *overrides, "--fail-fast")
+    status, output = run_sweep(tmp_path, *overrides, "--fail-fast")
     assert status == 1, output
     assert "no further job is started" in output
     assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
         "learning-rate-100000.0": "failed",
         "learning-rate-0.001": "pending",
     }
-    status, output = sweep(tmp_path, *overrides)
+    status, output = run_sweep(tmp_path, *overrides)
     assert status == 1, output
     assert "Traceback" not in output
     assert re.search(
@@ -120,7 +120,7 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
 
 
 def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(tmp_path):
-    with started(
+    with running_sweep(
         tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000"
     ) as launcher:
         wait_until(has_steps(tmp_path, "seed-0", 3))
@@ -135,12 +135,14 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
         "SIGINT",
         "pending",
     )
-    assert (directory_of(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}").is_dir()
+    assert (
+        job_directory(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}"
+    ).is_dir()
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
 
 
 def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
-    with started(tmp_path, "seed=0,1") as launcher:
+    with running_sweep(tmp_path, "seed=0,1") as launcher:
         while not launcher.stdout.readline().startswith("[1/2] starts"):
             pass
         time.sleep(1)  # amid the imports, where an exception would break modules
@@ -155,13 +157,13 @@ def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
 def test_data_parallel_jobs_in_one_sweep(tmp_path):
     """Two jobs at a time, each of two processes: their ranks do not meet."""
     overrides = ("parallelism=ddp", "seed=1,2", "trainer.max_steps=4", "hydra.launcher.n_jobs=2")
-    status, output = sweep(tmp_path, *overrides)
+    status, output = run_sweep(tmp_path, *overrides)
     assert status == 0, output
     assert "2 jobs, 2 done" in output
-    rows = [metrics_of(directory_of(tmp_path, name)) for name in ("seed-1", "seed-2")]
+    rows = [metrics_of(job_directory(tmp_path, name)) for name in ("seed-1", "seed-2")]
     assert [[row["step"] for row in one] for one in rows] == [[1, 2, 3, 4]] * 2
     assert [row["reward"] for row in rows[0]] != [row["reward"] for row in rows[1]]
     assert all(
-        (directory_of(tmp_path, name) / "checkpoints" / "step-000004").is_dir()
+        (job_directory(tmp_path, name) / "checkpoints" / "step-000004").is_dir()
         for name in ("seed-1", "seed-2")
     )

@@ -8,9 +8,9 @@ import torch
 from builders.losses import (
     CORRECTIONS,
     Choice,
+    count_totals,
     make_case,
     relative_error,
-    totals_of,
 )
 from losses.formulas import of_log_probs as of_family
 
@@ -183,7 +183,7 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, correct
 
 
 def test_pieces_of_a_step_need_the_same_metrics():
-    case, totals = make_case(), totals_of(make_case())
+    case, totals = make_case(), count_totals(make_case())
     given = {"totals": totals, "num_documents": 6, "metrics": "basic"}
     one = policy_loss(*case.tensors, **given)
     other = policy_loss(*case.tensors, sampling_log_probs=case.sampling_log_probs, **given)

@@ -17,12 +17,12 @@ from builders.losses import (
     TEMPERATURE,
     Choice,
     Result,
-    assert_close,
+    as_floats,
+    assert_results_close,
+    count_totals,
     make_case,
     make_head_case,
-    numbers,
     result_of,
-    totals_of,
 )
 from builders.runs import assert_equal
 
@@ -47,7 +47,7 @@ def test_matches_reference(choice):
         out = policy_loss(
             logits, *case.tensors[1:], impl=impl, temperature=TEMPERATURE, **choice.step(case)
         )
-        assert_close(result_of(out, [logits], 3.0), expected, 1e-11)
+        assert_results_close(result_of(out, [logits], 3.0), expected, 1e-11)
         assert out.log_probs.tolist() == pytest.approx(found.log_probs, rel=1e-12)
     if choice.entropy or choice.metrics == "with_entropy" or choice.kl in FULL_KINDS:
         return
@@ -57,7 +57,9 @@ def test_matches_reference(choice):
     out = log_prob_loss(new, *case.tensors[2:], mask, **choice.step(case))
     (3 * out.loss).backward()
     by_log_probs = torch.where(mask[:, None], logits.grad, 0.0) / 3
-    assert_close(Result(out.loss.item(), numbers(out.metrics), [by_log_probs]), expected, 1e-11)
+    assert_results_close(
+        Result(out.loss.item(), as_floats(out.metrics), [by_log_probs]), expected, 1e-11
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
     are not finite."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     problem = make_head_case(6 if rows == 4 else 11)
-    assert_close(
+    assert_results_close(
         problem.fused(choice, 3.0, check_finite=rows == 4), problem.specified(choice), 1e-11
     )
 
@@ -137,7 +139,7 @@ def test_masked_positions_may_hold_anything(loss, correction):
         out = policy_loss(logits, *tensors[1:5], loss=loss, metrics="with_entropy", **given)
         out.loss.backward()
         assert (logits.grad[masked] == 0).all()
-        results.append([out.loss.detach(), logits.grad, numbers(out.metrics)])
+        results.append([out.loss.detach(), logits.grad, as_floats(out.metrics)])
     assert torch.isfinite(results[0][1]).all()
     assert_equal(results, results[:1] * 4)
 
@@ -283,7 +285,7 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
     """By formula, as by adding them up: of six documents in three groups, one document without a
     trained token."""
     case = make_case()
-    totals, mask = totals_of(case), case.labels >= 0
+    totals, mask = count_totals(case), case.labels >= 0
     chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
     documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
     weights = chosen.weights(totals, documents, mask, case.group_index, None)
@@ -352,7 +354,7 @@ def test_a_reducer_is_given_the_trajectories_where_there_are_any():
 )
 def test_trajectories_that_cannot_be_those_of_the_documents_are_refused(index, totals, message):
     case = make_case()
-    given = {} if totals is None else {"totals": totals_of(case, totals)}
+    given = {} if totals is None else {"totals": count_totals(case, totals)}
     given |= {} if index is None else {"trajectory_index": torch.tensor(index)}
     with pytest.raises(ValueError, match=message):
         policy_loss(*case.tensors, num_documents=6, **given)

@@ -46,12 +46,12 @@ import pytest
 import torch
 from builders.losses import (
     DEVICE,
-    LOSSES,
     OBJECTIVES,
     PARAMETERS,
+    TYPICAL_LOSSES,
     make_case,
 )
-from builders.runs import SHORT, assert_equal, built, some_documents
+from builders.runs import SHORT, assert_equal, module_and_loader, some_documents
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import Document, StepTotals, pack
@@ -77,7 +77,7 @@ LENGTHS = (9, 5, 12, 7, 3, 6)
 
 
 def module_of(*overrides):
-    return built(*SHORT, *overrides)[0]
+    return module_and_loader(*SHORT, *overrides)[0]
 
 
 def after_one_step(max_tokens, *overrides):
@@ -149,7 +149,7 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_the_same_step_twice_gives_the_same_bits(loss, impl):
     """Documents are interleaved token by token, where a GPU's atomics would add them up in any
     order."""

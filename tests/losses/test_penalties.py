@@ -13,7 +13,7 @@ import torch
 from builders.losses import (
     DEVICE,
     EVERY_LOSS,
-    LOSSES,
+    TYPICAL_LOSSES,
     make_case,
     make_head_case,
     objective_of,
@@ -181,7 +181,7 @@ def test_what_is_measured_alone_changes_no_bit(impl):
         "entropy_coefficient": 0.0
     }
     of_sampling = {"kl_old_sampling", "difference_old_sampling", "max_difference_old_sampling"}
-    for loss in EVERY_LOSS if impl != "triton" else LOSSES:
+    for loss in EVERY_LOSS if impl != "triton" else TYPICAL_LOSSES:
         results, names = [], []
         for options in ({}, more):
             hidden, weight, _ = problem.leaves()

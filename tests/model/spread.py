@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from builders import processes
 from builders.losses import PARAMETERS
-from builders.models import build
-from builders.runs import CLOCK
+from builders.models import small_policy
+from builders.runs import CLOCK_COLUMNS
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors, pack
@@ -116,7 +116,7 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
         micro_batches = dealt(whole, layout.rank_in("data_parallel"), layout.size("data_parallel"))
     metrics = module.training_step(Step(micro_batches, totals(whole), whole, {}), 0)["metrics"]
     metrics["norm"] = metrics.pop("grad_norm")
-    for name in ("num_micro_batches", *CLOCK):
+    for name in ("num_micro_batches", *CLOCK_COLUMNS):
         metrics.pop(name, None)
     assert module.num_updates == 1
     numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
@@ -151,11 +151,13 @@ def configuration(
 def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple[Policy, Layout]:
     sizes = dict(cut)
     layout = processes.layout(**sizes)
-    return parallelize(build(kind), layout, configuration(sizes, shard, sequence_parallel)), layout
+    return parallelize(
+        small_policy(kind), layout, configuration(sizes, shard, sequence_parallel)
+    ), layout
 
 
 def whole_step(kind: str, **objective) -> dict[str, torch.Tensor]:
-    return step(build(kind), ONE_PROCESS, **objective)
+    return step(small_policy(kind), ONE_PROCESS, **objective)
 
 
 def spread_steps(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders.models import HAS_COMPILER, VOCABULARY, build, save_with_tokenizer, small_llama
+from builders.models import HAS_COMPILER, VOCABULARY, save_with_tokenizer, small_llama, small_policy
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
 from torch._dynamo.utils import counters
@@ -70,7 +70,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """In float32 but for rounding; in bfloat16 as near to float32 as without. All lengths are
     computed by one code. On a CPU, where compiling takes longest, one kind is bfloat16, too."""
     in_bfloat16 = device == "cuda" or "lora" in kind
-    exact = replace(build(kind), model=build(kind).model.float().to(device))
+    exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
     compiled.switch_on(model)
@@ -97,7 +97,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
 def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
     """Which was compiled before; rows that have ended are dropped, down to the last."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", 1)
-    policy = build(kind)
+    policy = small_policy(kind)
     compiled.switch_on(policy.model.cuda())
     graphs = []
     for ends in ((), (4, 17)):

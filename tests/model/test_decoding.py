@@ -3,7 +3,7 @@
 import pytest
 import torch
 from builders.losses import DEVICE
-from builders.models import VOCABULARY, build, small_llama
+from builders.models import VOCABULARY, small_llama, small_policy
 
 from pgtoolkit.model import decoding
 from pgtoolkit.model.decoding import can_decode
@@ -57,7 +57,7 @@ def expected(policy, prompt, tokens):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_of_the_model(kind, device):
-    policy = build(kind)
+    policy = small_policy(kind)
     policy.model.to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
     assert tokens.shape == log_probs.shape == (len(PROMPTS), KINDS[kind])
@@ -69,7 +69,7 @@ def test_log_probs_are_those_of_the_model(kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral"])
 def test_log_probs_in_bfloat16_are_those_of_the_model_except_for_rounding(kind, device):
-    policy = build(kind)
+    policy = small_policy(kind)
     policy.model.bfloat16().to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
     rows = zip(PROMPTS, tokens.tolist(), log_probs, strict=True)
@@ -84,7 +84,7 @@ def test_log_probs_in_bfloat16_are_those_of_the_model_except_for_rounding(kind, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
     """In float32. `generate` completes each prompt alone; here equal prompts are read once."""
-    policy = build(kind)
+    policy = small_policy(kind)
     length = min(40, KINDS[kind])
     policy.model.float().to(device).eval()
     alone = {}
@@ -132,7 +132,7 @@ def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     """Without a GPU in Triton's interpreter. With the kernels, prompts are read one by one."""
     from pgtoolkit.kernels import triton_attention
 
-    policy = build(kind)
+    policy = small_policy(kind)
     options = {"check": lambda: None, "ends": []}
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     uniform = uniform_numbers([(0, i) for i in range(3)], 4)
@@ -181,7 +181,7 @@ def test_rows_that_have_ended_are_dropped_and_the_others_go_on(monkeypatch, devi
     """Prompts are read one by one, too."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", every)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
-    policy = build("mistral")
+    policy = small_policy("mistral")
     policy.model.to(device)
     rows_kept = []
     keep_rows = decoding.Cache.keep_rows
@@ -207,7 +207,7 @@ def test_rows_that_have_ended_are_dropped_and_the_others_go_on(monkeypatch, devi
 
 
 def test_decoding_leaves_the_model_as_it_was():
-    policy = build("qwen3")
+    policy = small_policy("qwen3")
     before = policy.model.config._attn_implementation
     decoded(policy, 3)
     assert policy.model.config._attn_implementation == before != decoding.NAME
@@ -229,7 +229,7 @@ def test_only_ordinary_attention_and_fixed_rotary_positions_are_decoded():
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_tied", "qwen3"])
 def test_a_copy_has_rounded_weights_and_the_same_buffers(kind):
-    policy = Policy(build(kind).model.float(), None, torch.bfloat16)
+    policy = Policy(small_policy(kind).model.float(), None, torch.bfloat16)
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     weights = dict(policy.model.named_parameters())

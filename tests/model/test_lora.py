@@ -5,7 +5,7 @@ import pytest
 import torch
 from builders import models
 from builders.models import model_config, save_with_tokenizer, small_llama
-from builders.runs import built, sampler_of, with_model
+from builders.runs import module_and_loader, sampler_of, with_model
 from model import spread
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -58,9 +58,12 @@ TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11], [4, 4, 4, 4, 9, 0, 7, 2]])
 @pytest.mark.parametrize(("loss", "aggregation"), [("gspo", "sample_mean"), ("grpo", "token_mean")])
 def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
     """By the chain rule from that of W + alpha / rank B A in the place of each W, in float64."""
-    policy, objective = models.build(kind), {"loss": loss, "aggregation": aggregation}
+    policy, objective = models.small_policy(kind), {"loss": loss, "aggregation": aggregation}
     found = spread.step(policy, ONE_PROCESS, **objective)
-    plain, scale = models.build(kind.replace("_lora", "").replace("_checkpointed", "")), 4.0 / 3
+    plain, scale = (
+        models.small_policy(kind.replace("_lora", "").replace("_checkpointed", "")),
+        4.0 / 3,
+    )
     weights = {
         name.replace(".base_layer", ""): weight.detach()
         for name, weight in policy.model.named_parameters()
@@ -127,7 +130,7 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
 
 
 def module_of(folder, *overrides):
-    return built(
+    return module_and_loader(
         *with_model(folder, f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}", *overrides)
     )
 
@@ -158,7 +161,7 @@ def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     """Whose adapters were never there; their log-probs and those of training differ by rounding
     alone."""
     chosen = "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling"
-    module, loader = built(*with_model(folder, *chosen), dtype=None)
+    module, loader = module_and_loader(*with_model(folder, *chosen), dtype=None)
     for name, weight in adapter_weights(module.model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.05)
@@ -183,7 +186,7 @@ def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_mom
     """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as
     they are."""
     chosen = "model.lora_rank=2", "model.dtype=bfloat16", "optimizer.learning_rate=0.01"
-    module, loader = built(*with_model(folder, *chosen), dtype=None)
+    module, loader = module_and_loader(*with_model(folder, *chosen), dtype=None)
     saved = load_file(folder / "model.safetensors")
     before = {name: weight.clone() for name, weight in module.model.named_parameters()}
     steps = iter(loader)

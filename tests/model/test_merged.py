@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.losses import DEVICE
-from builders.models import HAS_COMPILER, build
+from builders.models import HAS_COMPILER, small_policy
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected, likeliest
 
 from pgtoolkit.model import compiled, decoding, merged
@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compil
 
 def merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
     """The policy itself, in float32, and the copy that samples, whose products are merged."""
-    policy = build(kind)
+    policy = small_policy(kind)
     policy.model.float().to(device)
     trained = replace(policy, model=copy.deepcopy(policy.model), compiled=True)
     compiled.switch_on(trained.model)
@@ -59,9 +59,9 @@ def test_weights_lie_side_by_side_once(kind):
 
 
 def test_only_what_is_compiled_and_has_products_to_merge_is_merged():
-    assert not build("qwen2").copied(torch.float32).merges
-    assert not replace(build("gpt2"), compiled=True).copied(torch.float32).merges
-    assert replace(build("mistral"), compiled=True).copied(torch.float32).merges
+    assert not small_policy("qwen2").copied(torch.float32).merges
+    assert not replace(small_policy("gpt2"), compiled=True).copied(torch.float32).merges
+    assert replace(small_policy("mistral"), compiled=True).copied(torch.float32).merges
 
 
 @needs_compiler

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from builders.models import build as small_model
+from builders.models import small_policy as small_model
 from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
 

@@ -209,14 +209,14 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
     ],
 )
 def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
-    model = models.build(kind).model
+    model = models.small_policy(kind).model
     with pytest.raises(ConfigError, match=message):
         refuse_misfit(model, dict.fromkeys((TP, SDP, DP, PP), 1) | sizes, False)
     refuse_misfit(model, {TP: 4, SDP: 1, DP: 1, PP: 1}, False)
 
 
 def test_an_unknown_kind_of_model_is_refused():
-    model = models.build("gpt2").model
+    model = models.small_policy("gpt2").model
     model.config.model_type = "mamba"
     with pytest.raises(
         ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"

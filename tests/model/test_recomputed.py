@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders.models import HAS_COMPILER, build
+from builders.models import HAS_COMPILER, small_policy
 from model.test_compiled import LENGTHS, distance, packed, states_and_gradient
 from model.test_decoding import DEVICES
 from torch._dynamo.utils import counters
@@ -27,7 +27,7 @@ pytestmark = [
 def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind, device):
     """In float32 but for rounding; in bfloat16 as near to float32 as without."""
     kind += "_by_document"
-    exact = replace(build(kind), model=build(kind).model.float().to(device))
+    exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
     compiled.switch_on(model)
@@ -52,7 +52,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
 
 
 def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
-    policy = build("qwen3_checkpointed_by_document")
+    policy = small_policy("qwen3_checkpointed_by_document")
     policy.model.float()
     found = replace(policy, model=copy.deepcopy(policy.model))
     compiled.switch_on(found.model)
@@ -75,7 +75,7 @@ def test_all_is_compiled_once():
     begin with."""
     for function in (rowwise.rms_norm, rowwise.gate, rowwise.turned_heads):
         function.cache_clear()
-    policy = build("qwen2_checkpointed_by_document")
+    policy = small_policy("qwen2_checkpointed_by_document")
     policy.model.float()
     compiled.switch_on(policy.model)
     counts = []
@@ -101,12 +101,12 @@ def test_all_is_compiled_once():
 def test_what_is_not_whole_here_or_not_all_trained_is_computed_as_before(monkeypatch):
     """Adapters, a hook, frozen weights, and what is not checkpointed."""
     monkeypatch.setattr(recomputed, "layer", None)
-    adapters = build("qwen2_checkpointed_lora_by_document")
-    frozen, hooked = (build("qwen2_checkpointed_by_document") for _ in range(2))
+    adapters = small_policy("qwen2_checkpointed_lora_by_document")
+    frozen, hooked = (small_policy("qwen2_checkpointed_by_document") for _ in range(2))
     frozen.model.base_model.layers.requires_grad_(False)
     for layer in hooked.model.base_model.layers:
         layer.register_forward_pre_hook(lambda *_: None)
-    for policy in (adapters, frozen, hooked, build("qwen2_by_document")):
+    for policy in (adapters, frozen, hooked, small_policy("qwen2_by_document")):
         policy.model.float()
         compiled.switch_on(policy.model)
         states_and_gradient(policy, (5, 7))

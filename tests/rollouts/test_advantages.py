@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from builders.runs import SHORT, built, once
+from builders.runs import SHORT, last_of_each_key, module_and_loader
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -240,8 +240,10 @@ def test_none_trains_on_penalties_alone(caplog):
     """Of completions of other rewards: the gradient is that of the entropy bonus, and nobody misses
     a signal."""
     chosen = "advantage=none", "entropy.coefficient=0.1", "loss=grpo", "aggregation=token_mean"
-    module, loader = built(
-        *once(*SHORT, *chosen, "aggregation.divisor=null", "optimizer.max_grad_norm=null")
+    module, loader = module_and_loader(
+        *last_of_each_key(
+            *SHORT, *chosen, "aggregation.divisor=null", "optimizer.max_grad_norm=null"
+        )
     )
     step = next(iter(loader))
     loader.source.close()

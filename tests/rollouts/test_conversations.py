@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.models import small_llama
-from builders.rollout_rows import config, write_parquet
-from builders.runs import built
+from builders.rollout_rows import recorded_config, write_parquet
+from builders.runs import module_and_loader
 from tasks.test_chat import CHATML, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -290,7 +290,9 @@ def rows_of(path, max_tokens=None, template=CHATML, run_dir=None, **changes):
     tokenizer.chat_template = template
     options = {"reads_old_log_probs": False, "max_tokens": max_tokens, "run_dir": run_dir}
     options["tokenizer"] = lambda: (tokenizer, [tokenizer.eos_token_id])
-    return RecordedRollouts(config(path, **changes), Estimator("given"), len(tokenizer), **options)
+    return RecordedRollouts(
+        recorded_config(path, **changes), Estimator("given"), len(tokenizer), **options
+    )
 
 
 TEXTS = [{"prompt": f"{i} + {i}?", "completion": i * "o" + str(2 * i)} for i in range(6)]
@@ -425,7 +427,7 @@ def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model):
             f"rollout.path={tmp_path / file}.jsonl",
             *overrides,
         ]
-        module, loader = built("experiment=sft", *SHORT, *chosen)
+        module, loader = module_and_loader("experiment=sft", *SHORT, *chosen)
         decode = module.policy.tokenizer.decode
         for document in next(iter(loader)).documents:
             assert decode(document.tokens[document.loss_mask]) == expected

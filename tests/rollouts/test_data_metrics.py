@@ -3,7 +3,7 @@ groups."""
 
 import pytest
 import torch
-from builders.rollout_rows import config
+from builders.rollout_rows import recorded_config
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
@@ -70,6 +70,6 @@ def test_the_first_log_probs_are_compared_as_the_metric_counts_them(new, gap):
         document(advantages=(1.0, 1.0), log_probs=[-1.5, -2.5]),
     ]
     note = mismatch_note(
-        [*documents, document(log_probs=[0.0]), document(advantages=())], new, config(".")
+        [*documents, document(log_probs=[0.0]), document(advantages=())], new, recorded_config(".")
     )
     assert (f"differ from the old ones by {gap} a token" in note) if gap else note == ""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, built, config_of, once
+from builders.runs import SHORT, config_of, last_of_each_key, module_and_loader
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
@@ -65,7 +65,9 @@ def custom(functions, name):
 
 def test_a_function_of_ones_own_gets_the_whole_batch(functions):
     chosen = "accumulation.docs_per_step=16", "rollout.old_log_probs=sampling"
-    _, loader = built(*once(*SHORT, *custom(functions, "by_length"), *chosen))
+    _, loader = module_and_loader(
+        *last_of_each_key(*SHORT, *custom(functions, "by_length"), *chosen)
+    )
     documents = next(iter(loader)).documents
     loader.source.close()
     mean = sum(document.reward for document in documents) / 16
@@ -90,7 +92,7 @@ def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
         "tracking=none",
         *custom(functions, "by_length"),
     )
-    _, loader = built(*chosen, "accumulation.docs_per_step=6", "trainer.device=cpu")
+    _, loader = module_and_loader(*chosen, "accumulation.docs_per_step=6", "trainer.device=cpu")
     documents = next(iter(loader)).documents
     found = [float(document.advantages[0]) for document in documents]
     # of a mean of 0.75; lengths 5, 1

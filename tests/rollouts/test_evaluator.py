@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from builders.runs import built
+from builders.runs import module_and_loader
 from keys import SMALL
 
 from pgtoolkit.config.evaluation_sets import powers_of_two
@@ -95,7 +95,7 @@ def test_a_single_prompt_has_no_error():
 
 def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
     more = ("evaluation.every=1", "evaluation.temperature=0", "evaluation.completions_per_prompt=1")
-    module, _ = built(*SMALL, *more, "evaluation.prompts_per_set=5")
+    module, _ = module_and_loader(*SMALL, *more, "evaluation.prompts_per_set=5")
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(20 if weight.ndim > 1 else 1)
@@ -117,7 +117,7 @@ def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
 
 
 def evaluator_with(folder, *overrides):
-    module, _ = built(*SMALL, "evaluation.every=1", *overrides)
+    module, _ = module_and_loader(*SMALL, "evaluation.every=1", *overrides)
     module.evaluator.folder = folder
     return module.evaluator
 

@@ -8,9 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders.rollout_rows import documents as read_documents
-from builders.rollout_rows import good_row, source, write_jsonl
-from builders.runs import SHORT, built, config_of, copy_as_of, metrics_of, once
+from builders.rollout_rows import all_documents as read_documents
+from builders.rollout_rows import good_row, recorded_rollouts, write_jsonl
+from builders.runs import (
+    SHORT,
+    config_of,
+    copy_as_of,
+    last_of_each_key,
+    metrics_of,
+    module_and_loader,
+)
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
@@ -177,7 +184,7 @@ def test_a_run_goes_on_without_them_also_resumed_and_from_its_recording(tmp_path
 def test_a_recording_says_which_they_are(tmp_path):
     first = [document(None, failed=True), replace(document(0.5), name="1")]
     write_batch(tmp_path, 0, [replace(one, group=0) for one in first])
-    found = read_documents(source(tmp_path, "dr_grpo"))
+    found = read_documents(recorded_rollouts(tmp_path, "dr_grpo"))
     assert [(one.reward, one.score_failed, one.is_excluded) for one in found] == [
         (None, True, True),
         (0.5, False, False),
@@ -185,7 +192,7 @@ def test_a_recording_says_which_they_are(tmp_path):
     rows = [good_row(i, 0, reward=reward) for i, reward in enumerate((1.0, 0.0, None, 4.0))]
     rows[2] |= {"score_failed": True}
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    rollouts = source(path, "dr_grpo")
+    rollouts = recorded_rollouts(path, "dr_grpo")
     mean = 5 / 3
     expected = [1 - mean, -mean, 0, 4 - mean]
     assert [float(one.advantages[0]) for one in read_documents(rollouts)] == pytest.approx(
@@ -194,10 +201,10 @@ def test_a_recording_says_which_they_are(tmp_path):
     assert [rollouts.outline(i).is_excluded for i in range(4)] == [False, False, True, False]
     rows[2].pop("score_failed")
     with pytest.raises(DataError, match=r"rows.jsonl:3:reward: is missing"):
-        source(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
+        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
     lost = [{**row, "reward": None, "score_failed": True} for row in rows]
     with pytest.raises(DataError, match="needs a document that was scored"):
-        source(write_jsonl(tmp_path / "rows.jsonl", lost), "dr_grpo")
+        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", lost), "dr_grpo")
 
 
 def test_a_run_whose_every_score_fails_ends(tmp_path):
@@ -220,7 +227,7 @@ def test_a_failure_of_one_of_several_verifiers_is_one_of_the_whole_score(tmp_pat
             {"reward/right": 0.0, "reward/other": -3.0},
         ),
     ):
-        _, loader = built(*once(*chosen, *more))
+        _, loader = module_and_loader(*last_of_each_key(*chosen, *more))
         task = loader.source.task.task
         found = task.score(task.prompt(0), "none", True)
         assert (found.reward, found.exact_match, found.failed, found.measures) == (

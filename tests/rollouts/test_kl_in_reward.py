@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks
-from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
+from builders.parallel_runs import assert_runs_close, run_on_ranks
+from builders.runs import SHORT, config_of, metrics_of, module_and_loader, run, with_model
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 
 def first_batch(*overrides):
     """The first batch of rollouts, and the module that has sampled it."""
-    module, loader = built(*overrides)
+    module, loader = module_and_loader(*overrides)
     return [loader.source.document(place) for place in range(loader.source.batch_size)], module
 
 
@@ -110,7 +110,7 @@ def test_the_distance_is_of_the_old_log_probs_and_the_reference_as_it_is_then(la
         "trainer.max_steps=8",
     )
     settings = [setting for setting in SHORT if not setting.startswith("trainer.max_steps")]
-    module, loader = built(*settings, *IN_REWARD, *moving, *late)
+    module, loader = module_and_loader(*settings, *IN_REWARD, *moving, *late)
     distances = []
     with torch.no_grad():
         for number, step in enumerate(itertools.islice(loader, 8)):
@@ -134,7 +134,7 @@ def test_the_distance_is_of_the_old_log_probs_and_the_reference_as_it_is_then(la
 def test_groups_have_a_signal_by_the_rewards_of_the_task():
     """Groups whose completions the task scores alike are left out, though their distances
     differ."""
-    module, loader = built(
+    module, loader = module_and_loader(
         *SHORT, *IN_REWARD, "rollout.uninformative=drop", "optimizer.learning_rate=0.02"
     )
     left_out = 0
@@ -166,7 +166,7 @@ def test_the_distance_is_the_same_over_two_ranks(tmp_path, models):
     settings = with_model(path, *IN_REWARD, f"kl.reference={reference_path}", "trainer.max_steps=3")
     sharded = [*settings, "parallelism.shard=true"]
     on_ranks = run_on_ranks(tmp_path / "ranks", sharded, data_parallel=2)
-    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import torch
 from builders.runs import (
     SHORT,
     assert_equal,
-    built,
     checkpoint_of,
+    last_of_each_key,
     metrics_of,
-    once,
+    module_and_loader,
     run,
     sampler_of,
 )
@@ -45,8 +45,10 @@ def cut(docs_per_step, last_step):
 def trained(count, *overrides, prepare=lambda module, loader: None):
     """A module, copies of its weights before each of so many steps, and each step's documents and
     metrics."""
-    module, loader = built(
-        *once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides)
+    module, loader = module_and_loader(
+        *last_of_each_key(
+            *SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides
+        )
     )
     prepare(module, loader)
     versions, taken = [], []
@@ -214,7 +216,7 @@ def test_when_a_batch_begins_is_known_ahead(docs, last):
 
 
 def test_a_step_without_an_update_makes_what_was_sampled_before_it_less_old():
-    module, loader = built(*SHORT, "rollout.lag=3")
+    module, loader = module_and_loader(*SHORT, "rollout.lag=3")
     ages = []
     for number, step in enumerate(loader):
         if number == 2:  # as if its loss had not been finite

@@ -11,13 +11,13 @@ from builders.losses import covering
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
 from builders.runs import (
-    CLOCK,
+    CLOCK_COLUMNS,
     SHORT,
     assert_equal,
-    built,
     checkpoint_of,
+    last_of_each_key,
     metrics_of,
-    once,
+    module_and_loader,
     with_model,
 )
 
@@ -53,7 +53,9 @@ BESIDE = [
 def trained(count, *overrides, of=SHORT):
     """The metrics of so many steps, the weights after them, and the documents of each forward pass
     before an update."""
-    module, loader = built(*once(*of, "optimizer.learning_rate=0.02", *overrides), dtype=None)
+    module, loader = module_and_loader(
+        *last_of_each_key(*of, "optimizer.learning_rate=0.02", *overrides), dtype=None
+    )
     log_probs, passes, rows = module.log_probs, [], []
 
     def noted(micro_batch, temperature=None):
@@ -64,7 +66,7 @@ def trained(count, *overrides, of=SHORT):
     for number, step in enumerate(itertools.islice(loader, count)):
         rows.append(module.training_step(step, number)["metrics"])
     loader.source.close()
-    rows = [{name: x for name, x in row.items() if name not in CLOCK} for row in rows]
+    rows = [{name: x for name, x in row.items() if name not in CLOCK_COLUMNS} for row in rows]
     return rows, module.model.state_dict(), passes
 
 
@@ -178,7 +180,7 @@ def test_without_a_lag_training_and_proximal_are_the_same_run(docs):
 
 
 def test_documents_that_an_update_came_before_need_old_log_probs():
-    module, loader = built(*SHORT[:-1], WHOLE, "loss=grpo")
+    module, loader = module_and_loader(*SHORT[:-1], WHOLE, "loss=grpo")
     step = next(iter(loader))
     assert {(d.on_policy, d.old_log_probs, d.model_version) for d in step.documents} == {
         (True, None, 0)
@@ -215,9 +217,11 @@ def test_ranks_make_no_pass_of_their_own(tmp_path, sizes, more):
         "trainer.checkpoint_every=2",
         *more,
     ]
-    one_pass = run_on_ranks(tmp_path / "run", once(*chosen), **sizes)
+    one_pass = run_on_ranks(tmp_path / "run", last_of_each_key(*chosen), **sizes)
     two_passes = run_on_ranks(
-        tmp_path / "two", once(*chosen, f"rollout.save_path={tmp_path / 'saved'}"), **sizes
+        tmp_path / "two",
+        last_of_each_key(*chosen, f"rollout.save_path={tmp_path / 'saved'}"),
+        **sizes,
     )
     if sizes == {"data_parallel": 2}:
         # Of two passes the first deals out groups, the second documents: they round otherwise.

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from builders.models import small_llama
-from builders.rollout_rows import source, write_jsonl, write_parquet
+from builders.rollout_rows import recorded_rollouts, write_jsonl, write_parquet
 
 from pgtoolkit.errors import DataError
 
@@ -57,7 +57,7 @@ def rows(sampled):
 def notes(rows, folder):
     """What the index says of them, the same from either kind of file."""
     first, second = (
-        source(write(folder / name, rows)).index.notes
+        recorded_rollouts(write(folder / name, rows)).index.notes
         for write, name in ((write_jsonl, "r.jsonl"), (write_parquet, "r.parquet"))
     )
     assert first == second
@@ -118,7 +118,7 @@ def test_rows_that_are_there_twice(rows, tmp_path):
     assert note.startswith(f"{76 - different} rows repeat another one: ")
     for row in rows:
         del row["old_log_probs"], row["sampling_log_probs"]
-    examples = source(
+    examples = recorded_rollouts(
         write_jsonl(tmp_path / "e.jsonl", rows * 2), "none", reads_old_log_probs=False
     )
     assert examples.index.notes == []  # without log-probs nobody knows how many are equal by chance

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.rollout_rows import (
-    assert_same,
-    documents,
+    all_documents,
+    assert_documents_equal,
     good_row,
-    source,
+    recorded_rollouts,
     write_jsonl,
     write_parquet,
 )
@@ -26,7 +26,7 @@ SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 
 
 def rewards(rollouts):
-    return [document.reward for document in documents(rollouts)]
+    return [document.reward for document in all_documents(rollouts)]
 
 
 def rows_of(groups, **changes):
@@ -38,7 +38,7 @@ def rows_of(groups, **changes):
 def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, write, estimator):
     rows = rows_of([f"g{group}" for group in SCATTERED])
     path = write(tmp_path / f"r.{write.__name__.removeprefix('write_')}", rows)
-    read = documents(source(path, estimator))
+    read = all_documents(recorded_rollouts(path, estimator))
     order = [i for group in range(4) for i, other in enumerate(SCATTERED) if other == group]
     divisor = (
         statistics.stdev(row["reward"] for row in rows) + 1e-6 if estimator == "batch_std" else 1.0
@@ -57,12 +57,12 @@ def test_groups_stand_together_with_advantages_from_all_their_rewards(tmp_path, 
             name=f"{path.name}:{index + 1}",
             reward=rows[index]["reward"],
         )
-        assert_same(expected, document)
+        assert_documents_equal(expected, document)
 
 
 def test_row_groups_and_columns_of_other_writers(tmp_path):
     rows = rows_of(SCATTERED, text="x" * 100)
-    expected = documents(source(write_jsonl(tmp_path / "r.jsonl", rows)))
+    expected = all_documents(recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", rows)))
     table = pa.Table.from_pylist(rows)
     for number, (name, kind) in enumerate(
         [
@@ -79,28 +79,31 @@ def test_row_groups_and_columns_of_other_writers(tmp_path):
             changed, tmp_path / f"{number}.parquet", row_group_size=3, write_page_checksum=True
         )
         for first, second in zip(
-            expected, documents(source(tmp_path / f"{number}.parquet")), strict=True
+            expected, all_documents(recorded_rollouts(tmp_path / f"{number}.parquet")), strict=True
         ):
-            assert_same(first, second, but=["name"])
+            assert_documents_equal(first, second, but=["name"])
 
 
 def test_every_epoch_is_the_data_once_and_shuffled_by_groups(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED * 3))
-    plain = source(path, epochs=2)
+    plain = recorded_rollouts(path, epochs=2)
     assert rewards(plain)[:33] == rewards(plain)[33:]
-    rollouts = source(path, epochs=3, shuffle=True, seed=1)
-    epochs = [documents(rollouts)[33 * e : 33 * (e + 1)] for e in range(3)]
+    rollouts = recorded_rollouts(path, epochs=3, shuffle=True, seed=1)
+    epochs = [all_documents(rollouts)[33 * e : 33 * (e + 1)] for e in range(3)]
     orders = [[document.reward for document in epoch] for epoch in epochs]
     assert (
-        sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == sorted(rewards(source(path)))
+        sorted(orders[0])
+        == sorted(orders[1])
+        == sorted(orders[2])
+        == sorted(rewards(recorded_rollouts(path)))
     )
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    assert rewards(source(path, epochs=3, shuffle=True, seed=1)) == [
+    assert rewards(recorded_rollouts(path, epochs=3, shuffle=True, seed=1)) == [
         *orders[0],
         *orders[1],
         *orders[2],
     ]
-    assert rewards(source(path, epochs=3, shuffle=True, seed=2)) != [
+    assert rewards(recorded_rollouts(path, epochs=3, shuffle=True, seed=2)) != [
         *orders[0],
         *orders[1],
         *orders[2],
@@ -124,16 +127,22 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path):
         )
     (tmp_path / ".batch-3.jsonl.tmp").write_text("{")
     expected = [0.25, 0.25, 0.5, 0.5, 2.5, 2.5]
-    assert rewards(source(tmp_path)) == rewards(source(tmp_path / "batch-*.jsonl")) == expected
-    assert source(tmp_path).document(5).name == "batch-10.jsonl:2"
+    assert (
+        rewards(recorded_rollouts(tmp_path))
+        == rewards(recorded_rollouts(tmp_path / "batch-*.jsonl"))
+        == expected
+    )
+    assert recorded_rollouts(tmp_path).document(5).name == "batch-10.jsonl:2"
 
 
 def test_group_ids_and_group_size(tmp_path, caplog):
     path = tmp_path / "r.jsonl"
     write_jsonl(path, [good_row(i, group_id=...) for i in range(6)])
     with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is missing.*rollout\.group_size"):
-        source(path)
-    assert [document.group for document in documents(source(path, group_size=3))] == [
+        recorded_rollouts(path)
+    assert [
+        document.group for document in all_documents(recorded_rollouts(path, group_size=3))
+    ] == [
         0,
         0,
         0,
@@ -144,26 +153,26 @@ def test_group_ids_and_group_size(tmp_path, caplog):
     with pytest.raises(
         DataError, match=r"6 documents, which is no multiple of rollout\.group_size=4"
     ):
-        source(path, group_size=4)
+        recorded_rollouts(path, group_size=4)
     write_jsonl(path, [good_row(i, group_id=..., advantage=1.0) for i in range(6)])
     with pytest.raises(DataError, match="group_id: is missing"):
-        source(path, "given", needs=("group_id",))
-    alone = source(path, "given")
+        recorded_rollouts(path, "given", needs=("group_id",))
+    alone = recorded_rollouts(path, "given")
     assert not alone.has_groups
-    assert [document.group for document in documents(alone)] == list(range(6))
+    assert [document.group for document in all_documents(alone)] == list(range(6))
     write_jsonl(path, rows_of([5, 5, 6, 5, 6]))
     with pytest.raises(
         DataError, match=r"r\.jsonl:1:group_id: is 5, a group of 3 documents; rollout\.group_size=2"
     ):
-        source(path, group_size=2)
+        recorded_rollouts(path, group_size=2)
     with pytest.raises(
         DataError, match=r"r\.jsonl:3:group_id: is 6, a group of 2 documents; rollout\.group_size=3"
     ):
-        source(path, group_size=3)
+        recorded_rollouts(path, group_size=3)
     with pytest.raises(DataError, match=r"r\.jsonl:2:group_id: rloo compares"):
-        source(write_jsonl(path, rows_of([0, 1, 0])), "rloo")
+        recorded_rollouts(write_jsonl(path, rows_of([0, 1, 0])), "rloo")
     write_jsonl(tmp_path / "s.jsonl", rows_of([0, 0]))
-    assert source(tmp_path).has_groups
+    assert recorded_rollouts(tmp_path).has_groups
     assert "1 groups have documents in several files" in caplog.text
 
 
@@ -203,11 +212,11 @@ def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, s
     group."""
     path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
     divisor = statistics.stdev([1, 0, 2, 0, 4]) + 1e-6 if estimator == "batch_std" else 1.0
-    rollouts = source(path, estimator)
+    rollouts = recorded_rollouts(path, estimator)
     # as they are here
     notes = [note[:30] for note in rollouts.index.notes if "different prompts" not in note]
     assert notes == ["8 documents are 5 trajectories"]
-    read = documents(rollouts)
+    read = all_documents(rollouts)
     assert [int(d.name.split(":")[1]) - 1 for d in read] == [0, 1, 4, 3, 2, 6, 5, 7]
     assert [d.trajectory for d in read] == [0, 0, 0, None, 2, 2, 5, None]
     wanted = [first[0]] * 3 + [first[1]] + [second[0]] * 2 + [*second[1:]]
@@ -215,7 +224,9 @@ def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, s
         [x / divisor for x in wanted], rel=1e-6
     )
     for epoch in (0, 1):
-        again = documents(source(path, estimator, epochs=2, shuffle=True))[8 * epoch :][:8]
+        again = all_documents(recorded_rollouts(path, estimator, epochs=2, shuffle=True))[
+            8 * epoch :
+        ][:8]
         named = [d.trajectory for d in again if d.trajectory is not None]
         assert sorted(named) == [8 * epoch + x for x in (0, 0, 0, 2, 2, 5)]
         # each in one piece
@@ -228,15 +239,15 @@ def test_the_documents_of_an_attempt_have_one_reward(tmp_path):
         DataError,
         match=r"r\.jsonl:3:reward: is not that of r\.jsonl:1, a row of the same trajector",
     ):
-        source(path)
+        recorded_rollouts(path)
     rows = [
         row | {"advantage": 1.0, "exact_match": i == 0}
         for i, row in enumerate(parts(*[(0, 1, ...)] * 2))
     ]
     with pytest.raises(DataError, match=r"r\.jsonl:2:exact_match: is not that of r\.jsonl:1"):
-        source(write_jsonl(path, rows), "given")
+        recorded_rollouts(write_jsonl(path, rows), "given")
     with pytest.raises(DataError, match=r"r\.jsonl:1:trajectory: needs an integer or a text"):
-        source(write_jsonl(path, parts((0, 1.5, 1.0))))
+        recorded_rollouts(write_jsonl(path, parts((0, 1.5, 1.0))))
 
 
 def test_the_group_size_counts_attempts(tmp_path):
@@ -244,26 +255,28 @@ def test_the_group_size_counts_attempts(tmp_path):
         tmp_path / "r.jsonl",
         [row | {"group_id": None} for row in THREE_PARTS[:2] + THREE_PARTS[3:5]],
     )
-    assert [d.group for d in documents(source(path, group_size=2))] == [0] * 4
+    assert [d.group for d in all_documents(recorded_rollouts(path, group_size=2))] == [0] * 4
     with pytest.raises(
         DataError, match=r"has no group_id and 2 trajectories, which is no multiple of .*size=4"
     ):
-        source(path, group_size=4)
+        recorded_rollouts(path, group_size=4)
     with pytest.raises(
         DataError, match=r"group_id: is 0, a group of 2 trajectories; rollout\.group_size=4"
     ):
-        source(write_jsonl(path, THREE_PARTS), group_size=4)
+        recorded_rollouts(write_jsonl(path, THREE_PARTS), group_size=4)
     # Where nothing asks for groups each attempt is its own, and ids are a file's.
     rows = [row | {"group_id": None, "advantage": 1.0} for row in THREE_PARTS[:2]]
     write_jsonl(tmp_path / "r.jsonl", rows)
     write_jsonl(tmp_path / "s.jsonl", [*rows, good_row(group_id=..., advantage=2)])
-    alone = documents(source(tmp_path, "given"))
+    alone = all_documents(recorded_rollouts(tmp_path, "given"))
     assert [(d.group, d.trajectory) for d in alone] == [(0, 0), (0, 0), (1, 2), (1, 2), (2, None)]
 
 
 def test_steps_hold_whole_attempts_of_recorded_rollouts(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
-    loader = StepLoader(source(path), AccumulationConfig(2, 8, None, LastStep.short), False, 99)
+    loader = StepLoader(
+        recorded_rollouts(path), AccumulationConfig(2, 8, None, LastStep.short), False, 99
+    )
     found = [
         (step.totals.num_documents, step.totals.tokens_per_trajectory.tolist()) for step in loader
     ]
@@ -288,7 +301,7 @@ def test_a_file_that_changes_while_it_is_in_use(tmp_path, write, change):
     path = write(tmp_path / f"r.{suffix}", rows, **options)
     others = [row | {"reward": rows[i - 1]["reward"]} for i, row in enumerate(rows)]
     other = write(tmp_path / f"other.{suffix}", others, **options)
-    rollouts = source(path)
+    rollouts = recorded_rollouts(path)
     CHANGES[change](path, other)
     for position in range(4):
         with pytest.raises(DataError, match=rf"^r\.{suffix} was changed while it was in use\."):
@@ -301,5 +314,8 @@ def test_data_without_a_trained_token_are_refused(tmp_path):
         DataError,
         match=r"r\.jsonl needs a trained token \(got 3 documents whose loss_mask is false",
     ):
-        source(write_jsonl(tmp_path / "r.jsonl", rows))
-    assert source(write_jsonl(tmp_path / "r.jsonl", [*rows, good_row(3)])).num_documents == 4
+        recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", rows))
+    assert (
+        recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", [*rows, good_row(3)])).num_documents
+        == 4
+    )

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 from builders.processes import layout, world
-from builders.rollout_rows import good_row, source, write_jsonl, write_parquet
+from builders.rollout_rows import good_row, recorded_rollouts, write_jsonl, write_parquet
 
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
@@ -50,7 +50,7 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
     ]
     files += [write_parquet(tmp_path / "r.parquet", chosen, row_group_size=3)]
     for estimator in ("dr_grpo", "given") if complete else ("grpo",):
-        first, second = (source(file, estimator).index for file in files)
+        first, second = (recorded_rollouts(file, estimator).index for file in files)
         for name in first.rows.dtype.names:
             if name != "place":
                 np.testing.assert_array_equal(first.rows[name], second.rows[name], err_msg=name)
@@ -65,7 +65,7 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
 
 def test_rows_of_lists_alone_can_be_trained_on(tmp_path):
     plain = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, i > 2]} for i in range(5)]
-    rollouts = source(
+    rollouts = recorded_rollouts(
         write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False
     )
     assert [rollouts.document(i).num_trained for i in range(5)] == [1, 1, 1, 2, 2]
@@ -89,24 +89,24 @@ def test_a_kept_index_is_used_while_the_files_are_the_same(tmp_path):
         tmp_path / "run",
     )
     run.mkdir()
-    made = source(path, run_dir=run)
+    made = recorded_rollouts(path, run_dir=run)
     written_over(path, 1)
-    kept = source(path, run_dir=run)
+    kept = recorded_rollouts(path, run_dir=run)
     assert kept.index.rows.tobytes() == made.index.rows.tobytes()
     assert kept.document(0).reward == 0.0
     with pytest.raises(DataError, match=r"r\.jsonl was changed while it was in use"):
         kept.document(1)
-    assert source(path).document(1).reward == 1.25
+    assert recorded_rollouts(path).document(1).reward == 1.25
     with pytest.raises(DataError, match=r"r\.jsonl:1:token_ids: has 5 tokens and at most 4 fit"):
-        source(path, run_dir=run, max_tokens=4)  # other rules
+        recorded_rollouts(path, run_dir=run, max_tokens=4)  # other rules
     write_jsonl(path, [good_row(i, i // 2) for i in range(6)])
-    assert source(path, run_dir=run).num_documents == 6
+    assert recorded_rollouts(path, run_dir=run).num_documents == 6
     (run / FILE_NAME).write_bytes((run / FILE_NAME).read_bytes()[:-100])  # as no kill leaves it
-    assert source(path, run_dir=run).num_documents == 6
+    assert recorded_rollouts(path, run_dir=run).num_documents == 6
 
 
 def test_an_outline_tells_all_that_is_known_without_reading(tmp_path):
-    rollouts = source(write_jsonl(tmp_path / "r.jsonl", rows()), shuffle=True, epochs=2)
+    rollouts = recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", rows()), shuffle=True, epochs=2)
     whole = [rollouts.document(i) for i in range(16)]
     known = [rollouts.outline(i) for i in range(16)]
     assert data_metrics(known, 9) == data_metrics(whole, 9)
@@ -132,7 +132,7 @@ def read_on_a_rank(path, bad):
     """The rewards of this rank's documents, or the error, where a row was changed once it was
     indexed."""
     ranks = layout(data_parallel=2)
-    rollouts = source(path, layout=ranks)
+    rollouts = recorded_rollouts(path, layout=ranks)
     if bad is not None and ranks.rank == 1:
         written_over(path, bad)
     loader = StepLoader(rollouts, AccumulationConfig(4, 8, None, LastStep.short), False, 1, ranks)

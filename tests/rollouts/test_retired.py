@@ -9,11 +9,11 @@ import pytest
 from builders.runs import (
     SHORT,
     assert_equal,
-    built,
     checkpoint_of,
     config_of,
     copy_as_of,
     metrics_of,
+    module_and_loader,
     some_documents,
 )
 
@@ -65,9 +65,9 @@ def test_solved_prompts_are_asked_once_and_others_in_every_pass(tmp_path, more):
     every pass."""
     answers = ["always", "never", "some", "never", "always", "some", "always", "never"]
     settings = settings_of(tmp_path, answers)
-    _, loader = built(*settings, *more)
+    _, loader = module_and_loader(*settings, *more)
     plain = [row for batch in rows_of(loader.source, 8) for row in batch]
-    _, loader = built(*settings, RETIRE, *more)
+    _, loader = module_and_loader(*settings, RETIRE, *more)
     source = loader.source
     asked = []
     sample = source._sample
@@ -97,7 +97,9 @@ def test_solved_prompts_are_asked_once_and_others_in_every_pass(tmp_path, more):
 )
 def test_a_prompt_retires_from_the_share_on(tmp_path, monkeypatch, least, right, is_retired):
     """Of four completions; those that could not be scored do not count."""
-    _, loader = built(*settings_of(tmp_path, ["some"] * 8), f"rollout.retire_at={least}")
+    _, loader = module_and_loader(
+        *settings_of(tmp_path, ["some"] * 8), f"rollout.retire_at={least}"
+    )
     calls = iter(range(16))
     task = loader.source.task.task
     score = task.scores
@@ -163,16 +165,16 @@ def test_a_resume_without_the_key_asks_solved_prompts_again(tmp_path):
     settings = [*settings_of(tmp_path, ["always", "never"] * 4), "trainer.max_steps=8"]
     uninterrupted = tmp_path / "whole"
     train(config_of(*settings, RETIRE), uninterrupted)
-    _, loader = built(*settings)
+    _, loader = module_and_loader(*settings)
     loader.load_state_dict(checkpoint_of(uninterrupted, 4)["data"])
     assert loader.source.state_dict()["retired"] == []
-    _, loader = built(*settings, RETIRE)
+    _, loader = module_and_loader(*settings, RETIRE)
     loader.load_state_dict(checkpoint_of(uninterrupted, 4)["data"])
     assert loader.source.state_dict()["retired"] == [0, 2, 4, 6]
 
 
 def test_nothing_to_train_on_says_that_the_policy_solves_all(tmp_path):
     settings = settings_of(tmp_path, ["always"] * 4)
-    _, loader = built(*settings, RETIRE, "rollout.uninformative=drop")
+    _, loader = module_and_loader(*settings, RETIRE, "rollout.uninformative=drop")
     with pytest.raises(DataError, match=r"^the first batch has retired every prompt"):
         list(islice(loader, 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from builders.rollout_rows import VOCABULARY_SIZE, good_row, write_jsonl, write_parquet
-from builders.rollout_rows import source as load
+from builders.rollout_rows import recorded_rollouts as load
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.parsed_rows import parse_row

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.parallel_runs import run_on_ranks
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, built, metrics_of, once, some_documents
+from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
@@ -72,8 +72,10 @@ def by_loops(module, mode, family):
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
     divisor = "aggregation.divisor=4" if mode == "constant" else "aggregation.divisor=null"
-    module, loader = built(
-        *once(*SHORT, *CHOSEN, f"loss={family}", f"kernel={kernel}", f"aggregation={mode}", divisor)
+    module, loader = module_and_loader(
+        *last_of_each_key(
+            *SHORT, *CHOSEN, f"loss={family}", f"kernel={kernel}", f"aggregation={mode}", divisor
+        )
     )
     loader.source.close()
     module.reference = None  # the documents bring its log-probs
@@ -94,7 +96,9 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
 def test_those_that_nobody_could_score_have_weight_zero_too(family, max_tokens, kernel):
     """Whatever rollout.truncated says, in whichever micro-batches they come."""
     chosen = [*CHOSEN[1:], "aggregation=prompt_mean", "aggregation.divisor=null"]
-    module, loader = built(*once(*SHORT, *chosen, f"loss={family}", f"kernel={kernel}"))
+    module, loader = module_and_loader(
+        *last_of_each_key(*SHORT, *chosen, f"loss={family}", f"kernel={kernel}")
+    )
     loader.source.close()
     module.reference = None
     loss, gradients = by_loops(module, "prompt_mean", family)
@@ -122,7 +126,7 @@ def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
         "loss=gspo",
         "rollout.truncated=mask",
     )
-    module, loader = built(*once(*SHORT, *chosen, f"kernel={kernel}"))
+    module, loader = module_and_loader(*last_of_each_key(*SHORT, *chosen, f"kernel={kernel}"))
     loader.source.close()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -150,7 +154,9 @@ def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_on
     )
     gradients, found = {}, {}
     for value in ("train", "mask"):
-        module, loader = built(*once(*SHORT, *chosen, f"rollout.truncated={value}"))
+        module, loader = module_and_loader(
+            *last_of_each_key(*SHORT, *chosen, f"rollout.truncated={value}")
+        )
         step = next(iter(loader))
         loader.source.close()
         found[value] = [
@@ -162,7 +168,7 @@ def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_on
     assert found["train"] == found["mask"]
     assert any(cut and advantage for _, _, cut, advantage in found["mask"])
     silent = [replace(d, advantages=d.advantages * (not d.truncated)) for d in step.documents]
-    module, _ = built(*once(*SHORT, *chosen))
+    module, _ = module_and_loader(*last_of_each_key(*SHORT, *chosen))
     module.training_step(make_step(silent, 1000, {}), 0)
     torch.testing.assert_close(
         gradients["mask"], module.policy.head.weight.grad, rtol=0, atol=1e-12
@@ -186,10 +192,12 @@ def test_recorded_rows_have_to_say_it_and_are_left_out(tmp_path):
     rows = [good_row(i, i // 2, token_ids=[1, 2, 3, 4, 5], truncated=i == 1) for i in range(4)]
     chosen = ["tracking=none", "trainer.device=cpu", "rollout=recorded", "rollout.truncated=mask"]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    module, loader = built(*chosen, f"rollout.path={path}", "accumulation.docs_per_step=4")
+    module, loader = module_and_loader(
+        *chosen, f"rollout.path={path}", "accumulation.docs_per_step=4"
+    )
     (micro_batch,) = next(iter(loader)).micro_batches
     assert micro_batch.truncated.tolist() == [False, True, False, False]
     assert module.loss.masks_truncated
     del rows[2]["truncated"]
     with pytest.raises(DataError, match=r"rows.jsonl:3:truncated: is missing"):
-        built(*chosen, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}")
+        module_and_loader(*chosen, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}")

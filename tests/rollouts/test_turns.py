@@ -5,16 +5,16 @@ import functools
 
 import pytest
 import torch
-from builders.parallel_runs import assert_close, run_on_ranks
+from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.runs import (
     SHORT,
     assert_equal,
-    built,
     checkpoint_of,
     config_of,
     copy_as_of,
+    last_of_each_key,
     metrics_of,
-    once,
+    module_and_loader,
     sampler_of,
 )
 from builders.vllm_servers import COMMAND
@@ -46,7 +46,7 @@ TALK = (
 def documents_of(*overrides, device="cpu"):
     """Of the first batch of small settings; larger weights, so that what was said before
     matters."""
-    module, loader = built(*once(*KEPT, *TALK, *overrides), dtype=None)
+    module, loader = module_and_loader(*last_of_each_key(*KEPT, *TALK, *overrides), dtype=None)
     module.to(device)
     with torch.no_grad():
         for weight in module.parameters():
@@ -164,8 +164,9 @@ def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):
 
 
 def test_completions_that_must_end_early_are_those_of_their_own_seed():
-    _, loader = built(
-        *once(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"), dtype=None
+    _, loader = module_and_loader(
+        *last_of_each_key(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"),
+        dtype=None,
     )
     sampler, prompts = sampler_of(loader), [[1, 2], [3, 4, 5, 6]]
     full = sampler.complete([Request(prompt, 2, seed) for seed, prompt in enumerate(prompts)])
@@ -318,7 +319,7 @@ def test_a_step_is_made_again_with_its_conversations(whole):
 def test_ranks_make_the_run_of_one_process(whole, tmp_path, settings, sizes, more):
     on_ranks = run_on_ranks(tmp_path / "run", [*KEPT, *TALK, *settings, *more], **sizes)
     expected = whole(*settings)
-    assert_close(on_ranks, expected, 1e-6)
+    assert_runs_close(on_ranks, expected, 1e-6)
     for step in (2, 6):
         batches = [
             checkpoint_of(folder, step)["data"]["source"]["documents"]

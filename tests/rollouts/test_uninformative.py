@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders.runs import SHORT, built, metrics_of, run
+from builders.runs import SHORT, metrics_of, module_and_loader, run
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import has_signal
@@ -17,7 +17,7 @@ FIXED = (
 
 def batch_of(*overrides):
     """The first batch, in groups, and the loader of the same settings."""
-    _, loader = built(*SHORT, *overrides)
+    _, loader = module_and_loader(*SHORT, *overrides)
     source = loader.source
     documents = [source.document(place) for place in range(source.batch_size)]
     return [documents[start : start + 4] for start in range(0, len(documents), 4)], loader
@@ -31,7 +31,7 @@ def test_steps_have_the_groups_that_teach_and_no_others(accumulation):
     wanted = [document for group in groups if has_signal(group) for document in group]
     assert 0 < len(wanted) < 16
     share = 1 - len(wanted) / 16
-    _, loader = built(*SHORT, DROP, *accumulation)
+    _, loader = module_and_loader(*SHORT, DROP, *accumulation)
     found, steps = [], []
     for step in loader:
         steps.append(step)
@@ -58,7 +58,7 @@ def test_ten_batches_without_a_difference_end_the_run(tmp_path, capsys):
         f"task.path={tmp_path / 'prompts.jsonl'}",
         "task.verifier=rollouts.test_uninformative.none",
     ]
-    _, loader = built(
+    _, loader = module_and_loader(
         *[setting for setting in SHORT if not setting.startswith("task.")], *never, DROP
     )
     with pytest.raises(

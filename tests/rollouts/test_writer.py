@@ -7,7 +7,12 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.rollout_rows import VOCABULARY_SIZE, assert_same, documents, source
+from builders.rollout_rows import (
+    VOCABULARY_SIZE,
+    all_documents,
+    assert_documents_equal,
+    recorded_rollouts,
+)
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, StorageError
@@ -49,9 +54,9 @@ def test_what_is_written_reads_back_equal(tmp_path, sampled):
     paths = [write_batch(folder, 0, written[:8]), write_batch(folder, 1, written[8:])]
     assert [path.name for path in paths] == ["batch-000000.parquet", "batch-000001.parquet"]
     for first, second in zip(
-        written, documents(source(folder, "given", needs=("group_id",))), strict=True
+        written, all_documents(recorded_rollouts(folder, "given", needs=("group_id",))), strict=True
     ):
-        assert_same(first, second)
+        assert_documents_equal(first, second)
 
 
 def test_measures_are_columns_beside_the_fields(tmp_path):
@@ -66,7 +71,7 @@ def test_measures_are_columns_beside_the_fields(tmp_path):
         (0.25, 1.0),
         (0.5, None),
     ]
-    assert [one.measures for one in documents(source(tmp_path, "given"))] == [{}, {}]
+    assert [one.measures for one in all_documents(recorded_rollouts(tmp_path, "given"))] == [{}, {}]
 
 
 def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):
@@ -79,9 +84,9 @@ def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):
         write_batch(recording_folder(folder, resume=True), number, some_documents(number, 4))
     assert sorted(os.listdir(folder)) == [f"batch-{n:06d}.parquet" for n in range(4)]
     for number in range(4):
-        read = documents(source(folder / f"batch-{number:06d}.parquet", "given"))
+        read = all_documents(recorded_rollouts(folder / f"batch-{number:06d}.parquet", "given"))
         for first, second in zip(some_documents(number, 4), read, strict=True):
-            assert_same(first, second)
+            assert_documents_equal(first, second)
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
@@ -97,4 +102,4 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in tmp_path.glob("batch-*")} == before
-    assert source(tmp_path, "given").num_documents == 12
+    assert recorded_rollouts(tmp_path, "given").num_documents == 12

@@ -4,11 +4,11 @@
 import resource
 
 import pytest
-from builders.runs import SHORT, once
+from builders.runs import SHORT, last_of_each_key
 
 from pgtoolkit.cli import main
 
-SMALL = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
+SMALL = last_of_each_key(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from builders.runs import (
     run,
     with_model,
 )
-from builders.vllm_servers import gone
+from builders.vllm_servers import all_ended
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import NumericalError
@@ -208,7 +208,7 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path):
     assert len(copies) == 2
     assert weights.is_dir()
     command.kill()
-    assert gone(copies)
+    assert all_ended(copies)
     wait_until(lambda: not weights.exists(), 10)
 
 
@@ -220,7 +220,7 @@ def test_a_killed_process_loses_no_step(lagging, tmp_path, number):
     copies = command.copies()
     copies[number].kill()
     assert command.process.wait(60) == 5
-    assert gone(copies)
+    assert all_ended(copies)
     output = " ".join(command.log.read_text().split())
     assert "the process that samples on the CPU was ended by SIGKILL" in output
     assert "Continue with: " in output
@@ -238,7 +238,7 @@ def test_ctrl_c_ends_the_step_and_then_the_process(tmp_path):
         process.send_signal(signal.SIGTERM)
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(60) == 75
-    assert gone(copies)
+    assert all_ended(copies)
 
 
 def test_settings_that_do_not_go_together_are_refused():

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 from builders.runs import SHORT, config_of
 from builders.shared_servers import save_llama
-from builders.vllm_servers import COMMAND, gone, processes_of
+from builders.vllm_servers import COMMAND, all_ended, processes_of
 from sampling.server_checks import assert_trained, update
 
 from pgtoolkit.completion import Request
@@ -146,5 +146,5 @@ def test_a_class_of_words_is_all_that_another_kind_of_server_needs(sampling, tmp
     ):
         sampler.publish(module.policy.weights, 3)
     sampler.close()
-    assert gone(processes, 1)
+    assert all_ended(processes, 1)
     assert not Path(folder).exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, run
-from builders.vllm_servers import COMMAND, ServerCommand, gone, processes_of
+from builders.vllm_servers import COMMAND, ServerCommand, all_ended, processes_of
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completion_files import read_completions
@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_leaves_no_server(tmp_path, ranks):
     assert len(server) == 2
     assert [weights] == [*(tmp_path / "weights").iterdir()]
     command.kill()
-    assert gone(server)
+    assert all_ended(server)
     deadline = time.monotonic() + 10
     while weights.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -151,7 +151,7 @@ def test_the_guard_itself_may_be_killed(tmp_path):
     guard, *server = command.server()
     guard.kill()
     assert command.process.wait(60) == 5
-    assert gone(server)
+    assert all_ended(server)
     assert "ended with status" in command.log.read_text()
 
 

@@ -17,8 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_llama
-from builders.vllm_servers import gone
+from builders.shared_servers import (
+    END_TOKENS,
+    MAX_TOKENS,
+    SERVER_ARGUMENTS,
+    SharedServers,
+    save_llama,
+)
+from builders.vllm_servers import all_ended
 from sampling.server_checks import (
     ARRIVING,
     ASKED,
@@ -45,7 +51,7 @@ VLLM = pytest.param("vllm", marks=pytest.mark.gpu)
 def servers(request, tmp_path_factory):
     folder, is_vllm = tmp_path_factory.mktemp(request.param), request.param == "vllm"
     with contextlib.closing(
-        SharedServers(folder, is_vllm, [*STARTS] if is_vllm else ["first", "raw"])
+        SharedServers(folder, is_vllm, [*SERVER_ARGUMENTS] if is_vllm else ["first", "raw"])
     ) as found:
         if is_vllm:
             endless = (
@@ -77,7 +83,7 @@ def test_a_run_that_is_ended_leaves_no_server(servers, end):
     else:
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(60) == 75, run.log.read_text()[-2000:]
-    assert gone(server, 30 if end == "killed" else 1)
+    assert all_ended(server, 30 if end == "killed" else 1)
     assert not weights.exists()
 
 
@@ -99,7 +105,7 @@ def test_completions_have_the_log_probs_of_the_weights_published_last(servers, t
         sampler,
     ):
         ends = sampler._ways[0].ends
-        assert ends == ENDS
+        assert ends == END_TOKENS
         for version in (0, 3, 4):
             sampler.publish(module.policy.weights, version)
             completions = sampler.complete(REQUESTS)
@@ -108,7 +114,7 @@ def test_completions_have_the_log_probs_of_the_weights_published_last(servers, t
                 tokens = one.tokens.tolist()
                 assert not {*tokens[:-1]} & {*ends}
                 assert one.finish_reason == ("stop" if tokens[-1] in ends else "length")
-                assert tokens[-1] in ends or len(tokens) == TOKENS
+                assert tokens[-1] in ends or len(tokens) == MAX_TOKENS
                 assert one.model_version == version
             assert len({tuple(one.tokens.tolist()) for one in completions}) > 5
             if not how:
@@ -325,7 +331,7 @@ def test_a_server_that_is_killed_while_it_samples_is_one_sentence(servers):
             sampler.complete(REQUESTS)
     print(caught.value)
     sampler.close()
-    assert gone(everything, 1)
+    assert all_ended(everything, 1)
     assert not folder.exists()
 
 
@@ -336,7 +342,7 @@ def test_nothing_is_left_of_servers_that_are_closed(servers):
     ]
     folders = [sampler._folder.path for _, sampler in servers.samplers.values()]
     servers.close()
-    assert gone(everything, 1)
+    assert all_ended(everything, 1)
     assert not any(folder.exists() for folder in folders)
     if servers.free_memory is not None:
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Evaluations in MLflow: each row once, also where a resume has made it again; and in the
 terminal."""
 
-from builders.stores import history, start, train
+from builders.stores import append_steps, metric_history, start_tracker
 
 from pgtoolkit.tracking.progress import evaluation_line
 
@@ -32,19 +32,19 @@ def rows(*steps, began=1e9):
 
 def test_evaluations_are_delivered_once(uri, run):
     run.append_evaluations(rows(0))
-    tracker = start(uri, run)
-    train(run, 1, 4)
+    tracker = start_tracker(uri, run)
+    append_steps(run, 1, 4)
     run.append_evaluations(rows(2, 4))
     assert tracker.finish("interrupted") == []
     run.drop_metrics_after(2)
     assert [row["step"] for row in rows(0, 2)] == [0, 0, 2, 2]
-    tracker = start(uri, run)
-    train(run, 3, 6)
+    tracker = start_tracker(uri, run)
+    append_steps(run, 3, 6)
     run.append_evaluations(rows(4, 6, began=1.1e9))
     assert tracker.finish("done") == []
     run_id = tracker.info["run_id"]
     for name in ("held_out", "test"):
-        assert history(uri, run_id, f"evaluation/{name}/avg") == [
+        assert metric_history(uri, run_id, f"evaluation/{name}/avg") == [
             (step, step / 8) for step in (0, 2, 4, 6)
         ]
     for name, value in (
@@ -53,10 +53,10 @@ def test_evaluations_are_delivered_once(uri, run):
         ("pass_at_2", 0.5),
         ("length", 7.0),
     ):
-        assert history(uri, run_id, f"evaluation/test/{name}") == [
+        assert metric_history(uri, run_id, f"evaluation/test/{name}") == [
             (step, value) for step in (0, 2, 4, 6)
         ]
-    assert history(uri, run_id, "evaluation/test/documents") == []
+    assert metric_history(uri, run_id, "evaluation/test/documents") == []
 
 
 def test_the_line_of_an_evaluation():

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from builders.stores import CONFIG, train
+from builders.stores import CONFIG, append_steps
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
@@ -139,7 +139,7 @@ def read_wandb_file(data):
 def test_a_run_arrives_complete_and_without_secrets(kind, run):
     record = begin(kind, run, sweep="a sweep")
     run.append_evaluations([evaluated(0, 0.25)])
-    train(run, 1, 40)
+    append_steps(run, 1, 40)
     run.append_evaluations([evaluated(40, 0.75)])
     assert record.finish("done") == []
 
@@ -198,11 +198,12 @@ def assert_no_secret_and_no_link(folder):
 @pytest.mark.slow
 def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
     begin_and_die = (
-        "import os, sys, time; sys.path.insert(0, 'tests'); from builders.stores import train\n"
+        "import os, sys, time; sys.path.insert(0, 'tests')\n"
+        "from builders.stores import append_steps\n"
         "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import "
         "RunDirectory\n"
         "run = RunDirectory(sys.argv[2]); begin(sys.argv[1], run)\n"
-        "train(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
+        "append_steps(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
     )
     run.close()
     assert python(begin_and_die, kind, str(run.path)).returncode == -signal.SIGKILL

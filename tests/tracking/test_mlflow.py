@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.stores import CONFIG, free_port, history, start, train
+from builders.stores import CONFIG, append_steps, free_port, metric_history, start_tracker
 from mlflow import MlflowClient
 
 from pgtoolkit.errors import StorageError
@@ -39,8 +39,8 @@ def test_a_run_arrives_complete(uri, run):
     run.write_provenance(
         {"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]}
     )
-    tracker = start(uri, run, config=config, sweep="a sweep")
-    train(run, 1, 500)
+    tracker = start_tracker(uri, run, config=config, sweep="a sweep")
+    append_steps(run, 1, 500)
     (run.path / "curves.png").write_text("picture")
     assert tracker.finish("done") == []
     assert tracker.finish("failed") == []
@@ -73,8 +73,8 @@ def test_a_run_arrives_complete(uri, run):
         "mlflow.source.git.commit": "c" * 40,
         "run_directory": str(run.path),
     }
-    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
-    by_documents = history(uri, saved.info.run_id, "loss_by_documents")
+    assert metric_history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
+    by_documents = metric_history(uri, saved.info.run_id, "loss_by_documents")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
     assert "time" not in saved.data.metrics
     artifacts = (
@@ -93,19 +93,19 @@ def test_a_run_arrives_complete(uri, run):
 
 
 def test_resume_doubles_nothing_and_loses_nothing(uri, run):
-    tracker = start(uri, run)
-    train(run, 1, 10)
+    tracker = start_tracker(uri, run)
+    append_steps(run, 1, 10)
     tracker.finish("interrupted")
     run_id = tracker.info["run_id"]
     # The checkpoint is of step 7, so that 8 to 10 are trained a second time.
     run.drop_metrics_after(7)
-    tracker = start(uri, run, config=CONFIG | {"seed": 2})
+    tracker = start_tracker(uri, run, config=CONFIG | {"seed": 2})
     assert tracker.info["run_id"] == run_id
     assert MlflowClient(uri).get_run(run_id).info.status == "RUNNING"
-    train(run, 8, 15)
+    append_steps(run, 8, 15)
     tracker.finish("done")
-    assert history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
-    assert len(history(uri, run_id, "reward_by_documents")) == 15
+    assert metric_history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
+    assert len(metric_history(uri, run_id, "reward_by_documents")) == 15
     saved = MlflowClient(uri).get_run(run_id)
     assert saved.data.params["seed"] == "1"
     assert saved.data.tags["seed"] == "2"
@@ -115,7 +115,7 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
     run.metrics_path.write_text(
         '{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n'
     )
-    tracker = start(uri, run)
+    tracker = start_tracker(uri, run)
     tracker.finish("done")
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
 
@@ -134,7 +134,7 @@ def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
         [sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True
     )
     assert done.returncode == 3
-    assert history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
+    assert metric_history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
 
 
 def test_a_server_that_is_down_is_refused_at_once(run):
@@ -145,7 +145,7 @@ def test_a_server_that_is_down_is_refused_at_once(run):
     with pytest.raises(
         StorageError, match=r"tracking\.uri=http://\*\*\*@127.*refused\. Training has not"
     ):
-        start(f"http://me:hunter2@127.0.0.1:{port}", run)
+        start_tracker(f"http://me:hunter2@127.0.0.1:{port}", run)
     assert time.monotonic() - began < 10
 
 
@@ -181,7 +181,7 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the
         with pytest.raises(
             StorageError, match=r"no complete answer within 4 s, .* Training has not started"
         ):
-            start(slow, run)
+            start_tracker(slow, run)
         assert 12 < time.monotonic() - began < 40
     assert caplog.text.count("no complete answer within 4 s, which is") == 1
     assert "asking again for 12 s" in caplog.text
@@ -195,10 +195,10 @@ def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(
     busy = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
     busy.execute("BEGIN EXCLUSIVE")
     threading.Timer(4, busy.rollback).start()
-    tracker = start(uri, run)
-    train(run, 1, 2)
+    tracker = start_tracker(uri, run)
+    append_steps(run, 1, 2)
     assert tracker.finish("done") == []
-    assert history(uri, tracker.info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
+    assert metric_history(uri, tracker.info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
     assert caplog.text.count("asking again for 6 s") == 1
 
 
@@ -206,11 +206,11 @@ def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(
 def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri, run, monkeypatch):
     """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    tracker = start(uri, run)
+    tracker = start_tracker(uri, run)
     with trickling() as slow:
         tracker._client = client_of(slow)
         began = time.monotonic()
-        train(run, 1, 3)
+        append_steps(run, 1, 3)
         assert time.monotonic() - began < 1
         # The files have arrived where the store's folder was known before the server began to
         # trickle.
@@ -223,15 +223,15 @@ def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri,
     run.set_status("interrupted", 3, "SIGTERM")
     run.close()
     assert ": 3 rows delivered" in sync(run.path)
-    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
+    assert metric_history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
 
 
 def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
-    tracker = start(uri, run, experiment="gone")
+    tracker = start_tracker(uri, run, experiment="gone")
     tracker.finish("done")
     MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
     with pytest.raises(StorageError) as refused:
-        start(uri, run, experiment="gone")
+        start_tracker(uri, run, experiment="gone")
     command = f"{program('mlflow')} experiments restore -x {tracker.info['experiment_id']}"
     assert f"`MLFLOW_TRACKING_URI={shlex.quote(uri)} {command}`" in str(refused.value)
 
@@ -240,18 +240,18 @@ def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog,
     monkeypatch.setattr(mlflow_run, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
     monkeypatch.setattr(mlflow_run, "_LONGEST_PAUSE", 0.2)
     database = tmp_path / "own" / "mlflow.db"
-    tracker = start(f"sqlite:///{database}", run)
+    tracker = start_tracker(f"sqlite:///{database}", run)
     moved = database.rename(database.with_name("away.db"))
     database.mkdir()  # nothing can be opened under this name now
     tracker._client._tracking_client.store.engine.dispose()
-    train(run, 1, 20, pause=0.1)
+    append_steps(run, 1, 20, pause=0.1)
     with caplog.at_level(logging.INFO, logger="pgtoolkit"):
         database.rmdir()
         moved.rename(database)
         tracker.finish("done")
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert ["Nothing is lost" in record.getMessage() for record in warnings] == [True]
-    assert len(history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
+    assert len(metric_history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
 
 
 def serve(store, port):
@@ -293,21 +293,23 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
     port = free_port()
     server = serve(uri, port)
     try:
-        train(run, 1, 300)  # more than MLflow takes in one call
-        tracker = start(f"http://127.0.0.1:{port}", run)
-        train(run, 301, 310, pause=0.1)
+        append_steps(run, 1, 300)  # more than MLflow takes in one call
+        tracker = start_tracker(f"http://127.0.0.1:{port}", run)
+        append_steps(run, 301, 310, pause=0.1)
         stop(server)
         began = time.monotonic()
-        train(run, 311, 320, pause=0.2)
+        append_steps(run, 311, 320, pause=0.2)
         assert time.monotonic() - began < 5
         server = serve(uri, port)
-        train(run, 321, 330)
+        append_steps(run, 321, 330)
         tracker.finish("done")
-        assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 331)]
+        assert metric_history(uri, tracker.info["run_id"]) == [
+            (step, step / 8) for step in range(1, 331)
+        ]
         assert caplog.text.count("Nothing is lost") == 1
 
-        tracker = start(f"http://127.0.0.1:{port}", run)
-        train(run, 331, 332)
+        tracker = start_tracker(f"http://127.0.0.1:{port}", run)
+        append_steps(run, 331, 332)
     finally:
         stop(server)
     assert tracker.finish("interrupted") == ["metrics", "the end of the run"]
@@ -316,7 +318,9 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
     with pytest.raises(StorageError, match="Nothing was lost"):
         sync(run.path)
     assert ": 2 rows delivered (sqlite:///" in sync(run.path, uri)
-    assert history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 333)]
+    assert metric_history(uri, tracker.info["run_id"]) == [
+        (step, step / 8) for step in range(1, 333)
+    ]
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).info.status == "KILLED"
 
 

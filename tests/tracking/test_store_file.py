@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from builders.stores import start
+from builders.stores import start_tracker
 from mlflow import MlflowClient
 
 from pgtoolkit.config.paths import sqlite_path
@@ -63,7 +63,7 @@ def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(stor
         f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
     )
     with pytest.raises(StorageError) as stopped:
-        start(uri_of(store), run)
+        start_tracker(uri_of(store), run)
     assert f"{program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in str(stopped.value)
     set_revision(store, "f" * 12)
     assert "A newer MLflow has changed them." in problem_of_store(store, "tests")

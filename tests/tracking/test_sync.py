@@ -4,7 +4,7 @@ steps."""
 import time
 
 import pytest
-from builders.stores import CONFIG, history, start, train
+from builders.stores import CONFIG, append_steps, metric_history, start_tracker
 from mlflow import MlflowClient
 
 from pgtoolkit.cli import main
@@ -16,11 +16,11 @@ from pgtoolkit.tracking.mlflow_run import MlflowTracker, sync
 
 
 def test_sync_delivers_once_what_a_killed_run_left(uri, run):
-    tracker = start(uri, run, experiment="killed")
-    train(run, 1, 3)
+    tracker = start_tracker(uri, run, experiment="killed")
+    append_steps(run, 1, 3)
     tracker.finish("failed")
     run.set_status("running", 3)  # as SIGKILL leaves it
-    train(run, 4, 9)
+    append_steps(run, 4, 9)
     with pytest.raises(ConfigError, match="needs to be free"):
         sync(run.path, uri)
     run.close()
@@ -28,7 +28,7 @@ def test_sync_delivers_once_what_a_killed_run_left(uri, run):
     assert "nothing was missing" in sync(run.path)
     assert "9 rows delivered" in sync(run.path, f"sqlite:///{run.path.parent}/other.db", "copies")
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
-    assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
+    assert metric_history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 10)]
     assert (saved.info.status, saved.info.end_time) == (
         "KILLED",
         round(1000 * read_metrics(run.metrics_path)["time"][-1]),
@@ -37,7 +37,7 @@ def test_sync_delivers_once_what_a_killed_run_left(uri, run):
 
 def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri, run, capsys):
     run.write_config(CONFIG | {"tracking": {"name": "none", "experiment": None}}, [])
-    train(run, 1, 5)
+    append_steps(run, 1, 5)
     run.set_status("done", 5)
     run.close()
     assert main(["sync", str(run.path)]) == 2
@@ -51,14 +51,14 @@ def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri,
     client = MlflowClient(uri)
     (found,) = client.search_runs([client.get_experiment_by_name("afterwards").experiment_id])
     assert (found.info.status, found.info.run_name) == ("FINISHED", "run")
-    assert history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
+    assert metric_history(uri, found.info.run_id) == [(step, step / 8) for step in range(1, 6)]
 
 
 def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
     for name in ("1-first", "2-damaged", "3-last"):
         with RunDirectory(tmp_path / name) as run:
             run.write_config(CONFIG, [])
-            train(run, 1, 2)
+            append_steps(run, 1, 2)
             run.set_status("done", 2)
     (tmp_path / "2-damaged" / "status.json").write_text("{")
     assert main(["sync", str(tmp_path), f"--uri={uri}"]) == 6
@@ -84,7 +84,9 @@ def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(
         tracker.start(run.path)
         time.sleep(1)
         assert tracker.finish("done") == []
-        values = history(uri, tracker.info["run_id"], "system/system_memory_usage_percentage")
+        values = metric_history(
+            uri, tracker.info["run_id"], "system/system_memory_usage_percentage"
+        )
         assert len(values) > measured
         assert [step for step, _ in values] == list(range(len(values)))
         assert all(0 < value < 100 for _, value in values)
@@ -94,17 +96,17 @@ def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(
 def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path):
     """A directory whose status names the MLflow run of another run, as one that was trained in
     twice has it."""
-    first = start(uri, run, experiment="mixed")
-    train(run, 1, 8)
+    first = start_tracker(uri, run, experiment="mixed")
+    append_steps(run, 1, 8)
     first.finish("done")
     with RunDirectory(tmp_path / "other") as other:
         other.set_status("running", 0, mlflow=first.info)
-        second = start(uri, other, experiment="mixed")
-        train(other, 1, 10)
+        second = start_tracker(uri, other, experiment="mixed")
+        append_steps(other, 1, 10)
         assert second.finish("done") == []
     assert second.info["run_id"] != first.info["run_id"]
-    assert len(history(uri, first.info["run_id"])) == 8
-    assert history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
+    assert len(metric_history(uri, first.info["run_id"])) == 8
+    assert metric_history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
     assert (
         MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"]
         != read_status(other.path)["id"]

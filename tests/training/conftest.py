@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from builders.parallel_runs import RECORDED
+from builders.parallel_runs import RECORDED_SHORT
 from builders.runs import run
 
 
@@ -25,7 +25,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorded")
     run(folder / "run", f"rollout.save_path={folder / 'rollouts'}", "trainer.max_steps=4")
     return [
-        *RECORDED,
+        *RECORDED_SHORT,
         "rollout=recorded",
         f"rollout.path={folder / 'rollouts'}",
         "trainer.max_steps=3",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.processes import layout, world
-from builders.runs import CLOCK
+from builders.runs import CLOCK_COLUMNS
 from torch import nn
 
 import pgtoolkit
@@ -165,7 +165,7 @@ def one_step(ranks, max_tokens: int, trajectories: bool) -> tuple[dict, list, li
     where = ranks.rank_in("data_parallel"), ranks.size("data_parallel")
     step = make_step(documents(trajectories or None)[:DOCS_PER_STEP], max_tokens, None, *where)
     metrics = module.training_step(step, 0)["metrics"]
-    for name in ("num_micro_batches", *CLOCK):
+    for name in ("num_micro_batches", *CLOCK_COLUMNS):
         metrics.pop(name, None)
     return metrics, [p.grad for p in module.parameters()], [p.detach() for p in module.parameters()]
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, once
+from builders.runs import SHORT, last_of_each_key
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import PgtoolkitError
@@ -91,7 +91,7 @@ def test_what_would_run_has_no_problem(here, overrides):
     [["rollout.stop=['<end>']"], ["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"]],
 )
 def test_the_run_itself_would_say_the_same(here, overrides):
-    checked = check(once(*SHORT, *overrides))
+    checked = check(last_of_each_key(*SHORT, *overrides))
     (problem,) = problems(checked)
     with pytest.raises(PgtoolkitError) as stopped:
         train(checked.runs[0].named_config, here / "run")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from builders.runs import (
     checkpoint_of,
+    checkpoint_state,
     contents_of,
     copy_as_of,
     replace_file,
     run,
     save_state,
-    state,
 )
 from safetensors import SafetensorError
 from safetensors.torch import save
@@ -36,20 +36,22 @@ def names(folder):
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 10, 999_999, 1_000_000):
-        save_state(tmp_path, state(step), keep=2)
+        save_state(tmp_path, checkpoint_state(step), keep=2)
     assert names(tmp_path) == ["step-999999", "step-1000000"]
-    assert load_newest(tmp_path) == state(1_000_000) | {"path": tmp_path / "step-1000000"}
+    assert load_newest(tmp_path) == checkpoint_state(1_000_000) | {
+        "path": tmp_path / "step-1000000"
+    }
 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept(tmp_path, keep, caplog):
     for step in (4, 5):
-        save_state(tmp_path, state(step), keep=2)
+        save_state(tmp_path, checkpoint_state(step), keep=2)
     for path in (tmp_path / "step-000006", tmp_path / "step-000010", tmp_path / ".step-000007.tmp"):
         path.write_bytes(b"PK")
     (tmp_path / "step-000011").mkdir()
     assert load_newest(tmp_path)["step"] == 5
-    save_state(tmp_path, state(6), keep)
+    save_state(tmp_path, checkpoint_state(6), keep)
     assert (
         sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"][-keep:]
     )
@@ -126,8 +128,10 @@ def test_a_resumed_run_writes_the_same_files(tmp_path, monkeypatch):
     "name", ["model.safetensors", "training/state.safetensors", "training/state.json"]
 )
 def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
-    save_state(tmp_path, state(1))
-    newest = save_state(tmp_path, state(2, x=torch.arange(1000)), weights={"y": torch.arange(1000)})
+    save_state(tmp_path, checkpoint_state(1))
+    newest = save_state(
+        tmp_path, checkpoint_state(2, x=torch.arange(1000)), weights={"y": torch.arange(1000)}
+    )
     data = bytearray((newest / name).read_bytes())
     data[
         data.find(b"1" if name.endswith("json") else torch.arange(500, 510).numpy().tobytes())
@@ -185,7 +189,7 @@ def test_what_a_manifest_names_lies_in_the_checkpoint(tmp_path, caplog):
     for step, name in enumerate(
         ("../../outside/x.json", "/etc/hostname", "training/../../x", "a/b/c.json"), start=1
     ):
-        path = save_state(folder, state(step))
+        path = save_state(folder, checkpoint_state(step))
         replace_file(path, "x.json", b"{}")
         text = (path / "manifest.json").read_text()
         (path / "manifest.json").write_text(text.replace('"x.json"', json.dumps(name)))
@@ -219,19 +223,19 @@ def save_in_a_process(folder, step, on_the_signal):
 def test_killed_in_the_middle_of_saving(tmp_path):
     """The kernel kills the process at byte 100 000 of a checkpoint, once a new one and once the
     newest again."""
-    whole = save_state(tmp_path, state(1, x=torch.arange(9)))
+    whole = save_state(tmp_path, checkpoint_state(1, x=torch.arange(9)))
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
     for step in (1, 2):
         assert save_in_a_process(tmp_path, step, "SIG_DFL").returncode == -signal.SIGXFSZ
         assert names(tmp_path) == ["step-000001"]
         assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
-    save_state(tmp_path, state(2), keep=1)
+    save_state(tmp_path, checkpoint_state(2), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     """The file size limit makes the write fail half way, as a full disk does."""
-    save_state(tmp_path, state(1))
+    save_state(tmp_path, checkpoint_state(1))
     done = save_in_a_process(tmp_path, 2, "SIG_IGN")
     assert "step-000002 cannot be written: " in done.stdout, done.stderr
     assert "(os error 27). Earlier ones are intact." in done.stdout

@@ -8,16 +8,16 @@ import pytest
 import torch
 from builders.losses import AGGREGATIONS
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks
+from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.runs import (
     SHORT,
     assert_equal,
-    built,
     checkpoint_of,
     config_of,
     copy_as_of,
+    last_of_each_key,
     metrics_of,
-    once,
+    module_and_loader,
     run,
     with_model,
 )
@@ -38,7 +38,7 @@ LEARNING = (
 
 
 def of_settings(*overrides):
-    return built(*once(*SHORT, *LEARNING, *overrides))
+    return module_and_loader(*last_of_each_key(*SHORT, *LEARNING, *overrides))
 
 
 def critics_values(module, document):
@@ -298,11 +298,13 @@ def test_ranks_train_the_critic_as_one_process_does_and_resume(tmp_path):
     """And a resumed one continues to the same numbers; nothing of the critic is lost where it is
     divided."""
     path = save_with_tokenizer(small_llama(0), tmp_path / "model")
-    settings = once(*with_model(path, *GAE, "trainer.max_steps=4", "critic.learning_rate=0.01"))
+    settings = last_of_each_key(
+        *with_model(path, *GAE, "trainer.max_steps=4", "critic.learning_rate=0.01")
+    )
     sharded = [*settings, "parallelism.shard=true"]
     on_ranks = run_on_ranks(tmp_path / "ranks", sharded, data_parallel=2)
     in_one_process = run_on_ranks(tmp_path / "one", settings)
-    assert_close(on_ranks, in_one_process, 2e-5)
+    assert_runs_close(on_ranks, in_one_process, 2e-5)
     expected = checkpoint_of(in_one_process, 4)["critic"]
     divided = checkpoint_of(on_ranks, 4)["critic"]
     assert expected.keys() == divided.keys()
@@ -318,7 +320,7 @@ def test_the_critic_of_another_folder(tmp_path):
     path, critic_path = (
         save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3)
     )
-    module, _ = built(*with_model(path, *GAE, f"critic.path={critic_path}"))
+    module, _ = module_and_loader(*with_model(path, *GAE, f"critic.path={critic_path}"))
     of_critic, of_policy = module.critic.body.model.state_dict(), module.model.state_dict()
     expected = small_llama(3).state_dict()
     body = [name for name in expected if name.startswith("model.")]
@@ -342,7 +344,7 @@ def test_a_conversations_turns_are_one_completion(tmp_path):
         for setting in SHORT
         if not setting.startswith(("task.", "rollout.max", "accumulation.max"))
     ]
-    module, loader = built(*kept, *GAE, *turns, "advantage.whiten=false")
+    module, loader = module_and_loader(*kept, *GAE, *turns, "advantage.whiten=false")
     step = next(iter(loader))
     gaps = 0
     for document in step.documents:

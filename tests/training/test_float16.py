@@ -11,11 +11,11 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.processes import layout, world
 from builders.runs import (
     assert_equal,
-    built,
     checkpoint_of,
     config_of,
     copy_as_of,
     metrics_of,
+    module_and_loader,
     some_documents,
     with_model,
 )
@@ -44,7 +44,9 @@ def untied(tmp_path_factory):
 
 
 def module_of(path, *overrides):
-    return built(*with_model(path, "optimizer.max_grad_norm=null", *overrides), dtype=None)[0]
+    return module_and_loader(
+        *with_model(path, "optimizer.max_grad_norm=null", *overrides), dtype=None
+    )[0]
 
 
 def gradient_of(module, max_tokens=24, factor=1.0):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks, saved_again
+from builders.parallel_runs import assert_runs_close, load_and_save, run_on_ranks
 from builders.processes import world
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from peft import PeftModel
@@ -238,13 +238,13 @@ def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, 
     one = run_on_ranks(tmp_path / "one", [one for one in typed if "shard" not in one])
     assert [row["grad_norm"] > 1e-4 for row in metrics_of(one)] == [True] * 3
     tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4
-    assert_close(run_on_ranks(tmp_path / "ranks", typed, **sizes), one, tolerance)
+    assert_runs_close(run_on_ranks(tmp_path / "ranks", typed, **sizes), one, tolerance)
     again = copy_as_of(one, 1, tmp_path / "again")
     run_on_ranks(again, typed, resume=True, **sizes)
-    assert_close(again, one, tolerance)
+    assert_runs_close(again, one, tolerance)
     before = checkpoint_of(again, 3)
     config = config_of(*typed, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    world(2).run(saved_again, config, again, sizes)
+    world(2).run(load_and_save, config, again, sizes)
     saved_anew = checkpoint_of(again, 3)
     assert_equal(
         [saved_anew["model"], saved_anew["optimizer"]], [before["model"], before["optimizer"]]

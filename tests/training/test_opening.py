@@ -1,7 +1,7 @@
 """The first lines of a run say what samples for it."""
 
 import pytest
-from builders.models import build
+from builders.models import small_policy
 from builders.runs import config_of
 
 from pgtoolkit.ranks.layout import ONE_PROCESS
@@ -26,6 +26,6 @@ from pgtoolkit.training.opening import opening
 )
 def test_the_last_of_the_first_lines_says_where_completions_are_drawn(overrides, sampler):
     config = config_of(*overrides)
-    lines = opening(config, build("gpt2"), False, ONE_PROCESS).splitlines()
+    lines = opening(config, small_policy("gpt2"), False, ONE_PROCESS).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["model", "device", "sampler"]
     assert lines[-1].partition(" ")[2].strip() == sampler

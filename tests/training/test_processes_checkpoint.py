@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import run_on_ranks, saved_again
+from builders.parallel_runs import load_and_save, run_on_ranks
 from builders.processes import layout, world
 from builders.runs import (
     assert_equal,
     checkpoint_of,
+    checkpoint_state,
     config_of,
     copy_as_of,
     metrics_of,
-    state,
     with_model,
 )
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -104,7 +104,7 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(
     parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
     spread = config_of(*recorded, *SETTINGS, *settings, *parallelism)
     size = math.prod(sizes.values())
-    world(size).run(saved_again, spread, run, sizes)
+    world(size).run(load_and_save, spread, run, sizes)
     files = {
         file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")
     }
@@ -133,7 +133,7 @@ def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
     ):
         parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
         config = config_of(*typed, *parallelism, f"parallelism.shard={shard}")
-        world(math.prod(sizes.values())).run(saved_again, config, run, sizes)
+        world(math.prod(sizes.values())).run(load_and_save, config, run, sizes)
         saved_anew = checkpoint_of(run, 1)
         assert_equal(
             [saved_anew["model"], saved_anew["optimizer"]], [before["model"], before["optimizer"]]
@@ -146,7 +146,9 @@ def save_steps(folder: Path, steps: list[int], keep: int) -> None:
     ranks = layout(data_parallel=2)
     for step in steps:
         tensors = {"x": torch.full((1000,), float(step)), "y": torch.arange(3.0)}
-        save_checkpoint(folder, state(step), {WEIGHTS: tensors}, lambda folder: None, keep, ranks)
+        save_checkpoint(
+            folder, checkpoint_state(step), {WEIGHTS: tensors}, lambda folder: None, keep, ranks
+        )
 
 
 def save_large(folder: Path) -> None:
@@ -158,7 +160,12 @@ def save_large(folder: Path) -> None:
         f"x{number}": distribute_tensor(torch.zeros(10**6), mesh, [Shard(0)]) for number in range(2)
     }
     save_checkpoint(
-        folder, state(2), {WEIGHTS: tensors, MOMENTS: tensors}, lambda folder: None, 1, ranks
+        folder,
+        checkpoint_state(2),
+        {WEIGHTS: tensors, MOMENTS: tensors},
+        lambda folder: None,
+        1,
+        ranks,
     )
 
 

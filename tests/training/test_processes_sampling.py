@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks
+from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.processes import layout, world
 from builders.runs import (
     SHORT,
@@ -130,7 +130,7 @@ def by_one_process(tmp_path_factory):
 def assert_drawn_alike(found: Path, expected: Path) -> None:
     """Token for token the same completions, held-out ones included; metrics but for the order of
     sums."""
-    assert_close(found, expected, 1e-6)
+    assert_runs_close(found, expected, 1e-6)
     drop = {"time": 0, "seconds": 0}
     rows, others = (
         [row | drop for row in read_evaluations(folder)] for folder in (found, expected)

@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from builders.parallel_runs import assert_close, run_on_ranks, train_on_rank
+from builders.parallel_runs import assert_runs_close, run_on_ranks, train_on_rank
 from builders.processes import world
 from builders.runs import SHORT, config_of
 
@@ -54,4 +54,4 @@ def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
 def test_data_parallel_ranks_train_as_one_process_does(tmp_path, recorded, size, settings):
     """Every metric of every step; the totals and documents_seen among them."""
     found = run_on_ranks(tmp_path / "ranks", [*recorded, *settings], data_parallel=size)
-    assert_close(found, run_on_ranks(tmp_path / "one", [*recorded, *settings]))
+    assert_runs_close(found, run_on_ranks(tmp_path / "one", [*recorded, *settings]))

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks
+from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
-from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
+from builders.runs import SHORT, config_of, metrics_of, module_and_loader, run, with_model
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ def test_a_reference_moves_a_share_of_the_way_to_the_policy(tmp_path):
         "kl.update_rate=0.25",
         "optimizer.learning_rate=0.02",
     )
-    module, loader = built(*SHORT, *moving)
+    module, loader = module_and_loader(*SHORT, *moving)
     expected = {name: weight.clone() for name, weight in module.reference.model.named_parameters()}
     for number, step in enumerate(loader, 1):
         module.training_step(step, number)
@@ -58,7 +58,7 @@ def test_a_reference_moves_a_share_of_the_way_to_the_policy(tmp_path):
             torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-15)
     assert number == 6
     path = llama(tmp_path / "model")
-    module, _ = built(*with_model(path, "model.dtype=bfloat16", *moving), dtype=None)
+    module, _ = module_and_loader(*with_model(path, "model.dtype=bfloat16", *moving), dtype=None)
     assert {weight.dtype for weight in module.reference.model.parameters()} == {torch.float32}
     typed = with_model(path, "model.lora_rank=2", *moving)
     (problem,) = validate(config_of(*typed))[1].problems
@@ -86,7 +86,7 @@ def test_a_reference_moves_over_ranks_as_in_one_process(tmp_path, recorded, size
     )
     settings = with_model(llama(tmp_path / "base"), *moving, of=recorded)
     on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
-    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -103,7 +103,7 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     rows = metrics_of(train_on(tmp_path / "run", *overrides))
     assert rows[0]["kl_ref"] == 0
     assert rows[1]["kl_ref"] > 0
-    module, _ = built(*with_model(*overrides))
+    module, _ = module_and_loader(*with_model(*overrides))
     reference = reference_of(module.config, module.policy).model
     assert reference.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert reference.model.norm.weight.dtype == reference.get_input_embeddings().weight.dtype
@@ -121,7 +121,7 @@ def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
         "rollout.temperature=0.7",
         "loss=reinforce",
     )
-    module, loader = built(*with_model(*overrides))
+    module, loader = module_and_loader(*with_model(*overrides))
     step = next(iter(loader))
     distance = module.training_step(step, 0)["metrics"]["kl_ref"]
     expected = 0.0
@@ -152,7 +152,9 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
         f"kernel={kernel}",
         "rollout.temperature=0.7",
     )
-    module, loader = built(*WITHOUT_AGGREGATION, "experiment=distillation", "model=tiny", *chosen)
+    module, loader = module_and_loader(
+        *WITHOUT_AGGREGATION, "experiment=distillation", "model=tiny", *chosen
+    )
     step = next(iter(loader))
     # for a distance that rounding does not hide
     for model in (module.policy.model, module.reference.model):
@@ -219,7 +221,7 @@ def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorde
     settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
     on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
     assert metrics_of(on_ranks)[-1]["kl_ref"] > 1e-5
-    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.slow
@@ -236,7 +238,7 @@ def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
     kl = "kl=full_forward", "kl.coefficient=0.3", f"kl.reference={teacher}"
     settings = [*with_model(base, *kl, of=recorded)]
     on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
-    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 PROMPTED = (
@@ -257,7 +259,7 @@ def test_a_teacher_reads_another_prompt(tmp_path, kind):
         f"kl.reference={llama(tmp_path / 'teacher', seed=3)}",
         "rollout.temperature=0.7",
     )
-    module, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, *chosen)
+    module, loader = module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, *chosen)
     step, total, tokens = next(iter(loader)), 0.0, 0
     for model in (module.policy.model, module.reference.model):
         model.get_output_embeddings().weight.data.mul_(30)
@@ -281,7 +283,7 @@ def test_a_teacher_reads_another_prompt(tmp_path, kind):
 def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
     """It counts in a micro-batch, and 4 + 4 tokens of prompts leave room for 4 of a completion in
     12."""
-    _, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, "kl.reference=initial")
+    _, loader = module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, "kl.reference=initial")
     for micro_batch in next(iter(loader)).micro_batches:
         assert len(micro_batch.tokens) < len(micro_batch.for_reference.tokens) <= 24
     short = "accumulation.max_tokens=11", "kl.reference=initial"
@@ -289,7 +291,7 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
         DataError,
         match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens",
     ):
-        built(
+        module_and_loader(
             *[setting for setting in WITHOUT_AGGREGATION if "max_tokens" not in setting],
             *PROMPTED,
             *short,
@@ -301,7 +303,7 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
     )
     teacher = llama(tmp_path / "teacher", max_position_embeddings=11)
     with pytest.raises(DataError, match="of them, do not have 1 to 7 tokens"):
-        built(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
+        module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
 
 
 def test_another_vocabulary_is_refused(tmp_path):
@@ -309,10 +311,10 @@ def test_another_vocabulary_is_refused(tmp_path):
     wider, alternative = llama(tmp_path / "wider", vocab_size=14), ", or kl.reference=initial"
     refused = r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"
     with pytest.raises(ConfigError, match=f"{refused}.* the same family{alternative}.$"):
-        built(*with_model(path, "kl=k3", f"kl.reference={wider}"))
+        module_and_loader(*with_model(path, "kl=k3", f"kl.reference={wider}"))
     # which may not be the policy itself
     with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):
-        built(
+        module_and_loader(
             *with_model(
                 path, "experiment=distillation", f"kl.reference={wider}", of=WITHOUT_AGGREGATION
             )
@@ -323,12 +325,12 @@ def test_another_vocabulary_is_refused(tmp_path):
     numbers["1"], numbers["2"] = numbers["2"], numbers["1"]
     (renamed / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="10 of these tokens under the same number"):
-        built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
+        module_and_loader(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
     (renamed / "config.json").unlink()
     with pytest.raises(
         ConfigError, match=r"^kl.reference=.* needs a model that transformers can load"
     ):
-        built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
+        module_and_loader(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
 
 
 def rows_with_reference():
@@ -363,12 +365,12 @@ def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
         "kl.reference=recorded",
         "model.hidden_size=8",
     ]
-    module, loader = built("tracking=none", *settings, "model.num_heads=2")
+    module, loader = module_and_loader("tracking=none", *settings, "model.num_heads=2")
     assert module.reference is None
     step = next(iter(loader))
     assert torch.allclose(step.documents[0].ref_log_probs, torch.tensor([-2.8, -2.7, -2.6]))
     metrics = module.training_step(step, 0)["metrics"]
-    plain, _ = built(
+    plain, _ = module_and_loader(
         "tracking=none", *[one for one in settings if not one.startswith("kl")], "model.num_heads=2"
     )
     without = plain.training_step(step, 0)["metrics"]
@@ -392,7 +394,7 @@ def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
         f"rollout.path={path}",
         "kl.reference=recorded",
     )
-    module, loader = built(
+    module, loader = module_and_loader(
         "tracking=none", "model=tiny", *chosen, "model.hidden_size=8", "model.num_heads=2"
     )
     step = next(iter(loader))
@@ -422,4 +424,4 @@ def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
         "rollout.epochs=3",
     ]
     found = run_on_ranks(tmp_path / "ranks", settings, pipeline_parallel=2)
-    assert_close(found, run_on_ranks(tmp_path / "one", settings))
+    assert_runs_close(found, run_on_ranks(tmp_path / "one", settings))

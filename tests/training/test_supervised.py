@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from builders.runs import built, config_of
+from builders.runs import config_of, module_and_loader
 from keys import rows_file
 
 from pgtoolkit.errors import DataError
@@ -39,7 +39,7 @@ def test_it_is_a_loop_of_cross_entropy(tmp_path):
         tokens = [(3 * i + t) % 11 for t in range(length)]
         rows.append({"token_ids": tokens, "loss_mask": [t >= 1 + i % 2 for t in range(length)]})
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    module, loader = built(
+    module, loader = module_and_loader(
         *SMALL, f"rollout.path={path}", "optimizer.max_grad_norm=null", "optimizer.weight_decay=0"
     )
     chosen = module.config.optimizer
@@ -144,7 +144,7 @@ def test_recorded_advantages_and_old_log_probs_are_taken_where_they_are(tmp_path
 def test_what_is_needed_is_asked_for(tmp_path, overrides, missing, message):
     rows = rows_file(tmp_path, 4, **dict.fromkeys(missing, ...))
     with pytest.raises(DataError, match=message):
-        built(*SMALL, f"rollout.path={rows}", *overrides)
+        module_and_loader(*SMALL, f"rollout.path={rows}", *overrides)
 
 
 def test_a_penalty_that_does_not_read_old_log_probs_needs_none(tmp_path):
@@ -174,13 +174,13 @@ def test_what_some_rows_lack_is_refused(tmp_path, field):
     with pytest.raises(
         DataError, match=rf"rollouts\.jsonl:3:{field}: is missing; other rows have one"
     ):
-        built(*SMALL, f"rollout.path={path}")
+        module_and_loader(*SMALL, f"rollout.path={path}")
 
 
 def test_a_loader_of_ones_own_gives_what_the_loss_reads(tmp_path):
     """Old log-probs that are missing would be taken for 0."""
-    _, loader = built(*SMALL, f"rollout.path={rows_file(tmp_path, 4, **ONLY_TOKENS)}")
-    module, _ = built("loss=grpo", "trainer.device=cpu", "tracking=none")
+    _, loader = module_and_loader(*SMALL, f"rollout.path={rows_file(tmp_path, 4, **ONLY_TOKENS)}")
+    module, _ = module_and_loader("loss=grpo", "trainer.device=cpu", "tracking=none")
     with pytest.raises(
         DataError,
         match=r"needs old_log_probs of every document \(got none of .*rollouts\.jsonl:1\)",

@@ -14,9 +14,9 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import (
     SHORT,
     assert_equal,
-    built,
     config_of,
     metrics_of,
+    module_and_loader,
     run,
     some_documents,
     with_model,
@@ -45,7 +45,9 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     top by autograd."""
     gradients = []
     for kernel in ("torch", "fused_linear"):
-        module, _ = built(*SHORT, "loss=gspo", f"kernel={kernel}", "loss.epsilon_low=0.1")
+        module, _ = module_and_loader(
+            *SHORT, "loss=gspo", f"kernel={kernel}", "loss.epsilon_low=0.1"
+        )
         if tied:
             module.policy.head.weight = module.model.get_input_embeddings().weight
         gradients.append(gradient_of(module, make_step(some_documents(), 24, {})))
@@ -68,7 +70,7 @@ def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_pat
         "model.dtype=bfloat16",
         "model.gradient_checkpointing=true",
     )
-    module, _ = built(
+    module, _ = module_and_loader(
         *with_model(model, *more, "model.compile=true", "trainer.device=cuda"), dtype=None
     )
     module.cuda()
@@ -87,7 +89,7 @@ def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_pat
 
 def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
     """Of a finite loss: squares of single gradients of 1e30 are out of float32's range."""
-    module, _ = built(*SHORT, "optimizer.max_grad_norm=1", dtype=None)
+    module, _ = module_and_loader(*SHORT, "optimizer.max_grad_norm=1", dtype=None)
     before = [p.clone() for p in module.parameters()]
     documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
@@ -98,7 +100,7 @@ def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
 
 
 def test_bad_steps_count_only_in_a_row():
-    module, _ = built(*SHORT, "trainer.max_bad_steps=3", dtype=None)
+    module, _ = module_and_loader(*SHORT, "trainer.max_bad_steps=3", dtype=None)
     good = make_step(some_documents(), 24, {})
     documents = [
         dataclasses.replace(d, advantages=torch.full_like(d.advantages, math.inf))
@@ -116,7 +118,7 @@ def test_bad_steps_count_only_in_a_row():
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_counted():
-    module, _ = built(*SHORT, dtype=None)
+    module, _ = module_and_loader(*SHORT, dtype=None)
     nothing = {"old_log_probs": torch.empty(0), "advantages": torch.empty(0)}
     documents = [
         dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask), **nothing)
