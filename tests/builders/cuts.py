@@ -170,7 +170,7 @@ def assert_matches_reference(
         return evaluate_on_rank(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
 
     assert_ranks_match(
-        on_ranks(cut.world_size, run), cut, problem.specified(choice, fused), fused, tolerance
+        on_ranks(cut.world_size, run), cut, problem.by_reference(choice, fused), fused, tolerance
     )
 
 

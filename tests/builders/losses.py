@@ -256,7 +256,7 @@ class Choice:
         on = {name: on_device(x, dtype, device) for name, x in vectors.items()}
         return self.keywords() | on | {"num_documents": case.num_documents}
 
-    def specified(
+    def by_reference(
         self, case: Case, logits: Tensor | None = None, temperature=TEMPERATURE
     ) -> reference.Reference:
         """By the loops of the reference. logits: others than the case's."""
@@ -313,14 +313,14 @@ def result_of(out: PolicyLoss, leaves: list[Tensor], factor: float = 1.0) -> Res
 
 
 def assert_results_close(
-    found: Result, wanted: Result, tolerance: float, of_gradients: float | None = None
+    found: Result, wanted: Result, tolerance: float, gradient_tolerance: float | None = None
 ) -> None:
     assert_numbers_close(found.loss, wanted.loss, tolerance, "loss")
     assert found.metrics.keys() == wanted.metrics.keys()
     for name, value in wanted.metrics.items():
         assert_numbers_close(found.metrics[name], value, tolerance, name)
     for one, other in zip(found.gradients, wanted.gradients, strict=True):
-        assert_numbers_close(one, other, of_gradients or tolerance, "gradient")
+        assert_numbers_close(one, other, gradient_tolerance or tolerance, "gradient")
 
 
 def assert_numbers_close(found, value, tolerance: float, name: str = "") -> None:
@@ -391,21 +391,21 @@ class HeadCase:
             for x in (self.hidden, self.weight, self.bias)
         ]
 
-    def specified(self, choice: Choice, fused: bool = True) -> Result:
+    def by_reference(self, choice: Choice, fused: bool = True) -> Result:
         """fused: gradients by hidden states, weight and bias, and not by the logits."""
-        found = choice.specified(self.case)
+        found = choice.by_reference(self.case)
         g = found.gradient
         gradients = [g @ self.weight, g.T @ self.hidden, g.sum(0)] if fused else [g]
         return Result(found.loss, found.metrics, gradients)
 
-    def fused(self, choice: Choice, factor: float = 1.0, **options) -> Result:
+    def by_fused_head(self, choice: Choice, factor: float = 1.0, **options) -> Result:
         """By `linear_policy_loss`; options: more of its keywords."""
         leaves = hidden, weight, bias = self.leaves()
         given = {"temperature": TEMPERATURE, "bias": bias}
         given |= choice.step(self.case, self.precise, fused=True, device=DEVICE) | options
         return result_of(linear_policy_loss(hidden, weight, *self.tensors, **given), leaves, factor)
 
-    def expected(
+    def by_all_logits(
         self, factor: float = 1.0, **options
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         """(loss, gradients of factor times it by hidden, weight, bias, metrics) in float64 from all

@@ -1,5 +1,5 @@
-"""Servers of vLLM's protocol for the tests: how they are called, what still lives of them, runs
-with them."""
+"""Servers of vLLM's protocol for the tests: the command that starts one, and what still lives of
+those that a run has started."""
 
 from __future__ import annotations
 
@@ -16,50 +16,52 @@ COMMAND = f"{sys.executable} {Path(__file__).with_name('vllm_server.py')}"
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """What lives of the small servers that wrote to this run directory: themselves, and the
-    children they told of."""
-    numbers = [
-        word
+    """Return the living processes of the small servers that logged to a run directory.
+
+    A small server prints its own process id and that of its child; both are read from its log.
+    """
+    ids = [
+        int(word)
         for log in run_dir.glob("vllm*.log")
         for word in log.read_text().split()
         if word.isdigit()
     ]
-    found = []
-    for number in numbers:
+    living = []
+    for process_id in ids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(number))
+            process = psutil.Process(process_id)
             if _lives(process) and "python" in process.name():
-                found.append(process)
-    return found
+                living.append(process)
+    return living
 
 
 def all_ended(processes: list[psutil.Process], seconds: float = 30) -> bool:
-    """Within so many seconds."""
+    """Wait up to `seconds` for all processes to end; return whether they have."""
     deadline = time.monotonic() + seconds
-    while (left := [one for one in processes if _lives(one)]) and time.monotonic() < deadline:
+    while any(_lives(process) for process in processes):
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
-    return not left
+    return True
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Who nobody waits for stays behind as a zombie, and holds nothing."""
+    """Return whether a process runs; a zombie, for which its parent has not waited, does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 class ServerCommand(Command):
-    """A run whose completions servers write."""
+    """A run whose completions are sampled by servers that it starts."""
 
-    def server(self) -> list[psutil.Process]:
-        """The processes of its server, with the guard."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        guards = [one for one in found if "child.py" in " ".join(one.cmdline())]
+    def server_processes(self) -> list[psutil.Process]:
+        """Return the guards of its servers, then all processes below them."""
+        descendants = psutil.Process(self.process.pid).children(recursive=True)
+        guards = [process for process in descendants if "child.py" in " ".join(process.cmdline())]
         return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
 
     def weights(self) -> Path:
-        """The folder that its server was started from."""
-        words = [
-            word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word
-        ]
-        return Path(words[0])
+        """Return the folder of weights that its server was started from."""
+        words = [word for process in self.server_processes() for word in process.cmdline()]
+        return Path(next(word for word in words if "/pgtk-weights-" in word))

@@ -55,17 +55,17 @@ def test_triton_matches_reference(
     """Any two of these, in float32; the head in chunks of seven rows, as on a GPU."""
     problem = make_head_case(11 if way == "given" else 6, dtype=torch.float32)
     choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
-    wanted = problem.specified(choice, way == "fused")
+    wanted = problem.by_reference(choice, way == "fused")
     if way == "fused":
         choose = losses.choose_implementation
         monkeypatch.setattr(
             losses, "choose_implementation", lambda _, *given: choose("triton", *given)
         )
         monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 7)
-        found = problem.fused(choice, 3.0)
+        found = problem.by_fused_head(choice, 3.0)
     else:
         found = of_logits(problem.case, choice, torch.float32, "triton", way == "overwritten")
-    assert_results_close(found, wanted, 2e-4, of_gradients=2e-5)
+    assert_results_close(found, wanted, 2e-4, gradient_tolerance=2e-5)
 
 
 def of_logits(case, choice, dtype, impl, overwrite=False):
@@ -104,11 +104,11 @@ def test_the_loss_of_rounded_logits_matches_reference(choice, dtype, impl):
 
 
 def check(case, choice, dtype, impl):
-    specified = choice.specified(case, case.logits.to(dtype))
+    specified = choice.by_reference(case, case.logits.to(dtype))
     wanted = Result(specified.loss, specified.metrics, [specified.gradient])
     for overwrite in (False, True):
         found = of_logits(case, choice, dtype, impl, overwrite)
-        assert_results_close(found, wanted, 2e-4, of_gradients=1.1 * GRADIENT_ERROR[dtype])
+        assert_results_close(found, wanted, 2e-4, gradient_tolerance=1.1 * GRADIENT_ERROR[dtype])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

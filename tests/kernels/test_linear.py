@@ -70,7 +70,7 @@ def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
         torch.float16: 3e-3,
     }[dtype]
     problem = make_head_case(dtype=dtype)
-    expected_value, gradients, _ = problem.expected(factor, **wide)
+    expected_value, gradients, _ = problem.by_all_logits(factor, **wide)
     for rows in (4, 1000):
         in_chunks(monkeypatch, rows, implementation)
         hidden, weight, bias = leaves = problem.leaves()
@@ -87,9 +87,11 @@ def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
 @pytest.mark.parametrize("num_splits", [1, 2, 1000])
 def test_num_splits_do_not_matter(num_splits):
     problem, choice = make_head_case(), Choice("grpo")
-    wanted = problem.specified(choice)
+    wanted = problem.by_reference(choice)
     for impl in ("auto", "torch"):
-        assert_results_close(problem.fused(choice, num_splits=num_splits, impl=impl), wanted, 1e-12)
+        assert_results_close(
+            problem.by_fused_head(choice, num_splits=num_splits, impl=impl), wanted, 1e-12
+        )
 
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
@@ -116,7 +118,7 @@ def test_untrained_rows_are_not_multiplied():
     0 there."""
     problem = make_head_case()
     for choice in map(Choice, TYPICAL_LOSSES):
-        wanted = problem.specified(choice)
+        wanted = problem.by_reference(choice)
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
         poisoned = torch.where(untrained[:, None], torch.nan, hidden.detach()).requires_grad_()

@@ -47,7 +47,7 @@ def test_triton(cut, loss, fused):
         make_head_case(dtype=torch.float32),
     )
     results = world(cut.world_size).run(on_this_rank, cut, problem, choice, fused)
-    assert_ranks_match(results, cut, problem.specified(choice, fused), fused, 1e-5)
+    assert_ranks_match(results, cut, problem.by_reference(choice, fused), fused, 1e-5)
 
 
 class SmallModel(nn.Module):

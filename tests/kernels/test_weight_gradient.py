@@ -125,7 +125,7 @@ def test_bad_data_is_named_before_it_reaches_the_buffer():
 
 def test_frozen_weight_and_frozen_body():
     problem = make_head_case()
-    _, gradients, _ = problem.expected(loss="gspo")
+    _, gradients, _ = problem.by_all_logits(loss="gspo")
     for frozen in (0, 1, 2):
         leaves = problem.leaves()
         leaves[frozen].requires_grad_(False)

@@ -40,7 +40,7 @@ def test_matches_reference(choice):
     """From logits, and where nothing is asked of the entropy from log-probs; padding of the latter
     holds NaN."""
     case = make_case(seed=12, temperature=TEMPERATURE)
-    found = choice.specified(case)
+    found = choice.by_reference(case)
     expected = Result(found.loss, found.metrics, [found.gradient])
     for impl in ("torch", "reference"):
         logits = case.logits.clone().requires_grad_()
@@ -71,7 +71,9 @@ def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     problem = make_head_case(6 if rows == 4 else 11)
     assert_results_close(
-        problem.fused(choice, 3.0, check_finite=rows == 4), problem.specified(choice), 1e-11
+        problem.by_fused_head(choice, 3.0, check_finite=rows == 4),
+        problem.by_reference(choice),
+        1e-11,
     )
 
 

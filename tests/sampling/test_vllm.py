@@ -46,7 +46,7 @@ def small(tmp_path_factory):
     with contextlib.closing(
         SharedServers(tmp_path_factory.mktemp("small"), is_vllm=False, names=["first"])
     ) as servers:
-        servers.start()
+        servers.start_all()
         yield servers
 
 
@@ -56,7 +56,7 @@ def server(small):
     small.url("first")
     small.marks.write_text("")
     yield small
-    small.fault(None)
+    small.set_fault(None)
 
 
 def test_no_setting_of_sampling_is_left_to_the_server(tmp_path):
@@ -93,12 +93,12 @@ def test_no_setting_of_sampling_is_left_to_the_server(tmp_path):
 
 def test_the_same_version_is_published_once(server, tmp_path):
     salts = []
-    with server.joined(tmp_path) as (module, sampler):
+    with server.joined_sampler(tmp_path) as (module, sampler):
         for version in (7, 7, 7, 8):
             sampler.publish(module.policy.weights, version)
             salts.append(sampler._salt)
     load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
-    assert [line for line in server.noted() if "complete" not in line] == [*load, *load]
+    assert [line for line in server.noted_calls() if "complete" not in line] == [*load, *load]
     # Another salt, since prompts in the cache are of other weights.
     assert salts[0] == salts[1] == salts[2] != salts[3]
 
@@ -119,18 +119,22 @@ FAULTS = {
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """test_vllm_servers.py has the faults that vLLM itself can be brought to."""
     monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
-    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (
+    with server.joined_sampler(
+        tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}"
+    ) as (
         module,
         sampler,
     ):
         sampler.publish(module.policy.weights, 0)
-        server.fault(fault)
+        server.set_fault(fault)
         server.marks.write_text("")
         with pytest.raises(SamplerLost, match=FAULTS[fault]) as caught:
             sampler.complete(REQUESTS[:1])
         assert caught.value.exit_status == 5
-        assert server.noted() == ["complete 5"] * (2 if fault in ("breaks_off", "busy") else 1)
-        server.fault(None)
+        assert server.noted_calls() == ["complete 5"] * (
+            2 if fault in ("breaks_off", "busy") else 1
+        )
+        server.set_fault(None)
         patient = dataclasses.replace(sampler._config.sampler, answer_seconds=60)
         sampler._config = dataclasses.replace(sampler._config, sampler=patient)
         assert len(sampler.complete(REQUESTS)) == 5  # it answers again
@@ -156,7 +160,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
     so that no proof of a version comes first."""
     num_on_policy = {"training": 5, "sampling": 0, ONE_UPDATE: 16}
     settings = (*f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5")
-    with contextlib.closing(server.source(tmp_path, *settings)) as source:
+    with contextlib.closing(server.rollouts_of(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]
         assert source.batch_size == 16
         assert sum(document.on_policy for document in documents) == num_on_policy[old]
@@ -165,7 +169,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
                 if not document.on_policy:
                     difference = document.old_log_probs - document.sampling_log_probs
                     assert difference.abs().max() < 1e-4
-        server.fault(fault)
+        server.set_fault(fault)
         with pytest.raises(
             SamplerLost, match=r"differ from the trainer's by .* The batch is not trained"
         ) as caught:
@@ -192,9 +196,9 @@ def test_log_probs_relative_to_the_kept_tokens_are_no_fault():
 
 
 def test_completions_that_were_not_drawn_are_noticed(server, tmp_path):
-    with server.joined(tmp_path) as (module, sampler):
+    with server.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        server.fault("identical")
+        server.set_fault("identical")
         with pytest.raises(
             SamplerLost,
             match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+",
@@ -203,27 +207,30 @@ def test_completions_that_were_not_drawn_are_noticed(server, tmp_path):
         # Completions of one token may be equal by chance.
         sampler._ways.append(dataclasses.replace(sampler._ways[0], max_tokens=1))
         sampler.complete_in(1, [Request([1, 2, 10], 4, seed=5)], more=False)
-        server.fault(None)
+        server.set_fault(None)
         sampler.complete_in(1, [Request([1, 2, 10], 64, seed=5)], more=False)
 
 
 def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
-    with server.joined(tmp_path) as (module, sampler):
+    with server.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        server.fault("busy_for_a_moment")
+        server.set_fault("busy_for_a_moment")
         assert len(sampler.complete(REQUESTS)) == 5
 
 
 def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
-    server.fault("no_development_mode")
+    server.set_fault("no_development_mode")
     message = r"answered /collective_rpc with 404: .*Start it with VLLM_SERVER_DEV_MODE=1"
-    with server.joined(tmp_path) as (module, sampler), pytest.raises(SamplerLost, match=message):
+    with (
+        server.joined_sampler(tmp_path) as (module, sampler),
+        pytest.raises(SamplerLost, match=message),
+    ):
         sampler.publish(module.policy.weights, 0)
 
 
 def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
     more = (f"sampler.urls=[{server.url('first')}/other]", "sampler.start_seconds=1")
-    module, sampler = server.built(tmp_path, *more)
+    module, sampler = server.module_and_sampler(tmp_path, *more)
     message = (
         r"/other does not answer within sampler\.start_seconds=1\. It answers /health with 404\."
     )
@@ -233,10 +240,10 @@ def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
 
 def test_old_weights_within_the_tolerance_are_noticed(server, tmp_path):
     """Their log-probs have not changed, to the last bit."""
-    with server.joined(tmp_path, "sampler.tolerance=0.2") as (module, sampler):
+    with server.joined_sampler(tmp_path, "sampler.tolerance=0.2") as (module, sampler):
         sampler.publish(module.policy.weights, 3)
         update(module, 2e-3)
-        server.fault("stale")
+        server.set_fault("stale")
         with pytest.raises(
             SamplerLost,
             match=r"still from those of version 3: its log-probs of a text have not changed",
@@ -248,8 +255,8 @@ def test_weights_that_another_run_gives_a_server_are_noticed_before_anything_is_
     server, tmp_path
 ):
     with (
-        server.joined(tmp_path / "first") as (module, sampler),
-        server.joined(tmp_path / "other") as (other_module, other_sampler),
+        server.joined_sampler(tmp_path / "first") as (module, sampler),
+        server.joined_sampler(tmp_path / "other") as (other_module, other_sampler),
     ):
         sampler.publish(module.policy.weights, 0)
         assert len(sampler.complete(REQUESTS)) == 5
@@ -264,7 +271,7 @@ def test_weights_that_another_run_gives_a_server_are_noticed_before_anything_is_
 
 
 def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
-    with server.joined(tmp_path) as (module, sampler):
+    with server.joined_sampler(tmp_path) as (module, sampler):
         # As on a GPU that also trains.
         sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)
         for version in (0, 0, 1):
@@ -275,7 +282,7 @@ def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
     load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
     wake = ["/wake_up?tags=weights", load[0], "/wake_up?tags=kv_cache", load[1]]
     sleep = ["/sleep?level=2"]
-    calls = [line for line in server.noted() if line[0] == "/"]
+    calls = [line for line in server.noted_calls() if line[0] == "/"]
     assert calls == [*load, *sleep, *wake, *sleep, *wake, *sleep, *wake]
 
 

@@ -148,7 +148,7 @@ def test_ctrl_c_ends_the_step_and_then_the_server(tmp_path):
 def test_the_guard_itself_may_be_killed(tmp_path):
     command = started(tmp_path, *ENDLESS)
     command.wait_for_steps(3)
-    guard, *server = command.server()
+    guard, *server = command.server_processes()
     guard.kill()
     assert command.process.wait(60) == 5
     assert all_ended(server)

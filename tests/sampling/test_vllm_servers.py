@@ -60,8 +60,8 @@ def servers(request, tmp_path_factory):
                 "trainer.checkpoint_every=100000",
             )
             for name in ("interrupted", "killed"):
-                found.begin(name, *endless)
-        found.start()
+                found.begin_run(name, *endless)
+        found.start_all()
         yield found
 
 
@@ -74,7 +74,7 @@ quick = pytest.mark.parametrize("servers", ["small", VLLM], indirect=True)  # no
 def test_a_run_that_is_ended_leaves_no_server(servers, end):
     run = servers.runs[end]
     run.wait_for_steps(3)
-    server, weights = run.server(), run.weights()
+    server, weights = run.server_processes(), run.weights()
     assert len(server) >= 3  # the guard, the server and its engine
     assert str(weights).startswith("/dev/shm/")
     assert weights.exists()
@@ -100,7 +100,9 @@ def test_an_argument_that_it_does_not_know_is_one_sentence(servers):
 )
 def test_completions_have_the_log_probs_of_the_weights_published_last(servers, tmp_path, how):
     """Of the same prompts before and after, which a server has in its cache."""
-    with servers.joined(tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())) as (
+    with servers.joined_sampler(
+        tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())
+    ) as (
         module,
         sampler,
     ):
@@ -124,7 +126,10 @@ def test_completions_have_the_log_probs_of_the_weights_published_last(servers, t
 
 @of_vllm
 def test_a_model_in_float32_is_proved_too(servers, tmp_path):
-    with servers.joined(tmp_path, "model.dtype=float32", to=("float32",)) as (module, sampler):
+    with servers.joined_sampler(tmp_path, "model.dtype=float32", names=("float32",)) as (
+        module,
+        sampler,
+    ):
         for version in range(2):
             sampler.publish(module.policy.weights, version)
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
@@ -135,7 +140,7 @@ def test_a_seed_makes_the_same_completions_again(servers, tmp_path):
     """To vLLM's promise, which is for the same computation alone: another batch rounds
     otherwise."""
     later = [dataclasses.replace(one, seed=one.seed + 5) for one in REQUESTS]
-    with servers.joined(tmp_path / "seeds") as (module, sampler):
+    with servers.joined_sampler(tmp_path / "seeds") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         first, again = ([sampler.complete([one]) for one in REQUESTS] for _ in range(2))
         together, others = sampler.complete(REQUESTS), sampler.complete(later)
@@ -143,29 +148,31 @@ def test_a_seed_makes_the_same_completions_again(servers, tmp_path):
     assert share_of_equal(first, again) > (0.85 if servers.is_vllm else 0.999)
     assert share_of_equal(first, together) > (0.85 if servers.is_vllm else 0.999)
     assert share_of_equal(first, others) < 0.5
-    with servers.joined(tmp_path / "none", "sampler.seeded=false") as (module, sampler):
+    with servers.joined_sampler(tmp_path / "none", "sampler.seeded=false") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert share_of_equal(sampler.complete(REQUESTS), sampler.complete(REQUESTS)) < 0.5
 
 
 def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tmp_path):
-    with servers.joined(tmp_path / "without", to=("raw",)) as (module, sampler):
+    with servers.joined_sampler(tmp_path / "without", names=("raw",)) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         counts = torch.cat([one.tokens[1:] for one in sampler.complete(REQUESTS)]).bincount()
     decode = module.policy.tokenizer.decode
     counts[sampler._ways[0].ends] = 0
     stops = [decode(counts.argmax()), "01"]
-    with servers.joined(tmp_path / "with", f"rollout.stop={json.dumps(stops)}", to=("raw",)) as (
+    with servers.joined_sampler(
+        tmp_path / "with", f"rollout.stop={json.dumps(stops)}", names=("raw",)
+    ) as (
         module,
         sampler,
     ):
         sampler.publish(module.policy.weights, 0)
         if not servers.is_vllm:
             # some decoders give a token's text only with the next one
-            servers.fault("late_stop", of="raw")
+            servers.set_fault("late_stop", server="raw")
         completions = sampler.complete(REQUESTS)
         if not servers.is_vllm:
-            servers.fault(None, of="raw")
+            servers.set_fault(None, server="raw")
         assert_trained(module, REQUESTS, completions)
     texts = [decode(one.tokens, skip_special_tokens=True) for one in completions]
     by_text = [any(stop in text for stop in stops) for text in texts]
@@ -177,7 +184,7 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
 
 
 def test_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
-    with servers.joined(tmp_path) as (module, sampler):
+    with servers.joined_sampler(tmp_path) as (module, sampler):
         rollout = dataclasses.replace(
             module.config.rollout, temperature=0.0, max_completion_length=3
         )
@@ -192,12 +199,12 @@ def test_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
 
 
 def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_path):
-    with servers.joined(tmp_path, to=("first", "raw")) as (module, sampler):
+    with servers.joined_sampler(tmp_path, names=("first", "raw")) as (module, sampler):
         for version in range(2):
             sampler.publish(module.policy.weights, version)
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
-        with servers.stopped("raw"):  # which has half of them
+        with servers.stopped_engine("raw"):  # which has half of them
             # The check afterwards, of servers that were joined, would see it, too: there are none.
             impatient = dataclasses.replace(sampler._config.sampler, answer_seconds=2, urls=[])
             sampler._config = dataclasses.replace(sampler._config, sampler=impatient)
@@ -208,7 +215,7 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
 
 @quick
 def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
-    source = servers.source(tmp_path, "rollout.temperature=0.7", of="raw")
+    source = servers.rollouts_of(tmp_path, "rollout.temperature=0.7", server="raw")
     with (
         contextlib.closing(source),
         pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"),
@@ -217,7 +224,7 @@ def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
 
 
 def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
-    with servers.joined(tmp_path, "rollout.top_p=0.5") as (module, sampler):
+    with servers.joined_sampler(tmp_path, "rollout.top_p=0.5") as (module, sampler):
         for version in range(3):
             sampler.publish(module.policy.weights, version)
 
@@ -226,7 +233,7 @@ def test_weights_that_did_not_change_are_no_fault(servers, tmp_path):
 def test_an_old_prefix_cache_is_an_error(servers, tmp_path, monkeypatch):
     monkeypatch.setattr(ServerSampler, "_salt", "always the same")
     monkeypatch.setattr(Vllm, "forget", lambda self: ("/resume", None))
-    source = servers.source(tmp_path)
+    source = servers.rollouts_of(tmp_path)
     with contextlib.closing(source):
         source.sampler.publish(source.trained.policy.weights, 0)
         prompts = source.task.encode([source.task.prompt(number) for number in range(4)])
@@ -242,7 +249,7 @@ def test_an_old_prefix_cache_is_an_error(servers, tmp_path, monkeypatch):
 @pytest.mark.parametrize("fault", ARRIVING)
 @quick
 def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatch, fault):
-    with servers.joined(tmp_path) as (module, sampler):
+    with servers.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         update(module, 0.1)
         spoil(monkeypatch, fault)
@@ -260,7 +267,7 @@ def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatc
 @quick
 def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
     asked, expected, said = ASKED[fault]
-    with servers.joined(tmp_path) as (module, sampler):
+    with servers.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         with (
             otherwise(sampler, asked, expected) as way,
@@ -272,10 +279,10 @@ def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
 
 
 def test_a_server_that_is_paused_for_a_moment_is_waited_for(servers, tmp_path):
-    with servers.joined(tmp_path) as (module, sampler):
+    with servers.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         with ThreadPoolExecutor() as pool:
-            with servers.paused("first"):
+            with servers.paused_server("first"):
                 waiting = pool.submit(sampler.complete, REQUESTS)
                 time.sleep(2)
                 assert not waiting.done()
@@ -284,7 +291,7 @@ def test_a_server_that_is_paused_for_a_moment_is_waited_for(servers, tmp_path):
 
 @pytest.mark.parametrize("halted", [SharedServers.paused, SharedServers.stopped])
 def test_a_server_that_does_not_answer_is_one_sentence(servers, tmp_path, halted):
-    with servers.joined(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
+    with servers.joined_sampler(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         said = r"did not answer /v1/completions within sampler.answer_seconds=3\."
         with halted(servers, "first"), pytest.raises(SamplerLost, match=said):
@@ -294,7 +301,7 @@ def test_a_server_that_does_not_answer_is_one_sentence(servers, tmp_path, halted
 
 
 def test_a_server_sleeps_between_batches(servers, tmp_path):
-    with servers.joined(tmp_path) as (module, sampler):
+    with servers.joined_sampler(tmp_path) as (module, sampler):
         # as on a GPU that it shares
         sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)
         for version in (0, 0, 1, 2):
@@ -315,7 +322,10 @@ SAID_OF_ANOTHER = r"answered /collective_rpc with 500|does not sample from the w
 @pytest.mark.parametrize("other", [{"num_hidden_layers": 3}, {"alphabet_size": 20}], ids=str)
 def test_another_model_than_the_trainers_is_one_sentence(servers, tmp_path, other):
     folder = save_llama(tmp_path / "other", **other)
-    with servers.joined(tmp_path, f"model.path={folder}", to=("raw",)) as (module, sampler):
+    with servers.joined_sampler(tmp_path, f"model.path={folder}", names=("raw",)) as (
+        module,
+        sampler,
+    ):
         with pytest.raises(SamplerLost, match=SAID_OF_ANOTHER) as caught:
             sampler.publish(module.policy.weights, 0)
         print(caught.value)
@@ -325,7 +335,7 @@ def test_a_server_that_is_killed_while_it_samples_is_one_sentence(servers):
     _, sampler = servers.samplers["first"]
     everything, folder = servers.processes("first"), sampler._folder.path
     assert folder.exists()
-    with servers.stopped("first"):  # so that it has requests
+    with servers.stopped_engine("first"):  # so that it has requests
         threading.Timer(1, servers.engine("first").kill).start()
         with pytest.raises(SamplerLost, match=r"Its last words: .*vllm\.log") as caught:
             sampler.complete(REQUESTS)

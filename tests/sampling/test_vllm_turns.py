@@ -52,8 +52,8 @@ def servers(request, tmp_path_factory):
             "loss=grpo",
             "optimizer.learning_rate=0.003",
         )
-        found.begin(OWN, *more, f"rollout.save_path={folder}/recorded")
-        found.start()
+        found.begin_run(OWN, *more, f"rollout.save_path={folder}/recorded")
+        found.start_all()
         yield found
 
 
@@ -107,7 +107,9 @@ def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_p
         answers.extend(answer["choices"])
         return choices(self, answer)
 
-    source = servers.source(tmp_path, *FLOAT32, "rollout.old_log_probs=sampling", of="float32")
+    source = servers.rollouts_of(
+        tmp_path, *FLOAT32, "rollout.old_log_probs=sampling", server="float32"
+    )
     with contextlib.ExitStack() as opened:
         opened.enter_context(contextlib.closing(source))
         # awake for the next test
@@ -215,7 +217,7 @@ def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teac
     found = {}
     for name, written in {"whole": rows, "turns": turns}.items():
         path = write_parquet(tmp_path / f"{name}.parquet", written)
-        folder = servers.train(tmp_path / name, *chosen, f"rollout.path={path}", of="float32")
+        folder = servers.train(tmp_path / name, *chosen, f"rollout.path={path}", server="float32")
         ((found[name],), measured) = metrics_of(folder), read_evaluations(folder)
         assert [row["step"] for row in measured] == [0, 1]
         assert all(1 <= row["turns"] <= 4 for row in measured)
@@ -234,7 +236,7 @@ def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(servers, tm
         "loss=grpo",
         "optimizer.learning_rate=0.003",
     )
-    run = servers.train(tmp_path / "run", *FLOAT32, late, *chosen, of="float32")
+    run = servers.train(tmp_path / "run", *FLOAT32, late, *chosen, server="float32")
     rows, documents = metrics_of(run), documents_of(run, 5)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 2, 3]
     for row in rows[::2]:
@@ -243,7 +245,7 @@ def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(servers, tm
     sampled, old = (
         [vars(one)[f"{name}_log_probs"] for one in documents] for name in ("sampling", "old")
     )
-    with servers.joined(tmp_path, *FLOAT32, to=("float32",)) as (module, _):
+    with servers.joined_sampler(tmp_path, *FLOAT32, names=("float32",)) as (module, _):
         first, begun = (
             log_probs(module, checkpoint_of(run, step)["model"], documents) for step in (2, 4)
         )
@@ -264,7 +266,7 @@ def test_a_student_comes_to_say_what_its_teacher_says(servers, tmp_path, kind):
     teacher = save_guesser(tmp_path / "teacher", seed=3)
     chosen = "experiment=distillation", f"kl={kind}", "kl.coefficient=1", f"kl.reference={teacher}"
     chosen += ("aggregation=token_mean", "trainer.max_steps=12", "optimizer.learning_rate=0.003")
-    run = servers.train(tmp_path / "run", *FLOAT32, *chosen, of="float32")
+    run = servers.train(tmp_path / "run", *FLOAT32, *chosen, server="float32")
     rows, documents = metrics_of(run), documents_of(run, 1)[:8]
     student = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32)
     models, total, mean, count = (
