@@ -289,7 +289,7 @@ def test_a_server_that_is_paused_for_a_moment_is_waited_for(servers, tmp_path):
             assert_trained(module, REQUESTS, waiting.result())
 
 
-@pytest.mark.parametrize("halted", [SharedServers.paused, SharedServers.stopped])
+@pytest.mark.parametrize("halted", [SharedServers.paused_server, SharedServers.stopped_engine])
 def test_a_server_that_does_not_answer_is_one_sentence(servers, tmp_path, halted):
     with servers.joined_sampler(tmp_path, "sampler.answer_seconds=3") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
