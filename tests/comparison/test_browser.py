@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it draws what the runs have measured."""
+"""The HTML report of `pgtk compare`, opened in a real browser, has a curve for each loss."""
 
 import pytest
 from builders.browser import NEEDS_BROWSER, open_browser, page_text, save_screenshot
@@ -9,7 +9,7 @@ from pgtoolkit.runs.directory import RunDirectory
 pytestmark = [pytest.mark.slow, NEEDS_BROWSER]
 
 
-def test_the_report_draws_its_charts(tmp_path):
+def test_report_draws_a_curve_for_each_loss_against_documents_and_time(tmp_path):
     for loss in ("grpo", "gspo"):
         with RunDirectory(tmp_path / loss) as run:
             run.write_config({"seed": 0, "loss": {"name": loss}, "trainer": {"max_steps": 4}}, [])

@@ -1,10 +1,11 @@
-"""`pgtk compare`: its groups and pages. What runs reach is in test_measures.py, the tests are in
-test_statistics.py."""
+"""`pgtk compare` of made-up runs: their groups, its page and its files, with numbers worked out by
+hand. Thresholds and areas are in test_measures.py, significance in test_statistics.py."""
 
 import csv
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,18 +24,21 @@ STEPS = 20
 
 
 def save(
-    folder,
-    loss,
-    seed,
-    end,
-    state="done",
-    steps=STEPS,
-    rise=STEPS - 2,
-    reason=None,
-    grad_norm=1.0,
-    **more,
-):
-    """A run whose reward is 0 for `rise` steps, and after them `end`."""
+    folder: Path,
+    loss: str,
+    seed: int,
+    end: float,
+    state: str = "done",
+    steps: int = STEPS,
+    rise: int = STEPS - 2,
+    reason: str | None = None,
+    grad_norm: float = 1.0,
+    **more: object,
+) -> Path:
+    """Write a run whose reward is 0 for `rise` steps, and `end` after them.
+
+    more: groups of its configuration.
+    """
     config = {
         "seed": seed,
         "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4},
@@ -59,9 +63,12 @@ def save(
 
 
 @pytest.fixture
-def sweep(tmp_path):
-    """From a start of 0 to 0.9, where every seed of gspo ends: 0.81 is to be reached, which
-    2-grpo-2 never does."""
+def sweep(tmp_path: Path) -> Path:
+    """Write three seeds of two losses.
+
+    Every seed of gspo ends at 0.9 or above, so the threshold is nine tenths of the way to that,
+    0.81. The run 2-grpo-2 never reaches it.
+    """
     ends = {"grpo": ((0.9, 12), (0.92, 14), (0.4, 16)), "gspo": ((0.9, 8), (0.94, 10), (0.98, 12))}
     number = 0
     for loss, values in ends.items():
@@ -71,48 +78,57 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def page(capsys, *arguments):
+def page(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the output of a comparison that succeeds."""
     assert main(["compare", *map(str, arguments)]) == 0
     return capsys.readouterr().out
 
 
-def refused(capsys, *arguments):
+def unwrapped_page(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the output of a comparison as one line, with single spaces."""
+    return " ".join(page(capsys, *arguments).split())
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the message of a comparison that is refused."""
     assert main(["compare", *map(str, arguments)]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return said
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message
 
 
-def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
-    for number, (run, keys) in enumerate((("0-grpo-0", ("trainer",)), ("3-gspo-0", ("seed",)))):
-        path = sweep / run / "config.yaml"
+def test_a_run_whose_configuration_lacks_a_key_is_left_out(sweep, capsys):
+    for name, key, state in (("0-grpo-0", "trainer", "done"), ("3-gspo-0", "seed", "failed")):
+        path = sweep / name / "config.yaml"
         config = OmegaConf.load(path)
-        for key in keys:
-            del config[key]
+        del config[key]
         OmegaConf.save(config, path)
-        with RunDirectory(sweep / run) as opened:
-            opened.set_status("failed" if number else "done", 20)
-    said = " ".join(page(capsys, sweep).split())
-    assert "0-grpo-0/config.yaml is damaged (it lacks trainer.max_steps)" in said
-    assert "3-gspo-0/config.yaml is damaged (it lacks seed)" in said
-    assert "0.960" in said  # of the two that are left
+        with RunDirectory(sweep / name) as run:
+            run.set_status(state, 20)
+    text = unwrapped_page(capsys, sweep)
+    assert "0-grpo-0/config.yaml is damaged (it lacks trainer.max_steps)" in text
+    assert "3-gspo-0/config.yaml is damaged (it lacks seed)" in text
+    assert "0.960" in text  # the mean of the two runs of gspo that are left
 
 
-def test_counts_are_short():
-    counts = (0.4, 12345.6, 99_999.4, 99_999.6, 999_600, -1.234e6, None, float("nan"))
-    assert [*map(short_count, counts)] == [
-        "0",
-        "12,346",
-        "99,999",
-        "100k",
-        "1M",
-        "-1.23M",
-        "-",
-        "-",
-    ]
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (0.4, "0"),
+        (12345.6, "12,346"),
+        (99_999.4, "99,999"),
+        (99_999.6, "100k"),
+        (999_600, "1M"),
+        (-1.234e6, "-1.23M"),
+        (None, "-"),
+        (float("nan"), "-"),
+    ],
+)
+def test_counts_from_100_000_on_are_shown_in_thousands_or_millions(count, shown):
+    assert short_count(count) == shown
 
 
-def test_runs_that_differ_in_the_seed_are_one_group(sweep):
+def test_runs_that_differ_only_in_the_seed_are_one_group(sweep):
     compared = compare(find_runs([str(sweep)]), "reward")
     assert compared.keys == ["loss"]
     assert compared.following == ["loss.epsilon_low"]
@@ -121,18 +137,18 @@ def test_runs_that_differ_in_the_seed_are_one_group(sweep):
     gspo, grpo = compared.groups
     assert gspo.final == (pytest.approx(0.94), pytest.approx(0.04))
     assert grpo.final == (pytest.approx(0.74), pytest.approx(0.29461839725))
-    # Seed by seed 72, 88, 104 against 104, 120 and 160, as far as the run was that did not come to
-    # it: 32, 32 and 56.
+    # The last run never reaches the threshold, and counts with all 160 documents that it saw.
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
         [72, 88, 104],
         [104, 120, 160],
     ]
-    (found,) = compared.comparisons
-    assert (found.paired, found.difference) == (True, 40)
-    assert found.p == pytest.approx(1 - 5 / 27**0.5)  # t = 40 / 8 = 5 with 2 degrees of freedom
+    (pair,) = compared.comparisons
+    assert (pair.paired, pair.difference) == (True, 40)
+    # The differences are 32, 32 and 56: t = 40 / 8 = 5 with 2 degrees of freedom.
+    assert pair.p == pytest.approx(1 - 5 / 27**0.5)
 
 
-def test_the_page_says_it_all(sweep, capsys):
+def test_page_has_a_row_for_each_configuration_and_its_test_against_the_best(sweep, capsys):
     text = page(capsys, sweep)
     lines = text.splitlines()
     assert lines[0].startswith(
@@ -155,13 +171,14 @@ def test_the_page_says_it_all(sweep, capsys):
     assert (
         "against gspo (n = 3) n difference interval p seeds better test verdict grpo 3 +40" in words
     )
-    # 104 and 104 of nine pairs are equal: half of one
+    # Of the nine pairs of runs gspo is better in eight; the ninth, 104 and 104, counts half. So
+    # grpo is better in 0.5 / 9 = 0.06.
     assert "+40 [+32, +56] 0.038 4 0.06 paired worse" in words
     assert "with 3 it holds the true difference in about 75 of 100 cases" in words
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_one_seed_says_nothing(tmp_path, capsys):
+def test_single_seeds_get_no_test_and_no_interval(tmp_path, capsys):
     save(tmp_path / "a", "grpo", 0, 0.5)
     save(tmp_path / "b", "gspo", 0, 0.6)
     text = page(capsys, tmp_path / "a", tmp_path / "b")
@@ -173,19 +190,24 @@ def test_one_seed_says_nothing(tmp_path, capsys):
     assert "Nothing to compare: one configuration has finished runs." in alone
 
 
-def test_without_a_threshold_the_ends_are_compared(sweep, capsys):
-    said = " ".join(page(capsys, sweep, "--metric=kl").split())
-    assert "loss seeds mean final" in said
-    assert "More than seed noise? Final kl, t-test, paired by seed" in said
-    assert "No threshold" not in said
+def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, capsys):
+    text = unwrapped_page(capsys, sweep, "--metric=kl")
+    assert "loss seeds mean final" in text
+    assert "More than seed noise? Final kl, t-test, paired by seed" in text
+    assert "No threshold" not in text
     save(sweep / "flat" / "0", "grpo", 0, 0.0)
     assert "No threshold: no configuration ends higher" in page(capsys, sweep / "flat")
+
+
+def test_reach_sets_the_threshold(sweep, capsys):
     lines = page(capsys, sweep, "--reach=reward=0.93").splitlines()
     assert lines[3].startswith("gspo  2 of 3   ≥117")  # (160 + 88 + 104) / 3
     assert lines[4].startswith("grpo  0 of 3   ≥160")
 
 
-def test_runs_that_do_not_count_are_named(sweep, capsys):
+def test_excluded_runs_are_named_with_the_reason_on_the_page_and_in_the_table_of_runs(
+    sweep, capsys
+):
     save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError: no\nmore")
     save(sweep / "21-killed", "gspo", 8, 0.0, "running", steps=6)
     save(sweep / "22-again", "gspo", 0, 0.9, rise=8)
@@ -204,24 +226,21 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     with (sweep / "runs.csv").open() as file:
         rows = {row["run"].rpartition("/")[2]: row for row in csv.DictReader(file)}
     assert len(rows) == 11
-    assert float(rows["5-gspo-2"]["final_reward"]) == pytest.approx(0.98)
-    assert (rows["5-gspo-2"]["loss"], rows["5-gspo-2"]["seed"], rows["5-gspo-2"]["counted"]) == (
-        "gspo",
-        "2",
-        "yes",
-    )
-    assert float(rows["5-gspo-2"]["documents_to_reward_0.81"]) == 104
-    assert float(rows["5-gspo-2"]["tokens_to_reward_0.81"]) == 13 * 50
-    assert (rows["2-grpo-2"]["documents_to_reward_0.81"], rows["2-grpo-2"]["documents_seen"]) == (
-        "",
-        "160",
-    )
-    assert rows["21-killed"]["mean_reward"] == ""  # which has not come as far as the others
-    assert (rows["21-killed"]["state"], rows["21-killed"]["counted"]) == ("killed", "no")
+    counted = rows["5-gspo-2"]
+    assert (counted["loss"], counted["seed"], counted["counted"]) == ("gspo", "2", "yes")
+    assert float(counted["final_reward"]) == pytest.approx(0.98)
+    assert float(counted["documents_to_reward_0.81"]) == 104
+    assert float(counted["tokens_to_reward_0.81"]) == 13 * 50
+    never_reached = rows["2-grpo-2"]
+    assert never_reached["documents_to_reward_0.81"] == ""
+    assert never_reached["documents_seen"] == "160"
+    killed = rows["21-killed"]
+    assert killed["mean_reward"] == ""  # it has not seen as many documents as the others
+    assert (killed["state"], killed["counted"]) == ("killed", "no")
     assert rows["24-broken"]["state"] == "unreadable"
 
 
-def test_different_code_and_length_are_noted(sweep, capsys):
+def test_different_code_and_length_of_runs_are_noted(sweep, capsys):
     assert "Note" not in page(capsys, sweep)
     (sweep / "0-grpo-0" / "provenance.json").write_text('{"git": [{"commit": "a", "diff": ""}]}')
     save(sweep / "9-longer", "grpo", 9, 0.5, steps=2 * STEPS)
@@ -230,23 +249,22 @@ def test_different_code_and_length_are_noted(sweep, capsys):
     assert "Note: the runs are of different length (20, 40 steps)" in text
 
 
-def test_curves_are_means_over_seeds_on_both_axes(sweep):
+def test_curves_are_means_over_seeds_by_documents_and_by_time(sweep):
     runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
-    for i, run in enumerate(runs):
-        run.columns |= {
-            axis: (i + 1) * run.columns[of]
-            for axis, of in (("reward", "documents_seen"), ("seconds", "step"))
-        }
+    for factor, run in enumerate(runs, 1):
+        run.columns["reward"] = factor * run.columns["documents_seen"]
+        run.columns["seconds"] = factor * run.columns["step"]
     points = mean_curve(runs, "reward", "documents_seen").T
     assert (points[0][0], points[-1][0]) == (8, 160)
-    for x, mean, low, high in points:
-        assert (low, mean, high) == pytest.approx((x, 1.5 * x, 2 * x))
+    for documents, mean, low, high in points:
+        assert (low, mean, high) == pytest.approx((documents, 1.5 * documents, 2 * documents))
     by_time = mean_curve(runs, "reward", "seconds").T
-    assert (by_time[0][0], by_time[-1][0]) == (2, 20)  # where both have been
+    # The first run lasts from second 1 to 20, the other from 2 to 40.
+    assert (by_time[0][0], by_time[-1][0]) == (2, 20)
     assert by_time[-1][2:] == pytest.approx((160.0, 160.0))
 
 
-def test_pauses_before_a_resume_are_no_time(sweep):
+def test_the_pause_before_a_resume_does_not_count_as_time(sweep):
     folder = sweep / "0-grpo-0"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -257,7 +275,7 @@ def test_pauses_before_a_resume_are_no_time(sweep):
     assert find_runs([str(folder)])[0].last("seconds") == pytest.approx(19)
 
 
-def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
+def test_html_report_loads_nothing_and_has_the_numbers_of_the_page(sweep, capsys):
     save(sweep / "7-<b>&", "gspo", 9, 0.0, "interrupted", steps=9, reason="SIGTERM")
     page(capsys, sweep, "--html", sweep / "r.html", "--png", sweep / "r.png")
     text = (sweep / "r.html").read_text()
@@ -274,23 +292,19 @@ def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
 
 
 FINAL = "--metric=final:reward"
+"""With it gspo ends at 0.9, 0.94 and 0.98, grpo at 0.9, 0.92 and 0.4."""
 
 
-def test_a_row_for_each_configuration(sweep, capsys):
-    """gspo ends at 0.9, 0.94 and 0.98, grpo at 0.9, 0.92 and 0.4."""
-    page(capsys, sweep, FINAL, "--csv", sweep / "r.csv", "--latex", sweep / "r.tex")
+def test_csv_has_a_row_for_each_configuration_with_its_interval_and_test(sweep, capsys):
+    page(capsys, sweep, FINAL, "--csv", sweep / "r.csv")
     with (sweep / "r.csv").open() as file:
         first, second = csv.DictReader(file)
-    assert (first["label"], first["loss"], first["n"], first["verdict"]) == (
-        "gspo",
-        "gspo",
-        "3",
-        "base",
-    )
+    assert (first["label"], first["loss"]) == ("gspo", "gspo")
+    assert (first["n"], first["verdict"]) == ("3", "base")
     assert float(first["mean"]) == pytest.approx(0.94)
     assert float(first["std"]) == pytest.approx(0.04)
-    # Of 27 draws of three seeds the lowest mean is 0.9 and the highest 0.98, each in one: more than
-    # 2.5 %.
+    # Three seeds are drawn in 27 ways. One of them has the lowest mean, 0.9, and one the highest,
+    # 0.98: each more than 2.5 %.
     assert [float(first[end]) for end in ("mean_low", "mean_high")] == pytest.approx([0.9, 0.98])
     assert first["difference"] == first["p"] == first["against"] == ""
     assert (second["against"], second["measured"], second["verdict"]) == (
@@ -299,13 +313,16 @@ def test_a_row_for_each_configuration(sweep, capsys):
         "unknown",
     )
     assert float(second["difference"]) == pytest.approx(0.74 - 0.94)
+    # The closed form of Student's distribution with two degrees of freedom.
     t = 0.2 / np.std([0, -0.02, -0.58], ddof=1) * np.sqrt(3)
-    # Student's with two degrees of freedom
     assert float(second["p"]) == pytest.approx(1 - t / np.sqrt(2 + t**2))
     assert [float(second[end]) for end in ("difference_low", "difference_high")] == pytest.approx(
         [-0.58, 0.0]
     )
 
+
+def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
+    page(capsys, sweep, FINAL, "--latex", sweep / "r.tex")
     lines = (sweep / "r.tex").read_text().splitlines()
     table = [line for line in lines if not line.startswith("%")]
     assert table == [
@@ -320,63 +337,52 @@ def test_a_row_for_each_configuration(sweep, capsys):
     ]
 
 
-def test_json_says_what_the_page_says(sweep, capsys):
+def test_json_has_configurations_pairs_and_excluded_runs(sweep, capsys):
     save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError")
-    found = json.loads(page(capsys, sweep, FINAL, "--json"))
-    assert [(one["label"], one["n"], one["verdict"]) for one in found["configurations"]] == [
+    report = json.loads(page(capsys, sweep, FINAL, "--json"))
+    configurations = report["configurations"]
+    assert [(row["label"], row["n"], row["verdict"]) for row in configurations] == [
         ("gspo", 3, "base"),
         ("grpo", 3, "unknown"),
     ]
-    assert found["configurations"][0]["of_runs"] == pytest.approx([0.9, 0.94, 0.98])
-    (pair,) = found["pairs"]
+    assert configurations[0]["of_runs"] == pytest.approx([0.9, 0.94, 0.98])
+    (pair,) = report["pairs"]
     assert (pair["first"], pair["second"], pair["paired"]) == ("gspo", "grpo", True)
     assert pair["difference"] == pytest.approx(-0.2)
-    assert found["keys"] == ["loss"]
-    assert found["excluded"][0]["why"].startswith("failed at step 5 of 20")
+    assert report["keys"] == ["loss"]
+    assert report["excluded"][0]["why"].startswith("failed at step 5 of 20")
 
 
-def test_arms_have_the_names_that_the_user_gives_them(sweep, capsys):
-    said = page(
-        capsys,
-        sweep,
-        FINAL,
-        "--label",
-        "loss=gspo=ours",
-        "--svg",
-        sweep / "r.svg",
-        "--json",
-        "--pdf",
-        sweep / "r.pdf",
-    )
-    assert [one["label"] for one in json.loads(said)["configurations"]] == ["ours", "grpo"]
-    drawn = (sweep / "r.svg").read_text()
+def test_a_label_of_the_user_names_its_configuration_in_tables_and_pictures(sweep, capsys):
+    label = "--label=loss=gspo=ours"
+    svg = sweep / "r.svg"
+    pdf = sweep / "r.pdf"
+    printed = page(capsys, sweep, FINAL, label, "--json", "--svg", svg, "--pdf", pdf)
+    assert [row["label"] for row in json.loads(printed)["configurations"]] == ["ours", "grpo"]
+    drawn = svg.read_text()
     assert "ours (n = 3)" in drawn
     assert "gspo" not in drawn
-    assert (sweep / "r.pdf").read_bytes()[:5] == b"%PDF-"
-    assert "against ours (n = 3)" in page(capsys, sweep, FINAL, "--label=loss=gspo=ours")
-    assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in refused(
-        capsys, sweep, "--label=loss=gsop=ours"
-    )
-    assert "These are loss=grpo, loss=gspo." in refused(capsys, sweep, "--label=loss=gsop=ours")
+    assert pdf.read_bytes()[:5] == b"%PDF-"
+    assert "against ours (n = 3)" in page(capsys, sweep, FINAL, label)
 
 
-def test_the_picture_has_the_mean_of_each_with_its_interval(sweep):
+def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
+    message = refusal(capsys, sweep, "--label=loss=gsop=ours")
+    assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in message
+    assert "These are loss=grpo, loss=gspo." in message
+
+
+def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_drawn_again(sweep):
     compared = compare(find_runs([str(sweep)]), "final:reward")
     drawn = picture(compared, "svg")
-    assert [
-        name for name in ("interval-0", "interval-1", "interval-2") if name in drawn.decode()
-    ] == [
-        "interval-0",
-        "interval-1",
-    ]
+    assert set(re.findall(r"interval-\d", drawn.decode())) == {"interval-0", "interval-1"}
     assert picture(compared, "svg") == drawn
     assert picture(compared, "pdf") == picture(compared, "pdf")
 
 
-def test_a_legend_says_what_differs_alone(tmp_path):
-    """A function of one's own by its path, which is the option of its group."""
-    arms = [("grpo", None), ("custom", "mine.own_answers"), ("custom", "mine.shuffled")]
-    for number, (name, path) in enumerate(arms):
+def test_legend_names_a_function_of_the_user_by_its_path_and_leaves_out_custom(tmp_path):
+    estimators = [("grpo", None), ("custom", "mine.own_answers"), ("custom", "mine.shuffled")]
+    for number, (name, path) in enumerate(estimators):
         advantage = {"estimator": name} | ({"path": path} if path else {})
         for seed in range(2):
             save(
@@ -386,36 +392,30 @@ def test_a_legend_says_what_differs_alone(tmp_path):
     assert {group.label for group in groups} == {"grpo", "mine.own_answers", "mine.shuffled"}
 
 
-def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, capsys):
-    """An escape sequence, a mark of direction and a formula, in every text of a run that commands
-    show."""
-    strange = "\x1b]0;x\x07 \u202egro.elpmaxe $\\frac$ <b>"
-    for seed, loss in enumerate((strange, "grpo")):
-        folder = save(
-            tmp_path / f"run-{seed}-{strange if seed else ''}",
-            loss,
-            seed,
-            0.5,
-            "done",
-            more={strange: loss},
-        )
-        save(tmp_path / f"failed-{seed}", loss, seed, 0.5, "failed", reason=strange)
+def test_control_characters_in_the_texts_of_a_run_reach_no_terminal_and_no_page(tmp_path, capsys):
+    """Every text of a run has an escape sequence, a mark of direction, a formula and a tag."""
+    hostile = "\x1b]0;x\x07 \u202egro.elpmaxe $\\frac$ <b>"
+    for seed, loss in enumerate((hostile, "grpo")):
+        name = f"run-{seed}-{hostile if seed else ''}"
+        folder = save(tmp_path / name, loss, seed, 0.5, more={hostile: loss})
+        save(tmp_path / f"failed-{seed}", loss, seed, 0.5, "failed", reason=hostile)
         (folder / "provenance.json").write_text(
-            json.dumps({"git": [], "packages": {strange: loss}})
+            json.dumps({"git": [], "packages": {hostile: loss}})
         )
-    pages = [tmp_path / f"page.{kind}" for kind in ("html", "png")]
+    html = tmp_path / "page.html"
+    png = tmp_path / "page.png"
     runs = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
-    assert main(["compare", *runs, "--html", str(pages[0]), "--png", str(pages[1])]) == 0
+    assert main(["compare", *runs, "--html", str(html), "--png", str(png)]) == 0
     assert main(["compare", *runs[-2:]]) == 0
-    assert main(["compare", *runs, f"--metric={strange}"]) == 2
-    assert main(["resume", str(tmp_path / strange)]) == 2
-    assert main(["export", str(tmp_path / strange), str(tmp_path / "model")]) == 2
-    said = capsys.readouterr()
-    for text in (said.out, said.err, pages[0].read_text()):
+    assert main(["compare", *runs, f"--metric={hostile}"]) == 2
+    assert main(["resume", str(tmp_path / hostile)]) == 2
+    assert main(["export", str(tmp_path / hostile), str(tmp_path / "model")]) == 2
+    terminal = capsys.readouterr()
+    for text in (terminal.out, terminal.err, html.read_text()):
         assert not {"\x1b", "\x07", "\u202e"} & set(text)
         assert "U+202E" in text
-    assert "&lt;U+202E&gt;gro.elpmaxe $\\frac$ &lt;b&gt;" in pages[0].read_text()
-    assert "default-src 'none'; style-src 'unsafe-inline'\">" in pages[0].read_text()
+    assert "&lt;U+202E&gt;gro.elpmaxe $\\frac$ &lt;b&gt;" in html.read_text()
+    assert "default-src 'none'; style-src 'unsafe-inline'\">" in html.read_text()
 
 
 @pytest.mark.parametrize(
@@ -430,68 +430,91 @@ def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, c
         ),
     ],
 )
-def test_bad_input_is_one_message(
+def test_bad_input_is_refused_in_one_line(
     sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected
 ):
     monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
-    said = refused(capsys, *(argument.format(sweep=sweep) for argument in arguments))
-    assert expected in said
-    assert len(said.splitlines()) == 1
+    message = refusal(capsys, *(argument.format(sweep=sweep) for argument in arguments))
+    assert expected in message
+    assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("norm", "noted"), [(0.0, True), (2.0, False), (2.1, True)])
-def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted):
-    """From a factor of more than 2 on."""
+@pytest.mark.parametrize(
+    ("norm", "note"),
+    [
+        (0.0, "grad_norm is 0 with gspo and 1 with grpo. Clipping"),
+        (2.0, None),
+        (2.1, "grad_norm is 1 with grpo and 2.1 with gspo, 2.1 times"),
+    ],
+)
+def test_gradient_norms_that_differ_by_more_than_a_factor_of_two_are_noted(
+    tmp_path, capsys, norm, note
+):
     for seed in range(2):
         save(tmp_path / f"a{seed}", "grpo", seed, 0.5)
         save(tmp_path / f"b{seed}", "gspo", seed, 0.5, grad_norm=norm)
-    said = " ".join(page(capsys, tmp_path).split())
-    low, high = sorted([(1.0, "grpo"), (norm, "gspo")])
-    told = f"grad_norm is {low[0]:.3g} with {low[1]} and {high[0]:.3g} with {high[1]}"
-    told += f", {high[0] / low[0]:.3g} times" if norm else ". Clipping"
-    assert (told in said) == noted
-    assert ("different lengths" in said) == noted
+    text = unwrapped_page(capsys, tmp_path)
+    if note is None:
+        assert "grad_norm" not in text
+    else:
+        assert note in text
+        assert "different lengths" in text
 
 
-def with_rates(folder):
-    """Two losses at two learning rates each, two seeds: grpo is better at the lower, gspo at the
-    higher."""
+@pytest.fixture(scope="module")
+def two_rates(tmp_path_factory) -> Path:
+    """Write two losses at two learning rates, two seeds each.
+
+    grpo is better at the lower rate, gspo at the higher. 0.63 is the threshold.
+    """
+    folder = tmp_path_factory.mktemp("two_rates")
     ends = {("grpo", 1e-4): 0.7, ("grpo", 1e-3): 0.2, ("gspo", 1e-4): 0.3, ("gspo", 1e-3): 0.6}
     for number, ((loss, rate), end) in enumerate(ends.items()):
         for seed in range(2):
             optimizer = {"learning_rate": rate}
             save(folder / f"{number}-{seed}", loss, seed, end + seed / 100, optimizer=optimizer)
+    return folder
 
 
-def test_each_configuration_at_its_best(tmp_path, capsys):
-    with_rates(tmp_path)
-    compared = compare(find_runs([str(tmp_path)]), "reward", "optimizer.learning_rate")
-    shown = [tuple(group.values.values()) for group in compared.groups]
-    assert shown == [("grpo", 1e-4), ("gspo", 1e-3)]
-    # and 0.63 is to be reached
+def test_best_of_a_key_compares_each_configuration_at_its_best_value(two_rates):
+    compared = compare(find_runs([str(two_rates)]), "reward", "optimizer.learning_rate")
+    values = [tuple(group.values.values()) for group in compared.groups]
+    assert values == [("grpo", 1e-4), ("gspo", 1e-3)]
     assert [group.final[0] for group in compared.groups] == pytest.approx([0.705, 0.605])
     assert len(compared.comparisons) == 1
     assert compared.left_out == []
     assert [group.tried["0.001"].final[0] for group in compared.groups] == pytest.approx(
         [0.205, 0.605]
     )
-    said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
+
+
+def test_page_of_best_of_notes_best_values_at_the_edge_of_those_tried(two_rates, capsys):
+    text = unwrapped_page(capsys, two_rates, "--best-of=optimizer.learning_rate")
     assert (
         "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 "
         "grpo"
-    ) in said
+    ) in text
     assert (
         "gspo, 0.001: this is the highest optimizer.learning_rate tried, and one beyond may be "
         "better"
-    ) in said
-    assert "grpo, 0.0001: this is the lowest" in said
-    assert "chosen by the same runs that are compared" in said
-    assert said.startswith(
+    ) in text
+    assert "grpo, 0.0001: this is the lowest" in text
+    assert "chosen by the same runs that are compared" in text
+
+
+@pytest.mark.parametrize("key", ["optimizer.learning_rate", "loss"])
+def test_configurations_differ_in_loss_and_rate_whichever_the_best_is_taken_of(
+    two_rates, capsys, key
+):
+    assert unwrapped_page(capsys, two_rates, f"--best-of={key}").startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate "
         "(and so in loss.ep"
     )
+
+
+def test_best_of_against_a_base_puts_the_base_first_and_shows_all_values_tried(two_rates):
     against = compare(
-        find_runs([str(tmp_path)]), "final:reward", "optimizer.learning_rate", against="loss=gspo"
+        find_runs([str(two_rates)]), "final:reward", "optimizer.learning_rate", against="loss=gspo"
     )
     assert [group.values["loss"] for group in against.groups] == ["gspo", "grpo"]
     assert tried_rows(against) == [
@@ -502,15 +525,9 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     drawn = picture(against, "svg").decode()
     assert "tried-0" in drawn
     assert "tried-1" in drawn
-    # both times a loss and its rate
-    said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())
-    assert said.startswith(
-        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate "
-        "(and so in loss.ep"
-    )
 
 
-def test_final_and_best():
+def test_final_is_the_mean_of_the_last_tenth_and_best_the_highest_mean_of_a_tenth():
     values = [0.0] * 10 + [1.0, 3.0] + [0.0] * 6 + [0.5, 0.7]
     assert final(values) == pytest.approx(0.6)
     assert best(values) == pytest.approx(2.0)
@@ -522,9 +539,10 @@ def test_the_legend_of_long_names_stays_within_the_picture(tmp_path):
         more = {"advantage": {"path": f"a_module_with_a_long_name.of_functions.function_{number}"}}
         save(tmp_path / str(number), "grpo", 0, 0.5, **more)
     drawn = picture(compare(find_runs([str(tmp_path)]), "final:reward"), "svg").decode()
-    names = re.findall(
+    # matplotlib places a text by its attribute x or by a translation.
+    places = re.findall(
         r'<text [^>]*x="([-\d.]+)"[^>]*>a_module|<text [^>]*translate\(([-\d.]+) [^>]*>a_module',
         drawn,
     )
-    assert len(names) == 4
-    assert min(float(one or other) for one, other in names) > 0
+    assert len(places) == 4
+    assert min(float(x or translation) for x, translation in places) > 0
