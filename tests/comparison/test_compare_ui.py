@@ -1,4 +1,4 @@
-"""`pgtk ui`: the real MLflow server, and that nothing of it is left."""
+"""`pgtk ui` starts the real MLflow server at the newest run, and leaves no process behind."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from builders.stores import free_port
@@ -17,7 +18,8 @@ from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Write two runs into the default store; return what the newer one knows of it."""
     monkeypatch.chdir(tmp_path)
     for name in ("older", "newer"):
         with RunDirectory(tmp_path / f"run-{name}") as run:
@@ -29,8 +31,8 @@ def store(tmp_path, monkeypatch):
     return tracker.info
 
 
-def status(address):
-    """Once the server answers."""
+def status(address: str) -> int:
+    """Wait until the server answers, and return the status of its answer."""
     end = time.monotonic() + 120
     while True:
         try:
@@ -41,7 +43,7 @@ def status(address):
 
 
 @pytest.mark.slow
-def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
+def test_ui_opens_the_newest_run_and_leaves_no_process_behind(store, tmp_path):
     port = free_port()
     command = [sys.executable, "-m", "pgtoolkit.cli", "ui", "--port", str(port)]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
@@ -67,29 +69,30 @@ def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
         urllib.request.urlopen(address, timeout=5)
 
 
-def refused(capsys, *arguments):
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line that refuses these arguments."""
     assert main(["ui", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    return said
+    message = capsys.readouterr().err
+    assert len(message.splitlines()) == 1
+    return message
 
 
-def test_without_a_store_it_says_where_one_is_made(tmp_path, monkeypatch, capsys):
+def test_a_missing_store_is_refused_and_not_created(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "got outputs/mlflow.db: no such file" in refused(capsys)
+    assert "got outputs/mlflow.db: no such file" in refusal(capsys)
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_port_needs_to_be_free(tmp_path, monkeypatch, capsys):
+def test_a_port_that_is_not_a_number_or_not_free_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "store.db").touch()
-    assert "argument --port: '5x' is no whole number >= 1" in refused(capsys, "--port=5x")
+    assert "argument --port: '5x' is no whole number >= 1" in refusal(capsys, "--port=5x")
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = refused(capsys, "--port", str(port), "--uri=sqlite:///store.db")
+        message = refusal(capsys, "--port", str(port), "--uri=sqlite:///store.db")
     assert (
         f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)"
-        in said
+        in message
     )

@@ -1,4 +1,5 @@
-"""What `pgtk compare` of two runs begins with: only what changed between them."""
+"""`pgtk compare` of two runs begins with their differences in configuration, code, packages and
+hardware, and with nothing else."""
 
 from pathlib import Path
 
@@ -34,15 +35,15 @@ CHANGED = {
 }
 
 
-def save(folder, config, provenance=PROVENANCE):
+def save(folder: Path, config: dict, provenance: dict | None = PROVENANCE) -> None:
+    """Write a run directory; provenance: None for none."""
     with RunDirectory(folder) as run:
         run.write_config(config, [])
         if provenance:
             run.write_provenance(provenance)
-    return folder
 
 
-def test_only_what_changed_is_shown(tmp_path, monkeypatch):
+def test_only_the_keys_that_differ_are_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(
         tmp_path / "a",
@@ -57,7 +58,7 @@ def test_only_what_changed_is_shown(tmp_path, monkeypatch):
     )
 
 
-def test_code_packages_and_hardware(tmp_path, monkeypatch):
+def test_code_packages_and_hardware_that_differ_are_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", {"seed": 0})
     save(tmp_path / "b", {"seed": 0}, PROVENANCE | CHANGED)
@@ -77,7 +78,7 @@ def test_code_packages_and_hardware(tmp_path, monkeypatch):
     ]
 
 
-def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypatch):
+def test_the_last_start_of_a_resumed_run_is_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", {"seed": 0})
     save(
@@ -88,6 +89,11 @@ def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypa
     text = render_diff(Path("a"), Path("b"))
     assert "host  a  ->  z" in text
     assert "b was resumed: compared is its last start." in text
+
+
+def test_a_missing_provenance_is_unknown_and_not_equal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "a", {"seed": 0})
     save(tmp_path / "c", {"seed": 1}, None)
     text = render_diff(Path("a"), Path("c"))
     assert "seed  0  ->  1" in text
@@ -95,21 +101,24 @@ def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypa
     assert "No difference" not in text
 
 
-def test_a_comparison_of_two_runs_begins_with_it(tmp_path, monkeypatch, capsys):
-    """Of three runs, or of a damaged one, it says nothing of that."""
+def test_only_a_comparison_of_two_readable_runs_begins_with_their_differences(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(four_losses(tmp_path))
     assert main(["compare", "grpo-0", "gspo-1"]) == 0
-    said = capsys.readouterr().out
-    first = (
+    printed = capsys.readouterr().out
+    differences = (
         "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed       0     ->  1\n  loss.name  grpo  "
         "->  gspo\n\n"
     )
-    assert said.startswith(first)
-    assert "grpo" in said.removeprefix(first)
+    assert printed.startswith(differences)
+    assert "grpo" in printed.removeprefix(differences)
+
     assert main(["compare", "grpo-0", "gspo-1", "gspo-2"]) == 0
     assert "A  grpo-0" not in capsys.readouterr().out
+
     Path("gspo-1/config.yaml").write_text("a: [")
     assert main(["compare", "grpo-0", "gspo-1"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "A grpo-0" not in said
-    assert "config.yaml is damaged (no YAML, line 1:" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "A grpo-0" not in printed
+    assert "config.yaml is damaged (no YAML, line 1:" in printed

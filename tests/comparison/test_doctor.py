@@ -1,9 +1,10 @@
-"""pgtk doctor: silent on runs that were fine, and each rule fires on a run that is broken in its
-way."""
+"""`pgtk doctor` finds nothing wrong with healthy runs, and each of its rules fires on a run that is
+broken in that way: runs of the published study, runs trained here, and made-up metrics."""
 
 import json
 import re
 import tarfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from builders.runs import SHORT, config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.doctor import FEWEST_STEPS, RULES, diagnose, examine
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.runs.find import Run, read_run, run_directories
 from pgtoolkit.runs.records import read_leaves
 from pgtoolkit.sampling.samplers import TransformersSampler
@@ -24,21 +26,26 @@ NAMES = [rule.name for rule in RULES]
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    """The folder of a packed sweep of the study, by its name."""
+def study(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from the name of a packed sweep of the study to its unpacked folder."""
     folder = tmp_path_factory.mktemp("study")
 
-    def unpacked(name):
-        with tarfile.open(REPOSITORY / f"benchmarks/data/study/{name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
-        return folder / "outputs" / "sweeps" / name
+    def unpack(name: str) -> Path:
+        sweep = folder / "outputs" / "sweeps" / name
+        if not sweep.exists():
+            with tarfile.open(REPOSITORY / f"benchmarks/data/study/{name}.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+        return sweep
 
-    return unpacked
+    return unpack
 
 
-def failures(folder: Path, **config) -> list[set[str]]:
-    """What is found of each run below a folder whose configuration has these values; `__` is a
-    dot."""
+def failures(folder: Path, **config: object) -> list[set[str]]:
+    """Return the names of the failures of each run below a folder whose configuration has these
+    values.
+
+    config: with `__` in the place of a dot.
+    """
     chosen = {key.replace("__", "."): value for key, value in config.items()}
     names = []
     for path in run_directories("", [str(folder)]):
@@ -48,37 +55,35 @@ def failures(folder: Path, **config) -> list[set[str]]:
     return names
 
 
-def test_nothing_is_said_of_the_runs_of_the_study_that_were_fine(study):
+def test_healthy_runs_of_the_study_have_no_failure(study):
     for name, count in (("study_starts", 28), ("study_loss", 48)):
         assert failures(study(name)) == [set()] * count
 
 
-def test_runs_of_the_study_that_were_broken_are_told_apart(study):
-    """Rewards tossed by a coin, learning rates far too high, and a lag of 128 updates."""
+def test_runs_of_the_study_with_random_rewards_lose_their_reward(study):
     controls = failures(
         study("study_starts_controls"), advantage__path="benchmarks.study.random_reward"
     )
     assert sorted(map(len, controls)) == [0, 0, 1, 1, 1, 1, 1]
     assert set().union(*controls) == {"reward lost"}
-    lag = study("study_lag")
-    rates = {"loss__name": "cispo", "rollout__lag": 128}
-    assert failures(lag, **rates, optimizer__learning_rate=0.0008) == [
+
+
+def test_runs_of_the_study_with_a_long_lag_fail_in_another_way_at_each_learning_rate(study):
+    folder = study("study_lag")
+    lagging = {"loss__name": "cispo", "rollout__lag": 128}
+    assert failures(folder, **lagging, optimizer__learning_rate=0.0008) == [
         {"entropy gone", "reward lost"}
     ]
-    assert failures(lag, **rates, optimizer__learning_rate=0.0032) == [
+    assert failures(folder, **lagging, optimizer__learning_rate=0.0032) == [
         {"gradient spikes", "reward lost"}
     ]
-    assert {"reward up while held-out falls"} in failures(
-        lag, **rates, optimizer__learning_rate=5e-05
-    )
-    assert failures(lag, loss__name="cispo", rollout__lag=0, optimizer__learning_rate=5e-05) == [
-        set(),
-        set(),
-    ]
+    low_rate = {"optimizer__learning_rate": 5e-05}
+    assert {"reward up while held-out falls"} in failures(folder, **lagging, **low_rate)
+    assert failures(folder, loss__name="cispo", rollout__lag=0, **low_rate) == [set(), set()]
 
 
 def trained(folder: Path, *overrides: str) -> Run:
-    """A real run of 16 steps; overrides: more settings than the short ones, and a task."""
+    """Train for 16 steps with the short settings, and `overrides` on top, which choose the task."""
     settings = [setting for setting in SHORT if not setting.startswith("task.")]
     settings += [
         "trainer.max_steps=16",
@@ -91,8 +96,8 @@ def trained(folder: Path, *overrides: str) -> Run:
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
-    """Code of a user's own, in the current directory."""
+def user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a module of the user's and a file of prompts into a new current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patients.py").write_text(
@@ -135,9 +140,9 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
         ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=3"), ("log-ratios clamped",)),
     ],
 )
-def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, names):
-    shown = {rule.name for rule, _ in examine(trained(module / "run", *settings)).failures}
-    assert set(names) <= shown if names else shown == set()
+def test_a_run_that_is_broken_in_this_way_has_these_failures(user_code, settings, names):
+    failed = {rule.name for rule, _ in examine(trained(user_code / "run", *settings)).failures}
+    assert set(names) <= failed if names else failed == set()
 
 
 @pytest.mark.slow
@@ -148,23 +153,31 @@ def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, names):
         ("training", "sampler and trainer apart"),
     ],
 )
-def test_a_sampler_that_gives_other_log_probs_is_seen(tmp_path, monkeypatch, old, name):
+def test_log_probs_of_the_sampler_that_are_not_the_trainer_s_are_noticed_at_the_first_step(
+    tmp_path, monkeypatch, old, name
+):
     complete = TransformersSampler.complete
 
-    def wrong(self, requests, more=False):
+    def complete_with_drift(
+        self: TransformersSampler, requests: list[Request], more: bool = False
+    ) -> list[Completion]:
         drift = 0.3 * torch.arange(99.0)
         return [
-            replace(x, log_probs=x.log_probs - drift[: len(x.log_probs)])
-            for x in complete(self, requests, more)
+            replace(
+                completion,
+                log_probs=completion.log_probs - drift[: len(completion.log_probs)],
+            )
+            for completion in complete(self, requests, more)
         ]
 
-    monkeypatch.setattr(TransformersSampler, "complete", wrong)
+    monkeypatch.setattr(TransformersSampler, "complete", complete_with_drift)
     examined = examine(trained(tmp_path / "run", REVERSE, f"rollout.old_log_probs={old}"))
     assert [(rule.name, place.step) for rule, place in examined.failures] == [(name, 1)]
 
 
-def made_up(steps=100, **columns) -> Run:
-    """A run of these columns, each a number or one for each step, beside what a healthy one has."""
+def made_up(steps: int = 100, **columns: float | np.ndarray) -> Run:
+    """Return a healthy run whose columns are replaced by these, each a number or one for each
+    step."""
     number = np.arange(1.0, steps + 1)
     healthy = {
         **{
@@ -201,14 +214,15 @@ def made_up(steps=100, **columns) -> Run:
     )
 
 
-# A twentieth of the steps is smoothed over, so that a bound is crossed some steps beside the jump.
 HALF = np.where(np.arange(100) < 60, 0.0, 1.0)
+"""0 until step 60 and 1 after it. The rules smooth over a twentieth of the steps, and so see it
+cross a bound some steps before or after."""
 
 
 @pytest.mark.parametrize(
     ("columns", "name", "step"),
     [
-        ({"ratio_new_old": 1 + 0.1 * HALF}, None, None),  # of eight first updates of 25 only
+        ({"ratio_new_old": 1 + 0.1 * HALF}, None, None),  # in less than half of the first updates
         ({"ratio_new_old": 1.1}, "ratios away from 1 at a batch's first update", 1),
         ({"kl_old_sampling": 0.1 * HALF}, "sampler and trainer apart", 58),
         ({"zero_advantage_group_fraction": HALF}, "groups without signal", 64),
@@ -236,47 +250,48 @@ HALF = np.where(np.arange(100) < 60, 0.0, 1.0)
         ),
     ],
 )
-def test_numbers_of_a_failure_and_of_none(columns, name, step):
-    failures_found = examine(made_up(**columns)).failures
-    assert [rule.name for rule, _ in failures_found] == ([name] if name else [])
+def test_a_failure_is_named_with_the_step_since_which_it_holds(columns, name, step):
+    failures = examine(made_up(**columns)).failures
+    assert [rule.name for rule, _ in failures] == ([name] if name else [])
     if step:
-        assert failures_found[0][1].step == step
+        assert failures[0][1].step == step
 
 
-def test_every_rule_has_a_case():
+def test_every_rule_has_a_made_up_run_that_breaks_it():
     cases = Path(__file__).read_text().partition("def made_up")[2]
     assert [name for name in NAMES if f'"{name}"' not in cases] == []
 
 
-def test_the_page_says_since_when_and_what_to_change(study, capsys, tmp_path):
-    (run, *_) = run_directories("", [str(study("study_starts_controls"))])
-    page = diagnose([str(run)])
-    assert "Not looked for, since it was not measured: " in page
-    broken = [
-        path
-        for path in run_directories("", [str(run.parent)])
-        if examine(read_run(path, None)).failures
-    ]
-    assert main(["doctor", str(broken[0])]) == 0
+def failing_runs(folder: Path) -> Iterator[Path]:
+    """Yield the run directories below a folder that have a failure."""
+    for path in run_directories("", [str(folder)]):
+        if examine(read_run(path, None)).failures:
+            yield path
+
+
+def test_page_has_since_when_a_failure_holds_and_what_to_change(study, capsys, tmp_path):
+    broken = str(next(failing_runs(study("study_starts_controls"))))
+    assert "Not looked for, since it was not measured: " in diagnose([broken])
+    assert main(["doctor", broken]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
         r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. Healthy: rises,",
         output,
     )
     assert "Change: optimizer.learning_rate, lower" in output
-    assert main(["doctor", str(broken[0]), "--json"]) == 0
+    assert main(["doctor", broken, "--json"]) == 0
     (page_as_json,) = json.loads(capsys.readouterr().out)
     assert [row["failure"] for row in page_as_json["found"]] == ["reward lost"]
     assert main(["doctor", str(tmp_path)]) == 2
     assert "needs a run directory" in capsys.readouterr().err
 
 
-def test_a_run_of_a_few_steps_tells_nothing():
+def test_a_run_of_few_steps_is_not_judged():
     assert examine(made_up(FEWEST_STEPS - 1, truncated_fraction=1.0)).failures == []
     assert examine(made_up(FEWEST_STEPS, truncated_fraction=1.0)).failures != []
 
 
-def test_the_table_of_the_docs_is_that_of_the_rules():
+def test_table_of_the_docs_has_each_rule_with_its_metrics_and_no_other():
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     rows = [
         f"| {rule.name} | {', '.join(f'`{name}`' for name in rule.metrics)} | {rule.healthy} |"
