@@ -462,7 +462,7 @@ def test_gradient_norms_that_differ_by_more_than_a_factor_of_two_are_noted(
 
 
 @pytest.fixture(scope="module")
-def two_rates(tmp_path_factory) -> Path:
+def two_rates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write two losses at two learning rates, two seeds each.
 
     grpo is better at the lower rate, gspo at the higher. 0.63 is the threshold.

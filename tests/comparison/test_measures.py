@@ -1,9 +1,11 @@
-"""What runs reach, and how a threshold is found and missed: against plain loops and values worked
-out by hand."""
+"""When a run reaches a threshold, its area, and the default threshold and metric of a comparison:
+against plain loops and values worked out by hand."""
 
 import csv
 import json
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +21,20 @@ from pgtoolkit.runs.records import best_of
 HELD_OUT = "evaluation/held_out/pass@1"
 
 
-def run_of(values, metric="exact_match", step=10, seed=0, tokens=3, **config):
-    """A finished run that sees `step` documents a step."""
+def run_of(
+    values: Sequence[float],
+    metric: str = "exact_match",
+    step: int = 10,
+    seed: int = 0,
+    **config: object,
+) -> Run:
+    """Return a finished run that sees `step` documents and 3 tokens a step."""
     config = {"seed": seed, "trainer.max_steps": 5, **config}
     steps = np.arange(1.0, len(values) + 1)
     columns = {
         "step": steps,
         "documents_seen": step * steps,
-        "tokens_seen": tokens * steps,
+        "tokens_seen": 3 * steps,
         "seconds": 0 * steps,
     }
     return Run(
@@ -34,15 +42,24 @@ def run_of(values, metric="exact_match", step=10, seed=0, tokens=3, **config):
     )
 
 
-def first_place(values, step, window, threshold):
-    """The first step whose mean over the documents of the last `window` reaches the threshold, by
-    plain loops."""
-    for n in range(1, len(values) + 1):
-        taken = [values[m - 1] for m in range(1, n + 1) if step * n - window < step * m] or [
-            values[n - 1]
+def first_reaching_step(
+    values: list[float], documents: int, window: int, threshold: float
+) -> int | None:
+    """Return the first step at which the mean over the last `window` documents reaches the
+    threshold, by plain loops.
+
+    documents: of each step.
+    """
+    for step in range(1, len(values) + 1):
+        in_window = [
+            values[earlier - 1]
+            for earlier in range(1, step + 1)
+            if documents * step - window < documents * earlier
         ]
-        if step * n >= window and sum(taken) / len(taken) >= threshold:
-            return n
+        if not in_window:
+            in_window = [values[step - 1]]
+        if documents * step >= window and sum(in_window) / len(in_window) >= threshold:
+            return step
     return None
 
 
@@ -51,52 +68,56 @@ def test_a_threshold_is_reached_by_the_mean_over_the_last_documents(window):
     draw = random.Random(window)
     for _ in range(20):
         values = [draw.random() * n / 30 for n in range(30)]
-        run = run_of(values)
-        n = first_place(values, 10, window, 0.5)
-        found = reached(run, Goal("exact_match", 0.5, "", window, (10, 300)))
-        assert found.to == (
-            {"documents_seen": 10 * n, "tokens_seen": 3 * n, "seconds": 0.0} if n else {}
-        )
-        assert found.seen == {"documents_seen": 300, "tokens_seen": 90, "seconds": 0.0}
+        measured = reached(run_of(values), Goal("exact_match", 0.5, "", window, (10, 300)))
+        step = first_reaching_step(values, 10, window, 0.5)
+        if step is None:
+            assert measured.to == {}
+        else:
+            expected = {"documents_seen": 10 * step, "tokens_seen": 3 * step, "seconds": 0.0}
+            assert measured.to == expected
+        assert measured.seen == {"documents_seen": 300, "tokens_seen": 90, "seconds": 0.0}
 
 
-def test_the_mean_is_the_area_over_what_all_have_seen():
-    """Trapezoids from document 15 to 40: (0.05 + 0.1) / 2 * 5, (0.1 + 0.5) / 2 * 10 and (0.5 + 0.7)
-    / 2 * 10."""
+def test_the_mean_is_the_area_over_the_goal_s_documents_and_none_for_a_shorter_run():
     run = run_of([0.0, 0.1, 0.5, 0.7, 0.9])
     goal = Goal("exact_match", None, "", 0, (15, 40))
+    # Trapezoids from document 15 to 40:
+    # (0.05 + 0.1) / 2 * 5, (0.1 + 0.5) / 2 * 10 and (0.5 + 0.7) / 2 * 10.
     assert reached(run, goal).mean == pytest.approx((0.375 + 3 + 6) / 25)
-    assert reached(run_of([0.0, 0.1, 0.5]), goal).mean is None  # it has not come as far
+    assert reached(run_of([0.0, 0.1, 0.5]), goal).mean is None
     assert reached(run, Goal("exact_match", None, "", 0, (50, 50))).mean == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
     ("metric", "curves", "threshold", "why"),
     [
-        # a share that one configuration reaches with both seeds
+        # The default, if both seeds of a configuration reach it.
         ("exact_match", [[[0, 0.95], [0, 0.9]], [[0, 0.5]]], 0.9, "the default for a share"),
-        # which takes every seed
+        # In each configuration a seed does not reach the default.
         (
             "exact_match",
             [[[0.1, 0.95], [0.3, 0.8]], [[0.2, 0.99], [0.2, 0.1]]],
             0.74,
             "from 0.2, the mean start, to 0.8, as",
         ),
-        # of a reward nobody knows the unit
+        # A reward may have any unit.
         ("reward", [[[-1, 99]], [[1, 50]]], 89.1, "from 0, the mean start, to 99"),
         ("reward", [[[-2, -1]]], -1.1, "from -2, the mean start, to -1"),
-        # in as many digits as it takes to lie between the two
+        # As many digits as the threshold needs to lie between start and end.
         ("reward", [[[-1010, -1003]]], -1003.7, ""),
         ("reward", [[[1000, 1000.5]]], 1000.45, ""),
         (HELD_OUT, [[[0, 1]]], 0.9, "the default for a share"),
         ("evaluation/held_out/avg", [[[0, 1]]], 0.9, "from 0, the mean start, to 1"),
-        # nothing rises; more of it is not better
+        # No run rises.
         ("exact_match", [[[0.5, 0.5]]], None, ""),
+        # A higher value is not better.
         ("evaluation/held_out/pass@1_error", [[[0, 1]]], None, ""),
         ("completion_length", [[[0, 1]]], None, ""),
     ],
 )
-def test_a_threshold_that_fits(metric, curves, threshold, why):
+def test_default_threshold_is_nine_tenths_or_a_value_that_a_configuration_reaches(
+    metric, curves, threshold, why
+):
     groups = [[run_of(curve, metric) for curve in group] for group in curves]
     goal = goal_of(groups, metric, None)
     assert goal.threshold == threshold
@@ -104,58 +125,61 @@ def test_a_threshold_that_fits(metric, curves, threshold, why):
     assert goal_of(groups, metric, 0.25).threshold == 0.25
 
 
-def two_groups(one, other, **config):
+def two_groups(
+    first: list[tuple[int, list[float]]], second: list[tuple[int, list[float]]]
+) -> list[Run]:
+    """Return the runs of two losses, each made of a seed and its values."""
     return [
         run_of(values, seed=seed, loss=name)
-        for name, group in (("a", one), ("b", other))
+        for name, group in (("a", first), ("b", second))
         for seed, values in group
     ]
 
 
-def test_a_run_that_never_reaches_the_threshold_counts_with_what_was_looked_at():
-    """Never left out, and never as if it had reached it: 20 and 40 documents against 40 and at
-    least 50."""
+def test_a_run_that_never_reaches_the_threshold_counts_with_all_its_documents():
+    # Values that rise to 1 after so many steps as their place in the list.
     rise = [[0.0] * n + [1.0] * (5 - n) for n in range(6)]
     compared = compare(
         two_groups([(0, rise[1]), (1, rise[3])], [(0, rise[3]), (1, rise[5])]), "exact_match"
     )
     assert compared.limits == {"documents_seen": 50, "tokens_seen": 15, "seconds": 0.0}
     a, b = compared.groups
-    assert (compared.spent(a, "documents_seen"), compared.arrived(a, "documents_seen")) == (
-        [20, 40],
-        2,
-    )
-    assert (compared.spent(b, "documents_seen"), compared.arrived(b, "documents_seen")) == (
-        [40, 50],
-        1,
-    )
+    assert compared.spent(a, "documents_seen") == [20, 40]
+    assert compared.arrived(a, "documents_seen") == 2
+    assert compared.spent(b, "documents_seen") == [40, 50]
+    assert compared.arrived(b, "documents_seen") == 1
     assert next(iter(compared.comparisons)).difference == 15
 
 
-def test_a_run_that_ends_early_limits_the_others_unless_it_has_reached_the_threshold():
-    """As with trainer.stop_at: a run that ended because it was there says nothing of how far to
-    look."""
-    long = [0.0] * 8 + [1.0] * 2
-    there = compare(
-        two_groups([(0, [0.0, 1.0])], [(0, long)]), "exact_match", reach="exact_match=0.9"
+LATE = [0.0] * 8 + [1.0] * 2
+
+
+def test_a_run_that_ended_since_it_reached_the_threshold_does_not_limit_the_others():
+    compared = compare(
+        two_groups([(0, [0.0, 1.0])], [(0, LATE)]), "exact_match", reach="exact_match=0.9"
     )
-    assert there.limits["documents_seen"] == float("inf")
-    assert [there.spent(group, "documents_seen") for group in there.groups] == [[20], [90]]
-    for run in (both := two_groups([(0, [0.0, 0.0, 1.0])], [(0, [0.0] * 3)])):
+    assert compared.limits["documents_seen"] == float("inf")
+    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[20], [90]]
+
+
+def test_a_threshold_that_is_reached_at_the_limit_itself_is_reached():
+    runs = two_groups([(0, [0.0, 0.0, 1.0])], [(0, [0.0] * 3)])
+    for run in runs:
         del run.columns["seconds"], run.columns["tokens_seen"]
-    # at the limit itself, and on the axes that all have
-    exactly = compare(both, None, reach="exact_match=0.9")
-    assert exactly.limits == {"documents_seen": 30}
-    assert sorted(exactly.arrived(group, "documents_seen") for group in exactly.groups) == [0, 1]
-    short = compare(two_groups([(0, [0.0, 0.5])], [(0, long)]), None, reach="exact_match=0.9")
-    assert short.limits["documents_seen"] == 20
-    assert [short.arrived(group, "documents_seen") for group in short.groups] == [0, 0]
-    assert [short.spent(group, "documents_seen") for group in short.groups] == [[20], [20]]
+    compared = compare(runs, None, reach="exact_match=0.9")
+    assert compared.limits == {"documents_seen": 30}  # and no limit of a column that no run has
+    assert sorted(compared.arrived(group, "documents_seen") for group in compared.groups) == [0, 1]
 
 
-def test_of_runs_that_never_arrive_the_shortest_limits_all():
-    """A run of 30 documents and one of 50 miss the threshold: what the third did in 40 is not
-    within the limit."""
+def test_a_run_that_ends_early_below_the_threshold_limits_the_others():
+    compared = compare(two_groups([(0, [0.0, 0.5])], [(0, LATE)]), None, reach="exact_match=0.9")
+    assert compared.limits["documents_seen"] == 20
+    assert [compared.arrived(group, "documents_seen") for group in compared.groups] == [0, 0]
+    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[20], [20]]
+
+
+def test_of_runs_that_never_reach_the_threshold_the_shortest_limits_all():
+    # Runs of 30 and of 50 documents miss the threshold; the third reaches it after 40.
     late = [0.0, 0.0, 0.0, 1.0, 1.0]
     compared = compare(
         two_groups([(0, [0.0] * 3), (1, [0.0] * 5)], [(0, late)]), None, reach="exact_match=0.9"
@@ -176,12 +200,12 @@ def test_the_mean_is_taken_over_what_every_run_has_seen():
     assert goal.window == 45 / 50
     compared = compare([longer, later], "exact_match")
     means = sorted(group.reached[0].mean for group in compared.groups)
-    # Trapezoids over 15 to 45: 0.1 to 0.2 at 20, 0.4 at 30, 0.6 at 40, 0.7 at 45; and 0 to 0.1 to
-    #   0.2.
+    # Trapezoids from document 15 to 45. The longer run has 0.1 at 15, 0.2 at 20, 0.4 at 30, 0.6 at
+    # 40 and 0.7 at 45; the other rises from 0 to 0.2.
     assert means == pytest.approx([0.1, (0.15 * 5 + 0.3 * 10 + 0.5 * 10 + 0.65 * 5) / 30])
 
 
-def test_seeds_are_paired_where_their_prompts_are_the_same():
+def test_runs_are_paired_by_seed_if_seeds_and_prompts_are_the_same():
     runs = two_groups([(0, [0, 1]), (1, [0, 0.9])], [(1, [0, 0.8]), (0, [0, 0.7])])
     assert compare(runs, "exact_match").comparisons.paired == {True}
     for run in runs:
@@ -199,88 +223,98 @@ def test_seeds_are_paired_where_their_prompts_are_the_same():
     ).comparisons.paired == {False}
 
 
-def save(folder, loss, seed, held_out=None, **more):
-    """A run of 4 steps of 8 documents, a second each; held_out: pass@1 before the first step, after
-    2 and after 4."""
+def save(
+    folder: Path,
+    loss: str,
+    seed: int,
+    held_out: tuple[float, ...] = (),
+    **more: object,
+) -> None:
+    """Write a run of 4 steps of 8 documents, a second each.
+
+    held_out: pass@1 before the first step, after step 2 and after step 4, of two evaluation sets.
+    more: groups of its configuration.
+    """
     config = {"seed": seed, "loss": {"name": loss}, "trainer": {"max_steps": 4}, **more}
     with RunDirectory(folder) as run:
         run.write_config(config, [])
-        rows, time = [], 1000.0
-        for step in range(1, 5):
-            # The evaluation after step 2 takes 50 s, which lie between its row and the next.
-            time += 51 if step == 3 and held_out else 1
-            shares = {"reward": 0.1 * step, "exact_match": 0.2 * step}
-            rows.append(
-                {
-                    "step": step,
-                    "time": time,
-                    "documents_seen": 8 * step,
-                    "num_tokens": 10 * step,
-                    **shares,
-                }
-            )
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        lines = [
-            {
-                "step": step,
-                "time": 1.0,
-                "documents": 8 * step,
-                "set": name,
-                "prompts": 4,
-                "completions_per_prompt": 2,
-            }
-            | {
-                "avg": value / 2,
-                "avg_error": 0.1,
-                "pass@1": value,
-                "pass@1_error": 0.1,
-                "length": 7.0,
-                "seconds": 25.0,
-            }
-            for step, value in zip((0, 2, 4), held_out or (), strict=False)
-            for name in ("held_out", "longer")
-        ]
-        if lines:
-            (folder / "evaluations.jsonl").write_text(
-                "".join(json.dumps(line) + "\n" for line in lines)
-            )
+        write_rows(run.metrics_path, training_rows(evaluated=bool(held_out)))
+        if held_out:
+            write_rows(folder / "evaluations.jsonl", evaluation_rows(held_out))
         run.set_status("done", 4)
 
 
-def test_held_out_metrics_come_first_and_their_time_is_no_training(tmp_path, capsys):
-    save(tmp_path / "a0", "grpo", 0, [0.0, 0.5, 0.95])
-    save(tmp_path / "a1", "grpo", 1, [0.0, 0.92, 0.94])
-    save(tmp_path / "b0", "gspo", 0, [0.0, 0.1, 0.2])
-    save(tmp_path / "b1", "gspo", 1, [0.0, 0.2, 0.91])
-    compared = compare(find_runs([str(tmp_path)]))
+def training_rows(evaluated: bool) -> list[dict]:
+    rows = []
+    time = 1000.0
+    for step in range(1, 5):
+        # The evaluations after step 2 take the 50 s between its row and the next.
+        time += 51 if step == 3 and evaluated else 1
+        counts = {"documents_seen": 8 * step, "num_tokens": 10 * step}
+        shares = {"reward": 0.1 * step, "exact_match": 0.2 * step}
+        rows.append({"step": step, "time": time, **counts, **shares})
+    return rows
+
+
+def evaluation_rows(held_out: tuple[float, ...]) -> list[dict]:
+    rows = []
+    for step, value in zip((0, 2, 4), held_out, strict=True):
+        for name in ("held_out", "longer"):
+            counts = {"documents": 8 * step, "prompts": 4, "completions_per_prompt": 2}
+            scores = {"avg": value / 2, "avg_error": 0.1, "pass@1": value, "pass@1_error": 0.1}
+            costs = {"time": 1.0, "length": 7.0, "seconds": 25.0}
+            rows.append({"step": step, "set": name, **counts, **scores, **costs})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write two seeds of grpo and of gspo; all but the first seed of gspo reach 0.9."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    save(folder / "a0", "grpo", 0, (0.0, 0.5, 0.95))
+    save(folder / "a1", "grpo", 1, (0.0, 0.92, 0.94))
+    save(folder / "b0", "gspo", 0, (0.0, 0.1, 0.2))
+    save(folder / "b1", "gspo", 1, (0.0, 0.2, 0.91))
+    return folder
+
+
+def test_runs_are_compared_by_held_out_pass_at_1_if_all_have_it(evaluated):
+    compared = compare(find_runs([str(evaluated)]))
     assert (compared.metric, compared.goal.threshold, compared.goal.window) == (HELD_OUT, 0.9, 0)
-    assert [group.label for group in compared.groups] == ["grpo", "gspo"]
-    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
-        [32, 16],
-        [32, 32],
-    ]
-    # Seconds since the first row, without the 2 x 25 s that the evaluation of step 2 took.
-    assert [compared.spent(group, "seconds") for group in compared.groups] == [[3, 1], [3, 3]]
-    assert [compared.spent(group, "tokens_seen") for group in compared.groups] == [
-        [100, 30],
-        [100, 100],
-    ]
     assert compared.goal.span == (0, 32)
+    assert [group.label for group in compared.groups] == ["grpo", "gspo"]
     assert compared.groups[0].reached[0].mean == pytest.approx((0.25 * 16 + 0.725 * 16) / 32)
-    assert main(["compare", str(tmp_path), "--runs-csv", str(tmp_path / "runs.csv")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{HELD_OUT} is measured on held-out prompts" in said
+    other = "evaluation/longer/avg"
+    assert compare(find_runs([str(evaluated)]), other).metric == other
+
+
+def test_time_of_evaluations_does_not_count_as_training(evaluated):
+    compared = compare(find_runs([str(evaluated)]))
+    spent = {
+        axis: [compared.spent(group, axis) for group in compared.groups]
+        for axis in ("documents_seen", "tokens_seen", "seconds")
+    }
+    assert spent["documents_seen"] == [[32, 16], [32, 32]]
+    assert spent["tokens_seen"] == [[100, 30], [100, 100]]
+    # Seconds since the first row, without the 2 x 25 s that the evaluations after step 2 took.
+    assert spent["seconds"] == [[3, 1], [3, 3]]
+
+
+def test_page_and_table_of_runs_have_the_held_out_metric(evaluated, tmp_path, capsys):
+    assert main(["compare", str(evaluated), "--runs-csv", str(tmp_path / "runs.csv")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{HELD_OUT} is measured on held-out prompts" in printed
     with (tmp_path / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row[f"documents_to_{HELD_OUT}_0.9"] for row in rows] == ["32", "16", "", "32"]
-    assert (
-        compare(find_runs([str(tmp_path)]), "evaluation/longer/avg").metric
-        == "evaluation/longer/avg"
-    )
 
 
-def test_without_held_out_metrics_in_every_run_none_is_left_out(tmp_path):
-    save(tmp_path / "a0", "grpo", 0, [0.0, 0.5, 0.95])
+def test_runs_of_which_some_have_no_evaluation_are_compared_by_training(tmp_path):
+    save(tmp_path / "a0", "grpo", 0, (0.0, 0.5, 0.95))
     save(tmp_path / "b0", "gspo", 0)
     compared = compare(find_runs([str(tmp_path)]))
     assert compared.metric == "exact_match"
@@ -289,36 +323,45 @@ def test_without_held_out_metrics_in_every_run_none_is_left_out(tmp_path):
     assert compare(find_runs([str(tmp_path / "b0")])).notes == []
 
 
-def test_a_share_that_is_zero_throughout_is_not_what_runs_are_compared_by(tmp_path, capsys):
-    """Unless reward tells no more. A share is drawn against 0 and 1: of 0.02 nothing is to be
-    seen."""
+@pytest.fixture
+def without_matches() -> list[Run]:
+    """Return two runs whose reward rises and whose exact_match stays 0."""
     runs = two_groups([(0, [0.0] * 9)], [(0, [0.0] * 9)])
     for run in runs:
         run.columns["reward"] = 0.1 * run.columns["step"]
-    assert chosen_metric(runs) == (
+    return runs
+
+
+def test_runs_are_compared_by_reward_if_exact_match_is_0_in_all_of_them(without_matches):
+    assert chosen_metric(without_matches) == (
         "reward",
         ["exact_match is 0 in every run: they are compared by reward"],
     )
-    runs[0].columns["exact_match"][3] = 0.02
-    broken = run_of([0.5], "reward")
-    broken.state = "failed"  # which has no say where others are done
-    assert chosen_metric([*runs, broken]) == ("exact_match", [])
-    assert "▁▁▁▁▁▁▁▁▁" in render_comparison(compare(runs))
-    assert "█" in render_comparison(compare(runs, "reward"))
-    for run in runs:
+    without_matches[0].columns["exact_match"][3] = 0.02
+    failed = run_of([0.5], "reward")  # it lacks exact_match, but it is not counted
+    failed.state = "failed"
+    assert chosen_metric([*without_matches, failed]) == ("exact_match", [])
+    for run in without_matches:
         run.columns |= dict.fromkeys(("exact_match", "reward"), 0 * run.columns["step"])
-    assert chosen_metric(runs) == ("exact_match", [])
+    assert chosen_metric(without_matches) == ("exact_match", [])
 
 
-def test_of_equal_evaluations_the_one_with_the_higher_reward_is_the_best(tmp_path):
-    """A pass@1 of 0 throughout, whose mean reward once was 0.008: a later 0 is not the best."""
+def test_the_curve_of_a_share_is_drawn_between_0_and_1_and_a_reward_between_its_ends(
+    without_matches,
+):
+    without_matches[0].columns["exact_match"][3] = 0.02
+    assert "▁▁▁▁▁▁▁▁▁" in render_comparison(compare(without_matches))
+    assert "█" in render_comparison(compare(without_matches, "reward"))
+
+
+def test_best_evaluation_is_by_its_metric_then_by_its_reward_then_the_latest():
     values = [(2, 0.0, 0.008), (4, 0.0, 0.0), (6, 0.0, 0.0)]
     rows = [
         {"set": "held_out", "step": step, "pass@1": share, "avg": avg}
         for step, share, avg in values
     ]
     assert best_of(rows, ("held_out", "pass@1"), {2, 4, 6})["step"] == 2
-    assert best_of(rows, ("held_out", "pass@1"), {4, 6})["step"] == 6  # all else equal, the latest
+    assert best_of(rows, ("held_out", "pass@1"), {4, 6})["step"] == 6
     rows[1]["pass@1"] = 0.1
     assert best_of(rows, ("held_out", "pass@1"), {2, 4, 6})["step"] == 4
     assert best_of(rows, ("held_out", "avg"), {2, 4, 6})["step"] == 2
@@ -331,7 +374,7 @@ def test_runs_that_were_evaluated_differently_are_noted(tmp_path):
             tmp_path / str(seed),
             "grpo",
             seed,
-            [0.0, 0.5, 0.9],
+            (0.0, 0.5, 0.9),
             evaluation={"seed": seed, "every": 2, "best": None},
         )
     notes = compare(find_runs([str(tmp_path)])).notes
@@ -340,8 +383,11 @@ def test_runs_that_were_evaluated_differently_are_noted(tmp_path):
     assert not compared.notes
 
 
-def test_one_lucky_step_reaches_nothing_and_a_mean_of_equal_values_is_not_missed_by_rounding():
+def test_a_single_high_step_reaches_no_threshold():
     lucky = run_of([0.0, 0.0, 0.0, 1.0, 0.0])
     assert reached(lucky, Goal("exact_match", 0.9, "", 30, (10, 50))).to == {}
+
+
+def test_rounding_of_the_mean_of_equal_values_does_not_miss_the_threshold():
     equal = run_of([0.1] * 5)
     assert reached(equal, Goal("exact_match", 0.1, "", 30, (10, 50))).to["documents_seen"] == 30

@@ -1,7 +1,10 @@
-"""Comparisons that were planned: a base, blocks, a margin, and runs that collapsed."""
+"""Planned comparisons: with a base, over blocks, within a margin, and of runs that collapsed.
+p values are those of scipy or worked out by hand."""
 
 import csv
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +15,19 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample
-from pgtoolkit.runs.find import Run, find_runs
+from pgtoolkit.runs.find import Run
 
 PASS = "evaluation/held_out/pass@1"
 
 
-def run_of(values, seed=0, metric=PASS, state="done", reason=None, **config):
-    """A run with a value every 10 documents from 0 on."""
+def run_of(
+    values: Sequence[float],
+    seed: int = 0,
+    state: str = "done",
+    reason: str | None = None,
+    **config: object,
+) -> Run:
+    """Return a run that was evaluated every 10 documents, from 0 on."""
     steps = np.arange(float(len(values)))
     config = {"seed": seed, "trainer.max_steps": 9, **config}
     columns = {
@@ -27,14 +36,14 @@ def run_of(values, seed=0, metric=PASS, state="done", reason=None, **config):
         "tokens_seen": 30 * steps,
         "seconds": steps,
     }
-    columns |= {"time": steps, metric: np.array(values, float)}
+    columns |= {"time": steps, PASS: np.array(values, float)}
     return Run(
         "/", f"{config.get('loss.name')}-{seed}", state, reason, len(values) - 1, config, columns
     )
 
 
-def arms(ends, **config):
-    """Runs that rise to these ends, a list of seeds for each loss."""
+def runs_of_losses(ends: dict[str, list[float]], **config: object) -> list[Run]:
+    """Return runs that rise to these ends, a list for the seeds of each loss."""
     return [
         run_of([0.2, 0.3, end], seed, **{"loss.name": loss, **config})
         for loss, values in ends.items()
@@ -42,12 +51,13 @@ def arms(ends, **config):
     ]
 
 
-def test_area_and_final_are_compared_where_they_are_asked_for():
+def test_runs_are_compared_by_area_or_final_value_as_the_metric_says():
     runs = [
         run_of([0.0, 1.0, 0.4], 0, **{"loss.name": "a"}),
         run_of([0.0, 0.2, 0.8], 0, **{"loss.name": "b"}),
     ]
-    area, final = compare(runs, f"area:{PASS}"), compare(runs, f"final:{PASS}")
+    area = compare(runs, f"area:{PASS}")
+    final = compare(runs, f"final:{PASS}")
     assert [group.label for group in area.groups] == ["a", "b"]
     assert [group.label for group in final.groups] == ["b", "a"]
     assert next(iter(area.comparisons)).difference == pytest.approx(
@@ -59,17 +69,17 @@ def test_area_and_final_are_compared_where_they_are_asked_for():
 
 
 @pytest.mark.parametrize(("count", "taken"), [(3, 1), (8, 2), (9, 3), (11, 3), (60, 3)])
-def test_final_is_the_mean_of_the_last_evaluations(count, taken):
+def test_final_is_the_mean_of_at_most_three_last_evaluations(count, taken):
     values = [n**2 / 4000 for n in range(count)]
     (group,) = compare([run_of(values)], f"final:{PASS}").groups
     assert group.final[0] == pytest.approx(np.mean(values[-taken:]))
 
 
-def test_contrasts_are_with_the_base_that_differs_in_nothing_else():
+def test_planned_pairs_are_with_the_base_that_differs_in_nothing_else():
     runs = [
         run
         for lag in (0, 8)
-        for run in arms(
+        for run in runs_of_losses(
             {"grpo": [0.5, 0.6, 0.7], "gspo": [0.52, 0.61, 0.74], "cispo": [0.9, 0.9, 0.8]},
             **{"rollout.lag": lag},
         )
@@ -89,7 +99,7 @@ def test_contrasts_are_with_the_base_that_differs_in_nothing_else():
     assert all(pair.difference > 0 for pair in compared.comparisons if not pair.exploratory)
 
 
-def test_each_arm_at_its_best_rate_is_compared_with_the_base_at_its_own():
+def test_a_configuration_at_its_best_rate_is_compared_with_the_base_at_the_base_s_best():
     rates = {("grpo", 1e-3): 0.7, ("grpo", 2e-3): 0.5, ("gspo", 1e-3): 0.4, ("gspo", 2e-3): 0.6}
     runs = [
         run_of(
@@ -106,20 +116,30 @@ def test_each_arm_at_its_best_rate_is_compared_with_the_base_at_its_own():
     assert (pair.exploratory, pair.difference) == (False, pytest.approx(-0.1))
 
 
-def test_blocks_are_checkpoints_and_seeds():
-    """The checkpoints differ by 0.4, the losses by 0.01, 0.01, 0.02 and 0.02 within the blocks."""
-    ends = {
-        ("a", "grpo"): [0.3, 0.34],
-        ("a", "gspo"): [0.31, 0.35],
-        ("b", "grpo"): [0.7, 0.72],
-        ("b", "gspo"): [0.72, 0.74],
-    }
-    runs = [
+ENDS = {
+    ("a", "grpo"): [0.3, 0.34],
+    ("a", "gspo"): [0.31, 0.35],
+    ("b", "grpo"): [0.7, 0.72],
+    ("b", "gspo"): [0.72, 0.74],
+}
+"""The final values of two seeds for each checkpoint and loss. The checkpoints differ by 0.4, the
+losses by 0.01, 0.01, 0.02 and 0.02 within a block, which is a checkpoint with a seed."""
+
+
+@pytest.fixture
+def blocks() -> list[Run]:
+    """Return the runs of ENDS, the last two of gspo from checkpoint b at the end."""
+    return [
         run_of([0.0, 0.1, end], seed, **{"loss.name": loss, "model.path": path})
-        for (path, loss), values in ends.items()
+        for (path, loss), values in ENDS.items()
         for seed, end in enumerate(values)
     ]
-    compared = compare(runs, f"final:{PASS}", over="model.path", against="loss=grpo", margin="0.03")
+
+
+def test_runs_are_paired_within_blocks_of_checkpoint_and_seed(blocks):
+    compared = compare(
+        blocks, f"final:{PASS}", over="model.path", against="loss=grpo", margin="0.03"
+    )
     assert compared.keys == ["loss"]
     assert [group.label for group in compared.groups] == ["grpo", "gspo"]
     assert [len(group.counted) for group in compared.groups] == [4, 4]
@@ -128,126 +148,125 @@ def test_blocks_are_checkpoints_and_seeds():
     # t = 0.015 / (0.00577 / 2) = 5.196 with 3 degrees of freedom
     assert pair.p == pytest.approx(0.0138, abs=1e-4)
     assert pair.improvement == pytest.approx((3 + 3.5) / 8)  # of 4 pairs of each checkpoint
-    runs.pop()
-    (pair,) = compare(runs, f"final:{PASS}", over="model.path").comparisons
+
+
+def test_only_blocks_that_both_configurations_have_are_paired(blocks):
+    blocks.pop()
+    (pair,) = compare(blocks, f"final:{PASS}", over="model.path").comparisons
     assert (pair.paired, pair.counts, pair.difference) == (True, (3, 3), pytest.approx(0.04 / 3))
     # t = 0.01333 / (0.00577 / 3**0.5) = 4 with 2 degrees of freedom
     assert pair.p == pytest.approx(0.0572, abs=1e-4)
-    runs.pop()
-    (pair,) = compare(runs[:1] + runs[2:], f"final:{PASS}", over="model.path").comparisons
-    assert (pair.counts, pair.p) == ((1, 1), None)  # one block is left that both have
+
+
+def test_a_single_common_block_is_not_tested(blocks):
+    del blocks[-2:], blocks[1]  # (a, 1) of grpo and checkpoint b of gspo, so that (a, 0) is left
+    (pair,) = compare(blocks, f"final:{PASS}", over="model.path").comparisons
+    assert (pair.counts, pair.p) == ((1, 1), None)
+
+
+def test_samples_without_a_common_block_are_not_paired():
     (pair,) = Comparisons(
         [Sample({("a", 0): 0.3, ("a", 1): 0.4}), Sample({("b", 0): 0.3, ("b", 1): 0.5})]
     )
-    # by scipy
-    assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(0.7117, abs=1e-4))
+    expected = scipy.stats.ttest_ind([0.3, 0.4], [0.3, 0.5], equal_var=False).pvalue
+    assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(expected))
 
 
-def test_blocks_of_other_prompts_are_not_paired():
-    """The values of the test above, where p is 0.014: a key of the task that follows from the loss
-    tells them apart."""
-    ends = {"grpo": [[0.3, 0.34], [0.7, 0.72]], "gspo": [[0.31, 0.35], [0.72, 0.74]]}
-    runs = []
-    for loss, by_path in ends.items():
-        for path, values in zip("ab", by_path, strict=True):
-            for seed, end in enumerate(values):
-                task = {"task.name": "reverse", "task.num_digits": 6 if loss == "grpo" else 4}
-                runs.append(
-                    run_of([0.0, 0.1, end], seed, **{"loss.name": loss, "model.path": path}, **task)
-                )
-    compared = compare(runs, f"final:{PASS}", over="model.path")
-    (pair,) = compared.comparisons
-    groups = [np.ravel(ends[group.values["loss"]]) for group in compared.groups]
-    expected = scipy.stats.ttest_ind(groups[0], groups[1], equal_var=False).pvalue
+def test_blocks_of_other_prompts_are_not_paired(blocks):
+    """The values of which p is 0.014 when paired. A key of the task that follows from the loss
+    makes the prompts different."""
+    for run in blocks:
+        digits = 6 if run.config["loss.name"] == "grpo" else 4
+        run.config |= {"task.name": "reverse", "task.num_digits": digits}
+    (pair,) = compare(blocks, f"final:{PASS}", over="model.path").comparisons
+    grpo = [0.3, 0.34, 0.7, 0.72]
+    gspo = [0.31, 0.35, 0.72, 0.74]
+    expected = scipy.stats.ttest_ind(grpo, gspo, equal_var=False).pvalue
     assert (pair.paired, pair.counts) == (False, (4, 4))
     assert pair.p == pytest.approx(expected)
     assert expected == pytest.approx(0.93, abs=0.01)
 
 
 @pytest.mark.parametrize("base", [-2.0, 2.0])
-def test_a_margin_in_percent_is_of_the_size_of_the_mean(base):
+def test_a_margin_in_percent_is_of_the_absolute_value_of_the_mean(base):
     """Rewards may be penalties: 10 % of -2 is 0.2 on either side, as of 2."""
     assert margin_of("10%", base) == pytest.approx(0.2)
     assert margin_of("0.1", base) == 0.1
-    one = base + np.array([-0.04, 0.0, 0.01, 0.03])
-    other = base + np.array([-0.02, 0.03, 0.01, 0.05])
+    first = base + np.array([-0.04, 0.0, 0.01, 0.03])
+    second = base + np.array([-0.02, 0.03, 0.01, 0.05])
     samples = [
         Sample({(seed,): float(value) for seed, value in enumerate(values)})
-        for values in (one, other)
+        for values in (first, second)
     ]
     (pair,) = Comparisons(samples, "10%")
-    bound = 0.1 * abs(one.mean())
-    lower = scipy.stats.ttest_rel(other + bound, one, alternative="greater").pvalue
-    upper = scipy.stats.ttest_rel(other - bound, one, alternative="less").pvalue
+    bound = 0.1 * abs(first.mean())
+    lower = scipy.stats.ttest_rel(second + bound, first, alternative="greater").pvalue
+    upper = scipy.stats.ttest_rel(second - bound, first, alternative="less").pvalue
     assert pair.equal_p == pytest.approx(max(lower, upper))
     assert pair.equal_p < 0.01
 
 
-def test_a_collapsed_run_stays_at_the_last_tenth_of_what_it_measured_in_training():
-    """Of 40 steps the last four, 0.3 on average, from document 400 to the 800 of the other, and at
-    its end."""
+COLLAPSE = "NumericalError: 3 steps in a row"
+
+
+def test_a_collapsed_run_is_extended_by_the_mean_over_its_last_tenth_of_steps():
+    """Of its 40 steps the last four have a mean of 0.3. This value fills documents 400 to 800, as
+    far as the other run went, and is its final one."""
     steps = np.arange(1.0, 81)
     runs = []
-    for seed, count in ((0, 80), (1, 40)):
+    for seed, count, state, reason in ((0, 80, "done", None), (1, 40, "failed", COLLAPSE)):
         values = np.linspace(0.2, 0.6, count)
-        values[-4:] = 0.7, 0.1, 0.2, 0.2
+        values[-4:] = [0.7, 0.1, 0.2, 0.2]
         columns = {"step": steps[:count], "documents_seen": 10 * steps[:count], "reward": values}
         config = {"seed": seed, "trainer.max_steps": 80}
-        state, reason = (
-            ("done", None) if seed == 0 else ("failed", "NumericalError: 3 steps in a row")
-        )
         runs.append(Run("/", f"run-{seed}", state, reason, count, config, columns))
-    bad = runs[1].columns["reward"].copy()
+    collapsed = runs[1].columns["reward"].copy()
     (group,) = compare(runs, "area:reward").groups
-    area = sum((a + b) / 2 * 10 for a, b in pairwise(bad)) + 0.3 * 400
+    area = sum((a + b) / 2 * 10 for a, b in pairwise(collapsed)) + 0.3 * 400
     assert group.reached[1].mean == pytest.approx(area / 790)
     assert group.reached[1].final == pytest.approx(0.3)
     assert group.reached[0].final == pytest.approx(np.mean(runs[0].columns["reward"][-8:]))
 
 
-def test_a_run_that_collapsed_stays_where_it_ended():
-    """It has seen half as much, and neither shortens what the others are compared over nor is left
-    out."""
-    bad = run_of(
-        [0.2, 0.4, 0.1],
-        1,
-        state="failed",
-        reason="NumericalError: 3 steps in a row",
-        **{"loss.name": "a"},
-    )
+def test_a_collapsed_run_is_extended_by_its_last_evaluation_and_neither_dropped_nor_a_limit():
+    collapsed = run_of([0.2, 0.4, 0.1], 1, state="failed", reason=COLLAPSE, **{"loss.name": "a"})
     broken = run_of([0.2, 0.9], 2, state="failed", reason="OSError: no space", **{"loss.name": "a"})
-    runs = [run_of([0.2, 0.4, 0.6, 0.6, 0.6], 0, **{"loss.name": "a"}), bad, broken]
+    runs = [run_of([0.2, 0.4, 0.6, 0.6, 0.6], 0, **{"loss.name": "a"}), collapsed, broken]
     compared = compare(runs, f"area:{PASS}")
     assert compared.goal.span == (0, 40)
-    assert [one.mean for one in compared.groups[0].reached] == pytest.approx(
+    assert [reached.mean for reached in compared.groups[0].reached] == pytest.approx(
         [0.5, (0.3 + 0.25 + 0.1 + 0.1) / 4]
     )
     assert compared.groups[0].reached[1].final == pytest.approx(0.1)
     assert "collapsed, and not dropped: a-1" in compared.notes[0]
     assert [run.name for run, _ in compared.left_out] == ["a-2"]
-    found = compare(runs, reach=f"{PASS}=0.5")
-    assert found.spent(found.groups[0], "documents_seen") == [20, 40]
+    by_threshold = compare(runs, reach=f"{PASS}=0.5")
+    assert by_threshold.spent(by_threshold.groups[0], "documents_seen") == [20, 40]
 
 
-@pytest.fixture
-def study(tmp_path):
-    return four_losses(tmp_path)
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write four seeds of four losses; grpo is the base."""
+    return four_losses(tmp_path_factory.mktemp("study"))
 
 
-def test_a_planned_comparison(study, capsys):
+def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
+    study, tmp_path, capsys
+):
     options = [f"--metric=final:{PASS}", "--against=loss=grpo", "--margin=0.02"]
-    assert main(["compare", str(study), *options, "--runs-csv", str(study / "r.csv")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    table = tmp_path / "runs.csv"
+    assert main(["compare", str(study), *options, "--runs-csv", str(table)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
     assert (
         "Final evaluation/held_out/pass@1, t-test, paired by seed, two-sided, and two one-sided "
         "ones for equality"
-    ) in said
-    assert "within 0.02, p adjusted for 3 planned pairs (Holm):" in said
-    assert "gspo 4 +0.002 [+0.001, +0.003] 0.033 4 0.69 <0.001 paired equal within 0.02" in said
-    assert "cispo 4 +0.100 [+0.092, +0.107] <0.001 2 1.00 1.000 paired better" in said
-    assert "3 other pairs: exploratory, p not adjusted" in said
-    assert "IQM: of the final values" in said
-    with (study / "r.csv").open() as rows:
+    ) in printed
+    assert "within 0.02, p adjusted for 3 planned pairs (Holm):" in printed
+    assert "gspo 4 +0.002 [+0.001, +0.003] 0.033 4 0.69 <0.001 paired equal within 0.02" in printed
+    assert "cispo 4 +0.100 [+0.092, +0.107] <0.001 2 1.00 1.000 paired better" in printed
+    assert "3 other pairs: exploratory, p not adjusted" in printed
+    assert "IQM: of the final values" in printed
+    with table.open() as rows:
         assert len(list(csv.DictReader(rows))) == 16
 
 
@@ -269,27 +288,15 @@ def test_a_planned_comparison(study, capsys):
         (["--metric", "area:rewrd"], "Use --metric=reward."),
     ],
 )
-def test_bad_input_is_one_message(study, capsys, arguments, expected):
+def test_bad_input_is_refused_in_one_line(study, capsys, arguments, expected):
     assert main(["compare", str(study), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert expected in said
-    assert len(said.splitlines()) == 1
+    message = capsys.readouterr().err
+    assert expected in message
+    assert len(message.splitlines()) == 1
 
 
-def test_a_page_has_the_exploratory_pairs(study, capsys):
-    page = study / "page.html"
-    assert (
-        main(
-            [
-                "compare",
-                str(study),
-                f"--metric=final:{PASS}",
-                "--against=loss=grpo",
-                "--html",
-                str(page),
-            ]
-        )
-        == 0
-    )
+def test_html_report_has_the_exploratory_pairs(study, tmp_path):
+    page = tmp_path / "page.html"
+    options = [f"--metric=final:{PASS}", "--against=loss=grpo", f"--html={page}"]
+    assert main(["compare", str(study), *options]) == 0
     assert page.read_text().count("exploratory: ") == 3
-    assert find_runs([str(study)])[0].state == "done"
