@@ -1,4 +1,5 @@
-"""`pgtk samples`: what it shows of a run's completions, on the terminal and as a page."""
+"""`pgtk samples` of completions written by hand: which it shows, how rewards changed between two
+steps, and that no text of a model acts on the terminal or on the page."""
 
 import json
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison import samples as inspected
+from pgtoolkit.comparison import samples as samples_module
 from pgtoolkit.comparison.samples import (
     best_and_worst,
     chosen_set,
@@ -26,20 +27,25 @@ HOSTILE = (
 )
 
 
-def row(step, name, reward, completion="", **more):
+def row(step: int, name: str, reward: float, completion: str = "", **more: object) -> CompletionRow:
+    """Return a completion of the prompt `name`."""
     return CompletionRow(step, name, f"{name}?", completion or f"{name} at {step}", reward, **more)
 
 
-def write(folder: Path, **sets) -> Path:
-    """A run directory with these rows; of an evaluation by step, with `training` the hundred steps
-    they lie in."""
+def write(folder: Path, **sets: list[CompletionRow]) -> Path:
+    """Write a run directory with the completions of these sets.
+
+    Those of an evaluation have a file for each step, those of `training` one for all steps.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 0\n")
     for name, rows in sets.items():
-        for step in dict.fromkeys(one.step for one in rows):
-            file = "steps_000001-000100" if name == "training" else f"evaluation_{name}_{step:06d}"
-            own = rows if name == "training" else [one for one in rows if one.step == step]
-            write_completions(folder / FOLDER / f"{file}.parquet", own)
+        if name == "training":
+            write_completions(folder / FOLDER / "steps_000001-000100.parquet", rows)
+            continue
+        for step in {row.step for row in rows}:
+            file = folder / FOLDER / f"evaluation_{name}_{step:06d}.parquet"
+            write_completions(file, [row for row in rows if row.step == step])
     return folder
 
 
@@ -60,57 +66,67 @@ TRAINED = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a run directory with EVALUATED and TRAINED."""
     return write(tmp_path_factory.mktemp("run") / "run", held_out=EVALUATED, training=TRAINED)
 
 
-def test_what_changed_is_told_by_the_mean_reward_of_each_prompt(folder):
-    kept = kept_by(folder)
-    assert {name: one.steps for name, one in kept.items()} == {
+def test_a_run_s_sets_have_the_steps_of_their_completions(folder):
+    assert {name: kept.steps for name, kept in kept_by(folder).items()} == {
         "held_out": [0, 50, 100],
         "training": [3, 7, 9],
     }
-    found = samples(chosen_set(kept, None), count=2)
-    assert (found.set, found.step, found.since, found.counts) == ("held_out", 100, 0, (3, 0, 1))
-    assert found.rows == EVALUATED[16:]
-    assert [(one.after.name, one.means) for one in found.changes] == [
+
+
+def test_last_step_of_held_out_is_shown_with_the_changes_since_its_first(folder):
+    shown = samples(chosen_set(kept_by(folder), None), count=2)
+    assert (shown.set, shown.step, shown.since, shown.counts) == ("held_out", 100, 0, (3, 0, 1))
+    assert shown.rows == EVALUATED[16:]
+    assert [(change.after.name, change.means) for change in shown.changes] == [
         ("b", (0.0, 0.875)),
         ("d", (0.0, 0.625)),
     ]
-    # Of two completions as near to the mean the first.
-    assert [(one.before.completion, one.after.completion) for one in found.changes] == [
+    # The first of two completions whose rewards are equally near to the mean.
+    assert [(change.before.completion, change.after.completion) for change in shown.changes] == [
         ("b at 0", "b with 1.0"),
         ("d at 0", "d with 0.25"),
     ]
-    since = samples(chosen_set(kept, "held_out"), 100, 50)
-    assert since.counts == (1, 3, 0)
-    assert [one.after.name for one in since.changes] == ["c", "a", "b"]
-    assert samples(chosen_set(kept, "held_out"), 0).counts == (0, 0, 0)
 
 
-def test_in_training_a_prompt_that_came_again_changed(folder):
+def test_changes_between_two_steps_are_counted_by_the_mean_reward_of_each_prompt(folder):
+    held_out = chosen_set(kept_by(folder), "held_out")
+    shown = samples(held_out, 100, 50)
+    assert shown.counts == (1, 3, 0)
+    assert [change.after.name for change in shown.changes] == ["c", "a", "b"]
+    assert samples(held_out, 0).counts == (0, 0, 0)
+
+
+def test_in_training_a_prompt_that_was_sampled_again_has_a_change(folder):
     kept = chosen_set(kept_by(folder), "training")
-    found = samples(kept)
-    assert (found.step, found.rows, found.counts) == (9, [TRAINED[2]], (0, 1, 0))
-    assert (found.changes[0].before, found.changes[0].after) == (TRAINED[0], TRAINED[2])
+    shown = samples(kept)
+    assert (shown.step, shown.rows, shown.counts) == (9, [TRAINED[2]], (0, 1, 0))
+    assert (shown.changes[0].before, shown.changes[0].after) == (TRAINED[0], TRAINED[2])
     assert samples(kept, 7).counts == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "best", "worst"),
+    ("rewards", "best", "worst"),
     [
         ([1.0, 0.5, 0.0], [1.0], [0.0]),
         ([0.5, 0.5], [0.5], []),
         ([1.0, 0.0, 0.0, 0.0], [1.0], [0.0]),
     ],
 )
-def test_best_and_worst_are_not_the_same(chosen, best, worst):
-    rows = [row(1, f"p{i}", reward) for i, reward in enumerate(chosen)]
-    assert [[one.reward for one in part] for part in best_and_worst(rows, 1)] == [best, worst]
-    assert all(one.reward < max(chosen) for one in best_and_worst(rows, 9)[1])
+def test_the_worst_completions_have_lower_rewards_than_the_best(rewards, best, worst):
+    rows = [row(1, f"p{i}", reward) for i, reward in enumerate(rewards)]
+    best_rows, worst_rows = best_and_worst(rows, 1)
+    assert [row.reward for row in best_rows] == best
+    assert [row.reward for row in worst_rows] == worst
+    _, worst_rows = best_and_worst(rows, 9)
+    assert all(row.reward < max(rewards) for row in worst_rows)
 
 
-def test_the_terminal_shows_the_best_and_the_worst(folder, capsys, monkeypatch):
+def test_terminal_shows_best_worst_and_changed_completions(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert main(["samples", "run", "--count", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -137,7 +153,10 @@ def test_the_terminal_shows_the_best_and_the_worst(folder, capsys, monkeypatch):
         "    step 100    b with 1.0",
     ]
     assert max(map(len, lines)) <= 100
-    assert main(["samples", "run", "--set", "training", "--step", "3"]) == 0
+
+
+def test_terminal_has_no_changes_of_a_step_without_a_repeated_prompt(folder, capsys):
+    assert main(["samples", str(folder), "--set", "training", "--step", "3"]) == 0
     out = capsys.readouterr().out
     assert (
         "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by "
@@ -159,12 +178,12 @@ def test_the_terminal_shows_the_best_and_the_worst(folder, capsys, monkeypatch):
         (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
     ],
 )
-def test_what_there_is_not_is_said(folder, capsys, arguments, problem):
+def test_a_step_a_set_or_a_count_that_does_not_exist_is_refused(folder, capsys, arguments, problem):
     assert main(["samples", str(folder), *arguments]) == 2
     assert problem in capsys.readouterr().err
 
 
-def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path):
+def test_control_characters_of_a_completion_are_spelled_out_on_the_terminal(tmp_path):
     rows = [row(1, f"{HOSTILE}.jsonl:1", 1.0, HOSTILE, answer=HOSTILE, rewards={HOSTILE: 1.0})]
     rows += [replace(rows[0], step=2, reward=0.0)]
     kept = kept_by(write(tmp_path / "run", training=rows))
@@ -174,7 +193,7 @@ def test_nothing_that_a_model_wrote_acts_on_the_terminal(tmp_path):
     assert "evil<U+2028><U+009B>31m<U+000D><U+200B><U+FEFF>" in shown
 
 
-def test_signs_of_every_script_stay_as_they_are():
+def test_letters_of_every_script_are_shown_unchanged():
     text = "שלום ٣ नमस्ते 漢字 é e\u0301 👩\u200d🔬 a\u00a0b \\n <b>\n\tx"
     assert legible(text) == text
 
@@ -195,26 +214,22 @@ def test_long_texts_are_cut_in_their_middle():
     assert shortened("abcdef", 6) == "abcdef"
 
 
-def test_what_nobody_could_score_is_said_to_be_not_scored(tmp_path):
-    lost = [row(1, "a", None, "lost"), row(2, "b", None, "lost, too")]
-    kept = kept_by(write(tmp_path / "run", training=[*lost, row(2, "a", 0.5), row(2, "c", -1.0)]))
-    page = render_samples(samples(kept["training"], since=1), kept, "run", 3, 8)
-    assert "1 of these not scored, mean reward of the others -0.250" in page.replace("\n", " ")
-    assert re.search(r"Not scored, since scoring failed\n +- +b: ", page)
-    assert re.search(r"Best\n  0\.500  a.*Worst\n  -1\.000  c", page, re.DOTALL)
-    alone = render_samples(samples(kept["training"], step=1), kept, "run", 3, 8)
-    assert "none of these was scored" in alone
-    assert [one["reward"] for one in data_of(html([*kept.values()], None, "run", ""))["rows"]] == [
-        None,
-        None,
-        0.5,
-        -1,
-    ]
+def test_completions_that_could_not_be_scored_are_neither_best_nor_worst(tmp_path):
+    failed = [row(1, "a", None, "lost"), row(2, "b", None, "lost, too")]
+    rows = [*failed, row(2, "a", 0.5), row(2, "c", -1.0)]
+    kept = kept_by(write(tmp_path / "run", training=rows))
+    shown = render_samples(samples(kept["training"], since=1), kept, "run", 3, 8)
+    assert "1 of these not scored, mean reward of the others -0.250" in shown.replace("\n", " ")
+    assert re.search(r"Not scored, since scoring failed\n +- +b: ", shown)
+    assert re.search(r"Best\n  0\.500  a.*Worst\n  -1\.000  c", shown, re.DOTALL)
+    first_step = render_samples(samples(kept["training"], step=1), kept, "run", 3, 8)
+    assert "none of these was scored" in first_step
+    page = html([*kept.values()], None, "run", "")
+    assert [row["reward"] for row in data_of(page)["rows"]] == [None, None, 0.5, -1]
 
 
-def test_equal_completions_of_a_prompt_are_one_on_the_page(tmp_path):
-    """At one step and with one reward; texts that are equal but for what is cut out of the middle
-    are not."""
+def test_equal_completions_of_a_prompt_with_one_step_and_reward_are_one_row_of_the_page(tmp_path):
+    # The page cuts long texts in their middle: those that differ there alone are two rows.
     long = ["a" * 5000 + middle + "b" * 5000 for middle in "xyy"]
     rows = [row(1, "p", 1.0, "same")] * 6 + [
         row(1, "p", 0.5, "same"),
@@ -223,45 +238,47 @@ def test_equal_completions_of_a_prompt_are_one_on_the_page(tmp_path):
     ]
     rows += [row(1, "p", 0.0, text) for text in long]
     kept = kept_by(write(tmp_path / "run", training=rows))
-    found = data_of(html([*kept.values()], None, "run", ""))
-    assert sorted(one["times"] for one in found["rows"]) == [1, 1, 1, 1, 2, 6]
-    assert found["about"] == "run: 12 completions"
+    data = data_of(html([*kept.values()], None, "run", ""))
+    assert sorted(row["times"] for row in data["rows"]) == [1, 1, 1, 1, 2, 6]
+    assert data["about"] == "run: 12 completions"
 
 
-def data_of(written):
+def data_of(page: str) -> dict:
+    """Return the data that a page holds."""
     return json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1]
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1]
     )
 
 
-def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, monkeypatch):
+def test_page_holds_every_completion_that_was_kept(folder):
     kept = kept_by(folder)
-    found = data_of(html([*kept.values()], None, "run", "pgtk samples"))
-    every = [one for one in found["rows"] for _ in range(one["times"])]
-    assert [(one["set"], one["step"], one["name"], one["reward"]) for one in every] == [
-        *(("held_out", one.step, one.name, one.reward) for one in EVALUATED),
-        *(("training", one.step, one.name, one.reward) for one in TRAINED),
+    data = data_of(html([*kept.values()], None, "run", "pgtk samples"))
+    rows = [row for row in data["rows"] for _ in range(row["times"])]
+    assert [(row["set"], row["step"], row["name"], row["reward"]) for row in rows] == [
+        *(("held_out", row.step, row.name, row.reward) for row in EVALUATED),
+        *(("training", row.step, row.name, row.reward) for row in TRAINED),
     ]
-    assert found["about"] == "run: 28 completions"
-    assert {one["step"] for one in data_of(html([kept["held_out"]], 50, "run", ""))["rows"]} == {50}
+    assert data["about"] == "run: 28 completions"
+    of_step = data_of(html([kept["held_out"]], 50, "run", ""))
+    assert {row["step"] for row in of_step["rows"]} == {50}
 
-    monkeypatch.setattr(inspected, "MOST_COMPLETIONS", 14)
-    found = data_of(html([*kept.values()], None, "run", ""))
-    assert found["about"] == "run: 10 of 28 completions: all of some prompts, spread evenly"
-    assert {one["name"] for one in found["rows"] if one["set"] == "held_out"} == {"a", "e"}
 
+def test_of_too_many_completions_the_page_holds_all_of_some_prompts(folder, monkeypatch):
+    monkeypatch.setattr(samples_module, "MOST_COMPLETIONS", 14)
+    data = data_of(html([*kept_by(folder).values()], None, "run", ""))
+    assert data["about"] == "run: 10 of 28 completions: all of some prompts, spread evenly"
+    assert {row["name"] for row in data["rows"] if row["set"] == "held_out"} == {"a", "e"}
+
+
+def test_no_text_of_a_completion_becomes_a_script_or_a_placeholder_of_the_page(tmp_path):
     hostile = [row(1, HOSTILE, float("inf"), HOSTILE + "x" * 9000, answer="@DATA@")]
-    written = html(
-        [kept_by(write(tmp_path / "run", training=hostile))["training"]],
-        None,
-        HOSTILE,
-        f"{HOSTILE} @DATA@",
-    )
-    assert written.count("<script") == 2
-    assert written.count("</script>") == 2
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", written)
-    (only,) = data_of(written)["rows"]
-    assert only["reward"] is None
-    assert only["answer"] == "@DATA@"
-    assert len(only["completion"]) < 8100
-    assert "more characters" in only["completion"]
+    kept = kept_by(write(tmp_path / "run", training=hostile))
+    page = html([kept["training"]], None, HOSTILE, f"{HOSTILE} @DATA@")
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", page)
+    (only_row,) = data_of(page)["rows"]
+    assert only_row["reward"] is None
+    assert only_row["answer"] == "@DATA@"
+    assert len(only_row["completion"]) < 8100
+    assert "more characters" in only_row["completion"]

@@ -1,7 +1,8 @@
-"""Which runs are seeds of one configuration: by all that they were trained with, not by their last
-config.yaml."""
+"""`compare` groups runs into configurations by all that they were trained with: changes at a
+resume, the contents of their data and the user's code included."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,18 +11,29 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 
+STEPS = 6
 
-def save(folder, seed, *changes, steps=6, data=None, modules=None, **more):
-    """A run of six steps; changes: (step, loss or overrides of the configuration) of each resume.
 
-    data, modules: what data.json and provenance.json say.
+def save(
+    folder: Path,
+    seed: int,
+    *changes: tuple[int, dict],
+    data: dict | None = None,
+    provenance: dict | None = None,
+    **more: object,
+) -> None:
+    """Write a run of six steps.
+
+    changes: for each resume, the step it began at and groups of the configuration from then on.
+    data, provenance: contents of data.json and provenance.json.
+    more: groups of the configuration that the run began with.
     """
     config = {
         "seed": seed,
         "loss": {"name": "gspo"},
         "task": {"name": "prompts", "path": "train.jsonl"},
         "optimizer": {"schedule": "constant"},
-        "trainer": {"max_steps": steps},
+        "trainer": {"max_steps": STEPS},
         "evaluation": {"sets": {"test": {"path": "test.jsonl"}}},
         **more,
     }
@@ -30,12 +42,12 @@ def save(folder, seed, *changes, steps=6, data=None, modules=None, **more):
         for step, changed in changes:
             config = config | changed
             run.write_config(config, [], step)
-        for step in range(1, steps + 1):
+        for step in range(1, STEPS + 1):
             run.append_metrics(
                 step, {"reward": 0.1 * step + seed, "documents_seen": 8 * step, "num_tokens": 5}
             )
         row = {
-            "step": steps,
+            "step": STEPS,
             "time": 1.0,
             "set": "test",
             "pass@1": 0.5,
@@ -46,54 +58,53 @@ def save(folder, seed, *changes, steps=6, data=None, modules=None, **more):
         run.append_evaluations([row | {"completions_per_prompt": 2, "seconds": 1.0}])
         if data is not None:
             (folder / "data.json").write_text(json.dumps(data))
-        if modules is not None:
-            (folder / "provenance.json").write_text(json.dumps(modules))
-        run.set_status("done", steps)
-    return folder
+        if provenance is not None:
+            (folder / "provenance.json").write_text(json.dumps(provenance))
+        run.set_status("done", STEPS)
 
 
-def labels(folder, metric="final:reward", **options):
-    """The configurations by their values, each with its seeds."""
-    compared = compare(find_runs([str(folder)]), metric, **options)
-    found = {}
+def keys_and_seeds(
+    folder: Path, ignore_code: bool = False
+) -> tuple[list[str], dict[str, list[int]]]:
+    """Return the keys that tell the runs apart, and the seeds of each configuration by its
+    label."""
+    compared = compare(find_runs([str(folder)]), "final:reward", ignore_code=ignore_code)
+    seeds = {}
     for group in compared.groups:
-        found[group.label] = sorted(run.config["seed"] for run in group.counted)
-    return compared.keys, found
+        seeds[group.label] = sorted(run.config["seed"] for run in group.counted)
+    return compared.keys, seeds
 
 
-LOSS = {"loss": {"name": "grpo"}}
-
-
-def test_a_run_that_was_continued_with_another_loss_is_no_seed_of_it(tmp_path):
+def test_a_run_that_was_resumed_with_another_loss_is_another_configuration(tmp_path):
     save(tmp_path / "0", 0, (4, {"loss": {"name": "gspo"}}), loss={"name": "grpo"})
     save(tmp_path / "1", 1)
     save(tmp_path / "2", 2)
-    keys, found = labels(tmp_path)
+    keys, seeds = keys_and_seeds(tmp_path)
     assert keys == ["loss"]
-    assert found == {"gspo": [1, 2], "grpo to step 4, then gspo": [0]}
+    assert seeds == {"gspo": [1, 2], "grpo to step 4, then gspo": [0]}
 
 
-@pytest.mark.parametrize("step", [0, 6])
-def test_what_no_step_was_made_with_tells_no_runs_apart(tmp_path, step):
-    """Changed before the first step, where the later value holds, or after the last, where the
-    earlier does."""
-    first, second = (
-        {"loss": {"name": name}} for name in (("grpo", "gspo") if step == 0 else ("gspo", "grpo"))
-    )
-    save(tmp_path / "0", 0, (step, second), **first)
+@pytest.mark.parametrize(
+    ("step", "before", "after"),
+    [
+        (0, "grpo", "gspo"),  # changed before the first step: all were made with gspo
+        (6, "gspo", "grpo"),  # changed after the last step: as well
+    ],
+)
+def test_a_value_that_no_step_was_made_with_tells_no_runs_apart(tmp_path, step, before, after):
+    save(tmp_path / "0", 0, (step, {"loss": {"name": after}}), loss={"name": before})
     save(tmp_path / "1", 1)
-    assert labels(tmp_path) == ([], {"all runs": [0, 1]})
+    assert keys_and_seeds(tmp_path) == ([], {"all runs": [0, 1]})
 
 
-def test_a_key_that_only_the_option_of_before_had_counts(tmp_path):
-    """And one of tracking, which changes nothing that is learned, does not."""
+def test_a_key_that_a_resume_removed_counts_unless_it_changes_nothing_that_is_learned(tmp_path):
     before = {"loss": {"name": "gspo", "old": 1}, "tracking": {"name": "mlflow", "uri": "a"}}
     save(tmp_path / "0", 0, (4, {"loss": {"name": "gspo"}, "tracking": {"name": "none"}}), **before)
     save(tmp_path / "1", 1, tracking={"name": "none"})
-    keys, found = labels(tmp_path)
+    keys, seeds = keys_and_seeds(tmp_path)
     assert keys == ["loss.old"]
     assert compare(find_runs([str(tmp_path)]), "final:reward").following == []
-    assert found == {"1 to step 4, then null": [0], "null": [1]}
+    assert seeds == {"1 to step 4, then null": [0], "null": [1]}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +114,7 @@ def test_a_key_that_only_the_option_of_before_had_counts(tmp_path):
         ("linear", {"4 to step 4, then 6": [0], "6": [1]}),
     ],
 )
-def test_a_run_that_was_made_longer_is_one_that_began_so_unless_its_rate_decays(
+def test_a_run_that_was_made_longer_is_another_configuration_only_if_its_rate_decays(
     tmp_path, schedule, expected
 ):
     optimizer = {"schedule": schedule}
@@ -116,40 +127,36 @@ def test_a_run_that_was_made_longer_is_one_that_began_so_unless_its_rate_decays(
         optimizer=optimizer,
     )
     save(tmp_path / "1", 1, trainer={"max_steps": 6, "stop_at": None}, optimizer=optimizer)
-    assert labels(tmp_path)[1] == expected
+    _, seeds = keys_and_seeds(tmp_path)
+    assert seeds == expected
 
 
-def files(sha, name="train.jsonl"):
-    return {name: {"bytes": 3, "sha256": sha * 64}}
+def files(digit: str) -> dict[str, dict]:
+    """Return what data.json knows of a file: its name, size and SHA-256, here of one digit."""
+    return {"train.jsonl": {"bytes": 3, "sha256": digit * 64}}
 
 
 def test_other_contents_under_the_same_path_are_another_configuration(tmp_path):
     for seed, sha in enumerate("aab"):
         save(tmp_path / str(seed), seed, data={"task.path": files(sha)})
-    keys, found = labels(tmp_path)
+    keys, seeds = keys_and_seeds(tmp_path)
     assert keys == ["contents of task.path"]
-    assert sorted(found.values()) == [[0, 1], [2]]
+    assert sorted(seeds.values()) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(("key", "paired"), [("task.path", False), ("model.path", True)])
+def test_seeds_with_other_prompts_are_not_paired_but_with_another_model_they_are(
+    tmp_path, key, paired
+):
+    model = {"name": "huggingface", "path": "m"}
+    for seed in range(2):
+        for sha in "ab":
+            save(tmp_path / f"{sha}{seed}", seed, data={key: files(sha)}, model=model)
     (pair,) = compare(find_runs([str(tmp_path)]), "final:reward").comparisons
-    assert not pair.paired
+    assert pair.paired is paired
 
 
-def test_the_same_seeds_on_other_prompts_are_not_paired(tmp_path):
-    """Model folders of other contents are: the prompts are the same."""
-    for key, paired in (("task.path", False), ("model.path", True)):
-        for seed in range(2):
-            for sha in "ab":
-                data = {key: files(sha)}
-                save(
-                    tmp_path / key / f"{sha}{seed}",
-                    seed,
-                    data=data,
-                    model={"name": "huggingface", "path": "m"},
-                )
-        (pair,) = compare(find_runs([str(tmp_path / key)]), "final:reward").comparisons
-        assert pair.paired is paired
-
-
-def test_contents_that_a_resume_accepted_count_from_its_step_on(tmp_path):
+def test_data_that_a_resume_accepted_counts_from_its_step_on(tmp_path):
     accepted = [
         {"step": 2, "before": {"task.path": files("a")}},
         {"step": 4, "before": {"task.path": files("b")}},
@@ -157,28 +164,26 @@ def test_contents_that_a_resume_accepted_count_from_its_step_on(tmp_path):
     save(tmp_path / "0", 0, data={"task.path": files("c"), "accepted": accepted})
     for seed, sha in ((1, "a"), (2, "b"), (3, "c")):
         save(tmp_path / str(seed), seed, data={"task.path": files(sha)})
-    found = {tuple(seeds): label for label, seeds in labels(tmp_path)[1].items()}
-    a, b, c = (found[seed,] for seed in (1, 2, 3))
-    assert found[0,] == f"{a} to step 2, then {b} to step 4, then {c}"
+    _, seeds = keys_and_seeds(tmp_path)
+    label = {seed: label for label, (seed,) in seeds.items()}
+    assert label[0] == f"{label[1]} to step 2, then {label[2]} to step 4, then {label[3]}"
 
 
-def test_other_code_of_the_users_own_is_another_configuration_unless_it_is_ignored(
-    tmp_path, capsys
-):
+def test_other_code_of_the_user_is_another_configuration_unless_it_is_ignored(tmp_path, capsys):
     for seed, digest in enumerate(("aaaaaaaa", "aaaaaaaa", "bbbbbbbb")):
-        save(tmp_path / str(seed), seed, modules={"step": 0, "modules": {"rewards": digest}})
-    keys, found = labels(tmp_path)
+        save(tmp_path / str(seed), seed, provenance={"step": 0, "modules": {"rewards": digest}})
+    keys, seeds = keys_and_seeds(tmp_path)
     assert keys == ["code of rewards"]
-    assert found == {"aaaaaaaa": [0, 1], "bbbbbbbb": [2]}
-    assert labels(tmp_path, ignore_code=True) == ([], {"all runs": [0, 1, 2]})
+    assert seeds == {"aaaaaaaa": [0, 1], "bbbbbbbb": [2]}
+    assert keys_and_seeds(tmp_path, ignore_code=True) == ([], {"all runs": [0, 1, 2]})
     assert main(["compare", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Note: code of rewards differs, not in comments or docstrings alone" in said
-    assert "--ignore=code counts them as such" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Note: code of rewards differs, not in comments or docstrings alone" in printed
+    assert "--ignore=code counts them as such" in printed
     assert main(["compare", str(tmp_path), "--ignore=code"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3 runs (3 counted) of 1 configuration: they differ in nothing but the seed" in said
-    assert "Note: --ignore=code counts as the same what differs: code of rewards" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 runs (3 counted) of 1 configuration: they differ in nothing but the seed" in printed
+    assert "Note: --ignore=code counts as the same what differs: code of rewards" in printed
 
 
 def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
@@ -186,33 +191,35 @@ def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
     save(
         tmp_path / "0",
         0,
-        modules={"step": 0, "modules": {"rewards": "aaaaaaaa"}, "resumed": [resumed]},
+        provenance={"step": 0, "modules": {"rewards": "aaaaaaaa"}, "resumed": [resumed]},
     )
-    save(tmp_path / "1", 1, modules={"step": 0, "modules": {"rewards": "bbbbbbbb"}})
-    assert labels(tmp_path)[1] == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
+    save(tmp_path / "1", 1, provenance={"step": 0, "modules": {"rewards": "bbbbbbbb"}})
+    _, seeds = keys_and_seeds(tmp_path)
+    assert seeds == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
 
 
-def test_a_run_that_does_not_say_its_code_or_data_differs_from_no_others(tmp_path):
+def test_a_run_without_a_record_of_code_or_data_differs_from_no_other_run(tmp_path):
     save(tmp_path / "0", 0)
     save(
         tmp_path / "1",
         1,
         data={"task.path": files("a")},
-        modules={"modules": {"rewards": "aaaaaaaa"}},
+        provenance={"modules": {"rewards": "aaaaaaaa"}},
     )
     resumed = {"time": "2026-01-01T00:00:00+0000", "step": 4, "modules": {"rewards": "aaaaaaaa"}}
-    save(tmp_path / "2", 2, modules={"resumed": [resumed]})
-    assert labels(tmp_path) == ([], {"all runs": [0, 1, 2]})
-    save(tmp_path / "3", 3, modules={"modules": {"rewards": "bbbbbbbb"}})
-    assert labels(tmp_path)[1] == {"null": [0], "aaaaaaaa": [1, 2], "bbbbbbbb": [3]}
+    save(tmp_path / "2", 2, provenance={"resumed": [resumed]})
+    assert keys_and_seeds(tmp_path) == ([], {"all runs": [0, 1, 2]})
+    save(tmp_path / "3", 3, provenance={"modules": {"rewards": "bbbbbbbb"}})
+    _, seeds = keys_and_seeds(tmp_path)
+    assert seeds == {"null": [0], "aaaaaaaa": [1, 2], "bbbbbbbb": [3]}
 
 
-def test_what_evaluations_alone_depend_on_is_a_note(tmp_path):
+def test_data_and_code_of_evaluations_alone_make_a_note_and_no_other_configuration(tmp_path):
     for seed, sha in enumerate("ab"):
         data = {"evaluation.sets.test.path": files(sha)}
-        modules = {"modules": {}, "evaluation_modules": {"scores": sha * 8}}
-        save(tmp_path / str(seed), seed, data=data, modules=modules)
-    assert labels(tmp_path) == ([], {"all runs": [0, 1]})
+        provenance = {"modules": {}, "evaluation_modules": {"scores": sha * 8}}
+        save(tmp_path / str(seed), seed, data=data, provenance=provenance)
+    assert keys_and_seeds(tmp_path) == ([], {"all runs": [0, 1]})
     notes = compare(find_runs([str(tmp_path)]), "final:evaluation/test/pass@1").notes
     named = "contents of evaluation.sets.test.path, evaluation code of scores"
     assert f"the runs were evaluated differently ({named})" in notes[0]

@@ -1,7 +1,9 @@
-"""Tests, intervals and seeds needed of a comparison, against scipy, hand-computed values and
-simulated runs."""
+"""The significance tests of a comparison, its intervals and its needed seeds: against scipy,
+rliable, published tables, values worked out by hand and simulated runs."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -12,6 +14,7 @@ from pgtoolkit.comparison.statistics import (
     LEVEL,
     MOST_SEEDS,
     POWER,
+    Comparison,
     Comparisons,
     Sample,
     _difference_interval,
@@ -24,19 +27,25 @@ from pgtoolkit.comparison.statistics import (
 from pgtoolkit.comparison.text_report import verdict
 
 
-def sample(*values, seeds=None, prompts=None):
+def sample(*values: float, seeds: Sequence[int] | None = None, prompts: object = None) -> Sample:
+    """Return a sample of these seeds, by default 0, 1, 2 and so on."""
     blocks = [(seed,) for seed in seeds or range(len(values))]
     return Sample(dict(zip(blocks, values, strict=True)), prompts)
 
 
-def unpaired(*samples):
-    """Samples of other prompts, so that Welch's test is taken."""
+def unpaired(*samples: Sequence[float]) -> list[Sample]:
+    """Return samples that differ in their prompts, so that Welch's test is taken."""
     return [sample(*values, prompts=number) for number, values in enumerate(samples)]
+
+
+def by_pair(comparisons: Comparisons) -> dict[tuple[int, int], Comparison]:
+    """Return the comparisons by the places of their two samples."""
+    return {(pair.first, pair.second): pair for pair in comparisons}
 
 
 @pytest.mark.filterwarnings("ignore:Precision loss", "error::RuntimeWarning:pgtoolkit")
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "second"),
     [
         ([0.2, 0.4, 0.6], [0.9, 0.94, 0.98]),
         ([1.0, 1.0, 1.0], [0.9, 0.91, 0.95, 0.7]),
@@ -44,83 +53,87 @@ def unpaired(*samples):
         ([float(i) for i in range(30)], [i + 0.5 for i in range(40)]),
     ],
 )
-def test_samples_of_other_prompts_are_tested_by_welch(one, other):
-    (found,) = Comparisons(unpaired(one, other))
-    expected = scipy.stats.ttest_ind(one, other, equal_var=False)
-    assert not found.paired
-    assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
-    assert found.difference == pytest.approx(np.mean(other) - np.mean(one))
+def test_samples_of_other_prompts_are_tested_by_welch(first, second):
+    (pair,) = Comparisons(unpaired(first, second))
+    expected = scipy.stats.ttest_ind(first, second, equal_var=False)
+    assert not pair.paired
+    assert pair.p == pytest.approx(expected.pvalue, rel=1e-9)
+    assert pair.difference == pytest.approx(np.mean(second) - np.mean(first))
 
 
 def test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed():
-    """Differences 2, 3 and 4 whatever the seeds' own level: t = 3 / (1 / sqrt 3), p = 1 - t /
-    sqrt(2 + t^2)."""
-    one, other = (
-        sample(10.0, 20.0, 30.0, seeds=[5, 6, 7]),
-        sample(34.0, 12.0, 23.0, seeds=[7, 5, 6]),
-    )
-    (found,) = Comparisons([one, other])
+    first = sample(10.0, 20.0, 30.0, seeds=[5, 6, 7])
+    second = sample(34.0, 12.0, 23.0, seeds=[7, 5, 6])
+    (pair,) = Comparisons([first, second])
+    assert (pair.paired, pair.difference) == (True, 3.0)
+    assert pair.interval == (2.0, 4.0)
+    # The differences are 2, 3 and 4, with a standard deviation of 1. The closed form of Student's
+    # distribution with two degrees of freedom.
     t = 3 * math.sqrt(3)
-    assert (found.paired, found.difference) == (True, 3.0)
-    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    assert found.interval == (2.0, 4.0)
-    for other_sample in (
-        sample(34.0, 12.0, 23.0, seeds=[7, 5, 8]),
-        Sample(other.values, "another task"),
-    ):
-        (found,) = Comparisons([one, other_sample])
-        assert not found.paired
-        assert found.p > 0.5
+    assert pair.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    other_seeds = sample(34.0, 12.0, 23.0, seeds=[7, 5, 8])
+    other_prompts = Sample(second.values, "another task")
+    for second in (other_seeds, other_prompts):
+        (pair,) = Comparisons([first, second])
+        assert not pair.paired
+        assert pair.p > 0.5
 
 
-def test_without_any_spread_nothing_is_claimed():
-    (same,) = Comparisons([sample(1.0, 1.0), sample(1.0, 1.0)])
-    assert (same.p, verdict(same)) == (1.0, "unknown")
-    for pair in (
-        [sample(1.0, 1.0), sample(0.0, 0.0)],
-        [sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)],
-    ):
-        (found,) = Comparisons(pair)  # of the second all differences are 0.1 but for rounding
-        assert (found.p, found.interval, found.seeds_needed) == (None, None, None)
-        assert verdict(found) == "no noise to test by"
-    (single,) = Comparisons([sample(1.0), sample(0.0, 0.5)])
-    assert (single.p, verdict(single)) == (None, "needs 2 seeds")
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (sample(1.0, 1.0), sample(0.0, 0.0)),
+        # All differences are 0.1, but for rounding.
+        (sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)),
+    ],
+)
+def test_a_difference_without_spread_is_not_tested(first, second):
+    (pair,) = Comparisons([first, second])
+    assert (pair.p, pair.interval, pair.seeds_needed) == (None, None, None)
+    assert verdict(pair) == "no noise to test by"
+
+
+def test_equal_samples_without_spread_do_not_differ():
+    (pair,) = Comparisons([sample(1.0, 1.0), sample(1.0, 1.0)])
+    assert (pair.p, verdict(pair)) == (1.0, "unknown")
+
+
+def test_a_single_seed_has_no_standard_deviation_and_is_not_tested():
+    (pair,) = Comparisons([sample(1.0), sample(0.0, 0.5)])
+    assert (pair.p, verdict(pair)) == (None, "needs 2 seeds")
     assert mean_and_std([2.0]) == (2.0, None)
     assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
 
 
-def test_p_is_adjusted_by_holm():
-    samples = unpaired([5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [3.9, 4.1, 4.3], [1.0])
-    found = {(c.first, c.second): c for c in Comparisons(samples)}
-    raw = sorted(found[pair].p for pair in ((0, 1), (0, 2), (1, 2)))
+def test_p_is_adjusted_by_holm_over_the_pairs_that_can_be_tested():
+    pairs = by_pair(Comparisons(unpaired([5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [3.9, 4.1, 4.3], [1.0])))
+    tested = [pairs[0, 1], pairs[0, 2], pairs[1, 2]]
+    raw = sorted(pair.p for pair in tested)
     expected = [3 * raw[0], max(3 * raw[0], 2 * raw[1]), max(2 * raw[1], raw[2])]
-    assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(
-        expected
-    )
-    assert found[0, 3].adjusted_p is None
-    assert found[0, 3].counts == (3, 1)
+    assert sorted(pair.adjusted_p for pair in tested) == pytest.approx(expected)
+    assert pairs[0, 3].adjusted_p is None
+    assert pairs[0, 3].counts == (3, 1)
 
 
-def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
-    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself,
-    for the other."""
+def test_a_verdict_is_by_the_adjusted_p_which_is_equal_for_equal_p():
+    """Beside a smaller p there are two of 0.038. The first becomes 2 p, and so does the other,
+    which would be p alone."""
     values = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
-    found = {(c.first, c.second): c for c in Comparisons(unpaired(*values))}
-    near, far = (
-        scipy.stats.ttest_ind(values[0], other, equal_var=False).pvalue for other in values[1:]
-    )
+    pairs = by_pair(Comparisons(unpaired(*values)))
+    near = scipy.stats.ttest_ind(values[0], values[1], equal_var=False).pvalue
+    far = scipy.stats.ttest_ind(values[0], values[2], equal_var=False).pvalue
     assert far < near < LEVEL < 2 * near
     expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}
-    assert {pair: c.adjusted_p for pair, c in found.items()} == pytest.approx(expected)
-    assert verdict(found[0, 2]) == "higher"
-    assert verdict(found[0, 1]) == verdict(found[1, 2]) == "unknown"
+    assert {place: pair.adjusted_p for place, pair in pairs.items()} == pytest.approx(expected)
+    assert verdict(pairs[0, 2]) == "higher"
+    assert verdict(pairs[0, 1]) == verdict(pairs[1, 2]) == "unknown"
 
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
-    """All 27 equally likely resamples of three, or 729 pairs of them: no random number is needed to
-    know them."""
-    first, second = np.array([1.0, 4.0, 9.0]), np.array([2.0, 8.0, 11.0])
+    """Three seeds are drawn in 27 equally likely ways, two times three in 729."""
+    first = np.array([1.0, 4.0, 9.0])
+    second = np.array([2.0, 8.0, 11.0])
     draws = list(product(range(3), repeat=3))
     if paired:
         means = [np.mean([second[i] - first[i] for i in draw]) for draw in draws]
@@ -134,10 +147,11 @@ def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
 
 
 @pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
-def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
-    """300 simulated comparisons of equal normal distributions, two of three paired: within three
-    standard errors."""
-    draw, hits = np.random.default_rng(0), []
+def test_an_interval_holds_the_true_difference_as_often_as_the_page_says(seeds, covered):
+    """300 comparisons of equal normal distributions are simulated, two of three paired. Their share
+    is within three standard errors."""
+    draw = np.random.default_rng(0)
+    hits = []
     for number in range(300):
         low, high = _difference_interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
         hits.append(low <= 0 <= high)
@@ -159,22 +173,25 @@ def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
         (1e-9, [1.0, 1.0], MOST_SEEDS + 1),
     ],
 )
-def test_seeds_needed_are_those_of_the_tables(difference, variances, seeds):
+def test_seeds_needed_are_those_of_cohen_s_tables(difference, variances, seeds):
     assert seeds_needed(difference, variances) == seeds
 
 
-def test_with_the_seeds_needed_the_difference_is_found_as_often_as_said():
-    """2000 simulated comparisons of spreads 1 and 3, where Welch's degrees of freedom matter."""
+def test_with_the_seeds_needed_the_difference_is_significant_as_often_as_the_power_says():
+    """2000 comparisons with standard deviations 1 and 3 are simulated, where Welch's degrees of
+    freedom matter."""
     seeds = seeds_needed(3.0, [1.0, 9.0])
     draw = np.random.default_rng(0)
-    one, other = draw.normal(0, 1, (2000, seeds)), draw.normal(3, 3, (2000, seeds))
-    p = scipy.stats.ttest_ind(one, other, equal_var=False, axis=1).pvalue
+    first = draw.normal(0, 1, (2000, seeds))
+    second = draw.normal(3, 3, (2000, seeds))
+    p = scipy.stats.ttest_ind(first, second, equal_var=False, axis=1).pvalue
     assert np.mean(p < LEVEL) == pytest.approx(POWER, abs=0.04)
 
 
-# Runs x tasks. What rliable 1.2.0 makes of them: aggregate_iqm, probability_of_improvement, and
-#   get_interval_estimates (percentile, 20,000 resamples) with arch 8.0.0.
-ONE = [
+# Runs x tasks. The expected values below are those of rliable 1.2.0: aggregate_iqm,
+# probability_of_improvement, and get_interval_estimates (percentile, 20,000 resamples) with
+# arch 8.0.0.
+FIRST = [
     [0.61, 0.42],
     [0.70, 0.47],
     [0.05, 0.44],
@@ -183,10 +200,12 @@ ONE = [
     [0.58, 0.49],
     [0.69, 0.51],
 ]
-OTHER = [[0.52, 0.42], [0.64, 0.35], [0.60, 0.39], [0.66, 0.45], [0.55, 0.38]]
+SECOND = [[0.52, 0.42], [0.64, 0.35], [0.60, 0.39], [0.66, 0.45], [0.55, 0.38]]
 
 
-def tasks(rows):
+def task_sample(rows: Sequence[Sequence[float]]) -> Sample:
+    """Return a sample whose blocks are tasks and seeds. rows: of each seed the values of the
+    tasks."""
     return Sample(
         {(task, seed): value for seed, row in enumerate(rows) for task, value in enumerate(row)}
     )
@@ -194,88 +213,99 @@ def tasks(rows):
 
 @pytest.mark.parametrize(
     ("rows", "mean", "interval"),
-    [(ONE, 0.535, (0.47125, 0.58375)), (OTHER, 0.4883333333, (0.46, 0.52666667))],
+    [(FIRST, 0.535, (0.47125, 0.58375)), (SECOND, 0.4883333333, (0.46, 0.52666667))],
 )
 def test_the_interquartile_mean_and_its_interval_are_those_of_rliable(rows, mean, interval):
     assert interquartile_mean(np.ravel(rows)) == pytest.approx(mean)
     assert interquartile_mean(np.ravel(rows)) == pytest.approx(
         scipy.stats.trim_mean(rows, 0.25, axis=None)
     )
-    assert interquartile_interval(tasks(rows)) == pytest.approx(interval, abs=0.003)
-    assert interquartile_interval(tasks(rows[:1])) is None
+    assert interquartile_interval(task_sample(rows)) == pytest.approx(interval, abs=0.003)
+    assert interquartile_interval(task_sample(rows[:1])) is None
 
 
-def test_seeds_are_drawn_anew_within_their_stratum():
-    """Two tasks that are far apart, of four equal seeds each: no resample has another mean."""
-    assert interquartile_interval(tasks([[0.0, 1.0]] * 4)) == (0.5, 0.5)
+def test_resamples_draw_seeds_within_each_task():
+    # Every resample of equal seeds has the same mean, though the two tasks are far apart.
+    assert interquartile_interval(task_sample([[0.0, 1.0]] * 4)) == (0.5, 0.5)
 
 
 def test_the_probability_of_improvement_is_that_of_rliable():
-    assert improvement(tasks(OTHER), tasks(ONE)) == pytest.approx(0.78571429)
+    assert improvement(task_sample(SECOND), task_sample(FIRST)) == pytest.approx(0.78571429)
     by_task = [
-        scipy.stats.mannwhitneyu(*pair).statistic / 35
-        for pair in zip(*map(np.transpose, (ONE, OTHER)), strict=True)
+        scipy.stats.mannwhitneyu(first, second).statistic / (len(FIRST) * len(SECOND))
+        for first, second in zip(np.transpose(FIRST), np.transpose(SECOND), strict=True)
     ]
-    assert improvement(tasks(OTHER), tasks(ONE)) == pytest.approx(np.mean(by_task))
-    assert improvement(tasks(ONE), tasks(ONE)) == 0.5
-    assert improvement(sample(1.0, 2.0), tasks(ONE)) is None
+    assert improvement(task_sample(SECOND), task_sample(FIRST)) == pytest.approx(np.mean(by_task))
+    assert improvement(task_sample(FIRST), task_sample(FIRST)) == 0.5
+    assert improvement(sample(1.0, 2.0), task_sample(FIRST)) is None
 
 
-def test_rliable_itself_agrees():
+def test_rliable_itself_gives_the_same_numbers():
     metrics = pytest.importorskip("rliable.metrics")
     draw = np.random.default_rng(0)
-    one, other = draw.normal(0, 1, (6, 3)).round(1), draw.normal(0.3, 1, (9, 3)).round(1)
-    assert interquartile_mean(other.ravel()) == pytest.approx(metrics.aggregate_iqm(other))
-    expected = metrics.probability_of_improvement(other, one)
-    assert improvement(tasks(one), tasks(other)) == pytest.approx(expected)
+    first = draw.normal(0, 1, (6, 3)).round(1)
+    second = draw.normal(0.3, 1, (9, 3)).round(1)
+    assert interquartile_mean(second.ravel()) == pytest.approx(metrics.aggregate_iqm(second))
+    expected = metrics.probability_of_improvement(second, first)
+    assert improvement(task_sample(first), task_sample(second)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize(("margin", "bound"), [("0.05", 0.05), ("10%", 0.1 * 0.5)])
-def test_two_one_sided_tests_are_those_of_scipy(paired, margin, bound):
-    one, other = [0.49, 0.53, 0.47, 0.51], [0.50, 0.52, 0.49, 0.53]
-    samples = [sample(*one), sample(*other)] if paired else unpaired(one, other)
-    (found,) = Comparisons(samples, margin)
-    test, both = scipy.stats.ttest_rel, {}
-    if not paired:
-        test, both = scipy.stats.ttest_ind, {"equal_var": False}
-    lower = test(np.add(other, bound), one, alternative="greater", **both).pvalue
-    upper = test(np.subtract(other, bound), one, alternative="less", **both).pvalue
-    assert found.equal_p == pytest.approx(max(lower, upper))
-    assert found.p > LEVEL
-    assert verdict(found, 1, margin) == (
+def test_equality_is_tested_by_two_one_sided_tests_as_in_scipy(paired, margin, bound):
+    first = [0.49, 0.53, 0.47, 0.51]
+    second = [0.50, 0.52, 0.49, 0.53]
+    if paired:
+        samples = [sample(*first), sample(*second)]
+        test = scipy.stats.ttest_rel
+    else:
+        samples = unpaired(first, second)
+        test = partial(scipy.stats.ttest_ind, equal_var=False)
+    (pair,) = Comparisons(samples, margin)
+    lower = test(np.add(second, bound), first, alternative="greater").pvalue
+    upper = test(np.subtract(second, bound), first, alternative="less").pvalue
+    assert pair.equal_p == pytest.approx(max(lower, upper))
+    assert pair.p > LEVEL
+    assert verdict(pair, 1, margin) == (
         "equal within " + margin if max(lower, upper) < LEVEL else "unknown"
     )
 
 
-def test_the_words_of_a_pair():
-    """Sure of a difference of 0.01 within 0.02: equal; beyond it: better or worse; no spread:
-    equal."""
-    one = sample(0.500, 0.510, 0.520, 0.530)
-    near, far, wide = (
-        sample(0.511, 0.520, 0.530, 0.541),
-        sample(0.60, 0.61, 0.62, 0.64),
-        sample(0.5, 0.1, 0.9, 0.6),
-    )
-    margin, words = "0.02", []
-    for other in (near, far, wide, one):
-        (found,) = Comparisons([one, other], margin)
-        words.append((verdict(found, 1, margin), verdict(found, -1), verdict(found)))
-    assert words[0] == ("equal within 0.02", "worse", "higher")
-    assert words[1] == ("better", "worse", "higher")
-    assert words[2] == ("unknown",) * 3
-    assert words[3] == ("equal within 0.02", "unknown", "unknown")
+BASE = sample(0.500, 0.510, 0.520, 0.530)
+
+
+@pytest.mark.parametrize(
+    ("second", "within_margin", "if_lower_is_better", "without_direction"),
+    [
+        # A difference of 0.01, which is significant and within the margin.
+        (sample(0.511, 0.520, 0.530, 0.541), "equal within 0.02", "worse", "higher"),
+        # A significant difference beyond the margin.
+        (sample(0.60, 0.61, 0.62, 0.64), "better", "worse", "higher"),
+        # A wide spread.
+        (sample(0.5, 0.1, 0.9, 0.6), "unknown", "unknown", "unknown"),
+        # No difference and no spread.
+        (BASE, "equal within 0.02", "unknown", "unknown"),
+    ],
+)
+def test_verdict_says_equal_within_the_margin_first_and_then_better_worse_or_unknown(
+    second, within_margin, if_lower_is_better, without_direction
+):
+    (pair,) = Comparisons([BASE, second], "0.02")
+    assert verdict(pair, 1, "0.02") == within_margin
+    assert verdict(pair, -1) == if_lower_is_better
+    assert verdict(pair) == without_direction
 
 
 def test_p_is_adjusted_over_planned_pairs_alone():
     samples = unpaired([5.0, 5.1, 5.2], [4.0, 4.2, 4.1], [4.9, 5.1, 5.4])
-    every = {(c.first, c.second): c for c in Comparisons(samples, "0.5")}
-    found = {(c.first, c.second): c for c in Comparisons(samples, "0.5", {(0, 1), (0, 2)})}
-    assert [pair for pair in found if found[pair].exploratory] == [(1, 2)]
-    assert found[1, 2].adjusted_p == found[1, 2].p == every[1, 2].p < every[1, 2].adjusted_p
-    assert found[0, 1].adjusted_p == pytest.approx(2 * found[0, 1].p)
-    assert every[0, 1].adjusted_p == pytest.approx(3 * found[0, 1].p)
-    one_sided = Comparisons([samples[0], samples[2]], "0.5")
-    assert found[0, 2].equal_p == pytest.approx(2 * next(iter(one_sided)).equal_p)
+    unplanned = by_pair(Comparisons(samples, "0.5"))
+    planned = by_pair(Comparisons(samples, "0.5", {(0, 1), (0, 2)}))
+    assert [place for place, pair in planned.items() if pair.exploratory] == [(1, 2)]
+    assert planned[1, 2].adjusted_p == planned[1, 2].p == unplanned[1, 2].p
+    assert planned[1, 2].p < unplanned[1, 2].adjusted_p
+    assert planned[0, 1].adjusted_p == pytest.approx(2 * planned[0, 1].p)
+    assert unplanned[0, 1].adjusted_p == pytest.approx(3 * unplanned[0, 1].p)
+    (alone,) = Comparisons([samples[0], samples[2]], "0.5")
+    assert planned[0, 2].equal_p == pytest.approx(2 * alone.equal_p)
     assert Comparisons(samples, None, {(0, 1), (0, 2)}).tested == 2
-    assert verdict(found[1, 2]).startswith("exploratory: ")
+    assert verdict(planned[1, 2]).startswith("exploratory: ")
