@@ -55,7 +55,7 @@ def run(case: Case) -> None:
             if "timing_s/step" not in measured:
                 continue
             iterations.append(_stages(measured))
-            peak = max(peak, float(measured.get("perf/max_memory_allocated_gb", 0)) * 2**30 / 1e9)
+            peak = max(peak, float(measured["actor/perf/max_memory_allocated_gb"]) * 2**30 / 1e9)
             print("\n" + json.dumps({"iterations": iterations, "peak_gb": peak}), flush=True)
     if child.returncode:
         raise SystemExit(f"verl ended with {child.returncode}")
