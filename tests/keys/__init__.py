@@ -1,36 +1,54 @@
-"""The table of `test_keys.py`: which function sees a key of the configuration act, and what these
-functions share."""
+"""The tests of the single keys of the configuration: each changes a key, and asserts that the
+number which this key configures changes as it should.
+
+How the table of these tests works:
+
+1. `tests/config/test_keys.py` runs `test_the_key_acts` once for every key of the schema, so a new
+   key fails until it has an entry here. A key is named as in `loss/gspo.epsilon_low` where its
+   group has options, and as in `kl.kind` elsewhere.
+2. An entry is a function in a module of this folder, with the names of its keys above it:
+   `@key_test("rollout/policy.prompts_per_batch", "rollout/policy.group_size")`. The decorator puts
+   it into `KEY_TESTS`.
+3. The function's parameters are pytest fixtures, by their names, and perhaps `key`, the name of
+   the key under test. With `key` it runs once for each of its keys. Without, it tests all of them
+   together and runs once.
+4. A key that an ordinary test of another folder shows needs no function: `TESTED_ELSEWHERE` names
+   that test. `test_the_key_acts` then only checks that the test exists.
+
+`small_runs.py` has the small models, documents and files that the functions share.
+"""
 
 # ruff: noqa: E501 (names of tests are not broken)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
-from builders.runs import config_of, module_and_loader
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from pgtoolkit.batch import Document
-from pgtoolkit.config.validate import validate
-from pgtoolkit.losses import reference
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.rollouts.steps import StepLoader, make_step
-from pgtoolkit.training.module import PolicyGradientModule
 
-ROWS: dict[str, Callable] = {}
-"""By key, with its option where a group has several shapes (`model/tiny.num_layers`)."""
+KEY_TESTS: dict[str, Callable[..., None]] = {}
+"""The function that tests each key; filled by `key_test`."""
+
+
+def key_test(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the decorator that enters a function as the test of these keys."""
+
+    def enter(function: Callable[..., None]) -> Callable[..., None]:
+        entered_twice = set(keys) & KEY_TESTS.keys()
+        assert not entered_twice, f"a key has one test: {sorted(entered_twice)}"
+        KEY_TESTS.update(dict.fromkeys(keys, function))
+        return function
+
+    return enter
+
 
 _VLLM = "sampling/test_vllm.py"
 _DIVIDED = {"chain_sum": "terms", "shortest_path": "nodes"}
-SEEN_BY = {
+TESTED_ELSEWHERE = {
     **dict.fromkeys(
         [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
         + ["model/tiny.fp32_lm_head"],
-        # they have one value
+        # Each of these keys accepts a single value.
         "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
     ),
     **dict.fromkeys(
@@ -127,192 +145,4 @@ SEEN_BY = {
     "trainer.accept_changed_data": "training/test_data.py::test_changed_data_are_refused_until_they_are_accepted_once",
     "trainer.max_bad_steps": "training/test_training.py::test_bad_steps_count_only_in_a_row",
 }
-"""By key: the test elsewhere that configures it and sees its number."""
-
-SMALL = (
-    *(
-        "tracking=none",
-        "loss=grpo",
-        "aggregation=constant",
-        "aggregation.divisor=4",
-        "optimizer.max_grad_norm=null",
-    ),
-    *(
-        "accumulation.docs_per_step=8",
-        "accumulation.max_tokens=24",
-        "task.num_digits=3",
-        "trainer.max_steps=6",
-    ),
-    "trainer.device=cpu",
-    *("model.num_layers=1", "model.hidden_size=8", "model.num_heads=2"),
-    *("rollout.prompts_per_batch=4", "rollout.group_size=4", "rollout.max_completion_length=4"),
-)
-
-
-def key(*names: str) -> Callable:
-    """Enters a function as the row of these keys. It gets the fixtures it names, and the key if it
-    names `key`."""
-
-    def enter(row):
-        assert not set(names) & set(ROWS), f"a key has one row: {names}"
-        ROWS.update(dict.fromkeys(names, row))
-        return row
-
-    return enter
-
-
-def module_of(*overrides: str) -> PolicyGradientModule:
-    return module_and_steps(*overrides)[0]
-
-
-def settings(*overrides: str) -> list[str]:
-    """The overrides, seen to be valid, on top of those small settings that they do not replace."""
-    replaced = {override.partition("=")[0] for override in overrides}
-    replaced |= {"task"} if "rollout=recorded" in overrides else set()
-    small = [
-        one
-        for one in SMALL
-        if not {one.partition("=")[0], one.partition("=")[0].partition(".")[0]} & replaced
-    ]
-    assert validate(config_of(*small, *overrides))[1].problems == []
-    return [*small, *overrides]
-
-
-def module_and_steps(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
-    """Of small settings, in float64; the weights are larger than at a start, so that every number
-    matters."""
-    module, loader = module_and_loader(*settings(*overrides))
-    with torch.no_grad():
-        for weight in module.parameters():
-            weight.mul_(20 if weight.ndim > 1 else 1)
-    return module, loader
-
-
-def some_documents() -> list[Document]:
-    """Six documents in three groups, whose old log-probs lie around those of the model above."""
-    generator = torch.Generator().manual_seed(3)
-    documents = []
-    for i, (length, advantage) in enumerate(
-        [(9, 0.7), (5, -0.4), (12, 0.2), (7, -1.1), (3, 0.9), (6, -0.3)]
-    ):
-        documents.append(
-            Document(
-                tokens=torch.randint(0, 11, (length,), generator=generator),
-                loss_mask=torch.arange(length) >= length // 2,
-                old_log_probs=(-2.5 + 0.7 * torch.randn(length, generator=generator))[
-                    length // 2 :
-                ],
-                advantages=torch.full((length - length // 2,), advantage),
-                group=i // 2,
-                name=f"document {i}",
-            )
-        )
-    return documents
-
-
-def step_of(documents: list[Document], max_tokens: int = 1000):
-    return make_step(documents, max_tokens, {})
-
-
-def logits_of(module, document: Document) -> Tensor:
-    """(S, V), the model's own, of a document alone."""
-    return module.model(input_ids=document.tokens[None]).logits[0]
-
-
-def specified(
-    module, documents: list[Document], **choices
-) -> tuple[reference.Reference, list[Tensor]]:
-    """The step by the specification, and the gradient of every parameter."""
-    options = {"aggregation": "constant", "divisor": 4}
-    if "loss" not in choices:
-        options |= {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
-    logits = torch.cat([logits_of(module, document)[:-1] for document in documents])
-    labels = torch.cat(
-        [torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents]
-    )
-
-    sampled = documents[0].sampling_log_probs is not None
-
-    def per_label(values) -> Tensor:
-        trained = torch.cat([*values])
-        return trained.new_zeros(len(labels)).masked_scatter(labels >= 0, trained)
-
-    found = reference.policy_loss(
-        logits.detach(),
-        labels,
-        per_label(document.old_log_probs for document in documents),
-        per_label(document.advantages for document in documents),
-        torch.cat(
-            [torch.full((document.num_tokens - 1,), i) for i, document in enumerate(documents)]
-        ),
-        group_index=torch.tensor([document.group for document in documents]),
-        num_documents=len(documents),
-        sampling_log_probs=per_label(document.sampling_log_probs for document in documents)
-        if sampled
-        else None,
-        **options | choices,
-    )
-    return found, torch.autograd.grad(logits, list(module.parameters()), found.gradient)
-
-
-def loss_as_specified(
-    overrides: list[str], documents: list[Document] | None = None, **choices
-) -> float:
-    """The loss of one training step, once it and the gradient are seen to be the specification's
-    with `choices`."""
-    documents = documents or some_documents()
-    module = module_of(*overrides)
-    expected, gradient = specified(module, documents, **choices)
-    metrics = module.training_step(step_of(documents, 24), 0)["metrics"]
-    torch.testing.assert_close(metrics["loss"], expected.loss, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(
-        [p.grad for p in module.parameters()], gradient, rtol=1e-9, atol=1e-13
-    )
-    assert metrics["grad_norm"] > 1e-3
-    return metrics["loss"]
-
-
-class LogitsMade(TorchDispatchMode):
-    """Notes (rows, number type) of each matrix of logits that is computed: of each product with V
-    columns."""
-
-    def __init__(self, vocabulary: int):
-        super().__init__()
-        self.vocabulary, self.found = vocabulary, []
-
-    @property
-    def rows(self) -> list[int]:
-        return [rows for rows, _ in self.found]
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function.__name__.split(".")[0] in ("mm", "addmm") and out.shape[-1] == self.vocabulary:
-            self.found.append((len(out), out.dtype))
-        return out
-
-
-def rows_file(folder: Path, num_rows: int = 10, **changes) -> Path:
-    """Recorded documents of five tokens, three of them trained, two to a group; rewards 0, 1, 4, 9,
-    ..."""
-    path, rows = folder / "rollouts.jsonl", []
-    for i in range(num_rows):
-        row = {
-            "token_ids": [i, 1, 2, 3, 4],
-            "loss_mask": [False, False, True, True, True],
-            "reward": i**2,
-        }
-        row |= {
-            "old_log_probs": [0, 0, -2.5, -2.4, -2.3],
-            "group_id": i // 2,
-            "advantage": i / 8,
-        } | changes
-        rows.append(json.dumps({name: value for name, value in row.items() if value is not ...}))
-    path.write_text("\n".join(rows))
-    return path
-
-
-def recorded(folder: Path, *overrides: str, **changes) -> list[list[Document]]:
-    """The documents of each step."""
-    path = rows_file(folder, **changes)
-    _, loader = module_and_steps("rollout=recorded", f"rollout.path={path}", *overrides)
-    return [step.documents for step in loader]
+"""The ordinary test, below tests/, that shows each of these keys."""

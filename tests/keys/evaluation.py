@@ -1,114 +1,129 @@
-"""Rows of `config/test_keys.py`: which prompts a run is evaluated on, how, when, and what follows
-from it."""
+"""Tests of single keys (see `keys`): evaluation, by its prompts, its sampling and its times."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import NamedTuple
 
-from keys import key, module_and_steps
-from pgtoolkit.runs.completion_files import read_completions
+from keys import key_test
+from keys.small_runs import module_and_steps
+from pgtoolkit.config.schema import Config
+from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.evaluation import Evaluations
 
-FEW = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.completions_per_prompt=2")
+SMALL_EVALUATION = {
+    "evaluation.every": 1,
+    "evaluation.prompts_per_set": 3,
+    "evaluation.completions_per_prompt": 2,
+}
 
 
-def evaluated(folder, *overrides):
-    """The module, and by set the numbers and the completions of an evaluation."""
-    chosen = [
-        one for one in FEW if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}
-    ]
-    module, _ = module_and_steps(*chosen, *overrides)
-    evaluator, found = module.evaluator, {}
+class Evaluated(NamedTuple):
+    """Numbers and completions of an evaluation, each by the name of the set."""
+
+    config: Config
+    numbers: dict[str, dict]
+    completions: dict[str, list[CompletionRow]]
+
+
+def evaluated(folder: Path, *overrides: str) -> Evaluated:
+    """Evaluate the model of a small run once, on all its sets."""
+    replaced = {override.partition("=")[0] for override in overrides}
+    small = [f"{key}={value}" for key, value in SMALL_EVALUATION.items() if key not in replaced]
+    module, _ = module_and_steps(*small, *overrides)
+    evaluator = module.evaluator
     evaluator.folder = folder
-    for one in evaluator.sets:
-        numbers = evaluator.evaluate(one, 0)
-        found[one.name] = (
-            numbers,
-            read_completions(folder / "completions" / f"evaluation_{one.name}_000000.parquet"),
-        )
-    return module, found
+    numbers = {}
+    completions = {}
+    for prompt_set in evaluator.sets:
+        numbers[prompt_set.name] = evaluator.evaluate(prompt_set, 0)
+        file = folder / "completions" / f"evaluation_{prompt_set.name}_000000.parquet"
+        completions[prompt_set.name] = read_completions(file)
+    return Evaluated(module.config, numbers, completions)
 
 
-@key("evaluation.every")
-def every():
-    for number, expected in ((2, [0, 2, 4, 6]), (4, [0, 4, 6])):
-        module, _ = module_and_steps(f"evaluation.every={number}", "trainer.max_steps=6")
+@key_test("evaluation.every")
+def evaluations_are_due_before_the_first_step_at_every_nth_and_after_the_last():
+    for every, expected in ((2, [0, 2, 4, 6]), (4, [0, 4, 6])):
+        module, _ = module_and_steps(f"evaluation.every={every}", "trainer.max_steps=6")
         evaluations = Evaluations(None, module)
         assert [step for step in range(7) if evaluations.is_due(step)] == expected
-    assert module_and_steps()[0].evaluator is None
+    module, _ = module_and_steps()
+    assert module.evaluator is None
 
 
-@key("evaluation.prompts_per_set", "evaluation.completions_per_prompt")
-def sizes(tmp_path):
-    for prompts, each in ((3, 2), (2, 5)):
-        chosen = [
-            f"evaluation.prompts_per_set={prompts}",
-            f"evaluation.completions_per_prompt={each}",
+@key_test("evaluation.prompts_per_set", "evaluation.completions_per_prompt")
+def a_set_has_as_many_prompts_and_completions_as_asked(tmp_path: Path):
+    for num_prompts, num_completions in ((3, 2), (2, 5)):
+        result = evaluated(
+            tmp_path,
+            f"evaluation.prompts_per_set={num_prompts}",
+            f"evaluation.completions_per_prompt={num_completions}",
+        )
+        numbers = result.numbers["held_out"]
+        assert numbers["prompts"] == num_prompts
+        assert numbers["completions_per_prompt"] == num_completions
+        assert [completion.name for completion in result.completions["held_out"]] == [
+            f"prompt {i}" for i in range(num_prompts) for _ in range(num_completions)
         ]
-        _, found = evaluated(tmp_path, *chosen)
-        numbers, completions = found["held_out"]
-        assert (numbers["prompts"], numbers["completions_per_prompt"]) == (prompts, each)
-        assert [one.name for one in completions] == [
-            f"prompt {i}" for i in range(prompts) for _ in range(each)
-        ]
-        assert ("pass@4" in numbers) is (each == 5)
+        assert ("pass@4" in numbers) is (num_completions == 5)
 
 
-@key("evaluation.temperature", "evaluation.top_p")
-def likeliest(tmp_path):
-    """Both can leave the likeliest token alone; without them it is one among others."""
+@key_test("evaluation.temperature", "evaluation.top_p")
+def a_low_temperature_or_top_p_leaves_only_the_likeliest_token(tmp_path: Path):
+    """The default samples as training does, so others are sampled too."""
 
-    def completions(*overrides):
-        # whose likeliest lead by far
-        few = ["evaluation.prompts_per_set=2", "evaluation.completions_per_prompt=1"]
-        return [one.completion for one in evaluated(tmp_path, *few, *overrides)[1]["held_out"][1]]
+    def completions(*overrides: str) -> list[str]:
+        # The likeliest tokens of these two prompts lead by far.
+        few = ("evaluation.prompts_per_set=2", "evaluation.completions_per_prompt=1")
+        result = evaluated(tmp_path, *few, *overrides)
+        return [completion.completion for completion in result.completions["held_out"]]
 
     greedy = completions("evaluation.temperature=0")
     assert completions("evaluation.top_p=0.000001") == greedy
     assert completions("evaluation.temperature=0.01") == greedy
     assert completions() != greedy
-    assert completions("rollout.temperature=0.01") == greedy  # as training samples
+    assert completions("rollout.temperature=0.01") == greedy
     assert completions("rollout.temperature=0.01", "evaluation.temperature=1") == completions()
 
 
-@key("evaluation.max_completion_length")
-def max_completion_length(tmp_path):
-    for length in (4, 9):
-        _, found = evaluated(
-            tmp_path, f"evaluation.max_completion_length={length}", "evaluation.prompts_per_set=9"
+@key_test("evaluation.max_completion_length")
+def completions_of_an_evaluation_end_at_its_own_limit(tmp_path: Path):
+    for limit in (4, 9):
+        result = evaluated(
+            tmp_path, f"evaluation.max_completion_length={limit}", "evaluation.prompts_per_set=9"
         )
-        assert max(one.tokens for one in found["held_out"][1]) == length
+        assert max(completion.tokens for completion in result.completions["held_out"]) == limit
 
 
-@key("evaluation.seed")
-def seed(tmp_path):
-    for number in (5, 6):
-        module, found = evaluated(tmp_path, f"evaluation.seed={number}")
-        task = make_task(module.config.task, number)
-        assert [one.prompt for one in found["held_out"][1][::2]] == [
-            task.prompt(i).text for i in range(3)
-        ]
+@key_test("evaluation.seed")
+def the_prompts_of_an_evaluation_are_those_of_its_seed(tmp_path: Path):
+    for seed in (5, 6):
+        result = evaluated(tmp_path, f"evaluation.seed={seed}")
+        task = make_task(result.config.task, seed)
+        prompts = [completion.prompt for completion in result.completions["held_out"][::2]]
+        assert prompts == [task.prompt(i).text for i in range(3)]
 
 
-@key("evaluation.sets")
-def sets(tmp_path):
+@key_test("evaluation.sets")
+def each_set_has_the_task_the_seed_and_the_size_of_its_own_keys(tmp_path: Path):
     path = tmp_path / "test.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(2))
-    )
-    more = [
-        "evaluation.sets.own.prompts=5",
-        "evaluation.sets.own.seed=9",
+    rows = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(2)]
+    path.write_text("".join(rows))
+    result = evaluated(
+        tmp_path,
+        "evaluation.sets.shorter.num_digits=1",
+        "evaluation.sets.seeded.prompts=5",
+        "evaluation.sets.seeded.seed=9",
         "evaluation.sets.file.task=prompts",
-    ]
-    module, found = evaluated(
-        tmp_path, "evaluation.sets.shorter.num_digits=1", *more, f"evaluation.sets.file.path={path}"
+        f"evaluation.sets.file.path={path}",
     )
-    assert list(found) == ["shorter", "own", "file"]
-    assert {len(one.prompt) for one in found["shorter"][1]} == {2}
-    assert [one.prompt for one in found["own"][1][::2]] == [
-        make_task(module.config.task, 9).prompt(i).text for i in range(5)
-    ]
-    assert sorted({one.prompt for one in found["file"][1]}) == ["0=", "1="]
-    assert found["file"][0]["prompts"] == 2  # all that it has
+    assert list(result.completions) == ["shorter", "seeded", "file"]
+    assert {len(completion.prompt) for completion in result.completions["shorter"]} == {2}
+    task = make_task(result.config.task, 9)
+    prompts = [completion.prompt for completion in result.completions["seeded"][::2]]
+    assert prompts == [task.prompt(i).text for i in range(5)]
+    assert {completion.prompt for completion in result.completions["file"]} == {"0=", "1="}
+    assert result.numbers["file"]["prompts"] == 2  # of the three that are asked for

@@ -1,115 +1,133 @@
-"""Rows of `config/test_keys.py`: the model."""
+"""Tests of single keys (see `keys`): the model."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import module_and_loader
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from keys import LogitsMade, key, module_of, settings, some_documents, step_of
+from keys import key_test
+from keys.small_runs import VOCABULARY, LogitsMade, module_of, settings, some_documents, step_of
 
 
-def llama(folder, seed=0) -> str:
-    return f"model.path={save_with_tokenizer(small_llama(seed), folder / str(seed))}"
+def saved_llama(folder: Path, seed: int = 0) -> str:
+    """Save a small Llama and return its folder."""
+    return str(save_with_tokenizer(small_llama(seed), folder / str(seed)))
 
 
-@key("model/tiny.name", "model/huggingface.name")
-def model_name(tmp_path):
+@key_test("model/tiny.name", "model/huggingface.name")
+def the_name_decides_between_a_tiny_gpt2_and_the_model_of_a_folder(tmp_path: Path):
     assert type(module_of("model=tiny").model).__name__ == "GPT2LMHeadModel"
-    assert (
-        type(module_of("model=huggingface", llama(tmp_path)).model).__name__ == "LlamaForCausalLM"
-    )
+    module = module_of("model=huggingface", f"model.path={saved_llama(tmp_path)}")
+    assert type(module.model).__name__ == "LlamaForCausalLM"
 
 
-@key("model/tiny.num_heads")
-def num_heads():
-    for heads in (1, 4):
-        (block,) = module_of(f"model.num_heads={heads}").model.transformer.h
-        assert (block.attn.num_heads, block.attn.head_dim) == (heads, 8 // heads)
+@key_test("model/tiny.num_heads")
+def the_heads_divide_the_hidden_size():
+    for num_heads in (1, 4):
+        (block,) = module_of(f"model.num_heads={num_heads}").model.transformer.h
+        assert (block.attn.num_heads, block.attn.head_dim) == (num_heads, 8 // num_heads)
 
 
-@key("model/tiny.num_layers", "model/tiny.hidden_size", "model/tiny.max_positions")
-def sizes(key):
-    """By the number of parameters of a GPT-2 with 12 tokens and an LM head of its own."""
-    name, counts = key.split(".")[1], []
+@key_test("model/tiny.num_layers", "model/tiny.hidden_size", "model/tiny.max_positions")
+def the_number_of_weights_is_that_of_a_gpt2_of_these_sizes(key: str):
+    """The LM head is a matrix of its own."""
+    name = key.split(".")[1]
+    counts = []
     for value in (8, 12):
-        size = {"num_layers": 1, "hidden_size": 8, "max_positions": 64} | {name: value}
-        layers, width = size["num_layers"], size["hidden_size"]
+        sizes = {"num_layers": 1, "hidden_size": 8, "max_positions": 64} | {name: value}
+        width = sizes["hidden_size"]
         module = module_of(f"model.{name}={value}")
         counts.append(sum(weight.numel() for weight in module.parameters()))
-        embeddings = (12 + 12 + size["max_positions"]) * width
-        assert counts[-1] == embeddings + layers * (12 * width**2 + 13 * width) + 2 * width
-        assert module.policy.max_positions == size["max_positions"]
+        embeddings = (VOCABULARY + VOCABULARY + sizes["max_positions"]) * width
+        layers = sizes["num_layers"] * (12 * width**2 + 13 * width)
+        assert counts[-1] == embeddings + layers + 2 * width
+        assert module.policy.max_positions == sizes["max_positions"]
     assert counts[0] < counts[1]
 
 
-def head_of(*overrides):
-    return (
-        module_and_loader(*settings("model=huggingface", *overrides))[0]
-        .float()
-        .policy.head.weight.detach()
-    )
+def head_of(*overrides: str) -> Tensor:
+    module, _ = module_and_loader(*settings("model=huggingface", *overrides))
+    return module.float().policy.head.weight.detach()
 
 
-def saved_head(path):
-    return LlamaForCausalLM.from_pretrained(path.partition("=")[2]).lm_head.weight.detach()
+def saved_head(folder: str) -> Tensor:
+    return LlamaForCausalLM.from_pretrained(folder).lm_head.weight.detach()
 
 
-@key("model/huggingface.path")
-def model_path(tmp_path):
-    first, second = llama(tmp_path, 0), llama(tmp_path, 1)
-    for path in (first, second):
-        assert torch.equal(head_of(path), saved_head(path))
+@key_test("model/huggingface.path")
+def the_weights_are_those_of_the_path(tmp_path: Path):
+    first = saved_llama(tmp_path, 0)
+    second = saved_llama(tmp_path, 1)
+    for folder in (first, second):
+        assert torch.equal(head_of(f"model.path={folder}"), saved_head(folder))
     assert not torch.equal(saved_head(first), saved_head(second))
 
 
-@key("model/huggingface.random_weights")
-def random_weights(tmp_path):
-    path = llama(tmp_path, 5)
-    found = head_of(path, "model.random_weights=true")
-    assert found.shape == saved_head(path).shape
-    assert (found - saved_head(path)).abs().min() > 0
-    assert not torch.equal(found, head_of(path, "model.random_weights=true", "seed=1"))
+@key_test("model/huggingface.random_weights")
+def random_weights_have_the_shape_of_the_saved_ones_and_follow_the_seed(tmp_path: Path):
+    folder = saved_llama(tmp_path, 5)
+    overrides = (f"model.path={folder}", "model.random_weights=true")
+    head = head_of(*overrides)
+    assert head.shape == saved_head(folder).shape
+    assert (head - saved_head(folder)).abs().min() > 0
+    assert not torch.equal(head, head_of(*overrides, "seed=1"))
 
 
-@key("model/huggingface.gradient_checkpointing")
-def gradient_checkpointing(tmp_path):
-    path, calls, gradients = llama(tmp_path), {}, []
-    for value in ("false", "true"):
-        module = module_of("model=huggingface", path, f"model.gradient_checkpointing={value}")
-        seen = calls[value] = []
-        module.model.model.layers[0].mlp.register_forward_pre_hook(
-            lambda *_, seen=seen: seen.append(1)
+@key_test("model/huggingface.gradient_checkpointing")
+def with_gradient_checkpointing_a_layer_runs_twice_for_the_same_gradient(tmp_path: Path):
+    folder = saved_llama(tmp_path)
+    num_calls = {"false": 0, "true": 0}
+    gradients = []
+    for value in num_calls:
+        module = module_of(
+            "model=huggingface", f"model.path={folder}", f"model.gradient_checkpointing={value}"
         )
+
+        def count_call(*_: object, value: str = value) -> None:
+            num_calls[value] += 1
+
+        module.model.model.layers[0].mlp.register_forward_pre_hook(count_call)
         module.training_step(step_of(some_documents()), 0)
         gradients.append([weight.grad for weight in module.parameters()])
-    assert (len(calls["false"]), len(calls["true"])) == (1, 2)
+    assert num_calls == {"false": 1, "true": 2}
     torch.testing.assert_close(*gradients)
 
 
-@key("model/huggingface.fp32_lm_head")
-def head_in_float32(tmp_path):
-    """The log-probs, and the logits behind the loss, of a body in bfloat16."""
-    path, step = llama(tmp_path), step_of(some_documents())
-    labels = step.micro_batches[0].labels
+@key_test("model/huggingface.fp32_lm_head")
+def the_head_of_a_body_in_bfloat16_multiplies_in_float32_or_in_bfloat16(tmp_path: Path):
+    """Seen in the log-probs, and in the logits behind the loss."""
+    folder = saved_llama(tmp_path)
+    step = step_of(some_documents())
+    micro_batch = step.micro_batches[0]
+    trained = micro_batch.labels >= 0
+
+    def trained_log_probs(logits: Tensor) -> Tensor:
+        index = micro_batch.labels.clamp(min=0)[:, None]
+        return logits.log_softmax(-1).gather(-1, index)[trained, 0]
+
     for value, dtype in (("true", torch.float32), ("false", torch.bfloat16)):
-        choice = ("model.dtype=bfloat16", f"model.fp32_lm_head={value}")
-        module = module_of("model=huggingface", path, *choice).float()
+        module = module_of(
+            "model=huggingface",
+            f"model.path={folder}",
+            "model.dtype=bfloat16",
+            f"model.fp32_lm_head={value}",
+        ).float()
         weight = module.policy.head.weight.detach().bfloat16()
-        hidden = module.policy.hidden_states(step.micro_batches[0]).detach()
-        both = {
-            torch.float32: hidden.float() @ weight.float().T,
-            torch.bfloat16: (hidden @ weight.T).float(),
+        hidden = module.policy.hidden_states(micro_batch).detach()
+        expected = {
+            torch.float32: trained_log_probs(hidden.float() @ weight.float().T),
+            torch.bfloat16: trained_log_probs((hidden @ weight.T).float()),
         }
-        both = {
-            t: x.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[labels >= 0, 0]
-            for t, x in both.items()
-        }
-        assert (both[torch.float32] - both[torch.bfloat16]).abs().max() > 1e-3
-        found = module.log_probs(step.micro_batches[0])[labels >= 0]
-        torch.testing.assert_close(found, both[dtype], rtol=0, atol=1e-5)
-        with LogitsMade(12) as logits:
-            out = module.micro_batch_loss(step.micro_batches[0], step.totals)
-        assert logits.found == [(int((labels >= 0).sum()), dtype)]
-        torch.testing.assert_close(out.log_probs[labels >= 0], both[dtype], rtol=0, atol=1e-5)
+        assert (expected[torch.float32] - expected[torch.bfloat16]).abs().max() > 1e-3
+        log_probs = module.log_probs(micro_batch)[trained]
+        torch.testing.assert_close(log_probs, expected[dtype], rtol=0, atol=1e-5)
+        with LogitsMade(VOCABULARY) as logits:
+            out = module.micro_batch_loss(micro_batch, step.totals)
+        assert logits.rows == [int(trained.sum())]
+        assert logits.dtypes == [dtype]
+        torch.testing.assert_close(out.log_probs[trained], expected[dtype], rtol=0, atol=1e-5)

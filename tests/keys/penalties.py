@@ -1,140 +1,146 @@
-"""Rows of `config/test_keys.py`: the penalty against a reference, and the entropy bonus."""
+"""Tests of single keys (see `keys`): the penalty against a reference, and the entropy bonus."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import module_and_loader
 
-from keys import key, loss_as_specified, rows_file, settings, some_documents
+from keys import key_test
+from keys.small_runs import labels_of, loss_as_specified, rows_file, settings, some_documents
+from pgtoolkit.batch import Document
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.rollouts.steps import make_step
 
-RECORDED = ("rollout=recorded", "kl.reference=recorded")
+RECORDED_LOG_PROBS = [0, 0, -1, -1, -1]
+"""Reference log-probs of each row of a rollouts file."""
 
 
-def documents_with_reference():
-    """Reference log-probs 0.4 above or below the old ones, in turn."""
-    found = []
+def documents_with_reference() -> list[Document]:
+    """Return documents whose reference log-probs are 0.4 above or below the old ones, in turn."""
+    documents = []
     for number, document in enumerate(some_documents()):
-        found.append(
-            replace(document, ref_log_probs=document.old_log_probs + (0.4 if number % 2 else -0.4))
-        )
-    return found
+        distance = 0.4 if number % 2 else -0.4
+        ref_log_probs = document.old_log_probs + distance
+        documents.append(replace(document, ref_log_probs=ref_log_probs))
+    return documents
 
 
-def specified_loss(tmp_path, *overrides: str, **choices) -> float:
-    """By the specification, for documents that bring reference log-probs."""
+def loss_against_recorded_reference(folder: Path, *overrides: str, **choices: Any) -> float:
+    """Return the loss on documents that bring reference log-probs, once it equals the
+    specification."""
     documents = documents_with_reference()
-    path = rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])
-    given = torch.cat([document.ref_log_probs for document in documents])
-    labels = torch.cat(
-        [torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents]
+    labels = labels_of(documents)
+    trained = torch.cat([document.ref_log_probs for document in documents])
+    ref_log_probs = torch.zeros(len(labels)).masked_scatter(labels >= 0, trained)
+    path = rows_file(folder, ref_log_probs=RECORDED_LOG_PROBS)
+    recorded = ["rollout=recorded", "kl.reference=recorded", f"rollout.path={path}"]
+    return loss_as_specified(
+        [*recorded, *overrides], documents, ref_log_probs=ref_log_probs, **choices
     )
-    ref = torch.zeros(len(labels)).masked_scatter(labels >= 0, given)
-    typed = [*RECORDED, f"rollout.path={path}", *overrides]
-    return loss_as_specified(typed, documents, ref_log_probs=ref, **choices)
 
 
-@key("kl.kind")
-def kind(tmp_path):
-    """Those of the whole vocabulary: tests/training/test_reference.py."""
-    options = {"kl_coefficient": 0.04}
-    losses = [specified_loss(tmp_path, f"kl={one}", kl=one, **options) for one in KINDS]
-    losses.append(loss_as_specified(["kl=none"]))
+@key_test("kl.kind")
+def each_kind_of_kl_gives_the_loss_of_the_specification(tmp_path: Path):
+    """The kinds over the whole vocabulary are in tests/training/test_reference.py."""
+    losses = [loss_as_specified(["kl=none"])]
+    for kind in KINDS:
+        losses.append(
+            loss_against_recorded_reference(tmp_path, f"kl={kind}", kl=kind, kl_coefficient=0.04)
+        )
     assert len({round(loss, 8) for loss in losses}) == 5
 
 
-@key("kl.coefficient")
-def coefficient(tmp_path):
-    typed = ("kl=k3", "kl.coefficient={}")
+@key_test("kl.coefficient")
+def the_loss_grows_linearly_with_the_coefficient_of_the_kl(tmp_path: Path):
     losses = []
     for value in (0.1, 0.5, 0.9):
-        overrides = [one.format(value) for one in typed]
-        losses.append(specified_loss(tmp_path, *overrides, kl="k3", kl_coefficient=value))
+        overrides = ("kl=k3", f"kl.coefficient={value}")
+        losses.append(
+            loss_against_recorded_reference(tmp_path, *overrides, kl="k3", kl_coefficient=value)
+        )
     assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0], rel=1e-9)
     assert losses[1] - losses[0] > 1e-3
 
 
-@key("kl.reference")
-def reference(tmp_path):
-    """At the start of a run: no distance from itself, that of another model, and recorded
-    numbers."""
-    path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
-    step, found = make_step(documents_with_reference(), 1000, {}), {}
-    for chosen in ("initial", str(other), "recorded"):
-        overrides = ["model=huggingface", f"model.path={path}", "kl=k3", f"kl.reference={chosen}"]
-        if chosen == "recorded":
-            overrides += [
-                "rollout=recorded",
-                f"rollout.path={rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])}",
-            ]
-        module, _ = module_and_loader(*settings(*overrides))
-        found[chosen] = module.training_step(step, 0)["metrics"]["kl_ref"]
-    initial, folder, recorded = found.values()
-    assert initial == 0
-    assert folder > 1e-4
-    assert recorded > 0.05
-    assert len(set(map(json.dumps, found.values()))) == 3
+@key_test("kl.reference")
+def the_reference_is_the_initial_model_another_one_or_recorded(tmp_path: Path):
+    """At the start of a run the policy has no distance from the initial model."""
+    path = save_with_tokenizer(small_llama(0), tmp_path / "0")
+    other = save_with_tokenizer(small_llama(1), tmp_path / "1")
+    file = rows_file(tmp_path, ref_log_probs=RECORDED_LOG_PROBS)
+    recorded = ("rollout=recorded", f"rollout.path={file}")
+    step = make_step(documents_with_reference(), 1000, {})
+
+    def distance(reference: str, *overrides: str) -> float:
+        model = ("model=huggingface", f"model.path={path}")
+        module, _ = module_and_loader(
+            *settings(*model, "kl=k3", f"kl.reference={reference}", *overrides)
+        )
+        return module.training_step(step, 0)["metrics"]["kl_ref"]
+
+    from_other = distance(str(other))
+    from_recorded = distance("recorded", *recorded)
+    assert distance("initial") == 0
+    assert from_other > 1e-4
+    assert from_recorded > 0.05
+    assert from_other != from_recorded
 
 
-@key("kl.reference_prompt")
-def reference_prompt():
-    """The initial weights read another prompt, and only then lie apart from the policy."""
-    found = []
+@key_test("kl.reference_prompt")
+def the_reference_reads_another_prompt():
+    """The initial weights then differ from the policy, which has the same weights."""
+    distances = []
     for value in ("null", "'{prompt}{answer}='", "'{answer}={prompt}'"):
         module, loader = module_and_loader(*settings("kl=k3", f"kl.reference_prompt={value}"))
-        found.append(module.training_step(next(iter(loader)), 0)["metrics"]["kl_ref"])
-    assert found[0] == 0
-    assert min(found[1:]) > 1e-6
-    assert found[1] != found[2]
+        distances.append(module.training_step(next(iter(loader)), 0)["metrics"]["kl_ref"])
+    assert distances[0] == 0
+    assert min(distances[1:]) > 1e-6
+    assert distances[1] != distances[2]
 
 
-@key("kl.update_every", "kl.update_rate")
-def moving_reference():
-    """How far from the policy the reference stands before the third of three updates."""
-    found = []
-    for every, rate in (("null", 1), (1, 0.5), (2, 0.5), (2, 1)):
-        typed = [
-            "kl=k3",
-            f"kl.update_every={every}",
-            *([] if every == "null" else [f"kl.update_rate={rate}"]),
-        ]
-        module, loader = module_and_loader(*settings(*typed))
+@key_test("kl.update_every", "kl.update_rate")
+def the_reference_moves_towards_the_policy_by_the_rate_at_every_nth_update():
+    """Compares the policy's distance from the reference before the third update."""
+
+    def third_distance(*overrides: str) -> float:
+        module, loader = module_and_loader(*settings("kl=k3", *overrides))
         steps = iter(loader)
-        rows = [
+        distances = [
             module.training_step(next(steps), number)["metrics"]["kl_ref"] for number in range(3)
         ]
-        assert rows[0] == 0
-        found.append(rows[2])
-    stays, halfway_each_time, halfway, replaced = found
+        assert distances[0] == 0
+        return distances[2]
+
+    stays = third_distance("kl.update_every=null")
+    halfway_each_time = third_distance("kl.update_every=1", "kl.update_rate=0.5")
+    halfway_once = third_distance("kl.update_every=2", "kl.update_rate=0.5")
+    replaced = third_distance("kl.update_every=2", "kl.update_rate=1")
     assert replaced == 0
-    assert 0 < halfway_each_time < halfway < stays
+    assert 0 < halfway_each_time < halfway_once < stays
 
 
-@key("kl.place")
-def place(tmp_path):
-    """On another reference than the policy: a term of the loss, or in the advantages."""
-    path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3))
-    found = []
-    for value in ("loss", "reward"):
-        chosen = ["kl=k3", f"kl.reference={other}", f"kl.place={value}", "loss=reinforce"]
+@key_test("kl.place")
+def the_kl_is_a_term_of_the_loss_or_a_part_of_the_rewards(tmp_path: Path):
+    path = save_with_tokenizer(small_llama(0), tmp_path / "0")
+    other = save_with_tokenizer(small_llama(3), tmp_path / "3")
+    for place, in_loss in (("loss", True), ("reward", False)):
+        overrides = ("kl=k3", f"kl.reference={other}", f"kl.place={place}", "loss=reinforce")
         module, loader = module_and_loader(
-            *settings("model=huggingface", f"model.path={path}", *chosen)
+            *settings("model=huggingface", f"model.path={path}", *overrides)
         )
-        step = next(iter(loader))
-        found.append(
-            (module.loss.kl is not None, {d.kl_reward is not None for d in step.documents})
-        )
-    assert found == [(True, {False}), (False, {True})]
+        documents = next(iter(loader)).documents
+        assert (module.loss.kl is not None) is in_loss
+        assert {document.kl_reward is None for document in documents} == {in_loss}
 
 
-@key("entropy.coefficient")
-def entropy():
+@key_test("entropy.coefficient")
+def the_loss_falls_linearly_with_the_coefficient_of_the_entropy():
     losses = []
     for value in (0, 0.1, 0.3):
         losses.append(

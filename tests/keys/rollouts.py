@@ -1,203 +1,200 @@
-"""Rows of `config/test_keys.py`: the seed, and where rollouts come from."""
+"""Tests of single keys (see `keys`): the seed, and where rollouts come from."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
+from pathlib import Path
 
 import torch
 from builders.runs import assert_equal, config_of, sampler_of
 
-from keys import (
-    key,
+from keys import key_test
+from keys.small_runs import (
     logits_of,
     loss_as_specified,
     module_and_steps,
-    recorded,
+    recorded_steps,
     rows_file,
     settings,
 )
+from pgtoolkit.batch import Document
 from pgtoolkit.config.counts import copies_of
 from pgtoolkit.system.report import Report
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.machine import check_machine
+from pgtoolkit.training.module import PolicyGradientModule
 
 
-def sampled(*overrides):
-    """The module and the documents of its first step, which is a whole batch."""
+def module_and_first_batch(*overrides: str) -> tuple[PolicyGradientModule, list[Document]]:
+    """Return the module of a small run, and its first step, which is a batch of rollouts."""
     module, loader = module_and_steps(*overrides, "accumulation.docs_per_step=1000")
     return module, next(iter(loader)).documents
 
 
-def prompt_of(module, document) -> str:
+def first_batch(*overrides: str) -> list[Document]:
+    _, documents = module_and_first_batch(*overrides)
+    return documents
+
+
+def prompt_of(module: PolicyGradientModule, document: Document) -> str:
     return module.policy.tokenizer.decode(document.tokens[~document.loss_mask])
 
 
-@key("seed")
-def seed():
-    (module, documents), (same, again), (other, others) = (sampled(f"seed={s}") for s in (7, 7, 8))
-    assert_equal([d.tokens for d in documents], [d.tokens for d in again])
-    assert torch.equal(module.policy.head.weight, same.policy.head.weight)
-    assert not torch.equal(module.policy.head.weight, other.policy.head.weight)
-    for number, found in ((7, documents), (8, others)):
-        task = make_task(module.config.task, number)
-        assert [prompt_of(module, d) for d in found[::4]] == [task.prompt(i).text for i in range(4)]
+@key_test("seed")
+def the_seed_decides_weights_prompts_and_completions():
+    module, documents = module_and_first_batch("seed=7")
+    same_module, same_documents = module_and_first_batch("seed=7")
+    other_module, other_documents = module_and_first_batch("seed=8")
+    assert_equal([d.tokens for d in documents], [d.tokens for d in same_documents])
+    assert torch.equal(module.policy.head.weight, same_module.policy.head.weight)
+    assert not torch.equal(module.policy.head.weight, other_module.policy.head.weight)
+    for seed, batch in ((7, documents), (8, other_documents)):
+        task = make_task(module.config.task, seed)
+        prompts = [prompt_of(module, document) for document in batch[::4]]
+        assert prompts == [task.prompt(i).text for i in range(4)]
 
 
-@key("rollout/policy.name", "rollout/recorded.name")
-def rollout_name(tmp_path):
-    assert sampled("rollout=policy")[1][0].name == "prompt 0, completion 0"
-    assert recorded(tmp_path)[0][0].name == "rollouts.jsonl:1"
+@key_test("rollout/policy.name", "rollout/recorded.name")
+def documents_are_sampled_or_read_from_a_file(tmp_path: Path):
+    assert first_batch("rollout=policy")[0].name == "prompt 0, completion 0"
+    assert recorded_steps(tmp_path)[0][0].name == "rollouts.jsonl:1"
 
 
-@key("rollout/policy.prompts_per_batch", "rollout/policy.group_size")
-def batch():
-    for prompts_per_batch, size in ((2, 3), (3, 5)):
-        chosen = [f"rollout.prompts_per_batch={prompts_per_batch}", f"rollout.group_size={size}"]
-        _, documents = sampled(*chosen)
-        assert [document.group for document in documents] == [
-            i // size for i in range(prompts_per_batch * size)
-        ]
-
-
-@key("rollout/policy.max_completion_length")
-def max_completion_length():
-    for length in (4, 9):
-        module, documents = sampled(f"rollout.max_completion_length={length}")
-        ends = [
-            int(document.tokens[-1]) == module.policy.tokenizer.eos_token_id
-            for document in documents
-        ]
-        assert max(document.num_trained for document in documents) == length
-        assert all(
-            end or document.num_trained == length
-            for end, document in zip(ends, documents, strict=True)
+@key_test("rollout/policy.prompts_per_batch", "rollout/policy.group_size")
+def a_batch_has_as_many_prompts_and_completions_of_each_as_asked():
+    for num_prompts, group_size in ((2, 3), (3, 5)):
+        documents = first_batch(
+            f"rollout.prompts_per_batch={num_prompts}", f"rollout.group_size={group_size}"
         )
-        assert [not end for end in ends] == [document.truncated for document in documents]
+        expected = [i // group_size for i in range(num_prompts * group_size)]
+        assert [document.group for document in documents] == expected
 
 
-def log_probs_of(module, document, temperature=1.0):
-    """(completion's tokens, V), by the model's own logits."""
-    return (
-        (logits_of(module, document)[:-1] / temperature)
-        .log_softmax(-1)[document.loss_mask[1:]]
-        .detach()
-    )
+@key_test("rollout/policy.max_completion_length")
+def completions_end_by_themselves_or_are_truncated_at_the_limit():
+    for limit in (4, 9):
+        module, documents = module_and_first_batch(f"rollout.max_completion_length={limit}")
+        eos = module.policy.tokenizer.eos_token_id
+        assert max(document.num_trained for document in documents) == limit
+        for document in documents:
+            ends_by_itself = int(document.tokens[-1]) == eos
+            assert ends_by_itself or document.num_trained == limit
+            assert document.truncated is not ends_by_itself
 
 
-def completion_of(document):
-    return document.tokens[document.loss_mask][:, None]
-
-
-def assert_old_log_probs(document, expected):
-    found = document.old_log_probs.double()
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@key("rollout/policy.overlong_buffer", "rollout/policy.overlong_penalty")
-def overlong():
-    """Of completions of at most 4 tokens; their own rewards stay known."""
-    plain = sampled()[1]
+@key_test("rollout/policy.overlong_buffer", "rollout/policy.overlong_penalty")
+def the_overlong_penalty_grows_over_the_buffer_before_the_limit():
+    """Completions have at most 4 tokens. The reward without the penalty stays in task_reward."""
+    plain = first_batch()
     assert len({document.num_trained for document in plain}) > 2
-    for buffer, most, expected in (
+    for buffer, penalty, penalty_by_length in (
         (2, 1.0, {3: 0.5, 4: 1.0}),
         (4, 3.0, {1: 0.75, 2: 1.5, 3: 2.25, 4: 3.0}),
     ):
-        chosen = [f"rollout.overlong_buffer={buffer}", f"rollout.overlong_penalty={most}"]
-        for document, other in zip(sampled(*chosen)[1], plain, strict=True):
-            assert document.task_reward == other.reward
-            assert document.reward == other.reward - expected.get(document.num_trained, 0)
+        penalised = first_batch(
+            f"rollout.overlong_buffer={buffer}", f"rollout.overlong_penalty={penalty}"
+        )
+        for document, original in zip(penalised, plain, strict=True):
+            expected = original.reward - penalty_by_length.get(document.num_trained, 0)
+            assert document.task_reward == original.reward
+            assert document.reward == expected
     assert {document.task_reward for document in plain} == {None}
 
 
-@key("rollout/policy.mixed")
-def mixed():
-    """Nothing is right yet: by exact matches all prompts but the earliest are dropped, in each of
-    three rounds."""
-    for chosen, groups in (("exact_match", {0, 1, 2, 3}), ("reward", None)):
-        documents = sampled("rollout.max_sampling_rounds=3", f"rollout.mixed={chosen}")[1]
-        found = {document.group for document in documents}
-        assert not any(document.exact_match for document in documents)
-        assert (found == groups) is (chosen == "exact_match")
-        assert (documents[0].dropped_prompt_fraction == 8 / 12) is (chosen == "exact_match")
+@key_test("rollout/policy.mixed")
+def a_group_is_mixed_by_its_rewards_or_by_its_exact_matches():
+    """No completion is right. By exact matches no group is mixed: the prompts of two of three
+    rounds are dropped, and the earliest are kept."""
+    overrides = ("rollout.max_sampling_rounds=3", "rollout.mixed={}")
+    by_match = first_batch(overrides[0], overrides[1].format("exact_match"))
+    by_reward = first_batch(overrides[0], overrides[1].format("reward"))
+    assert not any(document.exact_match for document in [*by_match, *by_reward])
+    assert {document.group for document in by_match} == {0, 1, 2, 3}
+    assert {document.group for document in by_reward} != {0, 1, 2, 3}
+    assert by_match[0].dropped_prompt_fraction == 8 / 12
+    assert by_reward[0].dropped_prompt_fraction != 8 / 12
 
 
-@key("rollout/policy.uninformative")
-def uninformative():
-    """Prompts whose completions all have the same reward are in no step."""
-    kept = []
-    for chosen in ("train", "drop"):
-        _, loader = module_and_steps(f"rollout.uninformative={chosen}")
+@key_test("rollout/policy.uninformative")
+def documents_of_groups_with_equal_rewards_are_left_out_if_asked():
+    def left_out_and_equal(value: str) -> tuple[list[bool], list[bool]]:
+        """Return for each document whether it is left out, and whether its group has one reward."""
+        _, loader = module_and_steps(f"rollout.uninformative={value}")
         source = loader.source
         documents = [source.document(place) for place in range(source.batch_size)]
-        kept.append([document.left_out for document in documents])
-        of_group = {}
+        rewards = defaultdict(set)
         for document in documents:
-            of_group.setdefault(document.group, set()).add(document.reward)
-        alike = [len(of_group[document.group]) == 1 for document in documents]
-        assert kept[-1] == (alike if chosen == "drop" else [False] * len(documents))
-    assert any(kept[1])
+            rewards[document.group].add(document.reward)
+        equal = [len(rewards[document.group]) == 1 for document in documents]
+        return [document.left_out for document in documents], equal
+
+    left_out, _ = left_out_and_equal("train")
+    assert not any(left_out)
+    left_out, equal = left_out_and_equal("drop")
+    assert left_out == equal
+    assert any(left_out)
 
 
-@key("sampler/transformers.name")
-def sampler_name():
-    assert (
-        type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__
-        == "TransformersSampler"
-    )
+@key_test("sampler/transformers.name")
+def the_sampler_is_that_of_its_name():
+    _, loader = module_and_steps("sampler=transformers")
+    assert type(sampler_of(loader)).__name__ == "TransformersSampler"
 
 
-@key("sampler/transformers.gpus")
-def sampler_gpus():
-    """A process for each, that sees this GPU alone; where there is none, it is refused."""
-    for numbers in ([1], [2, 1]):
-        config = config_of(
-            *settings(f"sampler.gpus={numbers}".replace(" ", ""), "trainer.device=auto")
-        )
-        assert copies_of(config) == numbers
+@key_test("sampler/transformers.gpus")
+def each_gpu_of_the_sampler_gets_a_copy_and_must_exist():
+    for gpus in ([1], [2, 1]):
+        override = f"sampler.gpus={gpus}".replace(" ", "")
+        config = config_of(*settings(override, "trainer.device=auto"))
+        assert copies_of(config) == gpus
         report = Report()
         check_machine(config, report)
         assert "needs GPUs of this machine (got 0 of them)" in " ".join(report.problems)
 
 
-@key("sampler/transformers.max_sequences")
-def max_sequences():
-    """Of 16 completions so many pass the model at once, and all are there, by prompt."""
+@key_test("sampler/transformers.max_sequences")
+def at_most_max_sequences_pass_the_model_at_once_and_all_are_completed():
+    """A batch has 16 completions. Their log-probs are those of the model's logits."""
     for value, expected in (("null", {16}), ("5", {5, 1}), ("16", {16}), ("17", {16})):
         module, loader = module_and_steps(
             f"sampler.max_sequences={value}", "rollout.old_log_probs=sampling"
         )
-        found = set()
-        module.policy.head.register_forward_hook(
-            lambda _, inputs, out, found=found: found.add(len(out))
-        )
-        documents = [
-            document for step in itertools.islice(loader, 2) for document in step.documents
-        ]
-        assert found == expected
-        assert [document.name for document in documents] == [
-            f"prompt {i // 4}, completion {i % 4}" for i in range(16)
-        ]
+        sizes = set()
+
+        def record_size(_: object, inputs: object, out: torch.Tensor, sizes: set = sizes) -> None:
+            sizes.add(len(out))
+
+        module.policy.head.register_forward_hook(record_size)
+        steps = [*itertools.islice(loader, 2)]
+        documents = [document for step in steps for document in step.documents]
+        assert sizes == expected
+        names = [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
+        assert [document.name for document in documents] == names
         for document in documents:
-            assert_old_log_probs(
-                document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0]
+            log_probs = logits_of(module, document)[:-1].detach().log_softmax(-1)
+            completion = document.tokens[document.loss_mask]
+            expected_log_probs = log_probs[document.loss_mask[1:]].gather(-1, completion[:, None])
+            torch.testing.assert_close(
+                document.old_log_probs.double(), expected_log_probs[:, 0], rtol=0, atol=1e-5
             )
 
 
-@key("rollout/recorded.path")
-def recorded_path(tmp_path):
+@key_test("rollout/recorded.path")
+def recorded_documents_are_those_of_the_path(tmp_path: Path):
     for name, tokens in (("a", [5, 1, 2, 3, 4]), ("b", [6, 1, 2, 3, 4])):
         (tmp_path / name).mkdir()
-        steps = recorded(tmp_path / name, token_ids=tokens)
-        assert all(document.tokens.tolist() == tokens for step in steps for document in step)
+        steps = recorded_steps(tmp_path / name, token_ids=tokens)
+        documents = [document for step in steps for document in step]
+        assert len(documents) == 10
+        assert all(document.tokens.tolist() == tokens for document in documents)
 
 
-@key("rollout/recorded.temperature")
-def recorded_temperature(tmp_path):
-    path = f"rollout.path={rows_file(tmp_path)}"
-    losses = [
-        loss_as_specified(
-            ["rollout=recorded", path, f"rollout.temperature={value}"], temperature=value
-        )
-        for value in (0.5, 1.0, 2.0)
-    ]
+@key_test("rollout/recorded.temperature")
+def logits_are_divided_by_the_temperature_of_the_recorded_rollouts(tmp_path: Path):
+    recorded = ("rollout=recorded", f"rollout.path={rows_file(tmp_path)}")
+    losses = []
+    for temperature in (0.5, 1.0, 2.0):
+        overrides = [*recorded, f"rollout.temperature={temperature}"]
+        losses.append(loss_as_specified(overrides, temperature=temperature))
     assert len({round(loss, 6) for loss in losses}) == 3

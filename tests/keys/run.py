@@ -1,26 +1,31 @@
-"""Rows of `config/test_keys.py`: how a run is spread over processes, how long it goes on, and what
-it leaves behind."""
+"""Tests of single keys (see `keys`): the processes of a run, its length, and what it leaves
+behind."""
 
 from __future__ import annotations
 
 import copy
-import socket
+import re
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from builders.runs import config_of
-from builders.stores import append_steps, metric_history
+from builders.stores import append_steps, free_port, metric_history
 from builders.threads import on_ranks
 from mlflow import MlflowClient
 
-from keys import SMALL, key, module_of, recorded, rows_file, settings
+from keys import key_test
+from keys.small_runs import SMALL, module_of, recorded_steps, rows_file, settings
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import _process_group
 from pgtoolkit.model import fixed_order
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
@@ -28,104 +33,108 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.train import _start_trackers
 
-
-def as_one_process(monkeypatch, *overrides):
-    """The layout that a worker makes of the configuration in a world of one process, by real
-    process groups."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GLOO_SOCKET_IFNAME",
-    ):
-        monkeypatch.setenv(name, "lo")  # so that they are put back
-    config = config_of(*SMALL, *overrides)
-    return _process_group(config, Rank(0, 1, 0, "127.0.0.1", port))
+WORKER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+)
 
 
-def on_two_ranks(folder, *overrides, **sizes):
-    """By rank: the policy, and its number of weights."""
-    chosen = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none", *overrides)
-    config = config_of(*settings(*chosen))
-    # made once: threads would draw its weights from one random state
-    whole = module_of("metrics=none").policy
-
-    def built(rank):
-        policy = parallelize(copy.deepcopy(whole), Layout.of_world("cpu", 60, **sizes), config)
-        weights = [p.to_local() if hasattr(p, "to_local") else p for p in policy.model.parameters()]
-        return policy, sum(weight.numel() for weight in weights)
-
-    return on_ranks(2, built)
+def process_group(
+    monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> AbstractContextManager[Layout]:
+    """Return what a worker enters in a world of one process: real process groups, and their
+    layout."""
+    for name in WORKER_VARIABLES:
+        # The worker sets these variables; monkeypatch restores what it has set once itself.
+        monkeypatch.setenv(name, "lo")
+    rank = Rank(0, 1, 0, "127.0.0.1", free_port())
+    return _process_group(config_of(*SMALL, *overrides), rank)
 
 
-@key(*(f"parallelism.{axis}" for axis in AXES))
-def parallel_sizes(key, monkeypatch):
-    """A worker asks for the configured layout."""
+def policies_of_two_ranks(folder: Path, *overrides: str, **sizes: int) -> list[Policy]:
+    """Return the policy of each rank, spread as `sizes` (data_parallel=2, for one) say."""
+    recorded = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none")
+    config = config_of(*settings(*recorded, *overrides))
+    # Made once: the threads would draw its weights from one random state.
+    policy = module_of("metrics=none").policy
+
+    def spread_on(rank: int) -> Policy:
+        return parallelize(copy.deepcopy(policy), Layout.of_world("cpu", 60, **sizes), config)
+
+    return on_ranks(2, spread_on)
+
+
+def num_local_weights(policy: Policy) -> int:
+    weights = [p.to_local() if hasattr(p, "to_local") else p for p in policy.model.parameters()]
+    return sum(weight.numel() for weight in weights)
+
+
+@key_test(*(f"parallelism.{axis}" for axis in AXES))
+def a_worker_asks_for_as_many_processes_as_the_axes_need(key: str, monkeypatch: pytest.MonkeyPatch):
     axis = key.split(".")[1]
     shape = tuple(2 if name == axis else 1 for name in AXES)
-    with pytest.raises(
-        ValueError, match=f"{shape} needs 2 processes".replace("(", r"\(").replace(")", r"\)")
-    ):
-        as_one_process(monkeypatch, f"{key}=2").__enter__()
+    with pytest.raises(ValueError, match=re.escape(f"{shape} needs 2 processes")):
+        process_group(monkeypatch, f"{key}=2").__enter__()
     dist.destroy_process_group()
 
 
-@key("parallelism.shard", "parallelism.sequence_parallel")
-def shards(tmp_path):
-    """Of the weights; and of the tokens between the matrices, so that gradients of norms are
-    partial sums."""
+@key_test("parallelism.shard", "parallelism.sequence_parallel")
+def shard_divides_the_weights_and_sequence_parallel_the_tokens_of_the_norms(tmp_path: Path):
+    """Where tokens are divided, the gradients of norms are partial sums."""
+    num_weights = sum(weight.numel() for weight in module_of().model.parameters())
     for value, share in (("false", 1), ("true", 1 / 2)):
-        chosen = ("parallelism=ddp", f"parallelism.shard={value}")
-        counts = [count for _, count in on_two_ranks(tmp_path, *chosen, data_parallel=2)]
-        whole = sum(weight.numel() for weight in module_of().model.parameters())
-        assert counts == [pytest.approx(share * whole, rel=0.1)] * 2
-        chosen = ("parallelism=tensor", f"parallelism.sequence_parallel={value}")
-        for policy, _ in on_two_ranks(tmp_path, *chosen, tensor_parallel=2):
-            assert ("transformer.ln_f.weight" in policy.partial) is (value == "true")
+        overrides = ("parallelism=ddp", f"parallelism.shard={value}")
+        policies = policies_of_two_ranks(tmp_path, *overrides, data_parallel=2)
+        counts = [num_local_weights(policy) for policy in policies]
+        assert counts == [pytest.approx(share * num_weights, rel=0.1)] * 2
+    for value, expected in (("false", False), ("true", True)):
+        overrides = ("parallelism=tensor", f"parallelism.sequence_parallel={value}")
+        for policy in policies_of_two_ranks(tmp_path, *overrides, tensor_parallel=2):
+            assert ("transformer.ln_f.weight" in policy.partial) is expected
 
 
-@key("parallelism.timeout_seconds")
-def timeout_seconds(monkeypatch):
+@key_test("parallelism.timeout_seconds")
+def every_process_group_has_the_timeout(monkeypatch: pytest.MonkeyPatch):
     for seconds in (17, 23):
-        with as_one_process(monkeypatch, f"parallelism.timeout_seconds={seconds}") as layout:
+        with process_group(monkeypatch, f"parallelism.timeout_seconds={seconds}") as layout:
             groups = [
                 layout.world_group,
                 *layout.mesh.get_all_groups(),
                 layout.loss_mesh.get_group(),
             ]
-            found = {
+            timeouts = {
                 group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
                 for group in groups
             }
-        assert found == {seconds}
+        assert timeouts == {seconds}
 
 
-@key("trainer.max_steps")
-def max_steps(tmp_path):
+@key_test("trainer.max_steps")
+def a_run_ends_after_max_steps(tmp_path: Path):
     for number in (2, 5):
-        assert len(recorded(tmp_path, f"trainer.max_steps={number}", "rollout.epochs=9")) == number
+        steps = recorded_steps(tmp_path, f"trainer.max_steps={number}", "rollout.epochs=9")
+        assert len(steps) == number
 
 
-@key("trainer.device")
-def device():
+@key_test("trainer.device")
+def the_device_is_the_cpu_a_gpu_or_what_there_is():
     has_gpu = torch.cuda.is_available()
-    for name, expected in (("cpu", "cpu"), ("auto", "gpu" if has_gpu else "cpu")):
-        assert accelerator(module_of(f"trainer.device={name}").config) == expected
-    asking = config_of("trainer.device=cuda")
+    for device, expected in (("cpu", "cpu"), ("auto", "gpu" if has_gpu else "cpu")):
+        assert accelerator(module_of(f"trainer.device={device}").config) == expected
+    config = config_of("trainer.device=cuda")
     if has_gpu:
-        assert accelerator(asking) == "gpu"
+        assert accelerator(config) == "gpu"
     else:
         with pytest.raises(ConfigError, match=r"trainer\.device=cuda needs a GPU"):
-            accelerator(asking)
+            accelerator(config)
 
 
-@key("trainer.num_threads")
-def num_threads():
+@key_test("trainer.num_threads")
+def torch_computes_with_num_threads():
     before = torch.get_num_threads()
     try:
         for number in (2, 1):
@@ -135,9 +144,10 @@ def num_threads():
         torch.set_num_threads(before)
 
 
-@key("trainer.deterministic")
-def deterministic():
-    beside = [
+@key_test("trainer.deterministic")
+def embeddings_add_up_their_gradient_in_a_fixed_order_if_the_run_is_deterministic():
+    """A run that samples while it trains is not, unless asked."""
+    asynchronous = [
         "rollout=policy",
         "task=reverse",
         "rollout.max_staleness=7",
@@ -145,81 +155,79 @@ def deterministic():
     ]
     embedding = torch.nn.Embedding(2, 2)
     fixed_order.switch_on(embedding)
-    for chosen, expected in (
-        (["true"], True),
-        (["false"], False),
-        (["auto"], True),
-        (["auto", *beside], False),
+    for value, overrides, expected in (
+        ("true", [], True),
+        ("false", [], False),
+        ("auto", [], True),
+        ("auto", asynchronous, False),
     ):
-        begin(config_of(f"trainer.deterministic={chosen[0]}", *chosen[1:]))
-        seen, out = [], embedding(torch.tensor([1]))
-        out.grad_fn.register_prehook(
-            lambda _, seen=seen: seen.append(torch.are_deterministic_algorithms_enabled())
-        )
+        begin(config_of(f"trainer.deterministic={value}", *overrides))
+        out = embedding(torch.tensor([1]))
+        is_deterministic = []
+
+        def record(_: object, is_deterministic: list[bool] = is_deterministic) -> None:
+            is_deterministic.append(torch.are_deterministic_algorithms_enabled())
+
+        out.grad_fn.register_prehook(record)
         out.sum().backward()
-        assert seen == [expected]
+        assert is_deterministic == [expected]
 
 
-@key("tracking.also")
-def further_trackers(tmp_path, uri):
-    """What a run leaves in MLflow, and beside it in its directory."""
-    pytest.importorskip("tensorboard")
-    config = config_of(
-        *settings("tracking=mlflow", f"tracking.uri={uri}", "tracking.also=[tensorboard]")
-    )
-    with RunDirectory(tmp_path / "run") as run:
+def tracked_run(folder: Path, config: Config, before_the_end: Callable = lambda: None) -> list:
+    """Return the trackers of a run of two steps, each of which has finished without a complaint."""
+    with RunDirectory(folder) as run:
         run.write_config(plain_config(config), [])
         run.set_status("running", 0)
         trackers = []
         _start_trackers(config, run, trackers)
         append_steps(run, 1, 2)
-        assert [tracker.finish("done") for tracker in trackers] == [[], []]
+        before_the_end()
+        assert [tracker.finish("done") for tracker in trackers] == [[] for _ in trackers]
+    return trackers
+
+
+@key_test("tracking.also")
+def a_run_is_also_followed_by_further_trackers(tmp_path: Path, uri: str):
+    """It is in MLflow, and its directory has TensorBoard's files."""
+    pytest.importorskip("tensorboard")
+    overrides = ("tracking=mlflow", f"tracking.uri={uri}", "tracking.also=[tensorboard]")
+    trackers = tracked_run(tmp_path / "run", config_of(*settings(*overrides)))
+    assert len(trackers) == 2
     assert metric_history(uri, trackers[0].info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
     assert [*(tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")]
 
 
-@key(
+@key_test(
     "tracking.name",
     "tracking.uri",
     "tracking.experiment",
     "tracking.run_name",
     "tracking.system_metrics",
 )
-def tracking(tmp_path, monkeypatch, uri):
-    """What three runs leave in the store, and none in the default one."""
+def a_run_is_in_its_store_and_experiment_under_its_name_and_in_no_other_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
+):
+    """MLflow's default store would be below the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
-    chosen = {"untracked": ["tracking=none"]}
-    for number in (1, 2):
-        own = [
-            f"tracking.uri={uri}",
-            f"tracking.experiment=keys {number}",
-            f"tracking.run_name=run-{number}",
-        ]
-        chosen[f"run {number}"] = [
-            "tracking=mlflow",
-            *own,
-            f"tracking.system_metrics={str(number == 2).lower()}",
-        ]
-    for name, overrides in chosen.items():
-        config = config_of(*settings(*overrides))
-        with RunDirectory(tmp_path / name) as run:
-            run.write_config(plain_config(config), [])
-            run.set_status("running", 0)
-            trackers = []
-            _start_trackers(config, run, trackers)
-            append_steps(run, 1, 2)
-            assert len(trackers) == (0 if name == "untracked" else 1)
-            for tracker in trackers:
-                time.sleep(1)  # of which MLflow measures something
-                assert tracker.finish("done") == []
+    assert tracked_run(tmp_path / "untracked", config_of(*settings("tracking=none"))) == []
     client = MlflowClient(uri)
-    names = {
-        experiment.name: experiment.experiment_id for experiment in client.search_experiments()
-    }
-    for number in (1, 2):
-        (found,) = client.search_runs([names[f"keys {number}"]])
-        assert found.info.run_name == f"run-{number}"
-        assert metric_history(uri, found.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
-        assert any(name.startswith("system/") for name in found.data.metrics) is (number == 2)
+    for number, has_system_metrics in ((1, False), (2, True)):
+        config = config_of(
+            *settings(
+                "tracking=mlflow",
+                f"tracking.uri={uri}",
+                f"tracking.experiment=keys {number}",
+                f"tracking.run_name=run-{number}",
+                f"tracking.system_metrics={str(has_system_metrics).lower()}",
+            )
+        )
+        # MLflow needs a moment to measure the system, if it is to.
+        trackers = tracked_run(tmp_path / f"run {number}", config, lambda: time.sleep(1))
+        assert len(trackers) == 1
+        experiment = client.get_experiment_by_name(f"keys {number}")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert run.info.run_name == f"run-{number}"
+        assert metric_history(uri, run.info.run_id) == [(1, 1 / 8), (2, 2 / 8)]
+        assert any(name.startswith("system/") for name in run.data.metrics) is has_system_metrics
     assert not Path("outputs").exists()

@@ -1,4 +1,4 @@
-"""Rows of `config/test_keys.py`: the servers that sampler=vllm starts or joins."""
+"""Tests of single keys (see `keys`): the servers that sampler=vllm starts or joins."""
 
 from __future__ import annotations
 
@@ -8,103 +8,102 @@ import pytest
 import torch
 from builders.runs import config_of, sampler_of
 
-from keys import key, settings
+from keys import key_test
+from keys.small_runs import settings
 from pgtoolkit.completion import Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.sampling.server_api import plan_servers
+from pgtoolkit.sampling.server_api import Plan, plan_servers
+from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.training.build import build
 
 
-def sampler(folder: Path, *overrides: str):
+def sampler_with(folder: Path, *overrides: str) -> ServerSampler:
     config = config_of(*settings("sampler=vllm", *overrides))
-    module, loader = build(config, run_dir=folder)
-    return module, sampler_of(loader)
+    _, loader = build(config, run_dir=folder)
+    return sampler_of(loader)
 
 
-def planned(*overrides: str):
+def plan_of(*overrides: str) -> Plan:
     config = config_of(*settings("sampler=vllm", *overrides))
     return plan_servers(config, ONE_PROCESS, "float32", 24, Vllm.FIXED_MEMORY)
 
 
 def command(*overrides: str) -> list[str]:
+    """Return the command that starts the first server."""
     config = config_of(*settings("sampler=vllm", *overrides))
-    return Vllm().command(config, Path("folder"), planned(*overrides), "127.0.0.1", 1)
+    return Vllm().command(config, Path("folder"), plan_of(*overrides), "127.0.0.1", 1)
 
 
 def option(name: str, *overrides: str) -> str:
+    """Return the value of an option of that command."""
     arguments = command(*overrides)
     return arguments[arguments.index(name) + 1]
 
 
-@key("sampler/vllm.arguments", "sampler/vllm.gpu_memory_share", "sampler/vllm.max_sequences")
-def arguments():
-    assert command("sampler.arguments=['--enforce-eager','--x=1']")[-2:] == [
-        "--enforce-eager",
-        "--x=1",
-    ]
-    assert [
-        option("--gpu-memory-utilization", f"sampler.gpu_memory_share={x}") for x in ("0.2", "1")
-    ] == ["0.2", "1.0"]
-    assert [option("--max-num-seqs", f"sampler.max_sequences={count}") for count in (8, 300)] == [
-        "8",
-        "300",
-    ]
+@key_test("sampler/vllm.arguments", "sampler/vllm.gpu_memory_share", "sampler/vllm.max_sequences")
+def arguments_memory_share_and_max_sequences_stand_in_the_command():
+    arguments = command("sampler.arguments=['--enforce-eager','--x=1']")
+    assert arguments[-2:] == ["--enforce-eager", "--x=1"]
+    for typed, expected in (("0.2", "0.2"), ("1", "1.0")):
+        override = f"sampler.gpu_memory_share={typed}"
+        assert option("--gpu-memory-utilization", override) == expected
+    for count in (8, 300):
+        assert option("--max-num-seqs", f"sampler.max_sequences={count}") == str(count)
 
 
-@key("sampler/vllm.gpus", "sampler/vllm.tensor_parallel")
-def gpus(monkeypatch):
-    for told, names in ((None, "0123"), ("9,8,7,6", "9876")):
+@key_test("sampler/vllm.gpus", "sampler/vllm.tensor_parallel")
+def servers_get_the_gpus_of_these_numbers_alone_or_tensor_parallel(monkeypatch: pytest.MonkeyPatch):
+    """The numbers count the GPUs of CUDA_VISIBLE_DEVICES."""
+    gpus = "sampler.gpus=[1,3]"
+    parallel = "sampler.tensor_parallel=2"
+    for visible, names in ((None, "0123"), ("9,8,7,6", "9876")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if told:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-        assert planned("sampler.gpus=[1,3]").gpus == [names[1], names[3]]
-        assert planned("sampler.gpus=[1,3]", "sampler.tensor_parallel=2").gpus == [
-            f"{names[1]},{names[3]}"
-        ]
-    assert (
-        option("--tensor-parallel-size", "sampler.gpus=[1,3]", "sampler.tensor_parallel=2") == "2"
-    )
-    assert option("--tensor-parallel-size", "sampler.gpus=[1,3]") == "1"
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert plan_of(gpus).gpus == [names[1], names[3]]
+        assert plan_of(gpus, parallel).gpus == [f"{names[1]},{names[3]}"]
+    assert option("--tensor-parallel-size", gpus, parallel) == "2"
+    assert option("--tensor-parallel-size", gpus) == "1"
 
 
-@key("sampler/vllm.servers_per_gpu")
-def servers_per_gpu(monkeypatch):
+@key_test("sampler/vllm.servers_per_gpu")
+def servers_of_one_gpu_share_its_memory_and_start_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """They start at once where each has a fixed amount of memory."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for count, share, front_ends in ((1, "0.6", 4), (3, "0.2", 1)):
-        own = (
+    for count, memory_share, num_front_ends in ((1, 0.6, 4), (3, 0.2, 1)):
+        overrides = (
             "sampler.gpus=[1,2]",
             f"sampler.servers_per_gpu={count}",
             "sampler.gpu_memory_share=0.6",
         )
-        assert planned(*own).gpus == ["1", "2"] * count
-        assert planned(*own).at_once == 2
-        assert float(option("--gpu-memory-utilization", *own)) == pytest.approx(float(share))
-        assert f"--api-server-count={front_ends}" in command(*own)
-    assert planned("sampler.servers_per_gpu=2").gpus == [None, None]
-    fixed = "sampler.arguments=['--kv-cache-memory-bytes=1G']"
-    assert [planned("sampler.servers_per_gpu=2", *more).at_once for more in ((), (fixed,))] == [
-        1,
-        2,
-    ]
+        assert plan_of(*overrides).gpus == ["1", "2"] * count
+        assert plan_of(*overrides).at_once == 2
+        assert float(option("--gpu-memory-utilization", *overrides)) == pytest.approx(memory_share)
+        assert f"--api-server-count={num_front_ends}" in command(*overrides)
+    two_servers = "sampler.servers_per_gpu=2"
+    fixed_memory = "sampler.arguments=['--kv-cache-memory-bytes=1G']"
+    assert plan_of(two_servers).gpus == [None, None]
+    assert plan_of(two_servers).at_once == 1
+    assert plan_of(two_servers, fixed_memory).at_once == 2
 
 
-@key("sampler/vllm.dtype")
-def dtype(tmp_path):
-    """The servers' number type, and that of the weights that they are given; a run in float32
-    tolerates bfloat16's."""
-    for value, expected, tolerance in (("auto", "float32", 0.01), ("bfloat16", "bfloat16", 0.1)):
-        _, found = sampler(tmp_path, f"sampler.dtype={value}")
-        assert found._plan.number_type == expected
-        assert found._folder.dtype == getattr(torch, expected)
-        assert found.tolerance == tolerance
+@key_test("sampler/vllm.dtype")
+def servers_and_their_weights_have_the_dtype(tmp_path: Path):
+    """A run in float32 tolerates the log-probs of a sampler in bfloat16."""
+    for value, dtype, tolerance in (("auto", "float32", 0.01), ("bfloat16", "bfloat16", 0.1)):
+        sampler = sampler_with(tmp_path, f"sampler.dtype={value}")
+        assert sampler._plan.number_type == dtype
+        assert sampler._folder.dtype == getattr(torch, dtype)
+        assert sampler.tolerance == tolerance
 
 
-@key("sampler/vllm.seeded")
-def seeded(tmp_path):
-    for value, expected in (("true", 77), ("false", None)):
-        _, found = sampler(tmp_path, f"sampler.seeded={value}")
-        assert (
-            Vllm().completions(Request([1, 2], 3, seed=77), found._ways[0], "salt")[1].get("seed")
-            == expected
-        )
+@key_test("sampler/vllm.seeded")
+def a_request_carries_its_seed_if_asked(tmp_path: Path):
+    for value, seed in (("true", 77), ("false", None)):
+        sampler = sampler_with(tmp_path, f"sampler.seeded={value}")
+        request = Request([1, 2], 3, seed=77)
+        body = Vllm().completions(request, sampler._ways[0], "salt")[1]
+        assert body.get("seed") == seed

@@ -1,387 +1,435 @@
-"""Rows of `config/test_keys.py`: what a step computes, and its update."""
+"""Tests of single keys (see `keys`): the loss, gradient and update of a step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from keys import (
+from keys import key_test
+from keys.small_runs import (
+    VOCABULARY,
     LogitsMade,
-    key,
     logits_of,
     loss_as_specified,
+    loss_metric,
     module_of,
-    recorded,
+    recorded_steps,
     some_documents,
     step_of,
 )
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, StepTotals
+from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKEN_FAMILIES = [name for name, family in FAMILIES.items() if family.scope == "token"]
-V = 12  # the digits, "=" and the end
 
 
-@key(*(f"loss/{name}.name" for name in FAMILIES))
-def loss_name():
-    losses = [
-        loss_as_specified([f"loss={name}"], loss=name, **vars(FAMILIES[name]()))
-        for name in FAMILIES
-    ]
+def typed(value: object) -> str:
+    """Return a value as an override has it."""
+    return "null" if value is None else str(value)
+
+
+@key_test(*(f"loss/{name}.name" for name in FAMILIES))
+def each_family_has_the_loss_of_the_specification():
+    losses = []
+    for name, family in FAMILIES.items():
+        losses.append(loss_as_specified([f"loss={name}"], loss=name, **vars(family())))
     assert len({round(loss, 4) for loss in losses}) == len(losses)
 
 
-OTHERS = {
-    **{
-        "epsilon_low": (0.05, 0.7),
-        "epsilon_high": (0.05, 0.7),
-        "dual_clip": (1.05, 1.5),
-    },
-    **{
-        "delta_low": (0.01, 0.1),
-        "delta_high": (0.01, 0.1),
-        "ratio_cap": (0.8, 1.5),
-    },
+FAMILY_VALUES: dict[str, tuple] = {
+    "epsilon_low": (0.05, 0.7),
+    "epsilon_high": (0.05, 0.7),
+    "dual_clip": (1.05, 1.5),
+    "delta_low": (0.01, 0.1),
+    "delta_high": (0.01, 0.1),
+    "ratio_cap": (0.8, 1.5),
     "divergence": tuple(Divergence),
-    **dict.fromkeys(("temperature_positive", "temperature_negative", "tau"), (0.2, 3.0)),
-    **dict.fromkeys(
-        ("power_positive", "decay_positive", "power_negative", "decay_negative"), (0.5, 4.0)
-    ),
+    "temperature_positive": (0.2, 3.0),
+    "temperature_negative": (0.2, 3.0),
+    "tau": (0.2, 3.0),
+    "power_positive": (0.5, 4.0),
+    "decay_positive": (0.5, 4.0),
+    "power_negative": (0.5, 4.0),
+    "decay_negative": (0.5, 4.0),
 }
+"""Values of each parameter of a family, under which the losses of `some_documents()` differ."""
 
 
-@key(*(f"loss/{name}.{one.name}" for name, family in FAMILIES.items() for one in fields(family)))
-def parameter_of_a_family(key):
-    """Each of its values acts as the specification says, and all of them give other losses or
-    gradients."""
-    group, name = key.split(".")
-    family, found = group.split("/")[1], set()
-    wide = (
-        {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": None}
-        if family in ("grpo", "gspo", "cispo")
-        else {}
-    )
-    wide |= {"delta_low": 0.02, "delta_high": 0.02} if name == "divergence" else {}
-    defaults = vars(FAMILIES[family]()) | {
-        one: value for one, value in wide.items() if one in vars(FAMILIES[family]())
-    }
-    for value in OTHERS[name]:
-        given = defaults | {name: value}
-        typed = [
-            f"loss.{one}={'null' if number is None else number}" for one, number in given.items()
-        ]
-        found.add(round(loss_as_specified([f"loss={family}", *typed], loss=family, **given), 8))
-    assert len(found) == len(OTHERS[name])
+def parameters_that_let_others_act(family: str, parameter: str) -> dict[str, Any]:
+    """Return values of a family's parameters at which a change of `parameter` changes the loss."""
+    parameters = vars(FAMILIES[family]()).copy()
+    if family in ("grpo", "gspo", "cispo"):
+        wide = {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": None}
+        parameters |= {name: value for name, value in wide.items() if name in parameters}
+    if parameter == "divergence":
+        parameters |= {"delta_low": 0.02, "delta_high": 0.02}
+    return parameters
+
+
+@key_test(
+    *(f"loss/{name}.{field.name}" for name, family in FAMILIES.items() for field in fields(family))
+)
+def each_parameter_of_a_family_changes_the_loss_as_specified(key: str):
+    option, parameter = key.split(".")
+    family = option.removeprefix("loss/")
+    losses = set()
+    for value in FAMILY_VALUES[parameter]:
+        parameters = parameters_that_let_others_act(family, parameter) | {parameter: value}
+        overrides = [f"loss.{name}={typed(number)}" for name, number in parameters.items()]
+        loss = loss_as_specified([f"loss={family}", *overrides], loss=family, **parameters)
+        losses.add(round(loss, 8))
+    assert len(losses) == len(FAMILY_VALUES[parameter])
 
 
 @dataclass(frozen=True)
 class Scaled(Grpo):
-    """GRPO's surrogate times a number."""
+    """GRPO's surrogate times a number: a family of the user."""
 
     scale: float = 1.0
 
-    def surrogate(self, log_ratio, advantages, log_probs):
-        return tuple(self.scale * x for x in super().surrogate(log_ratio, advantages, log_probs))
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        losses, slope = super().surrogate(log_ratio, advantages, log_probs)
+        return self.scale * losses, self.scale * slope
 
 
-@key("loss/custom.name", "loss/custom.path", "loss/custom.options")
-def own_family():
-    step, losses = step_of(some_documents()), []
-    own = ["loss=custom", "loss.path=keys.step.Scaled", "loss.options.epsilon_high=0.1"]
-    for chosen in (own, [*own, "loss.options.scale=3"], ["loss=grpo", "loss.epsilon_high=0.1"]):
-        losses.append(module_of(*chosen).training_step(step, 0)["metrics"]["loss"])
-    assert losses == [losses[2], pytest.approx(3 * losses[2], rel=1e-12), losses[2]]
+@key_test("loss/custom.name", "loss/custom.path", "loss/custom.options")
+def a_family_of_the_user_is_imported_and_gets_its_options():
+    custom = ("loss=custom", "loss.path=keys.step.Scaled", "loss.options.epsilon_high=0.1")
+    expected = loss_metric(module_of("loss=grpo", "loss.epsilon_high=0.1"))
+    assert loss_metric(module_of(*custom)) == expected
+    tripled = loss_metric(module_of(*custom, "loss.options.scale=3"))
+    assert tripled == pytest.approx(3 * expected, rel=1e-12)
 
 
 def sampled_documents() -> list[Document]:
-    """With sampling log-probs from 1 above to 1 below the old ones, in the mean of each document
-    also."""
-    draw, documents = torch.Generator().manual_seed(4), some_documents()
-    return [
-        replace(
-            d,
-            sampling_log_probs=d.old_log_probs
-            + 0.3 * torch.randn(len(d.old_log_probs), generator=draw)
-            + shift,
-        )
-        for d, shift in zip(documents, (-0.3, 0.2, 0.05, -0.1, -0.6, 0.6), strict=True)
-    ]
+    """Return documents with sampling log-probs from 1 above to 1 below the old ones, in the mean of
+    each document also."""
+    generator = torch.Generator().manual_seed(4)
+    mean_distances = (-0.3, 0.2, 0.05, -0.1, -0.6, 0.6)
+    documents = []
+    for document, mean_distance in zip(some_documents(), mean_distances, strict=True):
+        noise = 0.3 * torch.randn(len(document.old_log_probs), generator=generator)
+        sampling_log_probs = document.old_log_probs + noise + mean_distance
+        documents.append(replace(document, sampling_log_probs=sampling_log_probs))
+    return documents
 
 
-def corrected_loss(name: str, **changes) -> float:
-    """The loss under a correction, once it is seen to be the specification's."""
+def corrected_loss(name: str, **changes: Any) -> float:
+    """Return the loss under a correction, once it equals the specification's."""
     settings = vars(CORRECTIONS[name]()) | changes
-    typed = [
-        f"correction.{one}={'null' if value is None else value}" for one, value in settings.items()
-    ]
-    choices = {"correction": name, "correction_settings": settings}
-    return loss_as_specified([f"correction={name}", *typed], sampled_documents(), **choices)
+    overrides = [f"correction.{setting}={typed(value)}" for setting, value in settings.items()]
+    return loss_as_specified(
+        [f"correction={name}", *overrides],
+        sampled_documents(),
+        correction=name,
+        correction_settings=settings,
+    )
 
 
-@key("correction/none.name", *(f"correction/{name}.name" for name in CORRECTIONS))
-def correction_name():
+@key_test("correction/none.name", *(f"correction/{name}.name" for name in CORRECTIONS))
+def each_correction_has_the_loss_of_the_specification():
     losses = [loss_as_specified([], sampled_documents()), *map(corrected_loss, CORRECTIONS)]
     assert len({round(loss, 8) for loss in losses}) == len(losses)
 
 
-BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 9.0), "threshold": (0.1, 2.0)}
-BOUNDS |= {"mean": ("product", "geometric"), "factor": ("document", "token", "one")}
-WORST = {"factor": "one", "high": 1.5}
+CORRECTION_VALUES: dict[str, tuple] = {
+    "low": (None, 0.5, 0.8, 0.95),
+    "high": (1.0, 9.0),
+    "threshold": (0.1, 2.0),
+    "mean": ("product", "geometric"),
+    "factor": ("document", "token", "one"),
+}
+"""Values of each setting of a correction."""
 
 
-@key(
-    *(f"correction/{name}.{one.name}" for name, kind in CORRECTIONS.items() for one in fields(kind))
+@key_test(
+    *(
+        f"correction/{name}.{field.name}"
+        for name, correction in CORRECTIONS.items()
+        for field in fields(correction)
+    )
 )
-def parameter_of_a_correction(key):
-    """Each value acts as the specification says, and they give two or three losses at least."""
-    group, one = key.split(".")
-    name = group.split("/")[1]
-    wide = {"low": None, "high": 9.0} if hasattr(CORRECTIONS[name], "high") else {}
-    values = (*BOUNDS[one], "worst") if (name, one) == ("sequence_mask", "mean") else BOUNDS[one]
-    found = {
-        round(corrected_loss(name, **wide | {one: value} | (WORST if value == "worst" else {})), 9)
-        for value in values
-    }
-    assert len(found) >= min(3, len(values))
+def each_setting_of_a_correction_changes_the_loss_as_specified(key: str):
+    """Its values give at least two losses, and three where it has more than two values."""
+    option, setting = key.split(".")
+    correction = option.removeprefix("correction/")
+    changes: list[dict[str, Any]] = [{setting: value} for value in CORRECTION_VALUES[setting]]
+    if (correction, setting) == ("sequence_mask", "mean"):
+        changes.append({"mean": "worst", "factor": "one", "high": 1.5})
+    wide = {"low": None, "high": 9.0} if hasattr(CORRECTIONS[correction], "high") else {}
+    losses = {round(corrected_loss(correction, **wide | change), 9) for change in changes}
+    assert len(losses) >= min(3, len(changes))
 
 
-@key("aggregation.mode")
-def aggregation(tmp_path):
-    """The loss; and where steps end: prompt_mean needs all documents of a prompt in one, of which
-    there are two."""
+@key_test("aggregation.mode")
+def each_aggregation_has_its_loss_and_prompt_mean_ends_a_step_after_a_group(tmp_path: Path):
+    """A recorded prompt has two documents, so prompt_mean takes four where three are asked for."""
     divisors = {"constant": 4, "sample_mean": None, "prompt_mean": None, "token_mean": None}
-    losses = [
-        loss_as_specified([f"aggregation={a}"], aggregation=a, divisor=d)
-        for a, d in divisors.items()
-    ]
+    losses = []
+    for mode, divisor in divisors.items():
+        losses.append(loss_as_specified([f"aggregation={mode}"], aggregation=mode, divisor=divisor))
     assert len({round(loss, 6) for loss in losses}) == 4
-    for chosen, expected in (("token_mean", [3, 3, 3, 1]), ("prompt_mean", [4, 4, 2])):
-        steps = recorded(tmp_path, f"aggregation={chosen}", "accumulation.docs_per_step=3")
+    for mode, expected in (("token_mean", [3, 3, 3, 1]), ("prompt_mean", [4, 4, 2])):
+        steps = recorded_steps(tmp_path, f"aggregation={mode}", "accumulation.docs_per_step=3")
         assert [len(step) for step in steps] == expected
 
 
-@key("aggregation.divisor")
-def divisor():
-    small, large = (loss_as_specified([f"aggregation.divisor={d}"], divisor=d) for d in (3, 12))
-    assert small == pytest.approx(4 * large, rel=1e-12)
+@key_test("aggregation.divisor")
+def the_loss_is_divided_by_the_divisor():
+    third = loss_as_specified(["aggregation.divisor=3"], divisor=3)
+    twelfth = loss_as_specified(["aggregation.divisor=12"], divisor=12)
+    assert third == pytest.approx(4 * twelfth, rel=1e-12)
 
 
-def ten_per_token(totals, *, mask, document_index, tokens_per_document, group_index):
+def ten_per_token(
+    totals: StepTotals,
+    *,
+    mask: Tensor,
+    document_index: Tensor,
+    tokens_per_document: Tensor,
+    group_index: Tensor,
+) -> Tensor:
+    """Return ten times the weights of token_mean: an aggregation of the user."""
     return torch.full(mask.shape, 10 / totals.num_tokens)
 
 
-@key("aggregation.reducer")
-def reducer():
-    step, losses = step_of(some_documents()), []
-    for chosen in ("aggregation.reducer=keys.step.ten_per_token", "aggregation=token_mean"):
-        losses.append(module_of(chosen).training_step(step, 0)["metrics"]["loss"])
-    assert losses[0] == pytest.approx(10 * losses[1], rel=1e-6)  # weights of the reducer in float32
+@key_test("aggregation.reducer")
+def an_aggregation_of_the_user_is_imported_and_weights_the_tokens():
+    reduced = loss_metric(module_of("aggregation.reducer=keys.step.ten_per_token"))
+    mean = loss_metric(module_of("aggregation=token_mean"))
+    assert reduced == pytest.approx(10 * mean, rel=1e-6)  # the reducer's weights are in float32
 
 
-@key("metrics.level")
-def level():
-    found = {}
-    for chosen in ("none", "basic", "with_entropy"):
-        found[chosen] = module_of(f"metrics={chosen}").training_step(step_of(some_documents()), 0)[
-            "metrics"
-        ]
-    more = [
-        found["basic"].keys() - found["none"].keys(),
-        found["with_entropy"].keys() - found["basic"].keys(),
-    ]
-    assert {"ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "max_advantage"} <= more[0]
-    assert more[1] == {"entropy"}
-    module, means = module_of(), []
+@key_test("metrics.level")
+def each_level_has_the_metrics_of_the_one_before_and_more():
+    metrics = {}
+    for level in ("none", "basic", "with_entropy"):
+        module = module_of(f"metrics={level}")
+        metrics[level] = module.training_step(step_of(some_documents()), 0)["metrics"]
+    only_basic = metrics["basic"].keys() - metrics["none"].keys()
+    assert {
+        "ratio_new_old",
+        "kl_new_old",
+        "clipped_ratio_fraction",
+        "max_advantage",
+    } <= only_basic
+    assert metrics["with_entropy"].keys() - metrics["basic"].keys() == {"entropy"}
+    module = module_of()
+    entropies = []
     for document in some_documents():
         log_probs = logits_of(module, document)[:-1].log_softmax(-1)
-        means.append((-(log_probs.exp() * log_probs).sum(-1))[document.loss_mask[1:]].mean().item())
-    assert found["with_entropy"]["entropy"] == pytest.approx(sum(means) / len(means), rel=1e-10)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        entropies.append(entropy[document.loss_mask[1:]].mean().item())
+    expected = sum(entropies) / len(entropies)
+    assert metrics["with_entropy"]["entropy"] == pytest.approx(expected, rel=1e-10)
 
 
-def losses_and_logits(*choices: str, vocabulary: int = V):
-    """Of each choice of overrides: loss and logits made by one micro-batch; of a vocabulary as
-    large as asked for."""
-    for overrides in choices:
-        module = module_of(*overrides.split())
-        if vocabulary != V:
-            torch.manual_seed(0)
-            module.model.set_output_embeddings(
-                nn.Linear(8, vocabulary, bias=False, dtype=torch.float64)
-            )
-        step = step_of(some_documents())
-        with LogitsMade(vocabulary) as logits:
-            out = module.micro_batch_loss(step.micro_batches[0], step.totals)
-        yield out, logits
+def loss_and_logits(*overrides: str, vocabulary: int = VOCABULARY) -> tuple[PolicyLoss, LogitsMade]:
+    """Return the loss of one micro-batch, and the logits that were made for it."""
+    module = module_of(*overrides)
+    if vocabulary != VOCABULARY:
+        torch.manual_seed(0)
+        head = nn.Linear(8, vocabulary, bias=False, dtype=torch.float64)
+        module.model.set_output_embeddings(head)
+    step = step_of(some_documents())
+    with LogitsMade(vocabulary) as logits:
+        out = module.micro_batch_loss(step.micro_batches[0], step.totals)
+    return out, logits
 
 
-@key(*(f"loss/{name}.num_splits" for name in (*TOKEN_FAMILIES, "custom")))
-def splits(key):
+@key_test(*(f"loss/{name}.num_splits" for name in (*TOKEN_FAMILIES, "custom")))
+def with_three_splits_no_more_than_a_third_of_the_logits_are_made_at_once(key: str):
+    """Logits of tokens that are not trained are not made at all."""
+    family = key.split(".")[0].removeprefix("loss/")
+    overrides = ["kernel=torch", f"loss={family}"]
+    if family == "custom":
+        overrides.append("loss.path=keys.step.Scaled")
     num_tokens = sum(document.num_tokens for document in some_documents())
-    chosen = f"kernel=torch loss={key.split('.')[0].split('/')[1]}"
-    chosen += " loss.path=keys.step.Scaled" if chosen.endswith("custom") else ""
-    whole, third = losses_and_logits(chosen, f"{chosen} loss.num_splits=3")
-    assert whole[1].rows == [num_tokens]
-    # Only trained tokens are multiplied, and first those without a gradient.
-    assert sum(third[1].rows) < num_tokens
-    assert max(third[1].rows) == num_tokens // 3
-    assert third[0].loss.item() == pytest.approx(whole[0].loss.item(), rel=1e-12)
+    out, logits = loss_and_logits(*overrides)
+    assert logits.rows == [num_tokens]
+    split_out, split_logits = loss_and_logits(*overrides, "loss.num_splits=3")
+    assert sum(split_logits.rows) < num_tokens
+    assert max(split_logits.rows) == num_tokens // 3
+    assert split_out.loss.item() == pytest.approx(out.loss.item(), rel=1e-12)
 
 
-@key("kernel.logits_memory_mb")
-def logits_memory():
-    """A row of 20000 logits in float64 takes 0.153 MiB."""
-    chosen = [f"kernel=fused_linear kernel.logits_memory_mb={mb}" for mb in (1, 2, 100)]
-    (one, few), (two, more), (_, all_at_once) = losses_and_logits(*chosen, vocabulary=20000)
-    assert (max(few.rows), max(more.rows)) == (6, 13)
-    assert all_at_once.rows == [sum(few.rows)] == [sum(more.rows)]
-    assert one.loss.item() == pytest.approx(two.loss.item(), rel=1e-12)
+@key_test("kernel.logits_memory_mb")
+def as_many_rows_of_logits_are_made_at_once_as_fit_into_the_memory():
+    """A row of 20000 logits in float64 takes 0.153 MiB: 6 fit into 1 MiB, 13 into 2 MiB."""
+    results = []
+    for megabytes in (1, 2, 100):
+        overrides = ("kernel=fused_linear", f"kernel.logits_memory_mb={megabytes}")
+        results.append(loss_and_logits(*overrides, vocabulary=20000))
+    losses = [out.loss.item() for out, _ in results]
+    rows = [logits.rows for _, logits in results]
+    num_trained = sum(document.num_trained for document in some_documents())
+    assert max(rows[0]) == 6
+    assert max(rows[1]) == 13
+    assert rows[2] == [num_trained]
+    assert sum(rows[0]) == sum(rows[1]) == num_trained
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-@key("kernel.implementation")
-def implementation():
-    """Told by what autograd keeps: materialised logits, their gradient (Triton's GRPO), or none of
-    both."""
-    kept = {}
+@key_test("kernel.implementation")
+def each_implementation_has_the_same_loss_and_makes_its_own_logits():
+    """fused_linear, which auto takes, makes only logits of trained tokens. Autograd keeps the
+    logits for torch, and gradients for the others."""
+    seen = {}
     for name in ("torch", "triton", "fused_linear", "auto"):
         module = module_of(f"kernel={name}", "trainer.device=auto").float().to(DEVICE)
         step = step_of(some_documents())
-        with LogitsMade(V) as logits:
+        with LogitsMade(VOCABULARY) as logits:
             out = module.micro_batch_loss(step.micro_batches[0].to(DEVICE), step.totals)
-        kept[name] = (
-            out.loss.grad_fn.name().removesuffix("Backward"),
-            max(logits.rows),
-            round(out.loss.item(), 5),
-        )
-    num_tokens, loss = sum(document.num_tokens for document in some_documents()), kept["torch"][2]
+        function = out.loss.grad_fn.name().removesuffix("Backward")
+        seen[name] = (function, max(logits.rows), round(out.loss.item(), 5))
+    num_tokens = sum(document.num_tokens for document in some_documents())
     num_trained = sum(document.num_trained for document in some_documents())
-    assert kept["torch"] == ("_GradientInBackward", num_tokens, loss)
-    assert kept["triton"] == ("GradientsFromForward", num_tokens, loss)
-    assert kept["fused_linear"] == kept["auto"] == ("GradientsFromForward", num_trained, loss)
+    loss = seen["torch"][2]
+    assert seen == {
+        "torch": ("_GradientInBackward", num_tokens, loss),
+        "triton": ("GradientsFromForward", num_tokens, loss),
+        "fused_linear": ("GradientsFromForward", num_trained, loss),
+        "auto": ("GradientsFromForward", num_trained, loss),
+    }
 
 
-@key("advantage.estimator")
-def estimator(tmp_path):
-    """Of the second group, whose rewards are 4 and 9."""
-    found = {}
-    plus = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    for name in (
-        "dr_grpo",
-        "grpo",
-        "rloo",
-        "max_rl",
-        "batch_std",
-        "pass_at_k",
-        "opo",
-        *plus,
-        "given",
-    ):
-        documents = recorded(tmp_path, f"advantage={name}")[0]
-        found[name] = [document.advantages[-1].item() for document in documents[2:4]]
-    assert found["dr_grpo"] == [-2.5, 2.5]
-    assert found["grpo"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], rel=1e-5)
-    assert found["rloo"] == [-5, 5]
-    assert found["max_rl"] == pytest.approx([-2.5 / 6.5, 2.5 / 6.5])
-    # of all rewards in the file
-    deviation = torch.tensor([float(i**2) for i in range(10)]).std().item()
-    assert found["batch_std"] == pytest.approx([-2.5 / deviation, 2.5 / deviation], rel=1e-5)
-    assert found["pass_at_k"] == [0, 5]
-    assert found["opo"] == [-2.5, 2.5]  # all are of one length
-    assert found["reinforce_plus_plus"] == pytest.approx(
-        [-24.5 / deviation, -19.5 / deviation], rel=1e-5
-    )
+@key_test("advantage.estimator")
+def each_estimator_has_the_advantages_of_its_equation(tmp_path: Path):
+    """The file's rewards are 0, 1, 4, ... 81; those of the group that is looked at are 4 and 9."""
+    rewards = [float(i**2) for i in range(10)]
+    deviation = torch.tensor(rewards).std().item()
     centred = [sign * (2 * i + 0.5) for i in range(5) for sign in (-1, 1)]
-    deviation = torch.tensor(centred).std().item()
-    assert found["reinforce_plus_plus_baseline"] == pytest.approx(
-        [-2.5 / deviation, 2.5 / deviation], rel=1e-5
-    )
-    assert found["given"] == [2 / 8, 3 / 8]
-    documents = recorded(
+    centred_deviation = torch.tensor(centred).std().item()
+    rounded = {
+        "grpo": [-math.sqrt(0.5), math.sqrt(0.5)],
+        "batch_std": [-2.5 / deviation, 2.5 / deviation],
+        "reinforce_plus_plus": [-24.5 / deviation, -19.5 / deviation],
+        "reinforce_plus_plus_baseline": [-2.5 / centred_deviation, 2.5 / centred_deviation],
+    }
+    exact = {
+        "dr_grpo": [-2.5, 2.5],
+        "rloo": [-5, 5],
+        "pass_at_k": [0, 5],
+        "opo": [-2.5, 2.5],  # the documents have equal lengths
+        "given": [2 / 8, 3 / 8],
+        "max_rl": pytest.approx([-2.5 / 6.5, 2.5 / 6.5], rel=1e-6),
+    }
+
+    def advantages_of(estimator: str) -> list[float]:
+        documents = recorded_steps(tmp_path, f"advantage={estimator}")[0]
+        return [document.advantages[-1].item() for document in documents[2:4]]
+
+    for estimator, expected in rounded.items():
+        assert advantages_of(estimator) == pytest.approx(expected, rel=1e-5)
+    for estimator, expected in exact.items():
+        assert advantages_of(estimator) == expected
+    documents = recorded_steps(
         tmp_path, "advantage=none", "entropy.coefficient=0.1", reward=..., group_id=...
     )[0]
-    assert [d.advantages.tolist() for d in documents] == [[0.0] * d.num_trained for d in documents]
+    for document in documents:
+        assert document.advantages.tolist() == [0.0] * document.num_trained
 
 
-ADAMW = {"learning_rate": 0.02, "beta1": 0.5, "beta2": 0.7, "epsilon": 0.01, "weight_decay": 0.3}
+ADAMW = {
+    "learning_rate": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "epsilon": 1e-8,
+    "weight_decay": 0.01,
+}
+OTHER_ADAMW = {
+    "learning_rate": 0.02,
+    "beta1": 0.5,
+    "beta2": 0.7,
+    "epsilon": 0.01,
+    "weight_decay": 0.3,
+}
 
 
-@key(*(f"optimizer.{name}" for name in ADAMW))
-def adamw(key):
-    """As torch's AdamW makes its steps of the same gradients; norms and biases do not decay."""
-    name = key.split(".")[1]
-    chosen = {
-        "learning_rate": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "epsilon": 1e-8,
-        "weight_decay": 0.01,
-    }
-    steps = []
-    for values in (chosen, chosen | {name: ADAMW[name]}):
-        module = module_of(
-            "optimizer.warmup_steps=0",
-            *(f"optimizer.{one}={value}" for one, value in values.items()),
-        )
-        twins = [p.detach().clone().requires_grad_() for p in module.parameters()]
-        settings = {
-            "betas": (values["beta1"], values["beta2"]),
-            "eps": values["epsilon"],
-            "lr": values["learning_rate"],
-        }
-        decays = [values["weight_decay"] if p.ndim > 1 else 0 for p in twins]
-        groups = [
-            {"params": [p], "weight_decay": decay} for p, decay in zip(twins, decays, strict=True)
-        ]
-        peer = torch.optim.AdamW(groups, **settings)
-        for number in range(3):
-            module.training_step(step_of(some_documents()[number : number + 4]), number)
-            for p, twin in zip(module.parameters(), twins, strict=True):
-                twin.grad = p.grad.clone()
-            peer.step()
-        torch.testing.assert_close([*module.parameters()], twins, rtol=1e-11, atol=1e-14)
-        steps.append(torch.cat([p.detach().flatten() for p in twins]))
-    assert (steps[0] - steps[1]).abs().max() > 1e-4
+def weights_after_three_updates(options: dict[str, float]) -> Tensor:
+    """Return all weights after three updates, once torch's AdamW makes the same of the same
+    gradients.
+
+    Norms and biases, which have one axis, do not decay.
+    """
+    overrides = [f"optimizer.{name}={value}" for name, value in options.items()]
+    module = module_of("optimizer.warmup_steps=0", *overrides)
+    twins = [p.detach().clone().requires_grad_() for p in module.parameters()]
+    groups = []
+    for twin in twins:
+        weight_decay = options["weight_decay"] if twin.ndim > 1 else 0
+        groups.append({"params": [twin], "weight_decay": weight_decay})
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=options["learning_rate"],
+        betas=(options["beta1"], options["beta2"]),
+        eps=options["epsilon"],
+    )
+    for number in range(3):
+        module.training_step(step_of(some_documents()[number : number + 4]), number)
+        for p, twin in zip(module.parameters(), twins, strict=True):
+            twin.grad = p.grad.clone()
+        optimizer.step()
+    torch.testing.assert_close([*module.parameters()], twins, rtol=1e-11, atol=1e-14)
+    return torch.cat([twin.detach().flatten() for twin in twins])
 
 
-@key("optimizer.max_grad_norm")
-def max_grad_norm():
-    def gradient_with(limit):
+@key_test(*(f"optimizer.{name}" for name in ADAMW))
+def each_option_of_adamw_changes_the_weights_as_in_torch(key: str):
+    name = key.removeprefix("optimizer.")
+    weights = weights_after_three_updates(ADAMW)
+    other_weights = weights_after_three_updates(ADAMW | {name: OTHER_ADAMW[name]})
+    assert (weights - other_weights).abs().max() > 1e-4
+
+
+@key_test("optimizer.max_grad_norm")
+def a_gradient_with_a_larger_norm_is_scaled_down_to_max_grad_norm():
+    """The metric is the norm before."""
+
+    def norm_and_gradient(limit: str | float) -> tuple[float, Tensor]:
         module = module_of(f"optimizer.max_grad_norm={limit}")
         norm = module.training_step(step_of(some_documents()), 0)["metrics"]["grad_norm"]
         return norm, torch.cat([p.grad.flatten() for p in module.parameters()])
 
-    norm, whole = gradient_with("null")
-    assert norm == pytest.approx(whole.norm().item(), rel=1e-10)
+    norm, gradient = norm_and_gradient("null")
+    assert norm == pytest.approx(gradient.norm().item(), rel=1e-10)
     for share in (0.5, 0.01, 2):
-        found, clipped = gradient_with(share * norm)
-        assert found == pytest.approx(norm, rel=1e-10)
-        torch.testing.assert_close(clipped, min(share, 1) * whole, rtol=1e-4, atol=1e-14)
+        norm_before, clipped = norm_and_gradient(share * norm)
+        assert norm_before == pytest.approx(norm, rel=1e-10)
+        torch.testing.assert_close(clipped, min(share, 1) * gradient, rtol=1e-4, atol=1e-14)
 
 
-@key("optimizer.warmup_steps", "optimizer.schedule")
-def learning_rates():
-    shapes = {
+@key_test("optimizer.warmup_steps", "optimizer.schedule")
+def the_learning_rate_warms_up_linearly_and_then_follows_the_schedule():
+    schedules = {
         "constant": lambda progress: 1,
         "linear": lambda progress: 1 - progress,
         "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     }
     step = step_of(some_documents())
     for warmup in (0, 1, 3):
-        for schedule, shape in shapes.items():
-            chosen = [
-                f"optimizer.schedule={schedule}",
+        for name, schedule in schedules.items():
+            module = module_of(
+                f"optimizer.schedule={name}",
                 f"optimizer.warmup_steps={warmup}",
                 "trainer.max_steps=8",
-            ]
-            module, found = module_of(*chosen, "optimizer.learning_rate=0.5"), []
+                "optimizer.learning_rate=0.5",
+            )
+            rates = []
             for number in range(8):
                 module.training_step(step, number)
-                found.append([group["lr"] for group in module.optimizer.param_groups])
+                rates.append([group["lr"] for group in module.optimizer.param_groups])
             expected = [0.5 * (i + 1) / warmup for i in range(warmup)]
-            expected += [0.5 * shape(i / (8 - warmup)) for i in range(8 - warmup)]
-            assert found == [[pytest.approx(rate, rel=1e-12)] * 2 for rate in expected]
+            expected += [0.5 * schedule(i / (8 - warmup)) for i in range(8 - warmup)]
+            assert rates == [[pytest.approx(rate, rel=1e-12)] * 2 for rate in expected]
