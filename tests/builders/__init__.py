@@ -1,16 +1,19 @@
-"""What the tests of several folders are made of.
+"""Parts that the tests of several folders build on.
 
-losses         steps of documents as tensors, with a head, and their objectives
-cuts           one step over micro-batches and ranks
+losses         steps of random documents as tensors, with a head, and their losses by the reference
+cuts           a step cut over micro-batches and ranks
 models         small models, and folders of them
 runs           short real runs in this process
+commands       `pgtk` as a process: a run, or a sweep
 parallel_runs  runs of several processes
-stores         run directories that are followed into MLflow stores
+stores         run directories, and the MLflow stores that follow them
+studies        run directories of a small study
 rollout_rows   rows of recorded rollouts, and files of them
 threads        ranks as threads of this process
 processes      ranks as processes
+terminals      a terminal, and the text on its screen
 browser        a real browser
-vllm_server    a small server with vLLM's protocol, other_server with SGLang's
-vllm_servers   how it is called, and what lives of it
+vllm_server    a small server with vLLM's protocol, and other_server with SGLang's
+vllm_servers   the command that starts it, and its living processes
 shared_servers servers that the tests of a file share
 """

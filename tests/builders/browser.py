@@ -16,21 +16,17 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 ARGUMENTS = (
-    *(
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-dev-shm-usage",
-        "window-size=1600,1200",
-    ),
-    # Of the network it asks nothing of its own accord.
-    *(
-        "disable-quic",
-        "no-first-run",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-    ),
+    "headless=new",
+    "no-sandbox",
+    "disable-gpu",
+    "disable-dev-shm-usage",
+    "window-size=1600,1200",
+    # The browser itself sends nothing over the network.
+    "disable-quic",
+    "no-first-run",
+    "disable-background-networking",
+    "disable-component-update",
+    "disable-sync",
 )
 NEEDS_BROWSER = pytest.mark.skipif(
     None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver"
@@ -39,7 +35,7 @@ NEEDS_BROWSER = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Chrome]:
-    """A window of 1600 by 1200 pixels."""
+    """Open a window of 1600 by 1200 pixels for the block."""
     options = ChromeOptions()
     options.binary_location = PROGRAMS["chromium"]
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -53,9 +49,11 @@ def page_text(page: Chrome) -> str:
     return page.execute_script("return document.body ? document.body.innerText : ''")
 
 
-def wait_for(page: Chrome, script: str):
-    """What `script` returns as soon as that is true; TimeoutException with the page's text after a
-    minute."""
+def wait_for(page: Chrome, script: str) -> object:
+    """Wait until `script` returns a true value, and return it.
+
+    Raises TimeoutException, with the text of the page, after a minute.
+    """
     try:
         return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
     except TimeoutException as error:
@@ -64,6 +62,7 @@ def wait_for(page: Chrome, script: str):
 
 
 def save_screenshot(page: Chrome, name: str) -> None:
-    """Save a screenshot where PGTK_SCREENSHOTS says, for a look by eye."""
-    if folder := os.environ.get("PGTK_SCREENSHOTS"):
+    """Save a screenshot in the folder PGTK_SCREENSHOTS, if that is set."""
+    folder = os.environ.get("PGTK_SCREENSHOTS")
+    if folder:
         page.save_screenshot(str(Path(folder) / f"{name}.png"))

@@ -1,4 +1,4 @@
-"""The command as a process, for the tests: a run, or a sweep."""
+"""`pgtk` as a process, for the tests: a run, or a sweep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,22 +20,26 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "
 
 
 class Command:
-    """`pgtk` as a process, with `folder`/run as its run directory and what it shows in
+    """`pgtk` as a process, whose run directory is `folder`/run and whose output goes into
     `folder`/terminal.
 
-    words: overrides of a run, or a sub-command. environment: what it has besides ours.
+    words: overrides of a run, or a sub-command. environment: variables besides ENVIRONMENT.
     """
 
     def __init__(self, folder: Path, *words: str, environment: dict[str, str] | None = None):
         folder.mkdir(exist_ok=True)
-        self.directory, self.log = folder / "run", folder / "terminal"
+        self.directory = folder / "run"
+        self.log = folder / "terminal"
         if "=" in words[0]:
             words = [*last_of_each_key(*words), f"hydra.run.dir={self.directory}"]
         command = [sys.executable, "-m", "pgtoolkit.cli", *words]
         with self.log.open("w") as file:
-            streams = {"stdout": file, "stderr": file}
             self.process = subprocess.Popen(
-                command, cwd=folder, env=ENVIRONMENT | (environment or {}), **streams
+                command,
+                cwd=folder,
+                env=ENVIRONMENT | (environment or {}),
+                stdout=file,
+                stderr=file,
             )
 
     def steps(self) -> int:
@@ -50,7 +54,8 @@ class Command:
         self.wait_for(lambda: self.steps() >= count)
 
     def end(self, seconds: float = 120) -> str:
-        """What was shown, once the command and all that it has started have ended."""
+        """Wait for the end of the command, check that its child processes have ended too, and
+        return the output."""
         children = psutil.Process(self.process.pid).children()
         try:
             self.process.wait(timeout=seconds)
@@ -70,11 +75,17 @@ class Command:
 
 
 @contextlib.contextmanager
-def running_sweep(folder: Path, *overrides: str):
-    """A sweep in folder/sweep as a process, which does not outlive the block."""
+def running_sweep(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a sweep in folder/sweep as a process, which is killed at the end of the block."""
     command = [PGTK, "-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         yield process
     finally:
@@ -83,21 +94,21 @@ def running_sweep(folder: Path, *overrides: str):
 
 
 def run_sweep(folder: Path, *overrides: str) -> tuple[int, str]:
-    """(exit status, output) of a sweep in folder/sweep."""
+    """Run a sweep in folder/sweep; return its exit status and its output."""
     with running_sweep(folder, *overrides) as process:
         output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"the condition is still false after {seconds} s"
         time.sleep(0.02)
 
 
 def has_steps(folder: Path, name: str, steps: int) -> Callable[[], bool]:
-    """Whether a job has made so many steps."""
+    """Return a condition: a job of the sweep has recorded at least this many steps."""
 
     def condition() -> bool:
         files = list((folder / "sweep").glob(f"{name}*/metrics.jsonl"))
@@ -107,5 +118,6 @@ def has_steps(folder: Path, name: str, steps: int) -> Callable[[], bool]:
 
 
 def job_directory(folder: Path, name: str) -> Path:
-    (found,) = (path for path in (folder / "sweep").glob(f"{name}*") if path.is_dir())
-    return found
+    """Return the only directory of the sweep whose name begins with `name`."""
+    (directory,) = (path for path in (folder / "sweep").glob(f"{name}*") if path.is_dir())
+    return directory

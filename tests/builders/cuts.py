@@ -1,16 +1,19 @@
-"""One step of documents cut over micro-batches and ranks, for the tests of what must not depend on
-it."""
+"""A step cut over micro-batches and ranks, compared with the reference, on which no cut has an
+effect."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from builders.losses import (
     TEMPERATURE,
+    Case,
     Choice,
     HeadCase,
     Result,
@@ -24,13 +27,13 @@ from pgtoolkit import linear_policy_loss, policy_loss
 
 @dataclass(frozen=True)
 class Cut:
-    """Which rank holds what.
+    """The part of a step that each rank holds.
 
-    documents: for each data rank its micro-batches, as lists of documents; all ranks have as many.
-    sequence: where the token axis of each micro-batch is cut, as shares of its length. vocabulary:
-        first column of
-    each shard, and the end. padding: untrained positions holding NaN at the end of each
-        micro-batch.
+    documents: for each data rank its micro-batches, as tuples of documents; all ranks have equally
+        many micro-batches.
+    sequence: where the token axis of each micro-batch is cut, as shares of its length.
+    vocabulary: the first column of each shard, and the end.
+    padding: the number of untrained tokens, which hold NaN, at the end of each micro-batch.
     """
 
     documents: tuple[tuple[tuple[int, ...], ...], ...]
@@ -40,16 +43,19 @@ class Cut:
 
     @property
     def sizes(self) -> dict[str, int]:
-        shards = 1 if self.vocabulary is None else len(self.vocabulary) - 1
         return {
             "data": len(self.documents),
             "sequence": len(self.sequence) - 1,
-            "vocabulary": shards,
+            "vocabulary": 1 if self.vocabulary is None else len(self.vocabulary) - 1,
         }
 
     @property
     def world_size(self) -> int:
-        return len(self.documents) * (len(self.sequence) - 1) * self.sizes["vocabulary"]
+        return math.prod(self.sizes.values())
+
+    @property
+    def has_unequal_shards(self) -> bool:
+        return len({end - start for start, end in pairwise(self.vocabulary or (0, 1))}) > 1
 
 
 ALL_DOCUMENTS = ((0, 1, 2, 3, 4, 5),)
@@ -73,121 +79,163 @@ CUTS = {
 
 
 def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
-    """For each axis of a mesh over all ranks, the last axis fastest, this rank's group; None where
-    it has one rank."""
+    """Return this rank's process group along each axis of a mesh over all ranks.
+
+    The last axis varies fastest. An axis of one rank has None.
+    """
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for axis, name in enumerate(sizes):
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        made = [dist.new_group(line) for line in lines]
-        mine = next(number for number, line in enumerate(lines) if dist.get_rank() in line)
-        groups[name] = made[mine] if ranks.shape[axis] > 1 else None
+        # Every rank creates all groups, in the same order.
+        created = [dist.new_group(line) for line in lines]
+        number = next(i for i, line in enumerate(lines) if dist.get_rank() in line)
+        groups[name] = created[number] if ranks.shape[axis] > 1 else None
     return groups
 
 
 def evaluate_on_rank(
-    groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: bool, **options
+    groups: dict[str, dist.ProcessGroup | None],
+    cut: Cut,
+    problem: HeadCase,
+    choice: Choice,
+    fused: bool,
+    **options: object,
 ) -> Result:
-    """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0
-    elsewhere.
+    """Return the loss and metrics of the step, and this rank's share of the gradients.
 
-    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape.
-        options: further keywords
-    of the loss.
+    The gradients have the shape of the uncut step, with 0 where this rank holds nothing.
+    groups: as from `axis_groups(cut.sizes)`. options: further keywords of the loss.
     """
-    data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
-    case, totals = problem.case, count_totals(problem.case, choice.trajectories)
-    columns = slice(*(cut.vocabulary or (0, len(problem.bias)))[vocabulary : vocabulary + 2])
-    full = (problem.hidden, problem.weight, problem.bias) if fused else (problem.case.logits,)
-    gradients = [torch.zeros_like(x) for x in full]
-    loss_sum, sums = torch.zeros(()), None
-    for documents in cut.documents[data]:
-        rows = [(case.document_index == d).nonzero()[:, 0] for d in documents]
-        rows = torch.cat([*rows, torch.full((cut.padding,), -1)])
-        low, high = (round(share * len(rows)) for share in cut.sequence[sequence : sequence + 2])
-        rows = rows[low:high]
-
-        def padded(values, filler=torch.nan, rows=rows):
-            chosen = torch.where(
-                (rows < 0).view(-1, *[1] * (values.dim() - 1)), filler, values[rows]
-            )
-            return chosen.to(problem.dtype) if chosen.is_floating_point() else chosen
-
-        local = torch.full((case.num_documents + 1,), len(documents))
-        local[list(documents)] = torch.arange(len(documents))
-        leaves = [padded(full[0])]
-        leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
-        leaves = [x.to(problem.dtype).clone().requires_grad_() for x in leaves]
-        keywords = choice.keywords() | {
-            name: padded(x) for name, x in choice.vectors(case, fused).items()
-        }
+    places = {axis: 0 if group is None else group.rank() for axis, group in groups.items()}
+    case = problem.case
+    totals = count_totals(case, choice.trajectories)
+    bounds = cut.vocabulary or (0, len(problem.bias))
+    columns = slice(bounds[places["vocabulary"]], bounds[places["vocabulary"] + 1])
+    inputs = (problem.hidden, problem.weight, problem.bias) if fused else (case.logits,)
+    gradients = [torch.zeros_like(tensor) for tensor in inputs]
+    loss_sum = torch.zeros(())
+    sums = None
+    for documents in cut.documents[places["data"]]:
+        rows = _rows_of(case, documents, cut, places["sequence"])
+        leaves = [_padded(inputs[0], rows, problem.dtype)]
         if fused:
-            keywords |= {
-                name: x.to(problem.dtype) for name, x in choice.ref_head(case, columns).items()
-            }
-        elif "ref_logits" in keywords:
-            keywords["ref_logits"] = keywords["ref_logits"][:, columns]
-        keywords |= {"bias": leaves[2]} if fused else {}
-        if (
-            groups["vocabulary"] is not None
-            and len({b - a for a, b in pairwise(cut.vocabulary)}) > 1
-        ):
-            keywords["vocabulary_start"] = columns.start  # which equal shards do not need
+            leaves += [tensor[columns] for tensor in inputs[1:]]
+        else:
+            leaves = [leaves[0][:, columns]]
+        leaves = [leaf.to(problem.dtype).clone().requires_grad_() for leaf in leaves]
+
         out = (linear_policy_loss if fused else policy_loss)(
             *leaves[:2],
-            padded(case.labels, -1),
-            padded(case.old_log_probs),
-            padded(case.advantages),
-            padded(local[case.document_index], len(documents)),
-            **{name: x[list(documents)] for name, x in choice.of_documents(case).items()},
-            num_documents=len(documents),
-            temperature=TEMPERATURE,
+            **_arguments(case, choice, documents, rows, columns, fused, problem.dtype),
+            **{"bias": leaves[2]} if fused else {},
+            # Equal shards need no vocabulary_start.
+            **{"vocabulary_start": columns.start} if cut.has_unequal_shards else {},
             **{f"{axis}_group": group for axis, group in groups.items()},
-            **{"totals": totals} | keywords | options,
+            **{"totals": totals} | options,
         )
         out.loss.backward()
+
         loss_sum = loss_sum + out.loss.detach()
         sums = out.metric_sums if sums is None else sums.merge(out.metric_sums)
         real = rows >= 0
+        by_rows = leaves[0].grad[real].double()
         if fused:
-            gradients[0][rows[real]] += leaves[0].grad[real].double()
+            gradients[0][rows[real]] += by_rows
             for gradient, leaf in zip(gradients[1:], leaves[1:], strict=True):
                 gradient[columns] += leaf.grad.double()
         else:
-            gradients[0][rows[real], columns] += leaves[0].grad[real].double()
+            gradients[0][rows[real], columns] += by_rows
     for axis in ("data", "sequence"):
         loss_sum, sums = sums.all_reduce(loss_sum, groups[axis])
     return Result(float(loss_sum), as_floats(sums.finalize(totals)), gradients)
 
 
+def _rows_of(case: Case, documents: tuple[int, ...], cut: Cut, part: int) -> Tensor:
+    """Return the rows of a micro-batch's tokens in one part of its sequence; -1 for padding."""
+    rows = [(case.document_index == document).nonzero()[:, 0] for document in documents]
+    rows = torch.cat([*rows, torch.full((cut.padding,), -1)])
+    start = round(cut.sequence[part] * len(rows))
+    end = round(cut.sequence[part + 1] * len(rows))
+    return rows[start:end]
+
+
+def _padded(values: Tensor, rows: Tensor, dtype: torch.dtype, filler: float = torch.nan) -> Tensor:
+    """Return these rows of `values`, the filler for padding; `dtype`: of floating-point numbers."""
+    is_padding = (rows < 0).view(-1, *[1] * (values.dim() - 1))
+    chosen = torch.where(is_padding, filler, values[rows])
+    return chosen.to(dtype) if chosen.is_floating_point() else chosen
+
+
+def _arguments(
+    case: Case,
+    choice: Choice,
+    documents: tuple[int, ...],
+    rows: Tensor,
+    columns: slice,
+    fused: bool,
+    dtype: torch.dtype,
+) -> dict[str, object]:
+    """Return the arguments of the loss, by keyword, for some rows of a micro-batch."""
+    # The number of each document in this micro-batch; of padding it is their count.
+    numbers = torch.full((case.num_documents + 1,), len(documents))
+    numbers[list(documents)] = torch.arange(len(documents))
+    arguments = {
+        "labels": _padded(case.labels, rows, dtype, -1),
+        "old_log_probs": _padded(case.old_log_probs, rows, dtype),
+        "advantages": _padded(case.advantages, rows, dtype),
+        "document_index": _padded(numbers[case.document_index], rows, dtype, len(documents)),
+        "num_documents": len(documents),
+        "temperature": TEMPERATURE,
+    }
+    arguments |= choice.keywords()
+    for name, vector in choice.token_vectors(case, fused).items():
+        arguments[name] = _padded(vector, rows, dtype)
+    for name, vector in choice.document_vectors(case).items():
+        arguments[name] = vector[list(documents)]
+    if fused:
+        for name, tensor in choice.ref_head(case, columns).items():
+            arguments[name] = tensor.to(dtype)
+    elif "ref_logits" in arguments:
+        arguments["ref_logits"] = arguments["ref_logits"][:, columns]
+    return arguments
+
+
 def assert_matches_reference(
-    cut: Cut, problem: HeadCase, choice: Choice, fused: bool, tolerance: float = 1e-12, **options
+    cut: Cut,
+    problem: HeadCase,
+    choice: Choice,
+    fused: bool,
+    tolerance: float = 1e-12,
+    **options: object,
 ) -> None:
-    """A step spread so over threads is the specification's. options: further keywords of the
-    loss."""
+    """Compute a step on ranks that are threads, and compare it with the reference.
 
-    def run(rank):
-        return evaluate_on_rank(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
+    options: further keywords of the loss.
+    """
 
-    assert_ranks_match(
-        on_ranks(cut.world_size, run), cut, problem.by_reference(choice, fused), fused, tolerance
-    )
+    def evaluate(rank: int) -> Result:
+        groups = axis_groups(cut.sizes)
+        return evaluate_on_rank(groups, cut, problem, choice, fused, **options)
+
+    results = on_ranks(cut.world_size, evaluate)
+    assert_ranks_match(results, cut, problem.by_reference(choice, fused), fused, tolerance)
 
 
 def assert_ranks_match(
-    results: list[Result], cut: Cut, wanted: Result, fused: bool, tolerance: float
+    results: list[Result], cut: Cut, expected: Result, fused: bool, tolerance: float
 ) -> None:
-    """Every rank reports the step's loss and metrics, and the gradients of the ranks make up the
-    step's."""
+    """Check that every rank reports the step's loss and metrics, and that the gradients of the
+    ranks add up to the step's."""
     for result in results:
-        assert_numbers_close(result.loss, wanted.loss, tolerance)
-        assert result.metrics.keys() == wanted.metrics.keys()
-        for name, value in wanted.metrics.items():
+        assert_numbers_close(result.loss, expected.loss, tolerance)
+        assert result.metrics.keys() == expected.metrics.keys()
+        for name, value in expected.metrics.items():
             assert_numbers_close(result.metrics[name], value, tolerance, name)
-    for number, gradient in enumerate(wanted.gradients):
+    for number, gradient in enumerate(expected.gradients):
         shares = torch.stack([result.gradients[number] for result in results])
         if fused and number == 0:
-            # Each vocabulary shard has the whole gradient of the hidden states.
+            # Each vocabulary shard has the complete gradient of the hidden states.
             for total in shares.view(-1, cut.sizes["vocabulary"], *gradient.shape).sum(0):
                 assert_numbers_close(total, gradient, tolerance)
         else:

@@ -1,10 +1,10 @@
-"""Made-up steps of documents for the tests of losses and kernels, and what their losses are by the
-specification."""
+"""Steps of random documents for the tests of losses and kernels, and their losses by the reference
+(pgtoolkit/losses/reference.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import torch
@@ -25,7 +25,7 @@ from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_terms import correction_names
 
 IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}
-# What rounding the gradient to the dtype costs; the arithmetic is float32 throughout.
+# The error of rounding the gradient to the dtype; the arithmetic is float32 in all but float64.
 GRADIENT_ERROR = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -52,8 +52,10 @@ PARAMETERS = {
 }
 EVERY_LOSS = tuple(PARAMETERS)
 TYPICAL_LOSSES = ("grpo", "gspo", "cispo")
-"""By token, by document, and with a weight without gradient: those that tests take which know no
-family."""
+"""A ratio of each token, a ratio of each document, and a weight without gradient.
+
+Tests of what does not depend on the family take these three.
+"""
 FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETERS.items()} | {
     "grpo, dual clip": Grpo(epsilon_low=0.2, epsilon_high=0.25, dual_clip=1.3),
     "cispo, no lower bound": Cispo(epsilon_low=None, epsilon_high=0.2),
@@ -63,26 +65,20 @@ AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
 PENALTIES = (None, *KINDS, *FULL_KINDS)
 OBJECTIVES = (
-    *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
-    *(
-        ("gspo", "sample_mean", "none"),
-        ("gspo", "prompt_mean", "with_entropy"),
-        ("gspo", "token_mean", "basic"),
-    ),
-    *(
-        ("cispo", "sample_mean", "with_entropy"),
-        ("sapo", "token_mean", "none"),
-        ("gmpo", "token_mean", "basic"),
-    ),
-    *(
-        ("dppo", "constant", "basic"),
-        ("vespo", "prompt_mean", "basic"),
-        ("kimi", "sample_mean", "basic"),
-    ),
+    ("grpo", "sample_mean", "basic"),
+    ("grpo", "constant", "none"),
+    ("gspo", "sample_mean", "none"),
+    ("gspo", "prompt_mean", "with_entropy"),
+    ("gspo", "token_mean", "basic"),
+    ("cispo", "sample_mean", "with_entropy"),
+    ("sapo", "token_mean", "none"),
+    ("gmpo", "token_mean", "basic"),
+    ("dppo", "constant", "basic"),
+    ("vespo", "prompt_mean", "basic"),
+    ("kimi", "sample_mean", "basic"),
     ("reinforce", "token_mean", "none"),
 )
-"""Every family, aggregation and level of the metrics, but few pairs: for tests in which each case
-takes long."""
+"""Every family, aggregation and level of the metrics, but few of their pairs, for slow tests."""
 CORRECTIONS = {
     "token truncated": corrections.TokenTruncate(low=0.8, high=1.2),
     "token masked": corrections.TokenMask(low=0.75, high=1.3),
@@ -95,36 +91,41 @@ CORRECTIONS = {
     "worst masked, v": corrections.SequenceMask(mean="worst", high=1.4, factor="token"),
     "off policy": corrections.OffPolicyMask(threshold=0.01),
 }
-"""Each kind, with bounds beyond which some tokens of the cases below lie on each side, and others
-between."""
+"""Each kind of correction, with bounds so tight that some tokens of the cases below lie beyond each
+of them, and others between."""
 
 
 def covering(*factors: Sequence) -> list[tuple]:
-    """Rows of a value of each factor in which any two values of two factors stand together, the
-    longest factors first.
+    """Return rows, each with a value of every factor, that contain every pair of values.
 
-    About as many as the product of the two longest, where all combinations would be the product of
-    all.
+    They are about as many as the product of the two longest factors; all combinations would be the
+    product of all factors.
     """
-    places = [[(i, number) for number in range(len(factor))] for i, factor in enumerate(factors)]
-    left = {pair for one, other in combinations(places, 2) for pair in product(one, other)}
+    cells = [
+        [(axis, number) for number in range(len(factor))] for axis, factor in enumerate(factors)
+    ]
+    uncovered = {
+        pair for first, second in combinations(cells, 2) for pair in product(first, second)
+    }
+
+    def newly_covered(cell: tuple[int, int], row: dict[int, int]) -> int:
+        """Return the number of uncovered pairs of a cell with those that the row has."""
+        return sum(tuple(sorted((cell, chosen))) in uncovered for chosen in row.items())
+
     rows = []
-    while left:
-        row = dict(min(left))
-        for i, factor in enumerate(places):
-            if i not in row:
-                held = tuple(row.items())
-                row[i] = max(
-                    factor, key=lambda x: sum(tuple(sorted((x, y))) in left for y in held)
-                )[1]
-        left -= {*combinations(sorted(row.items()), 2)}
-        rows.append(tuple(factor[row[i]] for i, factor in enumerate(factors)))
+    while uncovered:
+        row = dict(min(uncovered))
+        for axis, candidates in enumerate(cells):
+            if axis not in row:
+                _, row[axis] = max(candidates, key=lambda cell: newly_covered(cell, row))
+        uncovered -= {*combinations(sorted(row.items()), 2)}
+        rows.append(tuple(factor[row[axis]] for axis, factor in enumerate(factors)))
     return rows
 
 
 @dataclass(frozen=True)
 class Case:
-    """The positional arguments of policy_loss, with each document's group and the number of
+    """The positional arguments of policy_loss, the group of each document, and the number of
     documents."""
 
     logits: Tensor
@@ -141,51 +142,51 @@ class Case:
 
     @property
     def trajectory_index(self) -> Tensor:
-        """(documents,) the trajectory of each: some have two documents, and the last masked one is
-        alone in its own."""
+        """(documents,) The trajectory of each document.
+
+        Some trajectories have two documents; the last document, all masked, is alone in its own.
+        """
         return torch.tensor([0, 1, 0, 2, 1, 3])[torch.arange(self.num_documents) % 6]
 
     @property
     def sampling_log_probs(self) -> Tensor:
-        """(T,) the old ones plus noise of their own, by token and by document."""
-        draw = torch.Generator().manual_seed(4)
-        noise = 0.2 * torch.randn(len(self.labels), generator=draw, dtype=torch.float64)
-        drift = 0.05 * torch.randn(self.num_documents, generator=draw, dtype=torch.float64)
+        """(T,) The old log-probs plus noise of each token and of each document."""
+        generator = torch.Generator().manual_seed(4)
+        noise = 0.2 * _normal(generator, len(self.labels))
+        drift = 0.05 * _normal(generator, self.num_documents)
         return (self.old_log_probs + noise + drift[self.document_index]).clamp(max=0)
 
     @property
     def ref_log_probs(self) -> Tensor:
-        """(T,) about as far from the old ones as these are from the new; NaN where nothing is
-        trained."""
-        noise = torch.randn(
-            len(self.labels), generator=torch.Generator().manual_seed(8), dtype=torch.float64
-        )
-        return torch.where(
-            self.labels < 0, torch.nan, (self.old_log_probs + 0.3 * noise).clamp(max=0)
-        )
+        """(T,) The old log-probs plus noise; NaN at masked tokens."""
+        noise = 0.3 * _normal(torch.Generator().manual_seed(8), len(self.labels))
+        log_probs = (self.old_log_probs + noise).clamp(max=0)
+        return torch.where(self.labels < 0, torch.nan, log_probs)
 
     @property
     def ref_logits(self) -> Tensor:
-        """(T, V) some way from the logits; NaN where nothing is trained."""
-        noise = torch.randn(
-            self.logits.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
-        )
+        """(T, V) The logits plus noise; NaN at masked tokens."""
+        noise = _normal(torch.Generator().manual_seed(9), *self.logits.shape)
         return torch.where(self.labels[:, None] < 0, torch.nan, self.logits + noise)
 
     def on_device(self, dtype: torch.dtype) -> list[Tensor]:
-        """The last four tensors, on the device."""
-        return [on_device(x, dtype) for x in self.tensors[1:]]
+        """Return all tensors but the logits, on the device."""
+        return [on_device(tensor, dtype) for tensor in self.tensors[1:]]
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Return normal random numbers in float64."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def on_device(tensor: Tensor, dtype: torch.dtype, device: str = DEVICE) -> Tensor:
-    """dtype: of what is floating."""
+    """Move a tensor to the device; give it the dtype if it is of floating-point numbers."""
     return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step's loss is, by names: of FAMILIES, AGGREGATIONS, CORRECTIONS, PENALTIES and
-    LEVELS."""
+    """The loss of a step, by names in FAMILIES, CORRECTIONS, PENALTIES, AGGREGATIONS and LEVELS."""
 
     family: str
     correction: str | None = None
@@ -196,30 +197,38 @@ class Choice:
     trajectories: bool = False
 
     def __str__(self) -> str:
-        return ", ".join(str(x) for x in vars(self).values())
+        return ", ".join(str(value) for value in vars(self).values())
 
     @property
     def divisor(self) -> float | None:
         return 8.0 if self.aggregation == "constant" else None
 
-    def vectors(self, case: Case, fused: bool = False) -> dict[str, Tensor]:
-        """What the loss needs of each row of a step besides, by its keyword. fused: of
-        `linear_policy_loss`."""
-        given = {} if self.correction is None else {"sampling_log_probs": case.sampling_log_probs}
-        if self.kl in FULL_KINDS:
-            return given | (
-                {"ref_hidden": case.ref_logits - 0.5} if fused else {"ref_logits": case.ref_logits}
-            )
-        return given if self.kl is None else given | {"ref_log_probs": case.ref_log_probs}
+    def token_vectors(self, case: Case, fused: bool = False) -> dict[str, Tensor]:
+        """Return further tensors with a row for each token, by keyword of the loss.
 
-    def of_documents(self, case: Case) -> dict[str, Tensor]:
-        """What the documents belong to, by keywords; trajectories where they are named."""
-        given = {"group_index": case.group_index}
-        return given | {"trajectory_index": case.trajectory_index} if self.trajectories else given
+        fused: of `linear_policy_loss`.
+        """
+        vectors = {}
+        if self.correction is not None:
+            vectors["sampling_log_probs"] = case.sampling_log_probs
+        if self.kl in FULL_KINDS and fused:
+            vectors["ref_hidden"] = case.ref_logits - 0.5
+        elif self.kl in FULL_KINDS:
+            vectors["ref_logits"] = case.ref_logits
+        elif self.kl is not None:
+            vectors["ref_log_probs"] = case.ref_log_probs
+        return vectors
+
+    def document_vectors(self, case: Case) -> dict[str, Tensor]:
+        """Return the group, and the trajectory if asked for, of each document, by keyword."""
+        vectors = {"group_index": case.group_index}
+        if self.trajectories:
+            vectors["trajectory_index"] = case.trajectory_index
+        return vectors
 
     def ref_head(self, case: Case, columns: slice = slice(None)) -> dict[str, Tensor]:
-        """The head that gives these columns of the case's ref_logits for `ref_hidden` of
-        `vectors`."""
+        """Return the reference's head: with `ref_hidden` of `token_vectors` it gives these columns
+        of the case's ref_logits."""
         if self.kl not in FULL_KINDS:
             return {}
         identity = torch.eye(case.logits.shape[1], dtype=torch.float64)[columns]
@@ -228,16 +237,20 @@ class Choice:
             "ref_bias": torch.full((len(identity),), 0.5, dtype=torch.float64),
         }
 
-    def keywords(self) -> dict:
-        """Of `policy_loss`, without what belongs to a step."""
-        given = {
+    def keywords(self) -> dict[str, object]:
+        """Return the keywords of `policy_loss` that are the same in every step."""
+        keywords: dict[str, object] = {
             "loss": FAMILIES[self.family],
             "aggregation": self.aggregation,
             "divisor": self.divisor,
+            "correction": CORRECTIONS.get(self.correction),
+            "metrics": self.metrics,
         }
-        given |= {"correction": CORRECTIONS.get(self.correction), "metrics": self.metrics}
-        given |= {"entropy_coefficient": self.entropy} if self.entropy else {}
-        return given if self.kl is None else given | {"kl": KL(self.kl, coefficient=0.4)}
+        if self.entropy:
+            keywords["entropy_coefficient"] = self.entropy
+        if self.kl is not None:
+            keywords["kl"] = KL(self.kl, coefficient=0.4)
+        return keywords
 
     def step(
         self,
@@ -245,34 +258,37 @@ class Choice:
         dtype: torch.dtype = torch.float64,
         fused: bool = False,
         device: str = "cpu",
-    ) -> dict:
-        """Keywords of `policy_loss` for the case as a step; fused: of `linear_policy_loss`. device:
-        of the tensors."""
-        vectors = (
-            self.vectors(case, fused)
-            | self.of_documents(case)
-            | (self.ref_head(case) if fused else {})
-        )
-        on = {name: on_device(x, dtype, device) for name, x in vectors.items()}
-        return self.keywords() | on | {"num_documents": case.num_documents}
+    ) -> dict[str, object]:
+        """Return the keywords of `policy_loss` (fused: of `linear_policy_loss`) for the case as a
+        step, with tensors on the device."""
+        vectors = self.token_vectors(case, fused) | self.document_vectors(case)
+        if fused:
+            vectors |= self.ref_head(case)
+        moved = {name: on_device(vector, dtype, device) for name, vector in vectors.items()}
+        return self.keywords() | moved | {"num_documents": case.num_documents}
 
     def by_reference(
-        self, case: Case, logits: Tensor | None = None, temperature=TEMPERATURE
+        self, case: Case, logits: Tensor | None = None, temperature: float = TEMPERATURE
     ) -> reference.Reference:
-        """By the loops of the reference. logits: others than the case's."""
+        """Return loss, metrics and gradient by the loops of the reference.
+
+        logits: in place of the case's.
+        """
+        family = FAMILIES[self.family]
+        aggregation = aggregation_of(self.aggregation, self.divisor)
+        penalty = {} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4}
+        needs_entropy = self.metrics == "basic" and self.entropy
         return reference.policy_loss(
             case.logits if logits is None else logits,
             *case.tensors[1:],
-            **reference.names(
-                FAMILIES[self.family], aggregation_of(self.aggregation, self.divisor)
-            ),
+            **reference.names(family, aggregation),
             **correction_names(CORRECTIONS.get(self.correction)),
-            **self.vectors(case),
-            **{} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4},
-            **self.of_documents(case),
+            **self.token_vectors(case),
+            **penalty,
+            **self.document_vectors(case),
             num_documents=case.num_documents,
             temperature=temperature,
-            metrics="with_entropy" if self.metrics == "basic" and self.entropy else self.metrics,
+            metrics="with_entropy" if needs_entropy else self.metrics,
             entropy_coefficient=self.entropy,
         )
 
@@ -289,14 +305,16 @@ CHOICES = [
         (False, True),
     )
 ]
-"""Any two of a family, a correction, a penalty, an aggregation, a level, an entropy bonus,
+"""Every pair of a family, a correction, a penalty, an aggregation, a level, an entropy bonus and
 trajectories."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """loss, metrics: of a step. gradients: by logits (T, V), or by hidden (T, H), weight and
-    bias."""
+    """Loss, metrics and gradients of a step.
+
+    gradients: by logits (T, V), or by hidden states (T, H), weight (V, H) and bias (V,).
+    """
 
     loss: float
     metrics: dict[str, float]
@@ -304,54 +322,67 @@ class Result:
 
 
 def result_of(out: PolicyLoss, leaves: list[Tensor], factor: float = 1.0) -> Result:
-    """Of a call, after the backward pass of `factor` times its loss, and with the gradients of the
-    loss itself."""
+    """Differentiate `factor` times the loss, and return the loss, its metrics and its gradients.
+
+    The gradients are divided by the factor again.
+    """
     (factor * out.loss).backward()
-    return Result(
-        out.loss.item(), as_floats(out.metrics), [x.grad.cpu().double() / factor for x in leaves]
-    )
+    gradients = [leaf.grad.cpu().double() / factor for leaf in leaves]
+    return Result(out.loss.item(), as_floats(out.metrics), gradients)
 
 
 def assert_results_close(
-    found: Result, wanted: Result, tolerance: float, gradient_tolerance: float | None = None
+    result: Result,
+    expected: Result,
+    tolerance: float,
+    gradient_tolerance: float | None = None,
 ) -> None:
-    assert_numbers_close(found.loss, wanted.loss, tolerance, "loss")
-    assert found.metrics.keys() == wanted.metrics.keys()
-    for name, value in wanted.metrics.items():
-        assert_numbers_close(found.metrics[name], value, tolerance, name)
-    for one, other in zip(found.gradients, wanted.gradients, strict=True):
-        assert_numbers_close(one, other, gradient_tolerance or tolerance, "gradient")
+    assert_numbers_close(result.loss, expected.loss, tolerance, "loss")
+    assert result.metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert_numbers_close(result.metrics[name], value, tolerance, name)
+    for gradient, expected_gradient in zip(result.gradients, expected.gradients, strict=True):
+        assert_numbers_close(
+            gradient, expected_gradient, gradient_tolerance or tolerance, "gradient"
+        )
 
 
-def assert_numbers_close(found, value, tolerance: float, name: str = "") -> None:
-    found, value = (torch.as_tensor(x, dtype=torch.float64) for x in (found, value))
-    assert torch.equal(found.isnan(), value.isnan()), (name, found, value)
-    error = float(
-        (found - value).nan_to_num(posinf=torch.inf).norm()
-        / value.nan_to_num().norm().clamp(min=1e-3)
-    )
-    assert error < tolerance, (name, error, found, value)
+def assert_numbers_close(
+    value: float | Tensor, expected: float | Tensor, tolerance: float, name: str = ""
+) -> None:
+    """Compare by the norm of the difference over that of `expected`; NaN must be at the same
+    places."""
+    value = torch.as_tensor(value, dtype=torch.float64)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    assert torch.equal(value.isnan(), expected.isnan()), (name, value, expected)
+    difference = (value - expected).nan_to_num(posinf=torch.inf).norm()
+    error = float(difference / expected.nan_to_num().norm().clamp(min=1e-3))
+    assert error < tolerance, (name, error, value, expected)
 
 
 def make_case(
-    seed: int = 0, vocabulary: int = 13, lengths=(7, 1, 5, 12, 3, 4), temperature: float = 1.0
+    seed: int = 0,
+    vocabulary: int = 13,
+    lengths: Sequence[int] = (7, 1, 5, 12, 3, 4),
+    temperature: float = 1.0,
 ) -> Case:
-    """Documents of the given lengths in three uneven, interleaved groups.
+    """Return documents of these lengths in three uneven, interleaved groups.
 
-    The first token of a document of more than two is masked, the last document wholly so. Old
-    log-probs are the new ones plus noise, so that some tokens clip on each side and most do not.
-    Advantages are constant in a document.
+    The first token of each document of more than two is masked, and all tokens of the last
+    document. Old log-probs are the new ones plus noise: some tokens clip on each side, most do not.
+    The tokens of a document have one advantage.
     """
     generator = torch.Generator().manual_seed(seed)
-    total, count = sum(lengths), len(lengths)
+    total = sum(lengths)
+    count = len(lengths)
     document_index = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
-    logits = torch.randn(total, vocabulary, generator=generator, dtype=torch.float64)
+    logits = _normal(generator, total, vocabulary)
     labels = torch.randint(0, vocabulary, (total,), generator=generator)
-    noise = 0.15 * torch.randn(total, generator=generator, dtype=torch.float64)
-    new = (logits / temperature).log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
-    # A document's own drift makes sequence ratios leave the GSPO range on both sides.
-    drift = 0.03 * torch.randn(count, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(count, generator=generator, dtype=torch.float64)[document_index]
+    noise = 0.15 * _normal(generator, total)
+    # A drift of each document makes sequence ratios leave GSPO's range on both sides.
+    drift = 0.03 * _normal(generator, count)
+    old = (_log_probs(logits, labels, temperature) + noise + drift[document_index]).clamp(max=0)
+    advantages = _normal(generator, count)[document_index]
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     for start, length in zip(starts.tolist(), lengths, strict=True):
         if length > 2:
@@ -359,14 +390,21 @@ def make_case(
     labels[document_index == count - 1] = -1
     groups = torch.tensor([0, 1, 0, 2, 1, 2])
     group_index = groups[torch.arange(count) % len(groups)]
-    old = (new + noise + drift[document_index]).clamp(max=0)
     return Case(logits, labels, old, advantages, document_index, group_index, count)
+
+
+def _log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Return the log-probs (T,) of the labels; of token 0 at masked tokens."""
+    log_probs = (logits / temperature).log_softmax(-1)
+    return log_probs.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
 
 
 @dataclass(frozen=True)
 class HeadCase:
-    """A step as hidden states and the head whose logits are the case's. dtype: in which it is
-    computed."""
+    """A step as hidden states and a head, whose logits are the case's.
+
+    dtype: of hidden states, weight and bias in a call.
+    """
 
     case: Case
     hidden: Tensor
@@ -375,41 +413,52 @@ class HeadCase:
     dtype: torch.dtype
 
     @property
-    def precise(self) -> torch.dtype:
-        """Of vectors beside the hidden states."""
+    def vector_dtype(self) -> torch.dtype:
+        """The dtype of log-probs and advantages."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The last four of the case's as a call takes them."""
-        return self.case.on_device(self.precise)
+        """All tensors of the case but the logits, as a call takes them."""
+        return self.case.on_device(self.vector_dtype)
 
     def leaves(self) -> list[Tensor]:
-        """Hidden states, weight and bias on the device, which want gradients."""
+        """Return hidden states, weight and bias on the device, which require gradients."""
         return [
-            x.clone().to(DEVICE, self.dtype).requires_grad_()
-            for x in (self.hidden, self.weight, self.bias)
+            tensor.clone().to(DEVICE, self.dtype).requires_grad_()
+            for tensor in (self.hidden, self.weight, self.bias)
         ]
 
     def by_reference(self, choice: Choice, fused: bool = True) -> Result:
-        """fused: gradients by hidden states, weight and bias, and not by the logits."""
-        found = choice.by_reference(self.case)
-        g = found.gradient
-        gradients = [g @ self.weight, g.T @ self.hidden, g.sum(0)] if fused else [g]
-        return Result(found.loss, found.metrics, gradients)
+        """Return the step by the reference, with gradients by hidden states, weight and bias if
+        fused, else by the logits."""
+        result = choice.by_reference(self.case)
+        gradients = [result.gradient]
+        if fused:
+            by_logits = result.gradient
+            gradients = [by_logits @ self.weight, by_logits.T @ self.hidden, by_logits.sum(0)]
+        return Result(result.loss, result.metrics, gradients)
 
-    def by_fused_head(self, choice: Choice, factor: float = 1.0, **options) -> Result:
-        """By `linear_policy_loss`; options: more of its keywords."""
-        leaves = hidden, weight, bias = self.leaves()
-        given = {"temperature": TEMPERATURE, "bias": bias}
-        given |= choice.step(self.case, self.precise, fused=True, device=DEVICE) | options
-        return result_of(linear_policy_loss(hidden, weight, *self.tensors, **given), leaves, factor)
+    def by_fused_head(self, choice: Choice, factor: float = 1.0, **options: object) -> Result:
+        """Return the step by `linear_policy_loss`.
+
+        options: more of its keywords.
+        """
+        leaves = self.leaves()
+        hidden, weight, bias = leaves
+        keywords = {"temperature": TEMPERATURE, "bias": bias}
+        keywords |= choice.step(self.case, self.vector_dtype, fused=True, device=DEVICE)
+        keywords |= options
+        out = linear_policy_loss(hidden, weight, *self.tensors, **keywords)
+        return result_of(out, leaves, factor)
 
     def by_all_logits(
-        self, factor: float = 1.0, **options
+        self, factor: float = 1.0, **options: object
     ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-        """(loss, gradients of factor times it by hidden, weight, bias, metrics) in float64 from all
-        logits at once."""
+        """Return (loss, gradients, metrics) in float64, from all logits at once.
+
+        The gradients are those of `factor` times the loss by hidden states, weight and bias.
+        """
         leaves = [x.clone().requires_grad_() for x in (self.hidden, self.weight, self.bias)]
         out = policy_loss(
             linear(*leaves),
@@ -419,84 +468,90 @@ class HeadCase:
             **options,
         )
         (factor * out.loss).backward()
-        return out.loss.detach(), [x.grad for x in leaves], out.metrics
+        return out.loss.detach(), [leaf.grad for leaf in leaves], out.metrics
 
 
 def make_head_case(
-    seed=6, lengths=(7, 1, 5, 12, 3, 4), vocabulary=12, dtype=torch.float64, hidden_size=None
+    seed: int = 6,
+    lengths: Sequence[int] = (7, 1, 5, 12, 3, 4),
+    vocabulary: int = 12,
+    dtype: torch.dtype = torch.float64,
+    hidden_size: int | None = None,
 ) -> HeadCase:
-    """As `make_case`, with a document of zero advantage and advantages that differ within the
-    others.
+    """Return a case like that of `make_case` with a head, and with advantages that differ within a
+    document; those of the third document are zero.
 
     With the seeds 6 and 11 clips act on both sides, and with 6 the two longest documents keep a
-    gradient under grpo and gspo. All numbers are exact in dtype, and float64. With fewer hidden
-    units than tokens of the vocabulary (None: three more) the logits are others, and so are the old
-    log-probs, by as much.
+    gradient under grpo and gspo. All numbers are exact in `dtype`, and stored in float64.
+    hidden_size: None: three more than the vocabulary. With fewer than the vocabulary no head gives
+    the logits of `make_case`: they change, and the old log-probs by as much.
     """
     case = make_case(seed, vocabulary, lengths, TEMPERATURE)
     generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def log_probs(logits):
-        return (
-            (logits / TEMPERATURE)
-            .log_softmax(-1)
-            .gather(-1, case.labels.clamp(min=0)[:, None])[:, 0]
-        )
-
-    weight, bias = random(vocabulary, hidden_size or vocabulary + 3), 0.1 * random(vocabulary)
+    weight = _normal(generator, vocabulary, hidden_size or vocabulary + 3)
+    bias = 0.1 * _normal(generator, vocabulary)
     hidden = (case.logits - bias) @ torch.linalg.pinv(weight).T
-    advantages = torch.where(
-        case.document_index == 2, 0.0, case.advantages + 0.2 * random(len(case.labels))
-    )
-    hidden, weight, bias, advantages = (
-        x.to(dtype).double() for x in (hidden, weight, bias, advantages)
-    )
+    noise = 0.2 * _normal(generator, len(case.labels))
+    advantages = torch.where(case.document_index == 2, 0.0, case.advantages + noise)
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).double()
+
+    hidden = rounded(hidden)
+    weight = rounded(weight)
+    bias = rounded(bias)
     logits = linear(hidden, weight, bias)
-    old = (case.old_log_probs + log_probs(logits) - log_probs(case.logits)).to(dtype).double()
-    case = Case(
-        logits,
-        case.labels,
-        old,
-        advantages,
-        case.document_index,
-        case.group_index,
-        case.num_documents,
+    before = _log_probs(case.logits, case.labels, TEMPERATURE)
+    after = _log_probs(logits, case.labels, TEMPERATURE)
+    case = replace(
+        case,
+        logits=logits,
+        old_log_probs=rounded(case.old_log_probs + after - before),
+        advantages=rounded(advantages),
     )
     return HeadCase(case, hidden, weight, bias, dtype)
 
 
 def count_totals(case: Case, trajectories: bool = False) -> StepTotals:
-    """Counted here by loops, so that no test leans on the code under test."""
+    """Count the totals of a step by loops, without the code that the tests are about."""
     counts = [
-        int((case.labels[case.document_index == d] >= 0).sum()) for d in range(case.num_documents)
+        int((case.labels[case.document_index == document] >= 0).sum())
+        for document in range(case.num_documents)
     ]
 
-    def per(index):
+    def tokens_per(index: Tensor) -> Tensor:
+        """Return the number of trained tokens of each group, or of each trajectory."""
         sums = [0] * (int(index.max()) + 1)
         for count, number in zip(counts, index.tolist(), strict=True):
             sums[number] += count
         return torch.tensor(sums)
 
-    groups, attempts = per(case.group_index), per(case.trajectory_index) if trajectories else None
+    group_tokens = tokens_per(case.group_index)
+    trajectory_tokens = tokens_per(case.trajectory_index) if trajectories else None
     return StepTotals(
-        case.num_documents, sum(counts), counts.count(0), len(groups), groups, attempts
+        case.num_documents,
+        sum(counts),
+        counts.count(0),
+        len(group_tokens),
+        group_tokens,
+        trajectory_tokens,
     )
 
 
 def objective_of(
-    tensors,
-    loss,
-    aggregation=("sample_mean",),
-    num_documents=None,
-    group_index=None,
-    ranks=None,
-    dtype=torch.float64,
+    tensors: Sequence[Tensor],
+    loss: str,
+    aggregation: tuple = ("sample_mean",),
+    num_documents: int | None = None,
+    group_index: Tensor | None = None,
+    ranks: Ranks | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Objective:
-    """The objective of a piece that is a whole step; tensors: the last four of `Case.tensors`;
-    loss: of FAMILIES."""
+    """Return the objective of a step in one piece.
+
+    tensors: labels, old log-probs, advantages and document index. loss: a name in FAMILIES.
+    aggregation: the arguments of `aggregation_of`.
+    """
     labels, old_log_probs, advantages, document_index = tensors
     tokens = Tokens(
         labels=labels,
@@ -506,17 +561,16 @@ def objective_of(
         num_documents=int(document_index.max()) + 1 if num_documents is None else num_documents,
         group_index=group_index,
     )
-    return make_objective(
-        tokens, None, Loss(FAMILIES[loss], aggregation_of(*aggregation)), dtype, ranks or Ranks()
-    )
+    step_loss = Loss(FAMILIES[loss], aggregation_of(*aggregation))
+    return make_objective(tokens, None, step_loss, dtype, ranks or Ranks())
 
 
-def as_floats(metrics: dict) -> dict[str, float]:
+def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def relative_error(found, expected) -> float:
-    """The norm of the difference over that of what is expected, in float64."""
+def relative_error(value: float | Tensor, expected: float | Tensor) -> float:
+    """Return the norm of the difference over the norm of `expected`, in float64."""
     expected = torch.as_tensor(expected).double().cpu()
-    error = (torch.as_tensor(found).double().cpu() - expected).norm()
-    return float(error / expected.norm().clamp(min=1e-30))
+    difference = (torch.as_tensor(value).double().cpu() - expected).norm()
+    return float(difference / expected.norm().clamp(min=1e-30))

@@ -14,16 +14,22 @@ from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import character_tokenizer
 
-VOCABULARY = 19  # of `build`: divides by no number of ranks
+VOCABULARY = 19  # of `small_policy`: no number of ranks divides it
 ALPHABET = "0123456789="
-# which torch.compile needs on a CPU
+# torch.compile needs one on a CPU.
 HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def small_llama(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
-    """One layer, whose tokens are the digits, `=` and the end; changes: of its LlamaConfig."""
-    shape = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    shape |= {
+def small_llama(seed: int = 0, **changes: object) -> transformers.LlamaForCausalLM:
+    """Return a model of one layer, whose tokens are the digits, `=` and the end.
+
+    changes: further keywords of its LlamaConfig.
+    """
+    shape = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "max_position_embeddings": 32,
         "bos_token_id": None,
@@ -39,7 +45,7 @@ def save_with_tokenizer(
     chat_template: str | None = None,
     alphabet: str = ALPHABET,
 ) -> Path:
-    """The folder, with the model and a tokenizer of one token a character."""
+    """Save the model with a tokenizer of one token for each character; return the folder."""
     model.save_pretrained(folder)
     tokenizer = character_tokenizer(alphabet)
     tokenizer.chat_template = chat_template
@@ -47,67 +53,79 @@ def save_with_tokenizer(
     return folder
 
 
-def model_config(path, **changes) -> HuggingFaceModelConfig:
-    """The configuration of a model folder, without what was not asked for."""
+def model_config(path: str | Path, **changes: object) -> HuggingFaceModelConfig:
+    """Return the configuration of a model folder with every option off, but for the changes."""
     values = {
         "random_weights": False,
         "dtype": NumberType.auto,
         "gradient_checkpointing": False,
         "compile": False,
+        "lora_rank": None,
+        "lora_alpha": 32.0,
+        "lora_targets": ["all-linear"],
     }
-    values |= {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]}
     return HuggingFaceModelConfig(
         name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes)
     )
 
 
 def small_policy(kind: str) -> Policy:
-    """A small model in float64, the same in each process."""
-    tied = "_tied" in kind
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "tie_word_embeddings": tied,
-    }
+    """Return a small model in float64, with the same weights in every process.
+
+    kind: gpt2, qwen2, qwen3 or mistral, then options: _tied, _checkpointed, _lora, _compiled, and
+        at the end _by_document: the attention that a GPU would use, here as a loop over documents.
+    """
     torch.manual_seed(7)
-    if kind.startswith("gpt2"):
-        nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = transformers.GPT2Config(
-            **shape, n_head=4, n_positions=24, **nothing, bos_token_id=None, eos_token_id=None
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
-        make, configure = (
-            getattr(transformers, f"{name}ForCausalLM"),
-            getattr(transformers, f"{name}Config"),
-        )
-        window = {"sliding_window": 5} if name == "Mistral" else {}
-        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-        model = make(
-            configure(
-                **shape,
-                **heads,
-                **window,
-                intermediate_size=24,
-                max_position_embeddings=64,
-                pad_token_id=2,
-            )
-        )
-        if "_checkpointed" in kind:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+    model = _gpt2("_tied" in kind) if kind.startswith("gpt2") else _decoder(kind)
     digest = None
     if "_lora" in kind:
         digest = lora.add_adapters(model, model_config("", lora_rank=3, lora_alpha=4.0))
-    # also biases and norms, which begin as constants, and LoRA's B
+    # Biases and norms, and LoRA's B, would otherwise be constants.
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape)
     if kind.endswith("_by_document"):
-        # which it would have on a GPU, here through the loop over documents
         attention.use_packed_attention(model)
     if "_compiled" in kind:
         compiled.switch_on(model)
     return Policy(model.double().train(), None, base_digest=digest)
+
+
+def _gpt2(tied: bool) -> transformers.PreTrainedModel:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        tie_word_embeddings=tied,
+        n_head=4,
+        n_positions=24,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _decoder(kind: str) -> transformers.PreTrainedModel:
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config_class = getattr(transformers, f"{name}Config")
+    window = {"sliding_window": 5} if name == "Mistral" else {}
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        tie_word_embeddings="_tied" in kind,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=4,
+        intermediate_size=24,
+        max_position_embeddings=64,
+        pad_token_id=2,
+        **window,
+    )
+    model = model_class(config)
+    if "_checkpointed" in kind:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

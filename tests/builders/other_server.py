@@ -1,15 +1,15 @@
-"""The small server with the paths and forms of SGLang in place of vLLM's, started as vllm_server.py
-is."""
+"""The small server with the paths and messages of SGLang in place of vLLM's, started like
+vllm_server.py."""
 
 from __future__ import annotations
 
 import json
 
-from vllm_server import Handler, main  # beside this file, which is a program
+from vllm_server import Engine, Handler, main  # in the same folder: this file is a program
 
 
 class OtherHandler(Handler):
-    """server.engine: what answers."""
+    """Answers requests with the model of `server.engine`."""
 
     def do_POST(self) -> None:
         engine = self.server.engine
@@ -28,30 +28,28 @@ class OtherHandler(Handler):
             else:
                 self._answer(404)
 
-    def _generated(self, engine, prompt: list[int], settings: dict) -> list[dict]:
+    def _generated(self, engine: Engine, prompt: list[int], settings: dict) -> list[dict]:
         scores = zip(prompt, engine.score({"prompt": prompt}), strict=True)
-        given = [[entry and entry[str(token)]["logprob"], token, None] for token, entry in scores]
-        asked = {
+        input_log_probs = [
+            [entry and entry[str(token)]["logprob"], token, None] for token, entry in scores
+        ]
+        body = settings | {
             "prompt": prompt,
             "max_tokens": settings["max_new_tokens"],
             "seed": settings["sampling_seed"],
+            "logprobs": 0,
+            "return_token_ids": True,
         }
-        choices = engine.complete(settings | asked | {"logprobs": 0, "return_token_ids": True})
-        return [
-            {
-                "meta_info": {
-                    "input_token_logprobs": given,
-                    "output_token_logprobs": [
-                        [value, token, None]
-                        for value, token in zip(
-                            choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True
-                        )
-                    ],
-                    "finish_reason": {"type": choice["finish_reason"]},
-                }
+        answers = []
+        for choice in engine.complete(body):
+            output = zip(choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True)
+            information = {
+                "input_token_logprobs": input_log_probs,
+                "output_token_logprobs": [[log_prob, token, None] for log_prob, token in output],
+                "finish_reason": {"type": choice["finish_reason"]},
             }
-            for choice in choices
-        ]
+            answers.append({"meta_info": information})
+        return answers
 
 
 if __name__ == "__main__":

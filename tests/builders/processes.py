@@ -1,9 +1,8 @@
-"""Worlds of real processes for the tests: gloo workers started once per session, ready for the next
-function.
+"""Ranks as real processes for the tests: workers with gloo, started once per session.
 
-`world(2).run(function, *arguments)` calls the function in both workers at once and gives the list
-of what they return; torch.distributed is initialised in them. The function must be found by import:
-one of a module's top level.
+`world(2).run(function, *arguments)` calls the function in two workers at the same time, with
+torch.distributed initialised, and returns the list of their results. The function must be
+importable: at the top level of a module.
 """
 
 from __future__ import annotations
@@ -15,10 +14,15 @@ import pickle
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pgtoolkit.ranks.layout import Layout
 
 START_SECONDS = 60
 RUN_SECONDS = 60
@@ -30,15 +34,17 @@ PRELOADED = [
 
 
 class World:
-    """`size` processes; a failure in one ends all, and the next `run` starts new ones."""
+    """A group of processes; a failure in one ends all, and the next `run` starts new ones."""
 
     def __init__(self, size: int):
         self.size = size
         self._workers: list[tuple] = []
 
-    def run(self, function, *arguments, seconds: float = RUN_SECONDS) -> list:
-        """What each worker's function(*arguments) returns, by rank; AssertionError with the
-        traceback of a failure."""
+    def run(self, function: Callable, *arguments, seconds: float = RUN_SECONDS) -> list:
+        """Call function(*arguments) in each worker; return the results in the order of ranks.
+
+        Raises AssertionError, with the tracebacks, if a worker fails.
+        """
         task = pickle.dumps((sys.path, pickle.dumps((function, arguments))))
         if not self._workers:
             self._start()
@@ -54,8 +60,8 @@ class World:
         self._workers = []
 
     def _start(self) -> None:
-        # A forked child of a process that has loaded torch is there at once; this one itself may
-        # have threads.
+        # A child forked from a server that has loaded torch starts quickly. This process cannot be
+        # forked itself: it may have threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
@@ -71,24 +77,29 @@ class World:
         self._collect(START_SECONDS)
 
     def _collect(self, seconds: float) -> list:
+        """Return the answer of each worker, by rank; AssertionError if one fails or is too slow."""
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
-        results, failures = [None] * self.size, []
+        results = [None] * self.size
+        failures = []
         deadline = monotonic() + seconds
-        while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - monotonic()))):
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
+            if not ready:
+                break
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())
+                    succeeded, results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    succeeded, value = False, "the process ended"
-                results[rank] = value
+                    succeeded = False
+                    results[rank] = "the process ended"
                 if not succeeded:
-                    failures.append(f"rank {rank} of {self.size}: {value}")
-                    deadline = min(deadline, monotonic() + 2)  # the others may wait for it in vain
+                    failures.append(f"rank {rank} of {self.size}: {results[rank]}")
+                    # The others may wait for this rank without end.
+                    deadline = min(deadline, monotonic() + 2)
         if waiting and not failures:
-            failures.append(
-                f"ranks {sorted(waiting.values())} of {self.size} took more than {seconds} s"
-            )
+            slow = sorted(waiting.values())
+            failures.append(f"ranks {slow} of {self.size} took more than {seconds} s")
         if failures:
             self.stop()
             raise AssertionError("\n".join(failures))
@@ -97,20 +108,22 @@ class World:
 
 @functools.cache
 def world(size: int) -> World:
-    """The session's world of that many processes."""
+    """Return the group of `size` processes that the session shares."""
     return World(size)
 
 
 @functools.cache
-def layout(**sizes: int):
-    """In a worker: the layout of its world, made once for all tests with these sizes."""
+def layout(**sizes: int) -> Layout:
+    """Return the layout of a worker's group, made once for all tests with these sizes."""
+    # Only workers need it, and this module is imported by processes that must start quickly.
     from pgtoolkit.ranks.layout import Layout
 
     return Layout.of_world("cpu", RUN_SECONDS, **sizes)
 
 
-def _work(connection, store: str, rank: int, size: int) -> None:
-    """A worker's life: does what it is sent until the connection ends."""
+def _work(connection: Connection, store: str, rank: int, size: int) -> None:
+    """Call the functions that are sent, until the connection ends."""
+    # The fork server has loaded torch; a process that only starts workers need not.
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,14 @@
-"""Recorded rollouts for tests: small rows that are right, and files of them."""
+"""Recorded rollouts for the tests: small valid rows, and files of them."""
 
 import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
+from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
 from pgtoolkit.config.schema_tasks import Chat, TooLong
 from pgtoolkit.rollouts.estimator import Estimator
@@ -14,8 +17,11 @@ from pgtoolkit.rollouts.recorded import RecordedRollouts
 VOCABULARY_SIZE = 100
 
 
-def good_row(number=0, group=0, length=5, **changes):
-    """A row with two prompt tokens; every number in it can be told from those of other rows."""
+def good_row(number: int = 0, group: object = 0, length: int = 5, **changes: object) -> dict:
+    """Return a valid row with two prompt tokens, whose numbers differ from those of other rows.
+
+    changes: other values by key; `...` leaves the key out.
+    """
     row = {
         "token_ids": [(7 * number + t) % VOCABULARY_SIZE for t in range(length)],
         "loss_mask": [t >= 2 for t in range(length)],
@@ -26,49 +32,61 @@ def good_row(number=0, group=0, length=5, **changes):
     return {key: value for key, value in (row | changes).items() if value is not ...}
 
 
-def write_jsonl(path, rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+def write_jsonl(path: Path, rows: Iterable[dict | str]) -> Path:
+    """Write a line for each row; a row that is text is a line already."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
     return path
 
 
-def write_parquet(path, rows, checksums=True, **options):
-    columns = {
-        key: [row.get(key) for row in rows]
-        for key in dict.fromkeys(key for row in rows for key in row)
-    }
+def write_parquet(path: Path, rows: list[dict], checksums: bool = True, **options: object) -> Path:
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = {key: [row.get(key) for row in rows] for key in keys}
     pq.write_table(pa.table(columns), path, write_page_checksum=checksums, **options)
     return path
 
 
-CHANGES = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
-CHANGES |= {"truncated": Truncated.train}
-CHANGES |= {"chat": Chat.auto, "trained_turns": TrainedTurns.all, "too_long": TooLong.refuse}
-"""Keys of a configuration that tests change."""
+DEFAULTS = {
+    "epochs": 1,
+    "shuffle": False,
+    "group_size": None,
+    "max_completion_length": None,
+    "truncated": Truncated.train,
+    "chat": Chat.auto,
+    "trained_turns": TrainedTurns.all,
+    "too_long": TooLong.refuse,
+}
+"""The keys of a configuration that tests change."""
 
 
-def recorded_config(path, **changes):
+def recorded_config(path: Path | str, **changes: object) -> RecordedRolloutConfig:
     return RecordedRolloutConfig(
-        name="recorded", path=str(path), temperature=1.0, **(CHANGES | changes)
+        name="recorded", path=str(path), temperature=1.0, **(DEFAULTS | changes)
     )
 
 
-def recorded_rollouts(path, estimator="dr_grpo", **options):
-    """Recorded rollouts; options: of the configuration, and arguments of RecordedRollouts."""
-    changes = {name: options.pop(name) for name in CHANGES if name in options}
-    return RecordedRollouts(
-        recorded_config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options
-    )
+def recorded_rollouts(
+    path: Path | str, estimator: str = "dr_grpo", **options: object
+) -> RecordedRollouts:
+    """Read recorded rollouts.
+
+    options: keys of the configuration (DEFAULTS), and arguments of RecordedRollouts.
+    """
+    changes = {name: options.pop(name) for name in DEFAULTS if name in options}
+    config = recorded_config(path, **changes)
+    return RecordedRollouts(config, Estimator(estimator), VOCABULARY_SIZE, **options)
 
 
-def all_documents(rollouts):
+def all_documents(rollouts: RecordedRollouts) -> list[Document]:
     return [rollouts.document(position) for position in range(rollouts.num_documents)]
 
 
-def assert_documents_equal(first, second, but=()):
-    """Two documents are equal in every field, bit for bit."""
-    ours, theirs = (
-        {name: x for name, x in vars(one).items() if name not in but} for one in (first, second)
-    )
-    assert_equal(ours, theirs)
+def assert_documents_equal(
+    document: Document, expected: Document, but: Collection[str] = ()
+) -> None:
+    """Check that two documents are equal, bit for bit, in every field that `but` does not name."""
+
+    def fields(of: Document) -> dict[str, object]:
+        return {name: value for name, value in vars(of).items() if name not in but}
+
+    assert_equal(fields(document), fields(expected))

@@ -45,22 +45,28 @@ SHORT = (
     "trainer.checkpoint_every=1",
     "trainer.keep_checkpoints=99",
 )
-"""Two steps per batch of rollouts, three micro-batches per step, a checkpoint at each."""
+"""Settings of a short run: two steps for each batch of rollouts, three micro-batches for each step,
+a checkpoint after each step."""
 
 CLOCK_COLUMNS = (
-    *("time", "tokens_per_second", "peak_memory_gb"),
-    *("seconds_sampling", "seconds_scoring", "seconds_old_log_probs", "seconds_update"),
+    "time",
+    "tokens_per_second",
+    "peak_memory_gb",
+    "seconds_sampling",
+    "seconds_scoring",
+    "seconds_old_log_probs",
+    "seconds_update",
 )
-"""What two runs of the same seeds differ in."""
+"""The metrics in which two runs with the same seeds differ."""
 
 
 def last_of_each_key(*overrides: str) -> list[str]:
-    """Of overrides of one key the last, since the command line takes none twice."""
+    """Return the last override of each key, since the command line refuses a key given twice."""
     return list({override.partition("=")[0]: override for override in overrides}.values())
 
 
 def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list[str]:
-    """The settings with the model of a Hugging Face folder in the place of the tiny one."""
+    """Return the settings with the model of a Hugging Face folder in place of the tiny one."""
     kept = [setting for setting in of if not setting.startswith("model.")]
     return [*kept, "model=huggingface", f"model.path={folder}", *overrides]
 
@@ -72,7 +78,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
-    """Train in `folder` with the short settings, `overrides` on top."""
+    """Train in `folder` with the settings SHORT and the overrides; return the folder."""
     config = config_of(*SHORT, *overrides)
     assert validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
@@ -82,8 +88,10 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
 def module_and_loader(
     *overrides: str, dtype: torch.dtype | None = torch.float64
 ) -> tuple[PolicyGradientModule, StepLoader]:
-    """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer,
-    and its steps."""
+    """Return a training module with its optimizer, without Lightning's trainer, and its steps.
+
+    dtype: of the module's weights; None keeps those of the configuration.
+    """
     module, loader = build(config_of(*overrides))
     if dtype is not None:
         module.to(dtype)
@@ -93,9 +101,13 @@ def module_and_loader(
     return module, loader
 
 
-def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
-    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single
-    trained token."""
+def some_documents(
+    seed: int = 0, lengths: Sequence[int] = (9, 5, 12, 7, 2, 6, 8)
+) -> list[Document]:
+    """Return random documents of the tiny model's vocabulary.
+
+    All tokens of the last document are masked; the fifth has a single trained token.
+    """
     generator = torch.Generator().manual_seed(seed)
     documents = []
     for i, length in enumerate(lengths):
@@ -116,12 +128,12 @@ def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
 
 
 def sampler_of(loader: StepLoader) -> TransformersSampler:
-    """Who writes the completions of these steps."""
+    """Return the sampler of the completions of these steps."""
     return loader.source.sampler
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """The rows of metrics.jsonl without what depends on the clock."""
+    """Return the rows of metrics.jsonl without CLOCK_COLUMNS."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name not in CLOCK_COLUMNS} for row in rows
@@ -133,34 +145,41 @@ def checkpoint_of(folder: Path, step: int) -> dict:
 
 
 def contents_of(path: Path) -> dict:
-    """All that a checkpoint holds.
+    """Return everything in a checkpoint but its path and its configuration.
 
-    Weights or adapters, and moments, are by name under `model` and `optimizer`; both of a critic
-    under `critic`.
+    Weights or adapters are under `model`, moments under `optimizer`, both of a critic under
+    `critic`, each by the name of the parameter.
     """
     state = read_checkpoint(path) | {"model": {}, "optimizer": {}, "critic": {}}
-    del state["path"], state["config"]  # evaluations, for one, are in the latter
-    of_critic = ("critic", CRITIC), ("critic", CRITIC_MOMENTS)
-    for key, kind in (("model", WEIGHTS), ("model", ADAPTERS), ("optimizer", MOMENTS), *of_critic):
+    del state["path"]
+    del state["config"]
+    kinds = (
+        ("model", WEIGHTS),
+        ("model", ADAPTERS),
+        ("optimizer", MOMENTS),
+        ("critic", CRITIC),
+        ("critic", CRITIC_MOMENTS),
+    )
+    for key, kind in kinds:
         with open_tensors(path, kind) as files:
             state[key] |= {name: file.get_tensor(name).clone() for name, file in files.items()}
     return state
 
 
-def checkpoint_state(step, **more):
-    """What a checkpoint of that step holds beside weights and moments, with `more`."""
+def checkpoint_state(step: int, **more: object) -> dict:
+    """Return the state of a checkpoint after a step, without weights and moments, with `more`."""
     counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
     data = {"position": 0, "num_steps": step, "source": {}}
     return {"step": step, **counts, "data": data, "config": "{}", **more}
 
 
 def save_state(folder: Path, state: dict, keep: int = 99, weights: dict | None = None) -> Path:
-    """A checkpoint without a model's configuration."""
+    """Save a checkpoint without a model's configuration; return its path."""
     return save_checkpoint(folder, state, {WEIGHTS: weights or {}}, lambda folder: None, keep)
 
 
 def replace_file(checkpoint: Path, name: str, data: bytes) -> None:
-    """Put other bytes into a file of a checkpoint, with a manifest that fits them."""
+    """Replace the bytes of a file in a checkpoint, and its entry in the manifest."""
     (checkpoint / name).write_bytes(data)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
@@ -168,28 +187,26 @@ def replace_file(checkpoint: Path, name: str, data: bytes) -> None:
 
 
 def replace_rows(folder: Path, name: str, rows: list[dict]) -> None:
-    """Put other rows into a file of a run, with checkpoints that were saved after them."""
+    """Replace the rows of a file of a run, and the entries in the manifests of its checkpoints."""
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / name).write_text("".join(lines))
     for checkpoint in list_checkpoints(folder / "checkpoints"):
         step = int(checkpoint.name.removeprefix("step-"))
-        until = "".join(
-            line for row, line in zip(rows, lines, strict=True) if row["step"] <= step
-        ).encode()
+        until_step = [line for row, line in zip(rows, lines, strict=True) if row["step"] <= step]
+        data = "".join(until_step).encode()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-        manifest["rows"][name] = {"bytes": len(until), "crc32": zlib.crc32(until)}
+        manifest["rows"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def change_state(checkpoint: Path, **changes) -> None:
-    """Other values in a checkpoint's state; a manifest that fits them."""
-    found = json.loads((checkpoint / "training" / "state.json").read_text())
-    replace_file(checkpoint, "training/state.json", json.dumps(found | changes).encode())
+    """Replace values in a checkpoint's state, and the state's entry in the manifest."""
+    state = json.loads((checkpoint / "training" / "state.json").read_text())
+    replace_file(checkpoint, "training/state.json", json.dumps(state | changes).encode())
 
 
 def copy_as_of(folder: Path, step: int, to: Path) -> Path:
-    """A copy of a run directory as a kill after `step` (and before the next checkpoint) would leave
-    it."""
+    """Copy a run directory as a kill would leave it that came after the checkpoint of `step`."""
     shutil.copytree(folder, to)
     for path in list_checkpoints(to / "checkpoints"):
         if int(path.name.removeprefix("step-")) > step:
@@ -201,17 +218,17 @@ def copy_as_of(folder: Path, step: int, to: Path) -> Path:
     return to
 
 
-def assert_equal(found, expected, where: str = "") -> None:
-    """Bitwise equality of nested containers of tensors and plain values."""
+def assert_equal(value: object, expected: object, path: str = "") -> None:
+    """Check nested containers of tensors and plain values for equality, bit for bit."""
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
+        assert torch.equal(value, expected), path
     elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert value.keys() == expected.keys(), path
         for key in expected:
-            assert_equal(found[key], expected[key], f"{where}.{key}")
+            assert_equal(value[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(a, b, f"{where}[{i}]")
+        assert len(value) == len(expected), path
+        for number, (item, expected_item) in enumerate(zip(value, expected, strict=True)):
+            assert_equal(item, expected_item, f"{path}[{number}]")
     else:
-        assert found == expected, where
+        assert value == expected, path

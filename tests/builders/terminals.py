@@ -1,4 +1,4 @@
-"""A terminal, as `pgtk` in a window has one, and what stands on its screen."""
+"""A terminal as a user has one for `pgtk`, and the text on its screen."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def on_terminal(
     environment: dict[str, str] | None = None,
     keys: Callable[[str], bytes] = lambda shown: b"",
 ) -> tuple[int, str]:
-    """Run a command on a terminal; returns its exit status, and all that it has written there.
+    """Run a command on a terminal; return its exit status and everything that it wrote there.
 
-    keys: what is typed once so much is shown; it is asked until it has typed.
+    keys: returns the keys to type, by the text written so far; called until it returns some.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -46,9 +46,10 @@ def on_terminal(
             if select.select([ours], [], [], 0.1)[0]:
                 try:
                     written += os.read(ours, 65536)
-                except OSError:  # the last process has closed it
+                except OSError:  # the last process has closed the terminal
                     break
-                if not typed and (typed := keys(written.decode(errors="replace"))):
+                if not typed:
+                    typed = keys(written.decode(errors="replace"))
                     os.write(ours, typed)
         return process.wait(timeout=10), written.decode(errors="replace")
     finally:
@@ -57,8 +58,10 @@ def on_terminal(
 
 
 def screen(written: str, columns: int = 80) -> list[str]:
-    """Return the lines of a terminal after all that was written, of which it knows what
-    `RenewedLine` uses."""
+    """Return the lines on the screen after this text.
+
+    Of the control sequences it applies those that `RenewedLine` writes.
+    """
     lines = [""]
     row = column = 0
     for token in re.findall(r"\x1b\[K|\x1b\[[0-9;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]", written):
@@ -70,7 +73,8 @@ def screen(written: str, columns: int = 80) -> list[str]:
             lines[row] = lines[row][:column]
         elif len(token) == 1:
             if column == columns:
-                row, column = row + 1, 0
+                row += 1
+                column = 0
             lines += [""] * (row + 1 - len(lines))
             lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + 1 :]
             column += 1

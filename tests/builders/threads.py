@@ -1,9 +1,8 @@
 """Ranks as threads of this process: the real collective calls of torch.distributed, hundreds of
 cases a minute.
 
-The process group is PyTorch's own for its tests, a private module: this file is its only user here.
-It has no sending from one rank to another. The interpreter switches threads, so ranks do not run
-faster than one.
+The process group is the one of PyTorch's own tests, a private module: only this file uses it. It
+cannot send from one rank to another. Threads share the interpreter: ranks run no faster than one.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed import multi_threaded_pg
 
 SECONDS = 60
-"""After which ranks that wait for one that has left, or that waits elsewhere, are given up."""
+"""After this time ranks that still wait for another rank are ended."""
 
-# Where a CUDA build of PyTorch sees no GPU, the first thread to enter this mode, as DTensor does,
-# owns what guards the
-# devices of the whole process: once it has ended, the next one to enter would read freed memory.
-#   This thread stays.
+# If a CUDA build of PyTorch sees no GPU, the first thread to enter this mode, as DTensor does, owns
+# the device guard of the process: once that thread has ended, the next to enter would read freed
+# memory. This thread enters it first, since it does not end.
 with FakeTensorMode():
     pass
 
 
 def on_ranks(world_size: int, function: Callable, *arguments) -> list:
-    """[function(rank, *arguments) of each rank], inside a process group of that many ranks.
+    """Call function(rank, *arguments) for each rank of a process group; return the results by rank.
 
-    Raises what a rank raised, of the lowest rank that did; the others are ended.
+    If ranks raise, the error of the lowest of them is raised here, and the others are ended.
     """
-    results, errors = [None] * world_size, {}
+    results = [None] * world_size
+    errors = {}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
 
-    def run(rank):
+    def run(rank: int) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = function(rank, *arguments)

@@ -1,16 +1,16 @@
-"""A small server that speaks as much of vLLM's protocol as pgtk uses, around a real model, with
-faults to choose.
+"""A small server with as much of vLLM's protocol as pgtk uses, around a real model, with faults.
 
     python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT
     [options of vLLM]
 
-It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). It is as strict
-    as vLLM: options
-that it does not know, a folder without config.json, weights that are missing or belong to no part
-of the model, and what is longer than the model's context are refused in vLLM's words. Like vLLM it
-has a child process, whose number it prints. --marks: where it notes how it was started, and each
-call; PORT in it is its own. The fault begins after so many calls for completions; `POST /fault
-{"name": ..., "after": ...}` sets another one.
+pgtk starts this program as it starts vLLM (`sampler.executable`). It is as strict as vLLM: it
+refuses, in vLLM's words, unknown options, a folder without config.json, weights that are missing or
+that the model does not have, and requests longer than the model's context. Like vLLM it has a child
+process, whose process id it prints.
+
+--marks: the file in which it notes how it was started, and each call; PORT in the name stands for
+its port. --fault begins after --after calls for completions. `POST /fault {"name": ..., "after":
+...}` sets another one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,45 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+OPTIONS = (
+    "host",
+    "max-num-seqs",
+    "gpu-memory-utilization",
+    "tensor-parallel-size",
+    "generation-config",
+    "seed",
+    "worker-extension-cls",
+    "api-server-count",
+    "kv-cache-memory-bytes",
+)
+SWITCHES = (
+    "skip-tokenizer-init",
+    "enforce-eager",
+    "enable-sleep-mode",
+    "disable-log-stats",
+    "disable-uvicorn-access-log",
+)
+NOTED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "VLLM_SERVER_DEV_MODE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_API_KEY",
+    "RANK",
+)
+
 
 class Engine:
-    """The model, sampled from one request at a time."""
+    """The model, from which one request at a time is sampled."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.lock = threading.Lock()
-        self.running = threading.Event()  # not while it is paused
+        self.running = threading.Event()  # clear while the server is paused
         self.running.set()
         self.calls = 0
         self.asleep = False
-        self.cached: dict[tuple, object] = {}  # which weights have seen a prompt, as of its salt
+        self.cached: dict[tuple, object] = {}
+        """The weights that first saw a prompt, by its cache salt and its tokens."""
         torch.set_num_threads(1)
         config = AutoConfig.from_pretrained(options.folder)
         longest = config.max_position_embeddings
@@ -57,27 +84,29 @@ class Engine:
         self.model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, options.dtype)
         ).eval()
-        self._load(self._of(options.folder))
+        self._load(self._weights_in(options.folder))
         self.worker = self._worker()
 
     def _worker(self):
-        """vLLM's worker with the class that was asked for, by whose methods it is called from
-        outside."""
-        engine, bases = self, ()
-        if name := self.options.worker_extension_cls:
-            module, _, attribute = name.rpartition(".")
+        """Return vLLM's worker; it inherits from the class of --worker-extension-cls, whose methods
+        can be called over HTTP."""
+        engine = self
+        bases = ()
+        extension = self.options.worker_extension_cls
+        if extension:
+            module, _, attribute = extension.rpartition(".")
             bases = (getattr(importlib.import_module(module), attribute),)
 
         class Worker(*bases):
             device = torch.device("cpu")
 
             def reload_weights(self, weights_iterator=None, weights_path=None):
-                engine.reload(dict(weights_iterator or engine._of(weights_path)))
+                engine.reload(dict(weights_iterator or engine._weights_in(weights_path)))
 
         return Worker()
 
     def forget(self) -> None:
-        """Level 2 of sleep: the numbers are gone."""
+        """Lose the weights, as in vLLM's sleep of level 2."""
         self.model = copy.deepcopy(self.model)
         for weight in self.model.parameters():
             weight.data.fill_(torch.nan)
@@ -91,8 +120,8 @@ class Engine:
         self.model = copy.deepcopy(self.model)
         self._load(weights)
 
-    def _of(self, folder: str) -> dict:
-        """The weights in a folder."""
+    def _weights_in(self, folder: str) -> dict:
+        """Read the weights in a folder, by name."""
         index = Path(folder) / "model.safetensors.index.json"
         files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         loaded = {
@@ -105,27 +134,33 @@ class Engine:
         return weights
 
     def _load(self, weights: dict) -> None:
-        """Exactly the weights that the model has; one that has several names, as that of a tied
-        head, has one there."""
-        rooms = self.model.state_dict()
-        if strange := sorted(weights.keys() - rooms.keys()):
+        """Copy weights into the model, which must be all that it has.
+
+        A weight with several names, as that of a tied head, needs only one of them.
+        """
+        parameters = self.model.state_dict()
+        unknown = sorted(weights.keys() - parameters.keys())
+        if unknown:
             raise ValueError(
-                f"There is no module or parameter named '{strange[0]}' in "
+                f"There is no module or parameter named '{unknown[0]}' in "
                 f"{type(self.model).__name__}"
             )
         for name, tensor in weights.items():
-            if tensor.shape != rooms[name].shape:
+            if tensor.shape != parameters[name].shape:
                 raise ValueError(
                     f"Attempted to load weight {name} of {[*tensor.shape]} into "
-                    f"{[*rooms[name].shape]}"
+                    f"{[*parameters[name].shape]}"
                 )
-            rooms[name].copy_(tensor)
-        given = {rooms[name].data_ptr() for name in weights}
-        if missing := sorted(name for name, room in rooms.items() if room.data_ptr() not in given):
+            parameters[name].copy_(tensor)
+        loaded = {parameters[name].data_ptr() for name in weights}
+        missing = sorted(
+            name for name, tensor in parameters.items() if tensor.data_ptr() not in loaded
+        )
+        if missing:
             raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
 
     def score(self, body: dict) -> list[dict | None]:
-        """The log-probs of a prompt's own tokens, in the form of vLLM's answer."""
+        """Return the log-probs of a prompt's tokens, in the form of vLLM's answer."""
         tokens = body["prompt"]
         with torch.no_grad():
             log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
@@ -136,7 +171,7 @@ class Engine:
         ]
 
     def complete(self, body: dict) -> list[dict]:
-        """The choices of one prompt, in the form of vLLM's answer."""
+        """Return completions of a prompt, in the form of vLLM's answer."""
         if self.failing("another_prompt"):
             body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]}
         if self.failing("ignores_temperature"):
@@ -152,38 +187,40 @@ class Engine:
             choices.append(self._choice(body, model, generator))
         return choices if not self.failing("identical") else [choices[0]] * len(choices)
 
+    def _text(self, tokens: list[int]) -> str:
+        """Return the text of tokens; some decoders know that of a token only after the next one."""
+        return self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None])
+
     def _choice(self, body: dict, model, generator) -> dict:
-        tokens, log_probs, reason, stop_reason = [], [], "length", None
+        """Sample a completion, token by token, until a stop or the limit."""
+        tokens = []
+        log_probs = []
+        reason = "length"
+        stop_reason = None
         while len(tokens) < body["max_tokens"]:
             with torch.no_grad():
-                logits = (
-                    model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False)
-                    .logits[0, -1]
-                    .float()
-                )
+                row = torch.tensor([[*body["prompt"], *tokens]])
+                logits = model(row, use_cache=False).logits[0, -1].float()
             greedy = body["temperature"] == 0
             scaled = logits / (1.0 if greedy else body["temperature"])
-            if (top_p := body.get("top_p", 1.0)) < 1:
+            top_p = body.get("top_p", 1.0)
+            if top_p < 1:
                 scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
-            chances = scaled.softmax(-1)
-            token = int(
-                chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator)
-            )
+            probabilities = scaled.softmax(-1)
+            if greedy:
+                token = int(probabilities.argmax())
+            else:
+                token = int(torch.multinomial(probabilities, 1, generator=generator))
             raw = self.options.logprobs_mode == "raw_logprobs" or self.failing("unprocessed")
-            kept = logits if raw else scaled
             tokens.append(token)
-            log_probs.append(float(kept.log_softmax(-1)[token]))
+            log_probs.append(float((logits if raw else scaled).log_softmax(-1)[token]))
             if token in body["stop_token_ids"]:
                 reason = "stop"
                 break
-            # Some decoders give a token's text only with the next one.
-            text = (
-                self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None])
-                if body.get("stop")
-                else ""
-            )
-            if found := [one for one in body.get("stop", []) if one in text]:
-                reason, stop_reason = "stop", found[0]
+            stops = [stop for stop in body.get("stop") or [] if stop in self._text(tokens)]
+            if stops:
+                reason = "stop"
+                stop_reason = stops[0]
                 break
         if self.failing("foreign_token"):
             tokens[0] = logits.numel() + 5
@@ -204,7 +241,7 @@ class Engine:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """server.engine: what answers."""
+    """Answers requests with the model of `server.engine`."""
 
     protocol_version = "HTTP/1.1"
 
@@ -212,12 +249,13 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
-        engine, path = self.server.engine, urlsplit(self.path)
+        engine = self.server.engine
+        url = urlsplit(self.path)
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if not self._may():
+        if not self._has_key():
             return self._answer(401, {"error": "Unauthorized"})
         body = json.loads(text) if text else {}
-        if path.path == "/v1/completions":
+        if url.path == "/v1/completions":
             mark(
                 engine.options,
                 f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}",
@@ -226,18 +264,16 @@ class Handler(BaseHTTPRequestHandler):
         else:
             mark(engine.options, " ".join(filter(None, [self.path, body.get("method")])))
         with engine.lock:
-            if path.path == "/fault":
-                engine.options.fault, engine.options.after, engine.calls = (
-                    body["name"],
-                    body["after"],
-                    0,
-                )
+            if url.path == "/fault":
+                engine.options.fault = body["name"]
+                engine.options.after = body["after"]
+                engine.calls = 0
                 self._answer(200)
-            elif path.path == "/v1/completions":
+            elif url.path == "/v1/completions":
                 self._complete(engine, body)
             elif engine.options.fault == "no_development_mode":
                 self._answer(404)
-            elif path.path == "/collective_rpc":
+            elif url.path == "/collective_rpc":
                 try:
                     getattr(engine.worker, body["method"])(
                         *body.get("args", ()), **body.get("kwargs", {})
@@ -245,24 +281,27 @@ class Handler(BaseHTTPRequestHandler):
                 except Exception as error:
                     return self._answer(500, {"error": f"{type(error).__name__}: {error}"})
                 self._answer(200, {"results": [None]})
-            elif path.path in ("/pause", "/resume"):
-                (engine.running.clear if path.path == "/pause" else engine.running.set)()
+            elif url.path in ("/pause", "/resume"):
+                if url.path == "/pause":
+                    engine.running.clear()
+                else:
+                    engine.running.set()
                 self._answer(200)
-            elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
-                if path.path == "/reset_prefix_cache":
+            elif url.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
+                if url.path == "/reset_prefix_cache":
                     engine.cached.clear()
-                if path.query == "level=2":
+                if url.query == "level=2":
                     engine.forget()
-                engine.asleep = path.path == "/sleep" or (
-                    engine.asleep and "kv_cache" not in path.query
+                engine.asleep = url.path == "/sleep" or (
+                    engine.asleep and "kv_cache" not in url.query
                 )
                 self._answer(200)
             else:
                 self._answer(404)
         return None
 
-    def _may(self) -> bool:
-        """As vLLM, which guards these paths alone."""
+    def _has_key(self) -> bool:
+        """Return whether the request may be answered; vLLM asks for its key only below /v1."""
         key = os.environ.get("VLLM_API_KEY")
         return (
             not key
@@ -302,11 +341,12 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: object = None) -> None:
         if self.server.engine.failing("endless"):
             return self._endless()
-        text = (
-            b""
-            if content is None
-            else (content if isinstance(content, str) else json.dumps(content)).encode()
-        )
+        if content is None:
+            text = b""
+        elif isinstance(content, str):
+            text = content.encode()
+        else:
+            text = json.dumps(content).encode()
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/health")
@@ -322,7 +362,8 @@ class Handler(BaseHTTPRequestHandler):
                     time.sleep(0.25)
                 text = text[12:]
             if self.server.engine.failing("breaks_off"):
-                self.close_connection, text = True, text[:12]
+                self.close_connection = True
+                text = text[:12]
             self.wfile.write(text)
         return None
 
@@ -357,30 +398,13 @@ def main(handler: type[Handler] = Handler) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--max-model-len", type=int)
-    for name in (
-        "host",
-        "max-num-seqs",
-        "gpu-memory-utilization",
-        "tensor-parallel-size",
-        "generation-config",
-        "seed",
-    ):
+    for name in OPTIONS:
         parser.add_argument(f"--{name}")
-    for name in ("worker-extension-cls", "api-server-count", "kv-cache-memory-bytes"):
-        parser.add_argument(f"--{name}")
-    for name in ("skip-tokenizer-init", "enforce-eager", "enable-sleep-mode", "disable-log-stats"):
+    for name in SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--disable-uvicorn-access-log", action="store_true")
     options = parser.parse_args()
     options.marks = options.marks and options.marks.replace("PORT", str(options.port))
-    names = (
-        "CUDA_VISIBLE_DEVICES",
-        "VLLM_SERVER_DEV_MODE",
-        "VLLM_USE_V2_MODEL_RUNNER",
-        "VLLM_API_KEY",
-        "RANK",
-    )
-    variables = {name: os.environ.get(name) for name in names}
+    variables = {name: os.environ.get(name) for name in NOTED_VARIABLES}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     print(f"engine {child.pid} of server {os.getpid()}", flush=True)
@@ -396,7 +420,7 @@ def main(handler: type[Handler] = Handler) -> None:
         sys.exit(
             f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'."
         )
-    # Only now: most faults of a start are told at once.
+    # Imported here, since they take seconds, and most faults of a start need none of them.
     global torch, load_file, AutoConfig, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
     import torch
     from safetensors.torch import load_file
