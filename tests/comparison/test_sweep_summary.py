@@ -1,7 +1,8 @@
-"""Sweeps in an MLflow store: their summary run, and the pages that pgtk ui prints of them."""
+"""A sweep in a real MLflow store: its summary run, and the addresses that `pgtk ui` prints."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -17,14 +18,14 @@ STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def uri(tmp_path_factory):
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
 
 
 @pytest.fixture(scope="module")
-def sweep(uri, tmp_path_factory):
-    """Two losses by two seeds, one more run that failed, and a job that never began; in the store,
-    too."""
+def sweep(uri: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a sweep of two losses by two seeds, with a run that failed and a job that never began,
+    into a folder and into the store."""
     folder = tmp_path_factory.mktemp("cwd") / "outputs" / "sweeps" / "by_loss"
     jobs = []
     for loss, seed, end, state in (
@@ -47,7 +48,10 @@ def sweep(uri, tmp_path_factory):
     return folder
 
 
-def _save(folder, uri, loss, seed, end, state, reason):
+def _save(
+    folder: Path, uri: str, loss: str, seed: int, end: float, state: str, reason: str | None
+) -> None:
+    """Write a run whose reward is 0, and `end` in its last two steps."""
     config = {
         "seed": seed,
         "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4, "epsilon_high": 0.3},
@@ -71,14 +75,9 @@ def _save(folder, uri, loss, seed, end, state, reason):
         tracker.finish(state)
 
 
-def page(capsys, *arguments):
-    assert main(["compare", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
-def test_pgtk_ui_prints_the_pages_of_the_newest_sweep(sweep, uri):
+def test_ui_prints_the_addresses_of_the_newest_sweep(sweep, uri):
     client = MlflowClient(uri)
-    (experiment,) = [one for one in client.search_experiments() if one.name == "experiment of one"]
+    experiment = client.get_experiment_by_name("experiment of one")
     jobs = client.search_runs(
         [experiment.experiment_id], "tags.sweep = 'by_loss' and tags.seed LIKE '%'"
     )
@@ -92,14 +91,17 @@ def test_pgtk_ui_prints_the_pages_of_the_newest_sweep(sweep, uri):
     )
 
 
-def test_a_sweep_is_found_by_its_name_and_its_jobs_are_complete(sweep, capsys, monkeypatch):
+def test_compare_takes_a_sweep_by_its_name_and_names_its_jobs_that_never_began(
+    sweep, capsys, monkeypatch
+):
     monkeypatch.chdir(sweep.parents[2])
-    said = page(capsys, "by_loss")
-    assert "(4 counted)" in said
-    assert "loss-gspo_seed-3-0123abc3: has not begun" in said
+    assert main(["compare", "by_loss"]) == 0
+    printed = capsys.readouterr().out
+    assert "(4 counted)" in printed
+    assert "loss-gspo_seed-3-0123abc3: has not begun" in printed
 
 
-def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, uri, tmp_path):
+def test_the_summary_run_has_the_table_and_reports_and_is_updated_by_the_next(sweep, uri, tmp_path):
     info = publish(sweep, uri, "experiment of one")
     client = MlflowClient(uri)
     run = client.get_run(info["run_id"])
@@ -114,13 +116,14 @@ def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, 
         "comparison.png",
         "runs.csv",
     }
-    found = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")
-    assert sorted(one.info.run_name for one in found)[:2] == ["by_loss", "loss-grpo_seed-0"]
+    of_sweep = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")
+    assert sorted(run.info.run_name for run in of_sweep)[:2] == ["by_loss", "loss-grpo_seed-0"]
 
     copy = shutil.copytree(sweep, tmp_path / "copy")
-    for job in (content := json.loads((copy / "sweep.json").read_text()))["jobs"]:
+    state = json.loads((copy / "sweep.json").read_text())
+    for job in state["jobs"]:
         job["status"] = "done"
-    (copy / "sweep.json").write_text(json.dumps(content))
+    (copy / "sweep.json").write_text(json.dumps(state))
     assert publish(copy, uri, "experiment of one") == info
     assert client.get_run(info["run_id"]).info.status == "FINISHED"
 

@@ -1,11 +1,12 @@
-"""`pgtk tokens`: the step that it shows is the one that the run has made, and its page says what is
-so."""
+"""`pgtk tokens` shows the step that the run made: its numbers are those of metrics.jsonl, and its
+page holds them bit for bit."""
 
 import base64
 import gzip
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from builders.runs import SHORT, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.tokens import inspect
+from pgtoolkit.comparison.tokens import Inspected, inspect
 from pgtoolkit.comparison.tokens_page import html
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
@@ -31,29 +32,29 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Six steps of grpo, two for each batch of 16 documents, with a checkpoint at each; its
-    rollouts are recorded."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train six steps of grpo, two for each batch of 16 documents, with a checkpoint at each step
+    and recorded rollouts."""
     folder = tmp_path_factory.mktemp("tokens")
     return run(folder / "run", *RUN, f"rollout.save_path={folder / 'rollouts'}")
 
 
 @pytest.fixture(scope="module")
-def unrecorded(trained, tmp_path_factory):
-    """A copy of the run without its rollouts."""
-    return with_config(
+def unrecorded(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the run without its rollouts."""
+    return copy_with_value(
         trained, tmp_path_factory.mktemp("unrecorded") / "run", "rollout.save_path", None
     )
 
 
 @pytest.fixture(scope="module")
-def shown(unrecorded):
-    """Its last step."""
+def shown(unrecorded: Path) -> Inspected:
+    """Return the last step of the run."""
     return inspect(str(unrecorded), [], None)
 
 
-def with_config(folder, to, key, value):
-    """A copy of a run with another value in its configuration."""
+def copy_with_value(folder: Path, to: Path, key: str, value: object) -> Path:
+    """Copy a run, with another value of a key in its configuration."""
     shutil.copytree(folder, to)
     config = OmegaConf.load(to / "config.yaml")
     OmegaConf.update(config.resolved if "resolved" in config else config, key, value, merge=False)
@@ -61,45 +62,48 @@ def with_config(folder, to, key, value):
     return to
 
 
-def assert_same_numbers(first, second):
-    for one, other in (
+def assert_same_numbers(first: Inspected, second: Inspected) -> None:
+    """Assert that two steps have the same numbers under their first loss, bit for bit."""
+    for ours, theirs in (
         (first.common, second.common),
         (first.columns[0].vectors, second.columns[0].vectors),
     ):
-        assert one.keys() == other.keys()
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
 
 
-def test_the_step_is_the_one_that_the_run_has_made(unrecorded, shown):
-    found, row = shown, metrics_of(unrecorded)[5]
-    assert found.number == 6  # the last of the batch after the checkpoint before it
-    assert [column.label for column in found.columns] == [
+def test_the_last_step_is_shown_under_the_run_s_loss_and_two_others(shown):
+    assert shown.number == 6
+    assert [column.label for column in shown.columns] == [
         "loss=grpo aggregation=constant",
         "loss=gspo",
         "loss=cispo",
     ]
-    assert found.columns[0].total == pytest.approx(row["loss"], rel=1e-5)
-    assert "bit for bit" in found.facts[2]
-    assert "the checkpoint of step 5" in found.facts[0]
-    assert found.facts[1] == "Documents: held by the checkpoint."
-    # The share of the tokens that are cut is what the run has measured, by document.
-    clip, ends = (
-        found.columns[0].vectors["clip"],
-        np.cumsum([d.num_trained for d in found.made.step.documents]),
-    )
-    shares = [np.isin(part, (3, 6)).mean() for part in np.split(clip, ends[:-1])]
-    assert np.mean(shares) == pytest.approx(
+    assert "the checkpoint of step 5" in shown.facts[0]
+    assert shown.facts[1] == "Documents: held by the checkpoint."
+
+
+def test_the_numbers_of_the_step_have_the_means_that_the_run_recorded(unrecorded, shown):
+    row = metrics_of(unrecorded)[5]
+    assert "bit for bit" in shown.facts[2]
+    assert shown.columns[0].total == pytest.approx(row["loss"], rel=1e-5)
+    ends = np.cumsum([document.num_trained for document in shown.made.step.documents])
+    clips_of_documents = np.split(shown.columns[0].vectors["clip"], ends[:-1])
+    cut_shares = [np.isin(clips, (3, 6)).mean() for clips in clips_of_documents]
+    assert np.mean(cut_shares) == pytest.approx(
         row["clipped_low_fraction"] + row["clipped_high_fraction"]
     )
-    assert np.mean(shares) > 0.1
-    assert found.common["entropy"].min() > 0
-    assert np.mean(
-        [part.mean() for part in np.split(found.common["new_log_prob"], ends[:-1])]
-    ) == pytest.approx(row["new_logprobs"])
+    assert np.mean(cut_shares) > 0.1
+    log_probs_of_documents = np.split(shown.common["new_log_prob"], ends[:-1])
+    means = [log_probs.mean() for log_probs in log_probs_of_documents]
+    assert np.mean(means) == pytest.approx(row["new_logprobs"])
+    assert shown.common["entropy"].min() > 0
 
 
-def test_steps_between_checkpoints_are_made_again(unrecorded, shown, tmp_path):
+def test_steps_between_checkpoints_are_made_again_without_writing_a_file(
+    unrecorded, shown, tmp_path
+):
     before = copy_as_of(unrecorded, 1, tmp_path / "run")
     (before / "metrics.jsonl").write_text((unrecorded / "metrics.jsonl").read_text())
     contents = {path: path.read_bytes() for path in before.rglob("*") if path.is_file()}
@@ -113,7 +117,7 @@ def test_steps_between_checkpoints_are_made_again(unrecorded, shown, tmp_path):
 
 
 @pytest.mark.slow  # ranks are processes
-def test_one_process_draws_again_what_two_ranks_have_drawn(tmp_path):
+def test_one_process_samples_again_the_documents_of_two_ranks(tmp_path):
     folder = run_on_ranks(tmp_path / "run", [*SHORT, *RUN], data_parallel=2)
     shutil.rmtree(folder / "checkpoints")
     again = inspect(str(folder), [], 5)
@@ -121,26 +125,30 @@ def test_one_process_draws_again_what_two_ranks_have_drawn(tmp_path):
     assert re.match(r"All \d+ recorded metrics of step 5 come out the same", again.facts[2])
 
 
-def test_recorded_rollouts_stand_for_sampling(trained, unrecorded):
-    found = inspect(str(trained), [], 3)
-    assert found.facts[1].startswith("Documents: recorded by the run in ")
-    assert_same_numbers(found, inspect(str(unrecorded), [], 3))
+def test_recorded_rollouts_give_the_same_numbers_as_sampling(trained, unrecorded):
+    recorded = inspect(str(trained), [], 3)
+    assert recorded.facts[1].startswith("Documents: recorded by the run in ")
+    assert_same_numbers(recorded, inspect(str(unrecorded), [], 3))
 
 
-def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
-    other = with_config(unrecorded, tmp_path / "other", "optimizer.learning_rate", 0.02)
-    assert inspect(str(other), [], 1).number == 1  # made before the first update
+def test_a_step_that_comes_out_otherwise_than_recorded_is_refused(unrecorded, tmp_path):
+    other = copy_with_value(unrecorded, tmp_path / "other", "optimizer.learning_rate", 0.02)
+    # Before the first update the learning rate has had no effect.
+    assert inspect(str(other), [], 1).number == 1
     for path in (other / "checkpoints").iterdir():
         shutil.rmtree(path)
     with pytest.raises(
         DataError, match=r"--step=2 needs the step as the run has made it \(got .*metrics.jsonl has"
     ):
         inspect(str(other), [], 2)
+
+
+def test_a_step_of_a_server_is_refused_without_recorded_or_saved_documents(unrecorded, tmp_path):
     config = plain_config(compose(["sampler=vllm"]).config)["sampler"]
-    servers = with_config(unrecorded, tmp_path / "servers", "sampler", config)
+    servers = copy_with_value(unrecorded, tmp_path / "servers", "sampler", config)
     assert inspect(str(servers), [], 6).facts[1] == "Documents: held by the checkpoint."
     with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):
-        inspect(str(servers), [], 5)  # whose completions would be others now
+        inspect(str(servers), [], 5)
 
 
 @pytest.mark.parametrize(
@@ -155,45 +163,51 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
         (["kl=k3"], None, "needs ref_log_probs"),
     ],
 )
-def test_what_pgtk_tokens_cannot_show_is_refused(unrecorded, overrides, step, message):
+def test_an_unknown_step_another_run_or_no_reference_is_refused(
+    unrecorded, overrides, step, message
+):
     with pytest.raises((ConfigError, DataError), match=message):
         inspect(str(unrecorded), overrides, step)
 
 
-def test_losses_are_chosen_by_overrides(unrecorded):
-    found = inspect(
+def test_overrides_choose_the_losses_that_are_shown_beside_the_run_s(unrecorded):
+    shown = inspect(
         str(unrecorded), ["loss=grpo,cispo", "loss.epsilon_high=0.5", "aggregation=token_mean"], 6
     )
     more = "loss.epsilon_high=0.5 aggregation=token_mean"
     labels = ["loss=grpo aggregation=constant", f"loss=grpo {more}", f"loss=cispo {more}"]
-    assert [column.label for column in found.columns] == labels
-    own, wide, cispo = found.columns
-    assert [one.loss.family.epsilon_high for one in (own, wide, cispo)] == [0.01, 0.5, 0.5]
-    assert wide.count("above, cut") < own.count("above, cut")
-    assert "1 + 0.5" in found.columns[1].lines[0]
-    totals = found.made.step.totals
+    assert [column.label for column in shown.columns] == labels
+    of_run, wide, cispo = shown.columns
+    bounds = [column.loss.family.epsilon_high for column in (of_run, wide, cispo)]
+    assert bounds == [0.01, 0.5, 0.5]
+    assert wide.count("above, cut") < of_run.count("above, cut")
+    assert "1 + 0.5" in wide.lines[0]
+    totals = shown.made.step.totals
     assert wide.vectors["weight"] == pytest.approx(1 / totals.num_tokens)
-    assert own.vectors["weight"] == pytest.approx(
-        1 / (totals.num_documents * own.loss.aggregation.divisor)
+    assert of_run.vectors["weight"] == pytest.approx(
+        1 / (totals.num_documents * of_run.loss.aggregation.divisor)
     )
 
 
-def test_a_family_of_one_s_own_stands_beside_the_run_s_and_is_the_run_s(unrecorded, tmp_path):
-    own = ["loss=losses.families.Squared"]
-    found = inspect(str(unrecorded), own, 6)
-    assert [column.label for column in found.columns] == [
-        "loss=grpo aggregation=constant",
-        " ".join(own),
-    ]
-    assert type(found.columns[1].loss.family).__name__ == "Squared"
-    custom = run(tmp_path / "custom", *own, "trainer.max_steps=2")
-    found = inspect(str(custom), ["loss=reinforce"], 2)
-    labels = ["loss=losses.families.Squared aggregation=constant", "loss=reinforce"]
-    assert [column.label for column in found.columns] == labels
-    assert "bit for bit" in found.facts[2]
+SQUARED = "loss=losses.families.Squared"
 
 
-def test_recorded_rollouts_of_another_model(tmp_path, capsys):
+def test_a_family_of_the_user_is_shown_beside_the_run_s(unrecorded):
+    shown = inspect(str(unrecorded), [SQUARED], 6)
+    labels = ["loss=grpo aggregation=constant", SQUARED]
+    assert [column.label for column in shown.columns] == labels
+    assert type(shown.columns[1].loss.family).__name__ == "Squared"
+
+
+def test_a_run_with_a_family_of_the_user_is_made_again(tmp_path):
+    folder = run(tmp_path / "run", SQUARED, "trainer.max_steps=2")
+    shown = inspect(str(folder), ["loss=reinforce"], 2)
+    labels = [f"{SQUARED} aggregation=constant", "loss=reinforce"]
+    assert [column.label for column in shown.columns] == labels
+    assert "bit for bit" in shown.facts[2]
+
+
+def test_recorded_rollouts_of_any_model_are_shown_without_a_run(tmp_path, capsys):
     folder = save_with_tokenizer(small_llama(), tmp_path / "model")
     rows = [
         good_row(
@@ -228,44 +242,47 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
         inspect(words[0], words[1:], 3)
 
 
-def unpacked(page):
-    """(the page's data, the bytes of each document)."""
+def unpack_page(page: str) -> tuple[dict, list[bytes]]:
+    """Return the page's data, and the bytes of each document."""
     data = json.loads(re.search(r'id="data">(.*)</script>', page).group(1))
     packed = re.findall(r'id="document-\d+">(.*?)</script>', page)
-    return data, [gzip.decompress(base64.b64decode(one)) for one in packed]
+    return data, [gzip.decompress(base64.b64decode(text)) for text in packed]
 
 
-def test_the_page_holds_every_number_bit_for_bit(shown):
-    found = shown
-    data, documents = unpacked(html(found, "pgtk tokens <run>"))
+class Planes:
+    """Reads the arrays of a document from its bytes. An array is stored in planes: the first bytes
+    of all its values, then the second bytes, and so on."""
+
+    def __init__(self, stored: bytes) -> None:
+        self.stored = stored
+        self.place = 0
+
+    def read(self, count: int, dtype: np.dtype | str) -> np.ndarray:
+        size = np.dtype(dtype).itemsize
+        planes = np.frombuffer(self.stored, "u1", count * size, self.place).reshape(size, count)
+        self.place += count * size
+        return planes.T.copy().view(dtype).reshape(count)
+
+
+def test_page_holds_every_number_bit_for_bit(shown):
+    data, documents = unpack_page(html(shown, "pgtk tokens <run>"))
     assert data["common"][0] == "advantage"
-    vectors = list(found.common.values()) + [
-        v for one in found.columns for v in one.vectors.values()
-    ]
+    vectors = [*shown.common.values()]
+    for column in shown.columns:
+        vectors += column.vectors.values()
     start = 0
-    for document, raw, facts in zip(
-        found.made.step.documents, documents, data["documents"], strict=True
+    for document, stored, facts in zip(
+        shown.made.step.documents, documents, data["documents"], strict=True
     ):
-        place = 0
-
-        def take(count, kind, raw=raw):
-            nonlocal place
-            size = np.dtype(kind).itemsize
-            planes = np.frombuffer(raw, "u1", count * size, place).reshape(size, count)
-            place += count * size
-            return planes.T.copy().view(kind).reshape(count)
-
-        assert take(document.num_tokens, "<u4").tolist() == document.tokens.tolist()
-        assert take(document.num_tokens, "u1").tolist() == document.loss_mask.tolist()
+        planes = Planes(stored)
+        assert planes.read(document.num_tokens, "<u4").tolist() == document.tokens.tolist()
+        assert planes.read(document.num_tokens, "u1").tolist() == document.loss_mask.tolist()
+        part = slice(start, start + document.num_trained)
         for values in vectors:
-            own = values[start : start + document.num_trained]
-            np.testing.assert_array_equal(take(len(own), own.dtype), own)
-        assert place == len(raw)
-        assert facts["cut"][0] == int(
-            np.isin(
-                found.columns[0].vectors["clip"][start : start + document.num_trained], (3, 6)
-            ).sum()
-        )
+            read = planes.read(document.num_trained, values.dtype)
+            np.testing.assert_array_equal(read, values[part])
+        assert planes.place == len(stored)
+        assert facts["cut"][0] == np.isin(shown.columns[0].vectors["clip"][part], (3, 6)).sum()
         start += document.num_trained
     assert {data["texts"][str(token)] for token in document.tokens.tolist()} <= {
         *"0123456789=",

@@ -1,12 +1,13 @@
-"""What the page shows of a token is what the reference's loops give."""
+"""The numbers that `pgtk tokens` shows of a token are those of the float64 reference's loops."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
+from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
@@ -14,14 +15,18 @@ from pgtoolkit.comparison.tokens_step import MadeStep, Piece
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.families import Reinforce, family_of
+from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.reference_terms import correction_names
 from pgtoolkit.rollouts.steps import make_step
 
-VOCABULARY, LENGTHS, GROUPS = 7, (6, 3, 9, 4), (0, 0, 1, 1)
-SEEN = {
+VOCABULARY = 7
+LENGTHS = (6, 3, 9, 4)
+GROUPS = (0, 0, 1, 1)
+CLIPS_OF_LOSS = {
     "grpo": {
         "inside",
         "below, cut",
@@ -34,7 +39,7 @@ SEEN = {
     "cispo": {"inside", "below, capped", "above, capped"},
     "dppo": {"inside", "above, cut"},
 }
-"""What the documents below are known to have of each kind of clip."""
+"""Kinds of clip that the documents below are known to have under a loss."""
 AGGREGATIONS = (
     ("sample_mean", None),
     ("prompt_mean", None),
@@ -44,182 +49,262 @@ AGGREGATIONS = (
 
 
 @pytest.fixture(scope="module")
-def step():
-    """(the step in two micro-batches of documents of two prompts, the logits of every position of
-    it)."""
+def logits() -> list[Tensor]:
+    """Return the logits of each document: (tokens, VOCABULARY), float64."""
+    return draw_documents()[1]
+
+
+@pytest.fixture(scope="module")
+def made(logits: list[Tensor]) -> MadeStep:
+    """Return a step of documents of two prompts, in two micro-batches."""
+    step = make_step(draw_documents()[0], max_tokens=14)
+    assert len(step.micro_batches) == 2
+    sizes = [len(micro_batch.tokens) for micro_batch in step.micro_batches]
+    pieces = []
+    for micro_batch, rows in zip(step.micro_batches, torch.cat(logits).split(sizes), strict=True):
+        log_probs = rows.log_softmax(-1)
+        is_trained = micro_batch.labels >= 0
+        of_labels = log_probs.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        pieces.append(
+            Piece(micro_batch, of_labels.where(is_trained, 0.0), entropy.where(is_trained, 0.0))
+        )
+    return MadeStep(step, pieces, {}, True, "", None)
+
+
+def draw_documents() -> tuple[list[Document], list[Tensor]]:
+    """Return documents with the logits of each.
+
+    Their old log-probs are near those of the logits, but for the last document: there a log-ratio
+    is clamped.
+    """
     draw = torch.Generator().manual_seed(4)
-    documents, logits = [], []
-    for number, length in enumerate(LENGTHS):
+    documents = []
+    logits = []
+    for number, (length, drift, advantage) in enumerate(
+        zip(LENGTHS, (0.02, -0.03, 0.3, 21.0), (0.7, -0.4, -1.1, 0.9), strict=True)
+    ):
         tokens = torch.randint(0, VOCABULARY, (length,), generator=draw)
-        own = 1.5 * torch.randn(length, VOCABULARY, generator=draw, dtype=torch.float64)
-        new = own.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        # The last document has drifted so far that a log-ratio is clamped.
-        drift = torch.tensor([0.02, -0.03, 0.3, 21.0][number])
+        logits.append(1.5 * torch.randn(length, VOCABULARY, generator=draw, dtype=torch.float64))
+        new = logits[number].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         old = (new + drift * torch.randn(length - 1, generator=draw)).float()
-        advantages = torch.full((length - 1,), (0.7, -0.4, -1.1, 0.9)[number])
-        mask, noise = torch.arange(length) > 0, 0.3 * torch.randn(length - 1, generator=draw)
         documents.append(
             Document(
                 tokens,
-                mask,
-                old,
-                advantages,
-                GROUPS[number],
-                f"{number}",
-                sampling_log_probs=old + noise,
+                loss_mask=torch.arange(length) > 0,
+                old_log_probs=old,
+                advantages=torch.full((length - 1,), advantage),
+                group=GROUPS[number],
+                name=f"{number}",
+                sampling_log_probs=old + 0.3 * torch.randn(length - 1, generator=draw),
             )
         )
-        logits.append(own)
-    made = make_step(documents, max_tokens=14)
-    assert len(made.micro_batches) == 2
-    by_piece, pieces = torch.cat(logits).split([len(one.tokens) for one in made.micro_batches]), []
-    for micro_batch, values in zip(made.micro_batches, by_piece, strict=True):
-        spread, trained = values.log_softmax(-1), micro_batch.labels >= 0
-        chosen = spread.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
-        entropy = -(spread.exp() * spread).sum(-1)
-        pieces.append(
-            Piece(
-                micro_batch, torch.where(trained, chosen, 0.0), torch.where(trained, entropy, 0.0)
-            )
-        )
-    return MadeStep(made, pieces, {}, True, "", None), torch.cat(logits)
+    return documents, logits
 
 
-def by_loops(step, family, mode, divisor, correction=None, **more):
-    """The reference of the whole step, and the positions of its trained tokens."""
-    made, logits = step
-    tokens = [piece.micro_batch for piece in made.pieces]
-    first = [0, tokens[0].num_documents]
-    index = torch.cat(
-        [one.document_index + start for one, start in zip(tokens, first, strict=True)]
+@dataclass
+class ByLoops:
+    """The reference's result for a step.
+
+    labels, old_log_probs, advantages: of every position. document: index of the document of every
+    position. places: the positions of trained tokens.
+    """
+
+    result: reference.Reference
+    labels: list[int]
+    old_log_probs: list[float]
+    advantages: list[float]
+    document: list[int]
+    places: list[int]
+
+    def tokens_beside(self, place: int) -> list[int]:
+        """Return the places of the trained tokens of the same document."""
+        return [other for other in self.places if self.document[other] == self.document[place]]
+
+
+def by_loops(
+    made: MadeStep,
+    logits: list[Tensor],
+    family: Family,
+    mode: str,
+    divisor: float | None = None,
+    correction: Correction | None = None,
+    **more: object,
+) -> ByLoops:
+    """Compute the loss of the whole step by the reference. more: further arguments of it."""
+    micro_batches = [piece.micro_batch for piece in made.pieces]
+    index = []
+    num_documents = 0
+    for micro_batch in micro_batches:
+        index.append(micro_batch.document_index + num_documents)
+        num_documents += micro_batch.num_documents
+
+    def column(name: str) -> Tensor:
+        return torch.cat([getattr(micro_batch, name) for micro_batch in micro_batches])
+
+    labels = column("labels")
+    old_log_probs = column("old_log_probs")
+    advantages = column("advantages")
+    result = reference.policy_loss(
+        torch.cat(logits),
+        labels,
+        old_log_probs,
+        advantages,
+        torch.cat(index),
+        loss=family.name,
+        aggregation=mode,
+        divisor=divisor,
+        sampling_log_probs=column("sampling_log_probs"),
+        group_index=torch.tensor(GROUPS),
+        **vars(family),
+        **correction_names(correction),
+        **more,
     )
-    columns = [
-        torch.cat([getattr(one, name) for one in tokens])
-        for name in ("labels", "old_log_probs", "advantages")
-    ]
-    sampling = torch.cat([one.sampling_log_probs for one in tokens])
-    names = {"loss": family.name, "aggregation": mode, "divisor": divisor, **vars(family)}
-    names |= correction_names(correction) | {
-        "sampling_log_probs": sampling,
-        "group_index": torch.tensor(GROUPS),
-    }
-    found = reference.policy_loss(logits, *columns, index, **names, **more)
-    return found, (columns[0] >= 0).nonzero()[:, 0].tolist(), columns, index.tolist()
+    return ByLoops(
+        result,
+        labels.tolist(),
+        old_log_probs.tolist(),
+        advantages.tolist(),
+        torch.cat(index).tolist(),
+        (labels >= 0).nonzero()[:, 0].tolist(),
+    )
+
+
+def family_and_aggregation(loss: str) -> tuple[Family, str, float | None]:
+    """Return a family with bounds that some tokens cross, and the mode and divisor of an
+    aggregation; each mode has some of the losses."""
+    dual_clip = {"dual_clip": 1.7} if loss == "grpo" else {}
+    mode, divisor = AGGREGATIONS[EVERY_LOSS.index(loss) % len(AGGREGATIONS)]
+    return family_of(loss, **PARAMETERS[loss], **dual_clip), mode, divisor
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
 @pytest.mark.parametrize("correction", [None, "token masked", "off policy"])
-def test_every_number_is_the_reference_s(step, loss, correction):
-    parameters = PARAMETERS[loss] | ({"dual_clip": 1.7} if loss == "grpo" else {})
+def test_total_coefficient_and_weight_are_those_of_the_reference(made, logits, loss, correction):
     correction = correction and CORRECTIONS[correction]
-    family, (mode, divisor) = (
-        family_of(loss, **parameters),
-        AGGREGATIONS[EVERY_LOSS.index(loss) % 4],
-    )
-    judged = loss_on_step(
-        step[0], Loss(family, aggregation_of(mode, divisor), correction=correction)
-    )
-    found, places, (labels, old, advantages), document = by_loops(
-        step, family, mode, divisor, correction
-    )
-    assert judged.total == pytest.approx(found.loss, rel=1e-5, abs=1e-7)
-    uncorrected = by_loops(step, family, mode, divisor)[0].gradient
-    seen = set()
-    for row, t in enumerate(places):
-        vectors = {name: float(values[row]) for name, values in judged.vectors.items()}
-        own, y = [u for u in places if document[u] == document[t]], int(labels[t])
-        # c_t times the derivative of the log-prob by its own logit is what the reference gives.
-        slope = 1 - float(step[1][t].softmax(-1)[y])
-        assert vectors["coefficient"] * slope == pytest.approx(
-            float(found.gradient[t, y]), rel=1e-5, abs=1e-9
+    family, mode, divisor = family_and_aggregation(loss)
+    shown = loss_on_step(made, Loss(family, aggregation_of(mode, divisor), correction=correction))
+    expected = by_loops(made, logits, family, mode, divisor, correction)
+    assert shown.total == pytest.approx(expected.result.loss, rel=1e-5, abs=1e-7)
+    group_of = [GROUPS[document] for document in expected.document]
+    for row, t in enumerate(expected.places):
+        # The reference's gradient is c_t times the derivative of the log-prob by its own logit.
+        label = expected.labels[t]
+        slope = 1 - float(torch.cat(logits)[t].softmax(-1)[label])
+        assert float(shown.vectors["coefficient"][row]) * slope == pytest.approx(
+            float(expected.result.gradient[t, label]), rel=1e-5, abs=1e-9
         )
-        in_group = sum(GROUPS[document[u]] == GROUPS[document[t]] for u in places)
+        tokens_of_group = sum(group_of[other] == group_of[t] for other in expected.places)
         denominator = {
-            "sample_mean": len(LENGTHS) * len(own),
-            "prompt_mean": len(set(GROUPS)) * in_group,
-            "token_mean": len(places),
+            "sample_mean": len(LENGTHS) * len(expected.tokens_beside(t)),
+            "prompt_mean": len(set(GROUPS)) * tokens_of_group,
+            "token_mean": len(expected.places),
             "constant": len(LENGTHS) * (divisor or math.nan),
         }[mode]
-        assert vectors["weight"] == pytest.approx(1 / denominator)
-        log_ratio, advantage = over_scope(
-            family, own, t, found.log_probs, old.tolist(), advantages.tolist()
-        )
+        assert float(shown.vectors["weight"][row]) == pytest.approx(1 / denominator)
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+@pytest.mark.parametrize("correction", [None, "token masked", "off policy"])
+def test_ratio_and_clip_are_those_of_the_reference_whatever_the_correction(
+    made, logits, loss, correction
+):
+    correction = correction and CORRECTIONS[correction]
+    family, mode, divisor = family_and_aggregation(loss)
+    shown = loss_on_step(made, Loss(family, aggregation_of(mode, divisor), correction=correction))
+    expected = by_loops(made, logits, family, mode, divisor)
+    clips = set()
+    for row, t in enumerate(expected.places):
+        log_ratio, advantage = log_ratio_and_advantage(family, expected, t)
         ratio = math.exp(min(20, max(-20, log_ratio)))
-        assert vectors["ratio"] == pytest.approx(ratio, rel=1e-5)
-        apart, clip = found.log_probs[t] - float(old[t]), CLIPS[judged.vectors["clip"][row]]
-        outside, low, high = reference._clips(
-            loss, ratio, found.log_probs[t], apart, advantage, **vars(family)
-        )
-        seen.add(clip)
+        assert float(shown.vectors["ratio"][row]) == pytest.approx(ratio, rel=1e-5)
+        clip = CLIPS[shown.vectors["clip"][row]]
+        clips.add(clip)
         if abs(log_ratio) > 20 and loss != "reinforce":
             assert clip == "clamped"
             continue
-        side, _, effect = clip.partition(", ")
-        below = apart < 0 if loss in ("gmpo", "dppo") else ratio < 1
-        assert side == (("below" if below else "above") if outside or high else "inside")
-        expected = "unchanged" if outside else ""
+        log_prob = expected.result.log_probs[t]
+        token_log_ratio = log_prob - expected.old_log_probs[t]
+        is_outside, low, high = reference._clips(
+            loss, ratio, log_prob, token_log_ratio, advantage, **vars(family)
+        )
+        side = "inside"
+        if is_outside or high:
+            is_below = token_log_ratio < 0 if loss in ("gmpo", "dppo") else ratio < 1
+            side = "below" if is_below else "above"
+        effect = "unchanged" if is_outside else ""
         if low or high:
-            expected = "cut" if float(uncorrected[t, y]) == 0 else "capped"
-        assert effect == expected
-    assert seen >= SEEN.get(loss, {"inside"})
+            gradient = float(expected.result.gradient[t, expected.labels[t]])
+            effect = "cut" if gradient == 0 else "capped"
+        assert clip == (f"{side}, {effect}" if effect else side)
+    assert clips >= CLIPS_OF_LOSS.get(loss, {"inside"})
 
 
-def over_scope(family, own, t, new, old, advantages):
-    """(log-ratio before the clamp, advantage) that the family looks at, in loops."""
-    apart = {u: new[u] - old[u] for u in own}
-    mean = math.fsum(advantages[u] for u in own) / len(own)
+def log_ratio_and_advantage(family: Family, expected: ByLoops, place: int) -> tuple[float, float]:
+    """Return the log-ratio before its clamp and the advantage that a family compares for a token,
+    by plain loops."""
+    tokens = expected.tokens_beside(place)
+    log_ratios = {t: expected.result.log_probs[t] - expected.old_log_probs[t] for t in tokens}
     if family.scope == "token":
-        return apart[t], advantages[t]
+        return log_ratios[place], expected.advantages[place]
+    advantage = math.fsum(expected.advantages[t] for t in tokens) / len(tokens)
     if family.name == "gmpo":
-        apart = reference._terms("gmpo", apart, mean, vars(family))
-    total = math.fsum(apart.values())
-    return (total if family.scope == "document_sum" else total / len(own)), mean
+        log_ratios = reference._terms("gmpo", log_ratios, advantage, vars(family))
+    total = math.fsum(log_ratios.values())
+    return (total if family.scope == "document_sum" else total / len(tokens)), advantage
 
 
-def test_penalty_and_bonus_are_part_of_a_token_s_share(step):
-    made, logits = step
+def test_penalty_and_bonus_are_part_of_a_token_s_share(made, logits):
     pieces = []
     for piece in made.pieces:
         ref = piece.micro_batch.old_log_probs - 0.25
         pieces.append(replace(piece, micro_batch=replace(piece.micro_batch, ref_log_probs=ref)))
     with_reference = MadeStep(made.step, pieces, {}, True, "", None)
-    family, kl = family_of("cispo"), KL("k2", 0.3)
-    judged = loss_on_step(
-        with_reference, Loss(family, aggregation_of("token_mean"), kl=kl, entropy_coefficient=0.2)
+    family = family_of("cispo")
+    aggregation = aggregation_of("token_mean")
+    shown = loss_on_step(
+        with_reference, Loss(family, aggregation, kl=KL("k2", 0.3), entropy_coefficient=0.2)
     )
-    refs = torch.cat([piece.micro_batch.ref_log_probs for piece in pieces])
-    more = {"kl": "k2", "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "ref_log_probs": refs}
-    found, *_ = by_loops((with_reference, logits), family, "token_mean", None, **more)
-    assert judged.total == pytest.approx(found.loss, rel=1e-6)
-    plain = loss_on_step(made, Loss(family, aggregation_of("token_mean")))
-    assert not np.allclose(plain.vectors["share"], judged.vectors["share"])
+    expected = by_loops(
+        with_reference,
+        logits,
+        family,
+        "token_mean",
+        kl="k2",
+        kl_coefficient=0.3,
+        entropy_coefficient=0.2,
+        ref_log_probs=torch.cat([piece.micro_batch.ref_log_probs for piece in pieces]),
+    )
+    assert shown.total == pytest.approx(expected.result.loss, rel=1e-6)
+    without_terms = loss_on_step(made, Loss(family, aggregation))
+    assert not np.allclose(without_terms.vectors["share"], shown.vectors["share"])
+
+
+def test_a_loss_whose_data_the_step_lacks_is_refused(made):
+    family = family_of("cispo")
     with pytest.raises(ConfigError, match="needs group_id"):
         loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
     with pytest.raises(ConfigError, match=r"needs ref_log_probs .* Use kl=none\.$"):
-        loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=kl))
+        loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=KL("k2", 0.3)))
 
 
-def test_documents_without_old_log_probs_have_no_ratio(step):
-    made, _ = step
-    documents = [
-        Document(d.tokens, d.loss_mask, None, d.advantages, d.group, d.name)
-        for d in made.step.documents
-    ]
-    bare = make_step(documents, max_tokens=14)
+def test_documents_without_old_log_probs_have_no_ratio_and_suit_reinforce_alone(made):
+    documents = [replace(document, old_log_probs=None) for document in made.step.documents]
+    step = make_step(documents, max_tokens=14)
     pieces = [
         Piece(micro_batch, piece.log_probs - 30, piece.entropy)
-        for micro_batch, piece in zip(bare.micro_batches, made.pieces, strict=True)
+        for micro_batch, piece in zip(step.micro_batches, made.pieces, strict=True)
     ]
-    made = MadeStep(bare, pieces, {}, True, "", None)
-    judged = loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean")))
-    assert "ratio" not in judged.vectors
-    assert judged.count("inside") == bare.totals.num_tokens
+    without_old = MadeStep(step, pieces, {}, True, "", None)
+    aggregation = aggregation_of("token_mean")
+    shown = loss_on_step(without_old, Loss(Reinforce(), aggregation))
+    assert "ratio" not in shown.vectors
+    assert shown.count("inside") == step.totals.num_tokens
     with pytest.raises(
         ConfigError, match=r"needs old_log_probs .*=reinforce correction=none kl=none\.$"
     ):
-        loss_on_step(made, Loss(family_of("grpo"), aggregation_of("token_mean")))
+        loss_on_step(without_old, Loss(family_of("grpo"), aggregation))
     with pytest.raises(ConfigError, match="needs old_log_probs"):
         loss_on_step(
-            made,
-            Loss(Reinforce(), aggregation_of("token_mean"), correction=CORRECTIONS["token masked"]),
+            without_old, Loss(Reinforce(), aggregation, correction=CORRECTIONS["token masked"])
         )
