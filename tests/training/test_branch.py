@@ -1,9 +1,12 @@
-"""`pgtk resume RUN --step N hydra.run.dir=NEW`: a run of its own from a checkpoint of another,
-which stays as it is."""
+"""`pgtk resume RUN --step N hydra.run.dir=NEW` trains a branch of a run and leaves the run alone.
+
+Files of the parent are compared by their hashes, metrics and checkpoints with the parent's own.
+"""
 
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
@@ -15,7 +18,7 @@ from pgtoolkit.tracking.description import description_of
 from pgtoolkit.training.export import branch
 
 
-def files_of(folder):
+def hashes_of_files(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -23,54 +26,44 @@ def files_of(folder):
     }
 
 
-def test_it_goes_on_as_the_parent_did_and_leaves_it_alone(copied, tmp_path, capsys):
-    before = files_of(copied)
-    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
-    printed = capsys.readouterr().out
-    assert f"continues    {copied}, step 3" in printed
-    assert files_of(copied) == before
-    assert metrics_of(tmp_path / "new") == metrics_of(copied)
+def test_a_branch_trains_as_its_parent_did_and_leaves_it_alone(copied, tmp_path, capsys):
+    new = tmp_path / "new"
+    before = hashes_of_files(copied)
+    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={new}"]) == 0
+    assert f"continues    {copied}, step 3" in capsys.readouterr().out
+    assert hashes_of_files(copied) == before
+    assert metrics_of(new) == metrics_of(copied)
     for step in (3, 4, 6):
-        assert_equal(checkpoint_of(tmp_path / "new", step), checkpoint_of(copied, step))
-    assert min(path.name for path in (tmp_path / "new/checkpoints").iterdir()) == "step-000003"
-    parent, status = read_status(copied), read_status(tmp_path / "new")
+        assert_equal(checkpoint_of(new, step), checkpoint_of(copied, step))
+    assert min(path.name for path in (new / "checkpoints").iterdir()) == "step-000003"
+    status = read_status(new)
     assert status["parent"] == f"{copied}, step 3"
-    assert status["id"] != parent["id"]
+    assert status["id"] != read_status(copied)["id"]
     assert (status["state"], status["step"], status["saved"]) == ("done", 6, 6)
-    assert description_of(tmp_path / "new").tags["parent"] == f"{copied}, step 3"
-    assert description_of(tmp_path / "new").run_name == "new"
+    assert description_of(new).tags["parent"] == f"{copied}, step 3"
+    assert description_of(new).run_name == "new"
     assert "parent" not in description_of(copied).tags
 
 
-def test_what_is_changed_holds_from_that_step_on_and_both_are_compared(copied, tmp_path, capsys):
+def test_a_key_changed_for_a_branch_acts_and_is_recorded_from_its_step_on(copied, tmp_path, capsys):
     new = tmp_path / "new"
-    assert (
-        main(
-            [
-                "resume",
-                str(copied),
-                "--step=2",
-                f"hydra.run.dir={new}",
-                "optimizer.learning_rate=0.01",
-            ]
-        )
-        == 0
-    )
+    words = ["--step=2", f"hydra.run.dir={new}", "optimizer.learning_rate=0.01"]
+    assert main(["resume", str(copied), *words]) == 0
     assert metrics_of(new)[:2] == metrics_of(copied)[:2]
-    # the batch was sampled by the same weights
+    # The documents of step 3 were sampled by the weights of step 2, which both runs share.
     assert metrics_of(new)[2]["reward"] == metrics_of(copied)[2]["reward"]
     assert metrics_of(new)[5]["new_logprobs"] != metrics_of(copied)[5]["new_logprobs"]
-    ((change,),) = [[*entry["changes"].items()] for entry in read_drift(new)]
-    assert (read_drift(new)[0]["step"], change) == (2, ("optimizer.learning_rate", [0.001, 0.01]))
+    (entry,) = read_drift(new)
+    assert entry["step"] == 2
+    assert entry["changes"] == {"optimizer.learning_rate": [0.001, 0.01]}
     assert read_drift(copied) == []
     capsys.readouterr()
     assert main(["compare", str(copied), str(new)]) == 0
     assert "2 runs" in capsys.readouterr().out
 
 
-def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, tmp_path):
-    """The parent's rate was changed at step 6: its configuration holds, and the new run says from
-    where on."""
+def test_a_later_change_of_the_parent_holds_for_a_branch_from_its_first_step(copied, tmp_path):
+    """The parent's rate was changed at step 6; the branch of step 4 has it from step 4 on."""
     assert main(["resume", str(copied), "optimizer.learning_rate=0.02", "trainer.max_steps=8"]) == 0
     assert main(["resume", str(copied), "--step", "4", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
     (entry,) = read_drift(tmp_path / "new")
@@ -80,8 +73,8 @@ def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, t
 
 
 @pytest.fixture(scope="module")
-def changed(short, tmp_path_factory):
-    """The run, whose rate was changed at step 6 and again at step 7; 8 steps."""
+def changed(short, tmp_path_factory) -> Path:
+    """Return a run of 8 steps whose rate was changed at step 6 and again at step 7."""
     folder = shutil.copytree(short, tmp_path_factory.mktemp("changed") / "run")
     assert main(["resume", str(folder), "optimizer.learning_rate=0.02", "trainer.max_steps=7"]) == 0
     assert main(["resume", str(folder), "optimizer.learning_rate=0.03", "trainer.max_steps=8"]) == 0
@@ -93,8 +86,7 @@ def changed(short, tmp_path_factory):
     [(5, 0.001, []), (6, 0.02, [6]), (7, 0.03, [6, 7])],
 )
 def test_a_branch_has_the_configuration_of_its_step(changed, tmp_path, step, rate, steps):
-    """A change at the very step holds for what follows, as in the parent; later ones are taken
-    back, the last first."""
+    """A change at its step holds, as in the parent; later changes are taken back."""
     new = tmp_path / "new"
     branch(changed, step, new)
     assert read_resolved(new)["optimizer"]["learning_rate"] == rate
@@ -105,20 +97,29 @@ def test_a_branch_has_the_configuration_of_its_step(changed, tmp_path, step, rat
 
 
 def test_a_branch_has_the_data_of_its_step(copied, tmp_path):
+    """The file was a until step 3, then b until step 5, and is c now."""
     a, b, c = ({"train.jsonl": {"bytes": 3, "sha256": letter * 64}} for letter in "abc")
-    accepted = [{"step": step, "before": {"task.path": files}} for step, files in ((3, a), (5, b))]
-    (copied / "data.json").write_text(json.dumps({"task.path": c, "accepted": accepted}))
-    for step, files, kept in ((2, a, 0), (3, b, 1), (4, b, 1), (5, c, 2)):
+    until_3 = {"step": 3, "before": {"task.path": a}}
+    until_5 = {"step": 5, "before": {"task.path": b}}
+    recorded = {"task.path": c, "accepted": [until_3, until_5]}
+    (copied / "data.json").write_text(json.dumps(recorded))
+    for step, expected in (
+        (2, {"task.path": a}),
+        (3, {"task.path": b, "accepted": [until_3]}),
+        (4, {"task.path": b, "accepted": [until_3]}),
+        (5, {"task.path": c, "accepted": [until_3, until_5]}),
+    ):
         branch(copied, step, tmp_path / str(step))
-        expected = {"task.path": files} | ({"accepted": accepted[:kept]} if kept else {})
         assert read_data(tmp_path / str(step)) == expected
 
 
 def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
     parent = run(tmp_path / "folder", "tracking.run_name=parent", "trainer.max_steps=2")
     assert description_of(parent).run_name == "parent"
-    for name, typed in (("new", []), ("mine", ["tracking.run_name=mine"])):
-        folder = tmp_path / ("new" if not typed else "other")
+    for folder, typed, name in (
+        (tmp_path / "new", [], "new"),
+        (tmp_path / "other", ["tracking.run_name=mine"], "mine"),
+    ):
         assert main(["resume", str(parent), "--step=1", f"hydra.run.dir={folder}", *typed]) == 0
         assert description_of(folder).run_name == name
 
@@ -131,8 +132,8 @@ def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
             "needs one of the steps with a checkpoint, 1, 2, 3, 4, 5, 6 (got 7)",
         ),
         (
-            ["--step", "3", "hydra.run.dir=there"],
-            "hydra.run.dir=there needs a new or empty folder (got one with 1 entry)",
+            ["--step", "3", "hydra.run.dir=full"],
+            "hydra.run.dir=full needs a new or empty folder (got one with 1 entry)",
         ),
         (
             ["--step", "9", "hydra.run.dir=new"],
@@ -156,41 +157,41 @@ def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
         ),
     ],
 )
-def test_what_is_refused_leaves_nothing(copied, tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_refused_branch_changes_neither_parent_nor_folder(
+    copied, tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there/file").touch()
-    before = files_of(copied)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    before = hashes_of_files(tmp_path)
     assert main(["resume", str(copied), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert files_of(copied) == before
-    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
+    assert hashes_of_files(tmp_path) == before
 
 
-def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
+def test_recorded_batches_of_the_parent_are_not_overwritten(tmp_path, capsys):
     folder = tmp_path / "rollouts"
     parent = run(tmp_path / "run", f"rollout.save_path={folder}", "trainer.max_steps=3")
-    before = files_of(folder)
+    before = hashes_of_files(folder)
     words = ["resume", str(parent), "--step", "2", f"hydra.run.dir={tmp_path / 'new'}"]
     assert main(words) == 2
     assert f"rollout.save_path={folder} needs a new or empty folder" in capsys.readouterr().err
     assert main([*words, f"rollout.save_path={tmp_path / 'others'}"]) == 0
-    assert files_of(folder) == before
+    assert hashes_of_files(folder) == before
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize("place", ["inner", "."])
-def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place):
-    before = files_of(copied)
-    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / place}"]) == 2
+@pytest.mark.parametrize("folder", ["inner", "."])
+def test_a_branch_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, folder):
+    before = hashes_of_files(copied)
+    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / folder}"]) == 2
     assert f"needs a folder outside {copied}" in capsys.readouterr().err
-    assert files_of(copied) == before
+    assert hashes_of_files(copied) == before
 
 
-def test_another_folder_without_a_step_is_refused(copied, tmp_path, capsys):
+def test_a_branch_without_a_step_is_refused(copied, tmp_path, capsys):
     assert main(["resume", str(copied), f"hydra.run.dir={tmp_path / 'new'}"]) == 2
-    said = capsys.readouterr().err
-    assert "needs --step N, which makes a run of its own (got none)" in said
-    assert (
-        f"Use pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}." in said
-    )
+    error = capsys.readouterr().err
+    assert "needs --step N, which makes a run of its own (got none)" in error
+    usage = f"pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}"
+    assert f"Use {usage}." in error

@@ -1,5 +1,4 @@
-"""What stops a run at its start is a problem of `pgtk check`, in the same words and with status
-2."""
+"""`pgtk check` lists what would stop a run at its start, in the words of the run's own refusal."""
 
 import json
 from pathlib import Path
@@ -22,7 +21,9 @@ def equal(totals, *, mask, **others): return torch.ones(mask.shape) / totals.num
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder_of_user(tmp_path, monkeypatch) -> Path:
+    """Enter a folder with reducers, three recorded rows, prompts with a character that the tiny
+    model lacks, and a dangling link."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("reducers_of_a_user.py").write_text(REDUCERS)
@@ -44,7 +45,7 @@ RECORDED = ("rollout=recorded", "rollout.path=three.jsonl", "advantage=given", "
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["rollout.stop=['<end>']"], "rollout.stop=['<end>'] needs texts without special tokens"),
         (["aggregation.reducer=reducers_of_a_user.raising"], "a reducer's own error"),
@@ -73,16 +74,18 @@ RECORDED = ("rollout=recorded", "rollout.path=three.jsonl", "advantage=given", "
         ),
     ],
 )
-def test_check_says_what_would_stop_the_run(here, capsys, overrides, says):
+def test_check_lists_the_problem_that_would_stop_the_run(
+    folder_of_user, capsys, overrides, message
+):
     assert main(["check", "tracking=none", *overrides]) == 2
     page = capsys.readouterr().out
-    assert says in page.partition("Problems (1)\n")[2]
+    assert message in page.partition("Problems (1)\n")[2]
 
 
 @pytest.mark.parametrize(
     "overrides", [["aggregation.reducer=reducers_of_a_user.equal"], ["rollout.stop=['9']"]]
 )
-def test_what_would_run_has_no_problem(here, overrides):
+def test_check_finds_no_problem_in_a_configuration_that_runs(folder_of_user, overrides):
     assert problems(check([*overrides, "tracking=none"])) == []
 
 
@@ -90,9 +93,9 @@ def test_what_would_run_has_no_problem(here, overrides):
     "overrides",
     [["rollout.stop=['<end>']"], ["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"]],
 )
-def test_the_run_itself_would_say_the_same(here, overrides):
+def test_a_run_is_refused_in_the_words_of_check(folder_of_user, overrides):
     checked = check(last_of_each_key(*SHORT, *overrides))
     (problem,) = problems(checked)
-    with pytest.raises(PgtoolkitError) as stopped:
-        train(checked.runs[0].named_config, here / "run")
-    assert str(stopped.value) == problem
+    with pytest.raises(PgtoolkitError) as refused:
+        train(checked.runs[0].named_config, folder_of_user / "run")
+    assert str(refused.value) == problem

@@ -1,4 +1,4 @@
-"""The first lines of a run say what samples for it."""
+"""The first lines of a run name its sampler."""
 
 import pytest
 from builders.models import small_policy
@@ -21,10 +21,10 @@ from pgtoolkit.training.opening import opening
             "transformers, in processes with copies of the weights on GPU 1, 3",
         ),
         (["sampler=vllm"], "vllm, on servers that this run starts"),
-        (["sampler=vllm", "sampler.urls=[http://one:8000]"], "vllm at http://one:8000"),
+        (["sampler=vllm", "sampler.urls=[http://host:8000]"], "vllm at http://host:8000"),
     ],
 )
-def test_the_last_of_the_first_lines_says_where_completions_are_drawn(overrides, sampler):
+def test_the_opening_ends_with_where_completions_are_sampled(overrides, sampler):
     config = config_of(*overrides)
     lines = opening(config, small_policy("gpt2"), False, ONE_PROCESS).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["model", "device", "sampler"]

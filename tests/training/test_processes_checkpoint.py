@@ -1,8 +1,12 @@
-"""Checkpoints of several ranks: whole or absent, readable by any number of ranks."""
+"""Checkpoints of several ranks are complete or absent, and any number of ranks can read them.
+
+What is loaded and saved again is compared bit for bit; the kernel kills a rank in mid-file.
+"""
 
 from __future__ import annotations
 
 import math
+import resource
 import signal
 from pathlib import Path
 
@@ -38,17 +42,21 @@ SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, recorded):
-    return run_on_ranks(
-        tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2
-    )
+def run_of_two_ranks(tmp_path_factory, recorded) -> Path:
+    """Return a run of three steps."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    return run_on_ranks(folder, [*recorded, *SETTINGS], data_parallel=2)
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory, recorded):
-    """Two steps of one process."""
+def run_of_one_process(tmp_path_factory, recorded) -> Path:
+    """Return a run of two steps."""
     folder = tmp_path_factory.mktemp("one") / "run"
     return run_on_ranks(folder, [*recorded, *SETTINGS, "trainer.max_steps=2"])
+
+
+def parallelism(sizes: dict[str, int]) -> list[str]:
+    return [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
 
 
 @pytest.mark.parametrize(
@@ -56,15 +64,14 @@ def two_steps(tmp_path_factory, recorded):
     [{}, {"data_parallel": 4}, {"pipeline_parallel": 2}],
     ids=["1", "4", "pp"],
 )
-def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes):
-    """Weights, moments, documents_seen and the place in the data go on, whatever the model is cut
-    into."""
-    again = copy_as_of(two_ranks, 1, tmp_path / "again")
+def test_another_number_of_ranks_continues(tmp_path, recorded, run_of_two_ranks, sizes):
+    """Weights, moments, documents_seen and the position in the data are those of two ranks."""
+    continued = copy_as_of(run_of_two_ranks, 1, tmp_path / "continued")
     metrics = ["metrics=none"] if "pipeline_parallel" in sizes else []
-    run_on_ranks(again, [*recorded, *SETTINGS, *metrics], resume=True, **sizes)
-    rows, expected_rows = metrics_of(again), metrics_of(two_ranks)
+    run_on_ranks(continued, [*recorded, *SETTINGS, *metrics], resume=True, **sizes)
+    rows = metrics_of(continued)
     assert [row["documents_seen"] for row in rows] == [8, 16, 24]
-    for row, expected in zip(rows, expected_rows, strict=True):
+    for row, expected in zip(rows, metrics_of(run_of_two_ranks), strict=True):
         for name in ("loss", "grad_norm", "new_logprobs", "num_tokens"):
             assert row[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (
                 row["step"],
@@ -91,28 +98,29 @@ def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes)
         "fsdp of pipeline",
     ],
 )
-def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(
-    tmp_path, recorded, two_steps, sizes, settings
+def test_ranks_save_a_checkpoint_of_one_process_again_bit_for_bit(
+    tmp_path, recorded, run_of_one_process, sizes, settings
 ):
-    """That of one process, by however many ranks: weights, moments, and what transformers reads of
-    them."""
-    run = copy_as_of(two_steps, 2, tmp_path / "run")
+    """Weights and moments, and the model as transformers reads it."""
+    run = copy_as_of(run_of_one_process, 2, tmp_path / "run")
     before = checkpoint_of(run, 2)
     path = run / "checkpoints" / "step-000002"
     model = AutoModelForCausalLM.from_pretrained(path).state_dict()
     config = (path / "config.json").read_text()
-    parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
-    spread = config_of(*recorded, *SETTINGS, *settings, *parallelism)
+    divided = config_of(*recorded, *SETTINGS, *settings, *parallelism(sizes))
     size = math.prod(sizes.values())
-    world(size).run(load_and_save, spread, run, sizes)
+
+    world(size).run(load_and_save, divided, run, sizes)
+
     files = {
         file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")
     }
-    assert files == {f"model-{rank + 1:05d}" for rank in range(size)}  # each of them wrote some
-    saved_anew = checkpoint_of(run, 2)
-    for kind in ("model", "optimizer"):
-        assert_equal(saved_anew[kind], before[kind])
-        assert len(saved_anew[kind]) == (1 if kind == "model" else 3) * len(model)
+    assert files == {f"model-{rank + 1:05d}" for rank in range(size)}  # each rank wrote a file
+    after = checkpoint_of(run, 2)
+    assert_equal(after["model"], before["model"])
+    assert_equal(after["optimizer"], before["optimizer"])
+    assert len(after["model"]) == len(model)
+    assert len(after["optimizer"]) == 3 * len(model)
     assert_equal(AutoModelForCausalLM.from_pretrained(path).state_dict(), model)
     assert (path / "config.json").read_text() == config
 
@@ -121,8 +129,8 @@ def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
     save_with_tokenizer(
         small_llama(num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "base"
     )
-    typed = with_model(tmp_path / "base", *SETTINGS, of=recorded)
-    run = run_on_ranks(tmp_path / "run", [*typed, "trainer.max_steps=1"])
+    settings = with_model(tmp_path / "base", *SETTINGS, of=recorded)
+    run = run_on_ranks(tmp_path / "run", [*settings, "trainer.max_steps=1"])
     before = checkpoint_of(run, 1)
     assert [name for name in before["model"] if "embed" in name or "head" in name] == [
         "model.embed_tokens.weight"
@@ -131,13 +139,11 @@ def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
         ({"data_parallel": 2, "tensor_parallel": 2}, "true"),
         ({"tensor_parallel": 2}, "false"),
     ):
-        parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
-        config = config_of(*typed, *parallelism, f"parallelism.shard={shard}")
+        config = config_of(*settings, *parallelism(sizes), f"parallelism.shard={shard}")
         world(math.prod(sizes.values())).run(load_and_save, config, run, sizes)
-        saved_anew = checkpoint_of(run, 1)
-        assert_equal(
-            [saved_anew["model"], saved_anew["optimizer"]], [before["model"], before["optimizer"]]
-        )
+        after = checkpoint_of(run, 1)
+        assert_equal(after["model"], before["model"])
+        assert_equal(after["optimizer"], before["optimizer"])
         model = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step-000001")
         assert torch.equal(model.lm_head.weight, before["model"]["model.embed_tokens.weight"])
 
@@ -152,8 +158,10 @@ def save_steps(folder: Path, steps: list[int], keep: int) -> None:
 
 
 def save_large(folder: Path) -> None:
-    """Of one tensor for each rank, so that both write, and of parts, so that both are needed to the
-    end."""
+    """Save a checkpoint of 16 MB to which both ranks contribute until its end.
+
+    It has a tensor for each rank to write, and each rank has a part of every tensor.
+    """
     ranks = layout(data_parallel=2)
     mesh = ranks.mesh["data_parallel"]
     tensors = {
@@ -169,9 +177,8 @@ def save_large(folder: Path) -> None:
     )
 
 
-def die_while_saving(folder: Path, rank: int) -> None:
-    import resource
-
+def save_until_killed(folder: Path, rank: int) -> None:
+    """Save while the kernel kills a rank at byte 100 000 of its file."""
     if layout(data_parallel=2).rank == rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -180,34 +187,32 @@ def die_while_saving(folder: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_in_the_middle_of_saving(tmp_path, rank):
-    """The kernel kills one rank at byte 100 000 of its file."""
+def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path, rank):
     world(2).run(save_steps, tmp_path, [1], 1)
     with pytest.raises(AssertionError, match=f"rank {rank} of 2: the process ended"):
-        world(2).run(die_while_saving, tmp_path, rank)
+        world(2).run(save_until_killed, tmp_path, rank)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000001"]
     assert load_newest(tmp_path)["step"] == 1
-    world(2).run(save_steps, tmp_path, [2], 1)  # over what the killed one left
+    world(2).run(save_steps, tmp_path, [2], 1)  # removes the files of the killed rank
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
-def full_disk(folder: Path) -> str:
-    import resource
-
+def error_of_full_disk(folder: Path) -> str:
+    """Return the error on this rank where rank 1 cannot write beyond byte 100 000 of a file."""
     if layout(data_parallel=2).rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
-        save_large(folder)
-    except StorageError as error:
-        return str(error)
+        with pytest.raises(StorageError) as refused:
+            save_large(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(refused.value)
 
 
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path):
     world(2).run(save_steps, tmp_path, [1], 1)
-    for message in world(2).run(full_disk, tmp_path):
+    for message in world(2).run(error_of_full_disk, tmp_path):
         assert "rank 1: the checkpoint" in message
         assert "step-000002 cannot be written" in message
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

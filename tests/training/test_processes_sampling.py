@@ -1,9 +1,13 @@
-"""Runs that sample while the model is spread over ranks: the completions, numbers and weights of
-whole models."""
+"""Runs that sample while the model is spread over ranks draw what whole models would.
+
+Completions are compared token for token with those of one process, numbers up to the order of sums.
+"""
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,7 +25,9 @@ from builders.runs import (
 )
 
 from pgtoolkit.completion import Request
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import DataError
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
@@ -38,50 +44,73 @@ GREEDY = (
 )
 """Completions of the likeliest tokens, and a loss whose gradient needs no advantage."""
 FULL = (
-    *(
-        "rollout.prompts_per_batch=3",
-        "accumulation.docs_per_step=6",
-        "rollout.max_sampling_rounds=3",
-    ),
-    *("evaluation.every=2", "evaluation.prompts_per_set=5", "evaluation.completions_per_prompt=2"),
-    *("kl=k3", "kl.coefficient=0.1", "rollout.stop=[77]", "optimizer.learning_rate=0.01"),
+    "rollout.prompts_per_batch=3",
+    "accumulation.docs_per_step=6",
+    "rollout.max_sampling_rounds=3",
+    "evaluation.every=2",
+    "evaluation.prompts_per_set=5",
+    "evaluation.completions_per_prompt=2",
+    "kl=k3",
+    "kl.coefficient=0.1",
+    "rollout.stop=[77]",
+    "optimizer.learning_rate=0.01",
 )
-"""Ranks with different numbers of prompts, and of forward passes; all that asks a sampler or a
-reference."""
+"""Ranks with different numbers of prompts, and of forward passes; evaluations and a reference."""
+LAG = ("rollout.lag=2",)
+STALE = ("rollout.max_staleness=2", "rollout.old_log_probs=sampling")
+PROXIMAL = (
+    "rollout.max_staleness=2",
+    "rollout.old_log_probs=proximal",
+    "correction=token_truncate",
+)
+STAGES = ("metrics=none", "evaluation.every=3", "evaluation.prompts_per_set=3")
+REQUESTS = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(tmp_path_factory) -> Path:
     model = small_llama(3, num_hidden_layers=2, num_attention_heads=4)
     return save_with_tokenizer(model.bfloat16(), tmp_path_factory.mktemp("llama"))
 
 
-def completions(config, sizes: dict[str, int]) -> tuple[list[list[int]], list, dict[str, float]]:
-    """What this rank's sampler writes for its prompts, of which rank 1 has none; what its copy
-    holds, and held."""
+def parallelism(sizes: dict[str, int]) -> list[str]:
+    return [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+
+
+def sums_of_weights(policy: Policy) -> dict[str, float]:
+    return {name: float(weight.double().sum()) for name, weight in policy.weights().items()}
+
+
+class Sampled(NamedTuple):
+    """Completions of a rank; its copy's sums of weights while it sampled, and its sizes after."""
+
+    completions: list[list[int]]
+    sums: dict[str, float]
+    sizes_after: list[int]
+
+
+def sample_on_rank(config: Config, sizes: dict[str, int]) -> Sampled:
+    """Sample `REQUESTS` on this rank; rank 1 has none."""
     module, loader = build(config, layout=layout(**sizes))
-    sampler, held = loader.source.sampler, {}
-    sample = sampler._complete
+    sampler = loader.source.sampler
+    sums = {}
+    complete = sampler._complete
 
-    def watched(prompts):
-        held.update(
-            {
-                name: float(weight.double().sum())
-                for name, weight in sampler._policy.weights().items()
-            }
-        )
-        return sample(prompts)
+    def complete_and_record(prompts):
+        sums.update(sums_of_weights(sampler._policy))
+        return complete(prompts)
 
-    sampler._complete = watched
-    requests = (
-        [] if module.layout.rank == 1 else [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
-    )
+    sampler._complete = complete_and_record
     sampler.publish(module.policy.weights, 0)
-    written = [completion.tokens.tolist() for completion in sampler.complete(requests)]
-    return written, [weight.numel() for weight in sampler._policy.weights().values()], held
+    completions = sampler.complete([] if module.layout.rank == 1 else REQUESTS)
+    return Sampled(
+        completions=[completion.tokens.tolist() for completion in completions],
+        sums=sums,
+        sizes_after=[weight.numel() for weight in sampler._policy.weights().values()],
+    )
 
 
-KINDS = {
+DIVISIONS = {
     "fsdp": ({"data_parallel": 2}, [FSDP]),
     "fsdp, lora": ({"data_parallel": 2}, [FSDP, "model.lora_rank=2"]),
     "sequence": ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"]),
@@ -89,74 +118,68 @@ KINDS = {
     "pipeline": ({"pipeline_parallel": 2}, ["metrics=none"]),
     "pipeline of fsdp": ({"data_parallel": 2, "pipeline_parallel": 2}, [FSDP, "metrics=none"]),
 }
+"""Sizes of the axes, and further settings, by the way in which the model is divided."""
 
 
-@pytest.mark.parametrize(("sizes", "more"), KINDS.values(), ids=KINDS)
-def test_a_whole_copy_is_made_for_a_batch_and_given_back(llama, sizes, more):
-    """Token for token the completions of one process, from weights equal to the last bit."""
-    greedy = with_model(
-        llama, *GREEDY, *(setting for setting in more if setting.startswith(("model.", "metrics=")))
-    )
-    module, loader = build(config_of(*greedy))
-    asked = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
-    expected = [completion.tokens.tolist() for completion in loader.source.sampler.complete(asked)]
-    settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), *more]
-    config = config_of(*greedy, *settings)
-    by_rank = world(math.prod(sizes.values())).run(completions, config, sizes)
-    assert [written for written, _, _ in by_rank] == [
-        [] if rank == 1 else expected for rank in range(len(by_rank))
-    ]
-    weights = {
-        name: float(weight.double().sum()) for name, weight in module.policy.weights().items()
-    }
-    if "sequence_data_parallel" in sizes:  # each rank holds the whole model, and samples from it
-        return
-    # each rank has had a copy, and has it no more
-    assert all(set(sizes) == {0} for _, sizes, _ in by_rank)
-    assert by_rank[0][2] == weights
+@pytest.mark.parametrize(("sizes", "settings"), DIVISIONS.values(), ids=DIVISIONS)
+def test_a_divided_model_samples_from_a_whole_copy_and_frees_it(llama, sizes, settings):
+    """The copy's weights are those of one process to the last bit, and so are completions."""
+    of_model = [setting for setting in settings if setting.startswith(("model.", "metrics="))]
+    in_one_process = with_model(llama, *GREEDY, *of_model)
+    module, loader = build(config_of(*in_one_process))
+    completions = loader.source.sampler.complete(REQUESTS)
+    expected = [completion.tokens.tolist() for completion in completions]
+
+    config = config_of(*in_one_process, *parallelism(sizes), *settings)
+    ranks = world(math.prod(sizes.values())).run(sample_on_rank, config, sizes)
+
+    for rank, sampled in enumerate(ranks):
+        assert sampled.completions == ([] if rank == 1 else expected)
+    if "sequence_data_parallel" not in sizes:  # where each rank holds the whole model anyway
+        assert ranks[0].sums == sums_of_weights(module.policy)
+        for sampled in ranks:
+            assert set(sampled.sizes_after) == {0}
 
 
 @pytest.fixture(scope="module")
-def by_one_process(tmp_path_factory):
-    """The run of one process, by its settings."""
+def run_of_one_process(tmp_path_factory) -> Callable[..., Path]:
+    """Return a function from settings to the run of one process with them, made once."""
 
     @functools.cache
-    def run(*settings: str):
+    def run(*settings: str) -> Path:
         return run_on_ranks(tmp_path_factory.mktemp("one") / "run", [*SHORT, *settings])
 
     return run
 
 
-def assert_drawn_alike(found: Path, expected: Path) -> None:
-    """Token for token the same completions, held-out ones included; metrics but for the order of
-    sums."""
-    assert_runs_close(found, expected, 1e-6)
-    drop = {"time": 0, "seconds": 0}
-    rows, others = (
-        [row | drop for row in read_evaluations(folder)] for folder in (found, expected)
-    )
-    assert rows == others
+def evaluations_without_clock(folder: Path) -> list[dict]:
+    return [row | {"time": 0, "seconds": 0} for row in read_evaluations(folder)]
+
+
+def sampled_batches(folder: Path) -> list[list]:
+    """Return the tokens of the documents of each checkpoint, in use and sampled ahead."""
+    return [
+        [
+            document["tokens"]
+            for document in checkpoint_of(folder, row["step"])["data"]["source"]["documents"]
+        ]
+        for row in metrics_of(folder)
+    ]
+
+
+def assert_drawn_alike(run: Path, expected: Path) -> None:
+    """Check that two runs drew the same completions, held-out ones included, and have the same
+    metrics up to the order of sums."""
+    assert_runs_close(run, expected, 1e-6)
+    assert evaluations_without_clock(run) == evaluations_without_clock(expected)
     for path in (expected / "completions").glob("evaluation_*"):
-        assert read_completions(found / "completions" / path.name) == read_completions(path)
-    steps = [row["step"] for row in metrics_of(expected)]
-    batches, others = (
-        [checkpoint_of(folder, n)["data"]["source"] for n in steps] for folder in (found, expected)
-    )
-    for batch, other in zip(batches, others, strict=True):  # in use, and sampled ahead
-        assert_equal(
-            *([document["tokens"] for document in one["documents"]] for one in (batch, other))
-        )
-    assert len({str(batch["documents"][0]["tokens"]) for batch in batches}) > 1
-    assert sum(row["grad_norm"] > 0 for row in metrics_of(found)) > 1
+        assert read_completions(run / "completions" / path.name) == read_completions(path)
+    batches = sampled_batches(run)
+    assert_equal(batches, sampled_batches(expected))
+    assert len({str(batch[0]) for batch in batches}) > 1
+    assert sum(row["grad_norm"] > 0 for row in metrics_of(run)) > 1
 
 
-LAG, STALE = ["rollout.lag=2"], ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"]
-PROXIMAL = [
-    "rollout.max_staleness=2",
-    "rollout.old_log_probs=proximal",
-    "correction=token_truncate",
-]
-STAGES = ["metrics=none", "evaluation.every=3", "evaluation.prompts_per_set=3"]
 RUNS = {
     "ddp of four": ({"data_parallel": 4}, [], FULL),
     "fsdp of four, lag": ({"data_parallel": 4}, [FSDP], LAG),
@@ -166,40 +189,38 @@ RUNS = {
     "sequence_data": ({"sequence_data_parallel": 2}, [], FULL),
     "pipeline": ({"pipeline_parallel": 2}, [], STAGES),
 }
+"""Sizes of the axes, settings that divide the model, and settings of what is sampled."""
 
 
-@pytest.mark.parametrize(("sizes", "spread", "settings"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("sizes", "division", "settings"), RUNS.values(), ids=RUNS)
 def test_any_number_of_ranks_makes_the_run_of_one_process(
-    tmp_path, by_one_process, sizes, spread, settings
+    tmp_path, run_of_one_process, sizes, division, settings
 ):
-    on_ranks = run_on_ranks(tmp_path / "run", [*SHORT, *settings, *spread], **sizes)
-    assert_drawn_alike(on_ranks, by_one_process(*settings))
+    on_ranks = run_on_ranks(tmp_path / "run", [*SHORT, *settings, *division], **sizes)
+    assert_drawn_alike(on_ranks, run_of_one_process(*settings))
 
 
 @pytest.mark.parametrize("settings", [FULL, STALE], ids=["full", "staleness"])
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, settings):
-    """Two ranks, then one process, two, and four that share the weights, as if nothing had been
-    between."""
-    uninterrupted = run_on_ranks(tmp_path / "whole", [*SHORT, *settings], data_parallel=2)
-    assert (
-        max(row.get("dropped_prompt_fraction", 0) for row in metrics_of(uninterrupted)) > 0
-        or settings is STALE
-    )
-    for step, spread, sizes in (
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, settings):
+    """Two ranks, continued by one process, by two ranks, and by four that share the weights."""
+    uninterrupted = run_on_ranks(tmp_path / "uninterrupted", [*SHORT, *settings], data_parallel=2)
+    if settings is FULL:
+        assert max(row["dropped_prompt_fraction"] for row in metrics_of(uninterrupted)) > 0
+    for step, division, sizes in (
         (3, [], {}),
         (1, [], {"data_parallel": 2}),
         (2, [FSDP], {"data_parallel": 4}),
     ):
         folder = copy_as_of(uninterrupted, step, tmp_path / f"from-{step}")
-        run_on_ranks(folder, [*SHORT, *settings, *spread], resume=True, **sizes)
+        run_on_ranks(folder, [*SHORT, *settings, *division], resume=True, **sizes)
         assert_drawn_alike(folder, uninterrupted)
-        if step == 1:  # as many as before: to the last bit
+        if sizes == {"data_parallel": 2}:  # as many ranks as before: equal to the last bit
             assert metrics_of(folder) == metrics_of(uninterrupted)
             assert_equal(checkpoint_of(folder, 6), checkpoint_of(uninterrupted, 6))
 
 
-def kept_copy(config, sizes: dict[str, int]) -> list[str]:
-    """Names of the weights of the copy beside training that change with those in training."""
+def weights_that_follow_training(config: Config, sizes: dict[str, int]) -> list[str]:
+    """Return the names of weights of the sampler's copy that change when the model's do."""
     module, loader = build(config, layout=layout(**sizes))
     sampler = loader.source.sampler
     sampler.publish(module.policy.weights, 0)
@@ -215,49 +236,36 @@ def kept_copy(config, sizes: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "sequence", "pipeline"])
-def test_what_is_sampled_beside_training_keeps_the_weights_that_were_published(llama, kind):
-    sizes, more = KINDS[kind]
-    beside = ["rollout.max_staleness=2", "rollout.old_log_probs=sampling", *more]
-    settings = [
-        *(f"parallelism.{axis}={size}" for axis, size in sizes.items()),
-        "model.dtype=float32",
-        *beside,
-    ]
-    config = config_of(*with_model(llama, *settings))
-    assert world(math.prod(sizes.values())).run(kept_copy, config, sizes) == [[]] * math.prod(
-        sizes.values()
+def test_asynchronous_sampling_keeps_the_weights_that_were_published(llama, kind):
+    sizes, settings = DIVISIONS[kind]
+    config = config_of(
+        *with_model(llama, *parallelism(sizes), "model.dtype=float32", *STALE, *settings)
     )
+    changed = world(math.prod(sizes.values())).run(weights_that_follow_training, config, sizes)
+    assert changed == [[]] * math.prod(sizes.values())
 
 
-def failing_rank(config, sizes: dict[str, int], place: str) -> tuple[str, list[int]]:
-    """What each rank is told where rank 1 alone fails, with prompts or completions, and whom it
-    still meets."""
+def fail_on_rank_1(config: Config, sizes: dict[str, int], place: str) -> tuple[str, list[int]]:
+    """Return the error on this rank where rank 1 alone fails, and the ranks that it still meets
+    in a collective."""
     module, loader = build(config, layout=layout(**sizes))
-    if module.layout.rank == 1:
-        source = loader.source
-        owner, name = (
-            (source.task, "encode") if place == "prompts" else (source.sampler, "_complete")
-        )
 
-        def fail(*_):
-            raise DataError(f"no {place}")
+    def fail(*_):
+        raise DataError(f"no {place}")
 
-        setattr(owner, name, fail)
+    if module.layout.rank == 1 and place == "prompts":
+        loader.source.task.encode = fail
+    elif module.layout.rank == 1:
+        loader.source.sampler._complete = fail
     with pytest.raises(DataError) as refused:
         next(iter(loader))
     return str(refused.value), gather_objects(module.layout.rank, module.layout.world_group)
 
 
 @pytest.mark.parametrize(
-    ("place", "beside"),
-    [
-        ("prompts", []),
-        ("completions", []),
-        ("completions", ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"]),
-    ],
+    ("place", "settings"), [("prompts", ()), ("completions", ()), ("completions", STALE)]
 )
-def test_a_rank_that_fails_keeps_none_waiting_that_gathers_the_weights(llama, place, beside):
-    settings = with_model(llama, "parallelism.data_parallel=2", FSDP, *beside)
-    config = config_of(*settings)
-    outcomes = world(2).run(failing_rank, config, {"data_parallel": 2}, place)
+def test_a_rank_that_fails_to_sample_ends_those_that_gather_the_weights(llama, place, settings):
+    config = config_of(*with_model(llama, "parallelism.data_parallel=2", FSDP, *settings))
+    outcomes = world(2).run(fail_on_rank_1, config, {"data_parallel": 2}, place)
     assert outcomes == [(f"rank 1: no {place}", [0, 1])] * 2

@@ -1,8 +1,11 @@
-"""Supervised fine-tuning (`experiment=sft`) against a plain loop of cross-entropy, and what it does
-not claim."""
+"""Supervised fine-tuning (`experiment=sft`) trains as a plain loop of cross-entropy does.
+
+It reports no metric of rewards and old log-probs where the rows have none.
+"""
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,29 +15,29 @@ from keys import rows_file
 from pgtoolkit.errors import DataError
 from pgtoolkit.training.train import train
 
-ONLY_TOKENS = dict.fromkeys(("reward", "old_log_probs", "advantage", "group_id"), ...)
+WITHOUT_NUMBERS = dict.fromkeys(("reward", "old_log_probs", "advantage", "group_id"), ...)
+"""Makes `rows_file` leave out all but the tokens of a row and their mask."""
 SMALL = (
-    *(
-        "tracking=none",
-        "model.num_layers=1",
-        "model.hidden_size=16",
-        "model.num_heads=2",
-        "trainer.device=cpu",
-    ),
-    *(
-        "experiment=sft",
-        "accumulation.docs_per_step=4",
-        "accumulation.max_tokens=14",
-        "trainer.max_steps=3",
-    ),
-    *("optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.learning_rate=0.01"),
+    "tracking=none",
+    "model.num_layers=1",
+    "model.hidden_size=16",
+    "model.num_heads=2",
+    "trainer.device=cpu",
+    "experiment=sft",
+    "accumulation.docs_per_step=4",
+    "accumulation.max_tokens=14",
+    "trainer.max_steps=3",
+    "optimizer.warmup_steps=0",
+    "optimizer.schedule=constant",
+    "optimizer.learning_rate=0.01",
 )
 REFERENCE = ("kl.coefficient=0.1", "kl.reference=recorded")
 
 
-def test_it_is_a_loop_of_cross_entropy(tmp_path):
+def test_supervised_fine_tuning_is_a_loop_of_cross_entropy(tmp_path):
     """Three updates in float64, four documents each in two micro-batches, of different lengths."""
-    path, rows = tmp_path / "rollouts.jsonl", []
+    path = tmp_path / "rollouts.jsonl"
+    rows = []
     for i, length in enumerate([5, 3, 7, 4, 6, 5, 3, 7, 4, 4, 6, 3]):
         tokens = [(3 * i + t) % 11 for t in range(length)]
         rows.append({"token_ids": tokens, "loss_mask": [t >= 1 + i % 2 for t in range(length)]})
@@ -42,16 +45,20 @@ def test_it_is_a_loop_of_cross_entropy(tmp_path):
     module, loader = module_and_loader(
         *SMALL, f"rollout.path={path}", "optimizer.max_grad_norm=null", "optimizer.weight_decay=0"
     )
-    chosen = module.config.optimizer
+    adamw = module.config.optimizer
     model = copy.deepcopy(module.model)
-    betas = chosen.beta1, chosen.beta2
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=0.01, betas=betas, eps=chosen.epsilon, weight_decay=0
+        model.parameters(),
+        lr=0.01,
+        betas=(adamw.beta1, adamw.beta2),
+        eps=adamw.epsilon,
+        weight_decay=0,
     )
     for number, step in enumerate(loader):
-        found = module.training_step(step, number)["metrics"]
+        metrics = module.training_step(step, number)["metrics"]
         optimizer.zero_grad()
-        loss, count = 0, 0
+        loss = torch.zeros((), dtype=torch.float64)
+        count = 0
         for row in rows[4 * number : 4 * number + 4]:
             tokens = torch.tensor(row["token_ids"])
             targets = torch.where(torch.tensor(row["loss_mask"]), tokens, -100)[1:]
@@ -60,46 +67,33 @@ def test_it_is_a_loop_of_cross_entropy(tmp_path):
             count += int((targets >= 0).sum())
         (loss / count).backward()
         optimizer.step()
-        assert found["num_micro_batches"] > 1
-        assert found["loss"] == pytest.approx(float(loss.detach()) / count, rel=1e-12)
-    for ours, theirs in zip(module.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+        assert metrics["num_micro_batches"] > 1
+        assert metrics["loss"] == pytest.approx(float(loss.detach()) / count, rel=1e-12)
+    for weight, expected in zip(module.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-11)
 
 
-def trained(folder, *overrides):
-    """The rows of metrics.jsonl."""
-    overrides = [*SMALL, *overrides]
-    train(config_of(*overrides), folder, overrides=overrides)
+def metrics_after_training(folder: Path, *overrides: str) -> list[dict]:
+    settings = [*SMALL, *overrides]
+    train(config_of(*settings), folder, overrides=settings)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_nothing_is_told_of_rewards_and_old_log_probs_that_nobody_has(tmp_path, capsys):
-    rows = rows_file(tmp_path, 8, **ONLY_TOKENS)
-    found = trained(tmp_path, f"rollout.path={rows}", "metrics=with_entropy")
-    assert len(found) == 2
-    known = {
-        "loss",
-        "grad_norm",
-        "new_logprobs",
-        "entropy",
-        "advantage",
-        "max_advantage",
-        "min_advantage",
+def test_rows_without_rewards_and_old_log_probs_have_no_metrics_of_them(tmp_path, capsys):
+    path = rows_file(tmp_path, 8, **WITHOUT_NUMBERS)
+    rows = metrics_after_training(tmp_path, f"rollout.path={path}", "metrics=with_entropy")
+    assert len(rows) == 2
+    expected = {
+        *("step", "time", "loss", "grad_norm", "new_logprobs", "entropy"),
+        *("advantage", "max_advantage", "min_advantage", "zero_advantage_group_fraction"),
+        *("num_tokens", "num_documents", "num_empty_documents", "num_groups"),
+        *("num_micro_batches", "num_skipped_steps", "documents_seen", "completion_length"),
+        *("learning_rate", "weight_sum", "tokens_per_second", "seconds_update"),
     }
-    known |= {
-        "num_tokens",
-        "num_documents",
-        "num_empty_documents",
-        "num_groups",
-        "num_micro_batches",
-        "learning_rate",
-    }
-    known |= {"documents_seen", "num_skipped_steps", "tokens_per_second", "seconds_update"}
-    known |= {"zero_advantage_group_fraction", "step", "time", "completion_length", "weight_sum"}
-    for row in found:
-        assert {name for name in row if not name.startswith("system/")} == known
+    for row in rows:
+        assert {name for name in row if not name.startswith("system/")} == expected
         assert row["advantage"] == row["max_advantage"] == row["min_advantage"] == 1
-        # all documents have the same length
+        # All documents have the same length.
         assert row["loss"] == pytest.approx(-row["new_logprobs"])
     printed = "".join(capsys.readouterr())
     assert "every advantage is 1 (supervised fine-tuning)" in printed
@@ -107,9 +101,9 @@ def test_nothing_is_told_of_rewards_and_old_log_probs_that_nobody_has(tmp_path, 
     assert "loss=grpo" not in printed  # no counterpart that could not read these rows
 
 
-def test_recorded_advantages_and_old_log_probs_are_taken_where_they_are(tmp_path):
-    rows = rows_file(tmp_path, 4, reward=..., group_id=...)  # advantages 0, 1/8, 2/8, 3/8
-    (row,) = trained(tmp_path, f"rollout.path={rows}")
+def test_recorded_advantages_and_old_log_probs_are_used(tmp_path):
+    path = rows_file(tmp_path, 4, reward=..., group_id=...)  # advantages 0, 1/8, 2/8, 3/8
+    (row,) = metrics_after_training(tmp_path, f"rollout.path={path}")
     assert row["advantage"] == pytest.approx(1.5 / 8)
     assert row["old_logprobs"] == pytest.approx(-2.4)
     assert "ratio_new_old" in row
@@ -141,7 +135,9 @@ def test_recorded_advantages_and_old_log_probs_are_taken_where_they_are(tmp_path
         ),
     ],
 )
-def test_what_is_needed_is_asked_for(tmp_path, overrides, missing, message):
+def test_a_loss_is_refused_where_rows_lack_a_number_that_it_reads(
+    tmp_path, overrides, missing, message
+):
     rows = rows_file(tmp_path, 4, **dict.fromkeys(missing, ...))
     with pytest.raises(DataError, match=message):
         module_and_loader(*SMALL, f"rollout.path={rows}", *overrides)
@@ -149,13 +145,10 @@ def test_what_is_needed_is_asked_for(tmp_path, overrides, missing, message):
 
 def test_a_penalty_that_does_not_read_old_log_probs_needs_none(tmp_path):
     vector = [0, 0, -2.5, -2.4, -2.3]
-    rows = rows_file(
-        tmp_path, 4, **ONLY_TOKENS | {"ref_log_probs": vector, "sampling_log_probs": vector}
-    )
-    with_rows = [f"rollout.path={rows}", "metrics=with_entropy"]
-    (row,) = trained(
-        tmp_path / "penalties", *with_rows, "kl=k3", *REFERENCE, "entropy.coefficient=0.01"
-    )
+    vectors = {"ref_log_probs": vector, "sampling_log_probs": vector}
+    path = rows_file(tmp_path, 4, **WITHOUT_NUMBERS | vectors)
+    penalties = ["kl=k3", *REFERENCE, "entropy.coefficient=0.01", "metrics=with_entropy"]
+    (row,) = metrics_after_training(tmp_path / "run", f"rollout.path={path}", *penalties)
     assert row["loss"] == pytest.approx(
         -row["new_logprobs"] + 0.1 * row["kl_ref"] - 0.01 * row["entropy"], rel=1e-5
     )
@@ -166,7 +159,7 @@ def test_a_penalty_that_does_not_read_old_log_probs_needs_none(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["old_log_probs", "advantage"])
-def test_what_some_rows_lack_is_refused(tmp_path, field):
+def test_a_number_that_only_some_rows_have_is_refused(tmp_path, field):
     path = rows_file(tmp_path, 4, reward=...)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     del rows[2][field]
@@ -177,9 +170,12 @@ def test_what_some_rows_lack_is_refused(tmp_path, field):
         module_and_loader(*SMALL, f"rollout.path={path}")
 
 
-def test_a_loader_of_ones_own_gives_what_the_loss_reads(tmp_path):
-    """Old log-probs that are missing would be taken for 0."""
-    _, loader = module_and_loader(*SMALL, f"rollout.path={rows_file(tmp_path, 4, **ONLY_TOKENS)}")
+def test_a_step_without_the_old_log_probs_that_its_loss_reads_is_refused(tmp_path):
+    """The loader of another configuration does not check for them, and zeros would be silently
+    wrong."""
+    _, loader = module_and_loader(
+        *SMALL, f"rollout.path={rows_file(tmp_path, 4, **WITHOUT_NUMBERS)}"
+    )
     module, _ = module_and_loader("loss=grpo", "trainer.device=cpu", "tracking=none")
     with pytest.raises(
         DataError,
