@@ -1,4 +1,4 @@
-"""The training step and whole short runs: cuts, skipped steps, learning."""
+"""The training step and short runs: gradients, skipped steps, notes on log-probs, learning."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from builders.runs import (
     with_model,
 )
 
+from pgtoolkit.batch import Step
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.stages import STAGES
 from pgtoolkit.rollouts.steps import make_step
@@ -31,8 +33,8 @@ from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
 
 
-def gradient_of(module, step):
-    """Of the step's micro-batches, one vector."""
+def gradient_of(module: PolicyGradientModule, step: Step) -> torch.Tensor:
+    """Return the gradient of all micro-batches of a step as one vector."""
     module.zero_grad()
     for micro_batch in step.micro_batches:
         module.micro_batch_loss(micro_batch, step.totals).loss.backward()
@@ -40,9 +42,9 @@ def gradient_of(module, step):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
-    """In the forward call already, and over micro-batches; the embedding's share, if tied, comes on
-    top by autograd."""
+def test_the_fused_head_has_the_gradient_of_plain_logits(tied):
+    """It adds the weight's gradient in the forward call, over micro-batches; autograd adds the
+    embedding's share if both are one matrix."""
     gradients = []
     for kernel in ("torch", "fused_linear"):
         module, _ = module_and_loader(
@@ -60,19 +62,17 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
 
 @pytest.mark.gpu
 def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_path):
-    """Where every ratio is 1 by construction; PyTorch raises where the host would wait."""
-    model = save_with_tokenizer(
-        small_llama(hidden_size=32, num_hidden_layers=2), tmp_path / "model"
-    )
-    more = (
+    """Every ratio is 1 by construction; PyTorch raises where the host would wait."""
+    path = save_with_tokenizer(small_llama(hidden_size=32, num_hidden_layers=2), tmp_path / "model")
+    overrides = (
         "loss=gspo",
         "kernel=fused_linear",
         "model.dtype=bfloat16",
         "model.gradient_checkpointing=true",
+        "model.compile=true",
+        "trainer.device=cuda",
     )
-    module, _ = module_and_loader(
-        *with_model(model, *more, "model.compile=true", "trainer.device=cuda"), dtype=None
-    )
+    module, _ = module_and_loader(*with_model(path, *overrides), dtype=None)
     module.cuda()
     documents = [
         dataclasses.replace(d, old_log_probs=None, on_policy=True) for d in some_documents()
@@ -88,18 +88,19 @@ def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_pat
 
 
 def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
-    """Of a finite loss: squares of single gradients of 1e30 are out of float32's range."""
+    """The loss is finite; the squares of gradients of 1e30 are not in float32."""
     module, _ = module_and_loader(*SHORT, "optimizer.max_grad_norm=1", dtype=None)
     before = [p.clone() for p in module.parameters()]
     documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
     assert math.isfinite(metrics["loss"])
     assert metrics["grad_norm"] == math.inf
-    assert (module.num_updates, metrics["num_skipped_steps"]) == (0, 1)
+    assert module.num_updates == 0
+    assert metrics["num_skipped_steps"] == 1
     assert_equal([p.detach() for p in module.parameters()], before)
 
 
-def test_bad_steps_count_only_in_a_row():
+def test_only_bad_steps_in_a_row_end_a_run():
     module, _ = module_and_loader(*SHORT, "trainer.max_bad_steps=3", dtype=None)
     good = make_step(some_documents(), 24, {})
     documents = [
@@ -107,21 +108,23 @@ def test_bad_steps_count_only_in_a_row():
         for d in some_documents()
     ]
     bad = make_step(documents, 24, {})
-    ends = []
-    for number, step in enumerate([bad, bad, good, bad, bad, good, bad, bad, bad]):
-        try:
-            module.training_step(step, number)
-        except NumericalError:
-            ends.append(number)
-    assert ends == [8]
-    assert (module.num_skipped_steps, module.num_updates) == (7, 2)
+    for number, step in enumerate([bad, bad, good, bad, bad, good, bad, bad]):
+        module.training_step(step, number)
+    with pytest.raises(NumericalError):
+        module.training_step(bad, 8)
+    assert module.num_skipped_steps == 7
+    assert module.num_updates == 2
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_counted():
     module, _ = module_and_loader(*SHORT, dtype=None)
-    nothing = {"old_log_probs": torch.empty(0), "advantages": torch.empty(0)}
     documents = [
-        dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask), **nothing)
+        dataclasses.replace(
+            d,
+            loss_mask=torch.zeros_like(d.loss_mask),
+            old_log_probs=torch.empty(0),
+            advantages=torch.empty(0),
+        )
         for d in some_documents()
     ]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
@@ -130,7 +133,8 @@ def test_a_step_without_trained_tokens_is_skipped_and_counted():
     assert metrics["documents_seen"] == len(documents)
 
 
-def train_rows(folder, rows, *overrides, resume=False):
+def train_rows(folder: Path, rows: list[dict], *overrides: str, resume: bool = False) -> None:
+    """Train on recorded rows, two to a step."""
     settings = [s for s in SHORT if not s.startswith(("rollout.", "task.", "trainer.max_steps"))]
     path = write_jsonl(folder.parent / "rows.jsonl", rows)
     settings += [
@@ -142,89 +146,95 @@ def train_rows(folder, rows, *overrides, resume=False):
     train(config_of(*settings, *overrides), folder, resume=resume)
 
 
-def untrained(number):
+UNIFORM = -math.log(12)
+"""About the log-prob of every token of the tiny model before training, which has twelve tokens."""
+
+
+def row_without_trained_tokens(number: int) -> dict:
     return good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], loss_mask=[0] * 5)
 
 
-def trained(number, log_probs=(0, 0, -2.5, -2.5, -2.5)):
-    return good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], old_log_probs=list(log_probs))
+def row_with_log_prob(number: int, log_prob: float = -2.5) -> dict:
+    """Return a row of three trained tokens, each with this old log-prob."""
+    log_probs = [0, 0, log_prob, log_prob, log_prob]
+    return good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], old_log_probs=log_probs)
 
 
-def failure(folder):
-    status = json.loads((folder / "status.json").read_text())
+def row_with_sampling_log_prob(number: int, difference: float) -> dict:
+    """Return a row whose sampling log-probs are `difference` below its old ones, which fit the
+    policy."""
+    sampling = UNIFORM - difference
+    row = row_with_log_prob(number, UNIFORM)
+    return row | {"sampling_log_probs": [0, 0, sampling, sampling, sampling]}
+
+
+def state_and_reason(folder: Path) -> tuple[str, str | None]:
+    status = read_status(folder)
     return status["state"], status["reason"]
 
 
-def test_a_run_without_an_update_is_not_done(tmp_path):
-    """Its steps held no trained token; after it, some do."""
-    rows = [*map(untrained, range(4)), *map(trained, range(4, 8))]
+def test_a_run_without_an_update_fails_until_a_step_trains_something(tmp_path):
+    rows = [row_without_trained_tokens(number) for number in range(4)]
+    rows += [row_with_log_prob(number) for number in range(4, 8)]
     message = (
         "nothing was trained: none of the 2 steps made an update. Their documents have no "
         "trained token."
     )
     for resume in (False, True):
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError) as refused:
             train_rows(tmp_path / "run", rows, "trainer.max_steps=2", resume=resume)
-        assert str(caught.value) == message
-        assert failure(tmp_path / "run") == ("failed", f"DataError: {message}")
+        assert str(refused.value) == message
+        assert state_and_reason(tmp_path / "run") == ("failed", f"DataError: {message}")
     train_rows(tmp_path / "run", rows, "trainer.max_steps=3", resume=True)
-    assert failure(tmp_path / "run") == ("done", None)
+    assert state_and_reason(tmp_path / "run") == ("done", None)
     assert [row["num_skipped_steps"] for row in metrics_of(tmp_path / "run")] == [1, 2, 2]
 
 
-def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsys):
-    """The tiny model before training is close to uniform over twelve tokens."""
-    fitting = (0, 0, *[-math.log(12)] * 3)
-    train_rows(tmp_path / "a", [trained(n, fitting) for n in range(4)], "metrics=none")
-    assert "note: before its first update" not in capsys.readouterr().out
-    rows = [trained(n, (0, 0, *[-0.5] * 3)) for n in range(4)]
-    train_rows(tmp_path / "b", rows, "metrics=none", "rollout.temperature=0.7")
-    found = metrics_of(tmp_path / "b")[0]["new_logprobs"] + 0.5
-    assert found < -1.5
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("note: before")
+def lines_with(words: str, capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if words in line]
+
+
+def test_old_log_probs_that_do_not_fit_the_policy_are_noted_at_the_first_step(tmp_path, capsys):
+    opening = "note: before its first update"
+    fitting = [row_with_log_prob(number, UNIFORM) for number in range(4)]
+    train_rows(tmp_path / "fitting", fitting, "metrics=none")
+    assert lines_with(opening, capsys) == []
+    folder = tmp_path / "other"
+    rows = [row_with_log_prob(number, -0.5) for number in range(4)]
+    train_rows(folder, rows, "metrics=none", "rollout.temperature=0.7")
+    difference = metrics_of(folder)[0]["new_logprobs"] + 0.5
+    assert difference < -1.5
+    assert lines_with(opening, capsys) == [
+        f"{opening} the policy's log-probs differ from the old ones by {difference:+.3g} a token, "
+        "where 0 is expected (a ratio of 1): the rollouts may be of another model, of another "
+        "temperature than rollout.temperature=0.7, or have old_log_probs that are one token off: "
+        "see docs/data.md."
     ]
-    assert line == (
-        "note: before its first update the policy's log-probs differ from the old ones by "
-        f"{found:+.3g} a token, where 0 is expected (a ratio of 1): the rollouts may be of another "
-        "model, of another temperature than rollout.temperature=0.7, or have old_log_probs that "
-        "are one token off: see docs/data.md."
-    )
-    train_rows(
-        tmp_path / "b", rows, "metrics=none", "rollout.epochs=2", "trainer.max_steps=4", resume=True
-    )
-    assert "note: before its first update" not in capsys.readouterr().out
+    more = ("metrics=none", "rollout.epochs=2", "trainer.max_steps=4")
+    train_rows(folder, rows, *more, resume=True)
+    assert lines_with(opening, capsys) == []
 
 
-def sampled(number, difference):
-    """A row whose sampling log-probs lie so far below the old ones, whose own fit the policy."""
-    fitting = [0, 0, *[-math.log(12)] * 3]
-    return trained(number, fitting) | {
-        "sampling_log_probs": [0, 0, *[x - difference for x in fitting[2:]]]
-    }
+@pytest.mark.parametrize(("difference", "noted"), [(0.3, 1), (0.1, 0)])
+def test_a_gap_to_the_sampler_is_measured_and_noted_once_where_it_exceeds_the_clip(
+    tmp_path, capsys, difference, noted
+):
+    """The clip of GRPO is 0.2; all four documents have the same gap."""
+    rows = [row_with_sampling_log_prob(number, difference) for number in range(4)]
+    train_rows(tmp_path / "run", rows, "loss=grpo", "correction=token_truncate")
+    metrics = metrics_of(tmp_path / "run")
+    assert len(metrics) == 2
+    for row in metrics:
+        assert row["difference_old_sampling"] == pytest.approx(difference, abs=1e-6)
+        assert row["correction_factor"] == pytest.approx(math.exp(difference), abs=1e-6)
+        assert row["clipped_sampling_fraction"] == noted
+    assert len(lines_with("the sampler's log-probs", capsys)) == noted
 
 
-def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, capsys):
-    """0.3 is more than GRPO's 0.2, at 4 of 4 documents; at 0 of 4 there is nothing to say."""
-    for folder, difference, noted in (("a", 0.3, 1), ("b", 0.1, 0)):
-        rows = [sampled(number, difference) for number in range(4)]
-        train_rows(tmp_path / folder, rows, "loss=grpo", "correction=token_truncate")
-        metrics = metrics_of(tmp_path / folder)
-        assert len(metrics) == 2
-        for row in metrics:
-            assert row["difference_old_sampling"] == pytest.approx(difference, abs=1e-6)
-            assert row["correction_factor"] == pytest.approx(math.exp(difference), abs=1e-6)
-            assert row["clipped_sampling_fraction"] == noted
-        lines = [
-            line
-            for line in capsys.readouterr().out.splitlines()
-            if "the sampler's log-probs" in line
-        ]
-        assert len(lines) == noted
-    train_rows(tmp_path / "c", [sampled(number, 1e-3) for number in range(4)], "loss=gspo")
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line
-    ]
+def test_the_note_on_the_gap_to_the_sampler_has_its_size_and_the_clipped_share(tmp_path, capsys):
+    rows = [row_with_sampling_log_prob(number, 1e-3) for number in range(4)]
+    train_rows(tmp_path / "run", rows, "loss=gspo")
+    (line,) = lines_with("the sampler's log-probs", capsys)
     assert line == (
         "note: the sampler's log-probs differ from the trainer's by 0.001 a token. This gap alone "
         "would take 100% of the ratios out of the clip of loss=gspo, more than an update may. A "
@@ -233,31 +243,26 @@ def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, cap
     )
 
 
-def test_a_correction_needs_sampling_log_probs_that_differ(tmp_path):
-    without, same = (
-        [trained(number) for number in range(4)],
-        [sampled(number, 0) for number in range(4)],
-    )
+def test_a_correction_needs_sampling_log_probs_that_differ_from_the_old_ones(tmp_path):
+    without = [row_with_log_prob(number) for number in range(4)]
+    equal = [row_with_sampling_log_prob(number, 0) for number in range(4)]
     for name, rows, message in (
         ("without", without, "rows.jsonl:1:sampling_log_probs: is missing; the row has token_ids"),
         (
-            "same",
-            same,
+            "equal",
+            equal,
             "needs sampling_log_probs other than old_log_probs (got the same in every row).",
         ),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
             train_rows(tmp_path / name, rows, "correction=token_mask")
-    train_rows(tmp_path / "masked", without, "correction=off_policy_mask")
-    train_rows(
-        tmp_path / "one",
-        [sampled(0, 0), *(sampled(n, 1e-6) for n in (1, 2, 3))],
-        "correction=token_mask",
-    )
+    train_rows(tmp_path / "off_policy_mask", without, "correction=off_policy_mask")
+    other = [row_with_sampling_log_prob(number, 1e-6) for number in (1, 2, 3)]
+    train_rows(tmp_path / "token_mask", [equal[0], *other], "correction=token_mask")
 
 
-def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
-    """The second step on a batch, in a run that is continued with other settings."""
+def test_a_batch_sampled_before_a_correction_was_set_is_refused(tmp_path):
+    """The second step on a batch has no sampling log-probs where the first did not need them."""
     run(tmp_path, "rollout.old_log_probs=sampling", "trainer.max_steps=1")
     with pytest.raises(
         DataError, match="correction=token_mask needs sampling_log_probs of every document"
@@ -269,66 +274,69 @@ def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gspo", "cispo", "reinforce"])
 def test_the_reward_rises_from_chance(tmp_path, loss):
-    """A smaller main job: the reward of three digits rises from chance to three times that in a few
-    seconds."""
-    batches = (
+    """Three digits backwards: the reward rises from chance to three times that in 80 steps."""
+    overrides = (
+        f"loss={loss}",
         "rollout.prompts_per_batch=32",
         "rollout.group_size=8",
         "accumulation.docs_per_step=64",
+        "accumulation.max_tokens=1024",
+        "model.hidden_size=64",
+        "trainer.max_steps=80",
+        "trainer.checkpoint_every=1000",
     )
-    sizes = ("model.hidden_size=64", "accumulation.max_tokens=1024")
-    steps = ("trainer.max_steps=80", "trainer.checkpoint_every=1000")
-    rows = metrics_of(run(tmp_path / "run", f"loss={loss}", *batches, *sizes, *steps))
-    first = sum(row["reward"] for row in rows[:8]) / 8
-    last = sum(row["reward"] for row in rows[-8:]) / 8
-    assert first < 0.12  # chance: one of twelve tokens
-    assert last > 0.25
+    rewards = [row["reward"] for row in metrics_of(run(tmp_path / "run", *overrides))]
+    assert sum(rewards[:8]) / 8 < 0.12  # chance: one of twelve tokens
+    assert sum(rewards[-8:]) / 8 > 0.25
 
 
-@pytest.mark.parametrize("end", [None, KeyboardInterrupt, RuntimeError])
-def test_the_sampler_is_closed_however_a_run_ends(tmp_path, monkeypatch, end):
-    """Once, and while the run's state still says that it is running."""
-    closed, training_step = [], PolicyGradientModule.training_step
+@pytest.mark.parametrize(
+    ("error", "raised", "state"),
+    [
+        (None, contextlib.nullcontext(), "done"),
+        (KeyboardInterrupt, pytest.raises(Interrupted), "interrupted"),
+        (RuntimeError, pytest.raises(RuntimeError), "failed"),
+    ],
+    ids=["done", "interrupted", "failed"],
+)
+def test_the_sampler_is_closed_once_before_the_run_says_that_it_ended(
+    tmp_path, monkeypatch, error, raised, state
+):
+    states_at_close = []
+    training_step = PolicyGradientModule.training_step
 
-    def ending(self, step, index):
-        if end is not None and index == 2:
-            raise end("in the third step")
+    def fail_in_the_third_step(self, step, index):
+        if error is not None and index == 2:
+            raise error("in the third step")
         return training_step(self, step, index)
 
-    def noting(self):
-        closed.append(read_status(tmp_path / "run")["state"])
+    def record_state(self):
+        states_at_close.append(read_status(tmp_path / "run")["state"])
 
-    monkeypatch.setattr(PolicyGradientModule, "training_step", ending)
-    monkeypatch.setattr(TransformersSampler, "close", noting)
-    with (
-        pytest.raises(Interrupted if end is KeyboardInterrupt else end)
-        if end
-        else contextlib.nullcontext()
-    ):
+    monkeypatch.setattr(PolicyGradientModule, "training_step", fail_in_the_third_step)
+    monkeypatch.setattr(TransformersSampler, "close", record_state)
+    with raised:
         run(tmp_path / "run")
-    assert closed == ["running"]
-    expected = {None: "done", KeyboardInterrupt: "interrupted", RuntimeError: "failed"}[end]
-    assert read_status(tmp_path / "run")["state"] == expected
+    assert states_at_close == ["running"]
+    assert read_status(tmp_path / "run")["state"] == state
 
 
-def test_the_first_step_of_a_batch_says_how_long_its_rollouts_took(short, tmp_path):
-    """Two steps to a batch; scoring has its share, and all of it is less than what lies between two
-    rows."""
-    rows = [json.loads(line) for line in (short / "metrics.jsonl").read_text().splitlines()]
+def rows_with_clock(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_first_step_of_a_batch_has_the_seconds_of_its_rollouts(short, tmp_path):
+    """A batch makes two steps; seconds of all stages are less than those between two rows."""
     stages = [f"seconds_{stage}" for stage in STAGES]
-    for before, row in itertools.pairwise(rows):
-        made = row["step"] % 2 == 1
-        assert all((row[stage] > 0) == made for stage in stages)
-        assert (
-            0 < row["seconds_update"] <= row["num_tokens"] / row["tokens_per_second"] * (1 + 1e-9)
-        )
-        assert (
-            sum(row[stage] for stage in stages) + row["seconds_update"]
-            < row["time"] - before["time"] + 0.01
-        )
-    run(tmp_path / "sampling", "rollout.old_log_probs=sampling", "trainer.max_steps=1")
-    (row,) = [
-        json.loads(line)
-        for line in (tmp_path / "sampling" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert row["seconds_old_log_probs"] == 0 < row["seconds_sampling"]
+    for before, row in itertools.pairwise(rows_with_clock(short)):
+        is_first_of_batch = row["step"] % 2 == 1
+        assert all((row[stage] > 0) == is_first_of_batch for stage in stages)
+        seconds_of_step = row["num_tokens"] / row["tokens_per_second"]
+        assert 0 < row["seconds_update"] <= seconds_of_step * (1 + 1e-9)
+        seconds_of_stages = sum(row[stage] for stage in stages) + row["seconds_update"]
+        assert seconds_of_stages < row["time"] - before["time"] + 0.01
+    folder = tmp_path / "sampling"
+    run(folder, "rollout.old_log_probs=sampling", "trainer.max_steps=1")
+    (row,) = rows_with_clock(folder)
+    assert row["seconds_old_log_probs"] == 0
+    assert row["seconds_sampling"] > 0
