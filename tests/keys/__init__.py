@@ -96,7 +96,7 @@ TESTED_ELSEWHERE = {
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
     "advantage.path": "rollouts/test_estimators.py::test_a_function_of_ones_own_gets_the_whole_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
-    "test_a_resumed_run_samples_what_it_would_have_sampled",
+    "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
     **dict.fromkeys(
         ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
         "rollouts/test_policy_rollouts.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",

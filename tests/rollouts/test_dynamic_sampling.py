@@ -1,6 +1,7 @@
-"""DAPO's dynamic sampling and its punishment of long completions."""
+"""DAPO's dynamic sampling, with scripted groups and in a resumed run, and its penalty for long
+completions, against the paper's numbers."""
 
-import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,45 +13,38 @@ from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.group_rollouts import overlong_penalty, resample_uninformative
 
 
-def group(number, *rewards, task_rewards=None):
-    """The documents of one prompt."""
-    task_rewards = task_rewards or [None] * len(rewards)
-    one = torch.ones(1)
+def group(
+    number: int, *rewards: float, task_rewards: Sequence[float | None] | None = None
+) -> list[Document]:
+    """Return the documents of one prompt, one for each reward."""
+    vector = torch.ones(1)
     return [
         Document(
-            torch.tensor([1, 2]),
-            torch.tensor([False, True]),
-            one,
-            one,
-            number,
-            "",
-            reward=a,
-            task_reward=b,
+            tokens=torch.tensor([1, 2]),
+            loss_mask=torch.tensor([False, True]),
+            old_log_probs=vector,
+            advantages=vector,
+            group=number,
+            name="",
+            reward=reward,
+            task_reward=task_reward,
         )
-        for a, b in zip(rewards, task_rewards, strict=True)
+        for reward, task_reward in zip(rewards, task_rewards or [None] * len(rewards), strict=True)
     ]
 
 
-def filled(rewards, further, rounds):
-    """(numbers of the groups that are left, how many were asked for each time, their metric)."""
-    asked, left = [], [group(i, *pair) for i, pair in enumerate([*rewards, *further])]
-    groups = [left.pop(0) for _ in rewards]
-
-    def sample(count):
-        asked.append(count)
-        return [left.pop(0) for _ in range(count)]
-
-    found = resample_uninformative(groups, sample, rounds)
-    metrics = data_metrics([document for one in found for document in one], 0)
-    return [one[0].group for one in found], asked, metrics.get("dropped_prompt_fraction")
+def numbers_of(groups: list[list[Document]]) -> list[int]:
+    return [documents[0].group for documents in groups]
 
 
-NONE, ALL, SOME = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)
+NONE = (0.0, 0.0)
+ALL = (1.0, 1.0)
+SOME = (0.0, 1.0)
 ROUNDED = (0.3, 0.1 + 0.2)
 
 
 @pytest.mark.parametrize(
-    ("rewards", "further", "rounds", "left", "asked", "dropped"),
+    ("rewards", "further", "rounds", "kept", "asked", "dropped"),
     [
         ([SOME, SOME], [], 5, [0, 1], [], 0.0),  # nothing to replace
         ([NONE, SOME, ALL], [SOME, SOME], 2, [1, 3, 4], [2], 2 / 5),
@@ -64,34 +58,51 @@ ROUNDED = (0.3, 0.1 + 0.2)
         ([NONE, SOME, ALL], [], 1, [0, 1, 2], [], None),  # off
     ],
 )
-def test_what_is_dropped_and_what_stays(rewards, further, rounds, left, asked, dropped):
-    assert filled(rewards, further, rounds) == (left, asked, pytest.approx(dropped))
+def test_groups_of_equal_rewards_are_replaced_until_the_rounds_are_over(
+    rewards, further, rounds, kept, asked, dropped
+):
+    """asked: the number of groups sampled in each further round. dropped: the metric."""
+    groups = [group(number, *pair) for number, pair in enumerate([*rewards, *further])]
+    remaining = groups[len(rewards) :]
+    counts = []
+
+    def sample(count: int) -> list[list[Document]]:
+        counts.append(count)
+        return [remaining.pop(0) for _ in range(count)]
+
+    result = resample_uninformative(groups[: len(rewards)], sample, rounds)
+
+    assert numbers_of(result) == kept
+    assert counts == asked
+    metrics = data_metrics([document for documents in result for document in documents], 0)
+    assert metrics.get("dropped_prompt_fraction") == pytest.approx(dropped)
 
 
-def test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping():
+def test_a_penalty_for_length_does_not_make_a_group_informative():
     wrong = group(0, -1.0, -0.5, task_rewards=[0.0, 0.0])
     right = group(1, 0.5, 0.5, task_rewards=[1.0, 0.5])
     further = group(2, 0.0, 1.0, task_rewards=[0.0, 1.0])
-    found = resample_uninformative([wrong, right], lambda count: [further], 2)
-    assert [one[0].group for one in found] == [1, 2]
+    kept = resample_uninformative([wrong, right], lambda count: [further], 2)
+    assert numbers_of(kept) == [1, 2]
 
 
-def test_with_exact_match_a_prompt_that_nobody_answered_is_dropped():
-    """Whatever parts of its completions are right; and of one that some answered the rewards may
-    even be equal."""
+@pytest.mark.parametrize(("mixed", "kept"), [("reward", [0, 2]), ("exact_match", [1, 2])])
+def test_mixed_chooses_between_rewards_and_exact_matches(mixed, kept):
+    """Group 0 has different rewards and no exact match; group 1 equal rewards and one match."""
     groups = [group(0, 0.0, 0.5), group(1, 1.0, 1.0), group(2, 0.25, 1.0)]
-    right = [[False, False], [False, True], [True, False]]
-    for one, matches in zip(groups, right, strict=True):
-        one[:] = [
-            replace(document, exact_match=match)
-            for document, match in zip(one, matches, strict=True)
+    matches = [[False, False], [False, True], [True, False]]
+    groups = [
+        [
+            replace(document, exact_match=is_match)
+            for document, is_match in zip(documents, group_matches, strict=True)
         ]
-    for mixed, kept in (("reward", [0, 2]), ("exact_match", [1, 2])):
-        found = resample_uninformative(groups[:2], lambda count: groups[2:], 2, mixed)
-        assert [one[0].group for one in found] == kept
+        for documents, group_matches in zip(groups, matches, strict=True)
+    ]
+    result = resample_uninformative(groups[:2], lambda count: groups[2:], 2, mixed)
+    assert numbers_of(result) == kept
 
 
-def test_the_punishment_is_that_of_the_paper():
+def test_the_overlong_penalty_is_that_of_the_paper():
     """Eq. 13 with 20480 tokens at most, of which 4096 are the buffer."""
     for length, expected in (
         (1, 0),
@@ -108,29 +119,28 @@ def test_the_punishment_is_that_of_the_paper():
 
 
 DAPO = (
-    *(
-        "experiment=dapo",
-        "rollout.overlong_buffer=2",
-        "rollout.max_sampling_rounds=3",
-        "aggregation=token_mean",
-    ),
-    *("rollout.group_size=2", "accumulation.docs_per_step=4", "trainer.max_steps=5"),
+    "experiment=dapo",
+    "rollout.overlong_buffer=2",
+    "rollout.max_sampling_rounds=3",
+    "aggregation=token_mean",
+    "rollout.group_size=2",
+    "accumulation.docs_per_step=4",
+    "trainer.max_steps=5",
 )
 
 
-def test_a_resumed_run_samples_what_it_would_have_sampled(tmp_path):
-    """From the middle and from the end of a batch: prompts are counted, not batches."""
-    whole = run(tmp_path / "whole", *DAPO)
-    rows = metrics_of(whole)
+def test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run(tmp_path):
+    """Resumed within a batch and at its end. The state counts prompts, since batches have different
+    numbers of them."""
+    uninterrupted = run(tmp_path / "uninterrupted", *DAPO)
+    rows = metrics_of(uninterrupted)
     assert max(row["dropped_prompt_fraction"] for row in rows) > 0
     assert min(row["overlong_penalty"] for row in rows) < 0
+    last = checkpoint_of(uninterrupted, 5)
     for step in (2, 3):
-        resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
+        resumed = copy_as_of(uninterrupted, step, tmp_path / f"from {step}")
         run(resumed, *DAPO, resume=True)
         assert metrics_of(resumed) == rows
-        assert_equal(checkpoint_of(resumed, 5)["model"], checkpoint_of(whole, 5)["model"])
-    state = json.loads(
-        (whole / "checkpoints" / "step-000005" / "training" / "state.json").read_text()
-    )
-    # three batches of four prompts, and those that were dropped
-    assert state["data"]["source"]["next_prompt"] > 12
+        assert_equal(checkpoint_of(resumed, 5)["model"], last["model"])
+    # Three batches of four prompts, and those that were dropped.
+    assert last["data"]["source"]["next_prompt"] > 12
