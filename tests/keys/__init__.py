@@ -94,7 +94,7 @@ TESTED_ELSEWHERE = {
         "tasks/test_generated.py::test_sums_are_as_large_as_asked_and_scored_by_the_last_number",
     ),
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
-    "advantage.path": "rollouts/test_estimators.py::test_a_function_of_ones_own_gets_the_whole_batch",
+    "advantage.path": "rollouts/test_estimators.py::test_a_users_function_gets_all_groups_of_a_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
     **dict.fromkeys(

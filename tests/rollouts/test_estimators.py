@@ -1,6 +1,8 @@
-"""Advantages of a batch: of a function of one's own, and of several verifiers."""
+"""Advantages of a batch by a function of the user, against the same formula on the documents of a
+step, and by several verifiers (gdpo)."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from builders.rollout_rows import good_row, write_jsonl
@@ -16,34 +18,34 @@ import random
 import numpy as np
 
 def by_length(rewards, *, lengths, measures):
-    flat = [one for group in rewards for one in group]
+    flat = [reward for group in rewards for reward in group]
     mean = sum(flat) / len(flat)
     return [(np.array(group) - mean) * sizes for group, sizes in zip(rewards, lengths)]
 
-def format_first(rewards, *, measures, **others):
-    return [[one["reward/format"] for one in group] for group in measures]
+def format_scores(rewards, *, measures, **others):
+    return [[measured["reward/format"] for measured in group] for group in measures]
 
-def rewards_alone(rewards):
+def without_lengths(rewards):
     return rewards
 
 def flat(rewards, **others):
-    return [one for group in rewards for one in group]
+    return [reward for group in rewards for reward in group]
 
-def one_per_group(rewards, **others):
+def a_number_per_group(rewards, **others):
     return [[max(group)] for group in rewards]
 
-def normalised(rewards, **others):
+def not_finite(rewards, **others):
     with np.errstate(invalid="ignore"):
-        return [[(one - np.mean(group)) / np.std(group) for one in group] for group in rewards]
+        return [(np.array(group) - np.mean(group)) / np.std(group) for group in rewards]
 
-def of_the_first(rewards, **others):
-    return [[one - rewards[0][1] for one in group] for group in rewards]
+def less_the_first_group(rewards, **others):
+    return [[reward - rewards[0][1] for reward in group] for group in rewards]
 
 def drawn(rewards, **others):
-    return [[random.random() for one in group] for group in rewards]
+    return [[random.random() for reward in group] for group in rewards]
 
-def endless(rewards, **others):
-    return [[10**400 for one in group] for group in rewards]
+def too_large(rewards, **others):
+    return [[10**400 for reward in group] for group in rewards]
 
 def failing(rewards, **others):
     raise KeyError("format")
@@ -51,7 +53,8 @@ def failing(rewards, **others):
 
 
 @pytest.fixture(autouse=True)
-def functions(tmp_path, monkeypatch):
+def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write the user's functions into a module that can be imported; return its name."""
     name = f"advantages_of_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
@@ -59,15 +62,9 @@ def functions(tmp_path, monkeypatch):
     return name
 
 
-def custom(functions, name):
-    return [f"advantage={functions}.{name}"]
-
-
-def test_a_function_of_ones_own_gets_the_whole_batch(functions):
-    chosen = "accumulation.docs_per_step=16", "rollout.old_log_probs=sampling"
-    _, loader = module_and_loader(
-        *last_of_each_key(*SHORT, *custom(functions, "by_length"), *chosen)
-    )
+def test_a_users_function_gets_all_groups_of_a_batch(module_name):
+    overrides = ["accumulation.docs_per_step=16", "rollout.old_log_probs=sampling"]
+    _, loader = built(*once(*SHORT, f"advantage={module_name}.by_length", *overrides))
     documents = next(iter(loader)).documents
     loader.source.close()
     mean = sum(document.reward for document in documents) / 16
@@ -78,42 +75,42 @@ def test_a_function_of_ones_own_gets_the_whole_batch(functions):
     assert len({document.reward for document in documents}) > 1
 
 
-def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
-    """Of two groups; the first attempt of each is two documents of 3 and 2 trained tokens."""
+def test_a_users_function_gets_each_trajectory_of_recorded_rollouts_once(module_name, tmp_path):
+    """Two groups; the first trajectory of each is two documents, of 3 and 2 trained tokens."""
     rows = []
     for group in range(2):
-        for attempt, reward, trained in ((0, 1.0, 3), (0, 1.0, 2), (1, group, 1)):
-            mask = [i >= 5 - trained for i in range(5)]
-            rows.append(good_row(loss_mask=mask, group_id=group, trajectory=attempt, reward=reward))
+        for trajectory, reward, trained in ((0, 1.0, 3), (0, 1.0, 2), (1, group, 1)):
+            mask = [place >= 5 - trained for place in range(5)]
+            row = good_row(loss_mask=mask, group_id=group, trajectory=trajectory, reward=reward)
+            rows.append(row)
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    chosen = (
+    _, loader = built(
         "rollout=recorded",
         f"rollout.path={path}",
         "tracking=none",
-        *custom(functions, "by_length"),
+        f"advantage={module_name}.by_length",
+        "accumulation.docs_per_step=6",
+        "trainer.device=cpu",
     )
-    _, loader = module_and_loader(*chosen, "accumulation.docs_per_step=6", "trainer.device=cpu")
     documents = next(iter(loader)).documents
-    found = [float(document.advantages[0]) for document in documents]
-    # of a mean of 0.75; lengths 5, 1
-    assert found == pytest.approx([1.25, 1.25, -0.75, 1.25, 1.25, 0.25])
+    advantages = [float(document.advantages[0]) for document in documents]
+    # The mean reward is 0.75; the trajectories of a group have 5 trained tokens and 1.
+    assert advantages == pytest.approx([1.25, 1.25, -0.75, 1.25, 1.25, 0.25])
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("function", "problem"),
     [
-        ("rewards_alone", "that can be called as rewards_alone(rewards, *, lengths, measures)"),
+        ("without_lengths", "called as without_lengths(rewards, *, lengths, measures)"),
         (
             "flat",
-            (
-                "needs a finite number within -1e+12 and 1e+12 for each completion of each group "
-                "(got [0.0, 0.25,"
-            ),
+            "needs a finite number within -1e+12 and 1e+12 for each completion of each group "
+            "(got [0.0, 0.25,",
         ),
-        ("one_per_group", "(got [1, 1, 1] numbers where there are [4, 4, 4] completions)"),
-        ("normalised", "(got [nan])"),
-        ("endless", "for each completion of each group (got [[1000"),
-        ("of_the_first", "needs the same advantages in whichever order the groups come"),
+        ("a_number_per_group", "(got [1, 1, 1] numbers where there are [4, 4, 4] completions)"),
+        ("not_finite", "(got [nan])"),
+        ("too_large", "for each completion of each group (got [[1000"),
+        ("less_the_first_group", "needs the same advantages in whichever order the groups come"),
         ("drawn", "needs the same advantages in whichever order the groups come"),
         (
             "failing",
@@ -121,58 +118,65 @@ def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
         ),
     ],
 )
-def test_a_function_that_makes_no_advantages_is_refused_at_the_start(functions, name, said):
-    config = config_of(*SHORT, *custom(functions, name))
-    with pytest.raises(ConfigError) as caught:
+def test_a_function_that_gives_no_usable_advantages_is_refused_before_the_run(
+    module_name, function, problem
+):
+    config = config_of(*SHORT, f"advantage={module_name}.{function}")
+    with pytest.raises(ConfigError) as refusal:
         Estimator.of(config)
-    assert said in str(caught.value).replace("np.float64(nan)", "nan")
-    assert f"advantage={functions}.{name}" in str(caught.value)
+    assert problem in str(refusal.value).replace("np.float64(nan)", "nan")
+    assert f"advantage={module_name}.{function}" in str(refusal.value)
 
 
-def test_one_that_fails_on_a_batch_names_it(functions):
-    config = config_of(*SHORT, *custom(functions, "format_first"))
-    estimator = Estimator.of(config)  # measures that nobody knows yet have some value then
-    groups = [[Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]] * 2
-    assert estimator.advantages(groups, refuse=None) == [[0.0, 0.5]] * 2
+def test_a_function_that_fails_on_a_batch_is_refused_with_the_rewards(module_name):
+    config = config_of(*SHORT, f"advantage={module_name}.format_scores")
+    # Trying the function before the run gives every measure that it asks for.
+    estimator = Estimator.of(config)
+    group = [Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]
+    assert estimator.advantages([group, group], refuse=None) == [[0.0, 0.5]] * 2
     with pytest.raises(
         DataError, match=r"raised KeyError on 1 groups, the first with the rewards \[0.5\]"
     ):
         estimator.advantages([[Attempt(0.5, 2, {})]], refuse=None)
-    told = []
+
+
+def test_a_reward_that_is_not_finite_is_reported_with_its_group(module_name):
+    estimator = Estimator.of(config_of(*SHORT, f"advantage={module_name}.format_scores"))
+    problems = []
     groups = [[Attempt(float("nan"), 1, {"reward/format": 1.0})]]
-    estimator.advantages(groups, lambda place, problem: told.append((place, problem)))
-    assert told == [(0, "the reward of completion 0 of 1 is nan; it must be finite")]
+    estimator.advantages(groups, lambda group, problem: problems.append((group, problem)))
+    assert problems == [(0, "the reward of completion 0 of 1 is nan; it must be finite")]
 
 
 def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    digits = "{verifier: regular_expression, pattern: '(.)', weight: -1}"
-    letters = "{verifier: regular_expression, pattern: '(.)'}"  # of the weight 1
-    verifiers = (
-        f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}, letters: {letters}}}"
-    )
-    chosen = (
+    right = "right: {verifier: exact_match, weight: 2}"
+    digits = "digits: {verifier: regular_expression, pattern: '(.)', weight: -1}"
+    letters = "letters: {verifier: regular_expression, pattern: '(.)'}"  # has the weight 1
+    config = config_of(
+        *(setting for setting in SHORT if not setting.startswith("task.")),
         "task=prompts",
         "task.path=prompts.jsonl",
-        f"task.verifiers={verifiers}",
+        f"task.verifiers={{{right}, {digits}, {letters}}}",
         "advantage=gdpo",
     )
-    composed = config_of(*(one for one in SHORT if not one.startswith("task.")), *chosen)
-    assert validate(composed)[1].problems == []
-    estimator = Estimator.of(composed)
-    scores = [[(1.0, 0.0), (0.0, 1.0), (0.0, 0.5)], [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]]
+    assert validate(config)[1].problems == []
+    names = ("reward/right", "reward/digits", "reward/letters")
     scores = [
-        [(a, b, c) for (a, b), c in zip(group, (0.25, 0.0, 1.0), strict=True)] for group in scores
+        [(1.0, 0.0, 0.25), (0.0, 1.0, 0.0), (0.0, 0.5, 1.0)],
+        [(1.0, 1.0, 0.25), (1.0, 0.0, 0.0), (1.0, 0.0, 1.0)],
     ]
-    names = "reward/right", "reward/digits", "reward/letters"
     groups = [
-        [Attempt(9.0, 1, dict(zip(names, one, strict=True))) for one in group] for group in scores
-    ]
-    found = estimator.advantages(groups, refuse=None)
-    parts = [
-        gdpo([[*column] for column in zip(*group, strict=True)], (2.0, -1.0, 1.0))
+        [Attempt(9.0, 1, dict(zip(names, triple, strict=True))) for triple in group]
         for group in scores
     ]
-    assert found == over_batch("gdpo", parts, [])
-    assert found[0][0] > 0 > found[0][1]
-    assert len({*itertools.chain.from_iterable(found)}) == 6
+
+    advantages = Estimator.of(config).advantages(groups, refuse=None)
+
+    parts = []
+    for group in scores:
+        of_verifiers = [list(column) for column in zip(*group, strict=True)]
+        parts.append(gdpo(of_verifiers, (2.0, -1.0, 1.0)))
+    assert advantages == over_batch("gdpo", parts, [])
+    assert advantages[0][0] > 0 > advantages[0][1]
+    assert len(set(itertools.chain.from_iterable(advantages))) == 6

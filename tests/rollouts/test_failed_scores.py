@@ -1,23 +1,16 @@
-"""Completions that nobody could score: out of the baseline with weight 0, or scored as configured;
-counted and told."""
+"""Completions whose score failed: they are left out of baselines and of the loss, or get the score
+that is configured, and are counted. References are the same functions on the scored completions."""
 
-import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from builders.rollout_rows import all_documents as read_documents
-from builders.rollout_rows import good_row, recorded_rollouts, write_jsonl
-from builders.runs import (
-    SHORT,
-    config_of,
-    copy_as_of,
-    last_of_each_key,
-    metrics_of,
-    module_and_loader,
-)
+from builders.rollout_rows import documents as read_documents
+from builders.rollout_rows import good_row, source, write_jsonl
+from builders.runs import SHORT, built, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
@@ -36,79 +29,101 @@ from pgtoolkit.tasks.tasks import Score
 from pgtoolkit.training.train import train
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_the_baseline_is_that_of_the_other_completions(name):
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_baseline_is_that_of_the_scored_completions(estimator):
     rewards = [[1.0, None, 0.0, 0.25], [None, None], [None, 2.0], [3.0, 1.0]]
-    groups = [[Attempt(reward, 2 + i) for i, reward in enumerate(group)] for group in rewards]
-    found = Estimator(name).advantages(groups, refuse=None)
-    alone = [0.0] if name in ("rloo", "pass_at_k") else group_advantages(name, [2.0], [3])
-    parts = [
-        group_advantages(name, [1.0, 0.0, 0.25], [2, 4, 5]),
-        alone,
-        group_advantages(name, [3.0, 1.0], [2, 3]),
+    groups = [
+        [Attempt(reward, 2 + place) for place, reward in enumerate(group)] for group in rewards
     ]
-    first, second, third = over_batch(name, parts, [[1.0, 0.0, 0.25], [2.0], [3.0, 1.0]])
-    assert found == [[first[0], 0.0, *first[1:]], [0.0, 0.0], [0.0, *second], third]
+    advantages = Estimator(estimator).advantages(groups, refuse=None)
+
+    # These two refuse a group of one, which has an advantage of 0 here.
+    needs_others = estimator in ("rloo", "pass_at_k")
+    parts = [
+        group_advantages(estimator, [1.0, 0.0, 0.25], [2, 4, 5]),
+        [0.0] if needs_others else group_advantages(estimator, [2.0], [3]),
+        group_advantages(estimator, [3.0, 1.0], [2, 3]),
+    ]
+    first, second, third = over_batch(estimator, parts, [[1.0, 0.0, 0.25], [2.0], [3.0, 1.0]])
+    assert advantages == [[first[0], 0.0, *first[1:]], [0.0, 0.0], [0.0, *second], third]
 
 
-def test_a_function_of_ones_own_sees_the_scored_ones_alone():
-    seen = []
+def test_a_users_function_gets_the_scored_completions_alone():
+    calls = []
 
-    def advantages(rewards, lengths, measures):
-        seen.append((rewards, lengths))
+    def advantages(
+        rewards: list[list[float]], lengths: list[list[int]], measures: object
+    ) -> list[list[float]]:
+        calls.append((rewards, lengths))
         return [[reward + 1 for reward in group] for group in rewards]
 
     estimator = Estimator("custom", {}, "mine", advantages)
     groups = [[Attempt(None, 1), Attempt(0.5, 2)], [Attempt(None, 1)]]
     assert estimator.advantages(groups, refuse=None) == [[0.0, 1.5], [0.0]]
-    assert seen == [([[0.5]], [[2]])]
+    assert calls == [([[0.5]], [[2]])]
 
 
-def document(reward, failed=False, group=0, exact=False):
-    ones, mask = torch.ones(1), torch.tensor([False, True])
-    known = {"reward": reward, "score_failed": failed, "exact_match": exact}
-    return Document(torch.tensor([1, 2]), mask, -ones, ones, group, f"{group}", **known)
+def document(
+    reward: float | None, failed: bool = False, group: int = 0, exact_match: bool = False
+) -> Document:
+    """Return a document of one prompt token and one trained token."""
+    return Document(
+        tokens=torch.tensor([1, 2]),
+        loss_mask=torch.tensor([False, True]),
+        old_log_probs=-torch.ones(1),
+        advantages=torch.ones(1),
+        group=group,
+        name=f"{group}",
+        reward=reward,
+        score_failed=failed,
+        exact_match=exact_match,
+    )
 
 
-def test_what_is_left_out_tells_nothing_about_its_prompt():
-    lost = document(None, failed=True)
-    for mixed in Mixed:
-        assert not has_signal([document(1.0, exact=True), lost], mixed)
-        assert has_signal([document(1.0, exact=True), document(0.0), lost], mixed)
-        assert not has_signal([lost, lost], mixed)
+@pytest.mark.parametrize("mixed", Mixed)
+def test_a_failed_score_gives_a_group_no_signal(mixed):
+    failed = document(None, failed=True)
+    assert not has_signal([document(1.0, exact_match=True), failed], mixed)
+    assert has_signal([document(1.0, exact_match=True), document(0.0), failed], mixed)
+    assert not has_signal([failed, failed], mixed)
 
 
-def test_metrics_are_those_of_the_scored_ones_and_count_the_others():
-    some = [
+def test_metrics_count_failed_scores_and_average_the_rewards_that_exist():
+    documents = [
         document(1.0),
         document(None, failed=True),
         document(0.5),
         document(-3.0, failed=True, group=1),
     ]
-    found = data_metrics(some, 0)
-    assert (found["reward"], found["failed_score_fraction"]) == (-0.5, 0.5)
-    assert "failed_score_fraction" not in data_metrics(some[::2], 0)
-    silent = [document(None, failed=True, group=2)]
-    assert data_metrics(silent, 0)["zero_advantage_group_fraction"] == 1
+    metrics = data_metrics(documents, 0)
+    assert metrics["reward"] == -0.5
+    assert metrics["failed_score_fraction"] == 0.5
+    scored = [documents[0], documents[2]]
+    assert "failed_score_fraction" not in data_metrics(scored, 0)
+    failed = [document(None, failed=True, group=2)]
+    assert data_metrics(failed, 0)["zero_advantage_group_fraction"] == 1
 
 
-def test_a_batch_in_which_every_score_failed_ends_the_run():
+def test_a_batch_in_which_every_score_failed_is_refused():
     check_scores([[document(None, failed=True)], [document(0.0)]])
-    for reward in (None, -1.0):  # also where another score took its place
+    for reward in (None, -1.0):  # -1: with a score that takes the place of the failed one
         with pytest.raises(DataError, match="the score of each of 2 completions of a batch failed"):
             check_scores([[document(reward, failed=True)] * 2])
 
 
-def test_the_note_comes_again_as_the_share_doubles(caplog):
-    kept = FailedScores(SimpleNamespace(verifier_failure=VerifierFailure.score, failure_score=-1.0))
-    late, broken = Failure(TIMEOUT, "was late"), Failure(CRASH, "broke")
-    for number, failures in enumerate(
-        ([late], [late], [late] * 2, [late] * 3, [broken] * 2, [late] * 4)
-    ):
-        kept.note(
-            [(f"{number}.{i} {failure.reason}", failure) for i, failure in enumerate(failures)], 100
-        )
-    kept.note([], 100)
+def test_the_note_on_failed_scores_comes_again_when_their_share_doubles(caplog):
+    """Notes are counted for each kind of failure."""
+    settings = SimpleNamespace(verifier_failure=VerifierFailure.score, failure_score=-1.0)
+    scores = FailedScores(settings)
+    late = Failure(TIMEOUT, "was late")
+    broken = Failure(CRASH, "broke")
+    batches = ([late], [late], [late] * 2, [late] * 3, [broken] * 2, [late] * 4, [])
+    for number, failures in enumerate(batches):
+        named = [
+            (f"{number}.{place} {failure.reason}", failure)
+            for place, failure in enumerate(failures)
+        ]
+        scores.note(named, 100)
     ending = (
         "This note comes again when the share doubles; the metric failed_score_fraction counts all "
         "kinds."
@@ -122,118 +137,132 @@ def test_the_note_comes_again_as_the_share_doubles(caplog):
     ]
 
 
-def test_in_an_evaluation_they_are_not_right_and_not_in_the_mean_reward():
-    def answer(reward, exact=False, failed=False, measures=None):
-        return CompletionRow(0, "p", reward=reward, tokens=3), Score(
-            reward, exact, measures or {}, failed
-        )
+def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
+    def answer(
+        reward: float | None,
+        exact_match: bool = False,
+        failed: bool = False,
+        measures: dict[str, float] | None = None,
+    ) -> tuple[CompletionRow, Score]:
+        row = CompletionRow(0, "p", reward=reward, tokens=3)
+        return row, Score(reward, exact_match, measures or {}, failed)
 
-    lost = answer(None, failed=True)
-    right = answer(1.0, exact=True, measures={"reward/a": 2.0})
-    found = _numbers([[right, lost], [answer(-1.0), answer(-2.0)], [lost, lost]])
-    assert (found["avg"], found["pass@1"], found["pass@2"]) == (
-        -0.25,
-        pytest.approx(1 / 6),
-        pytest.approx(1 / 3),
-    )
-    assert found["avg_error"] == pytest.approx(math.sqrt(2 * 1.25**2) / math.sqrt(2))
-    assert (found["failed_score_fraction"], found["reward/a"]) == (0.5, 2.0)
+    failed = answer(None, failed=True)
+    right = answer(1.0, exact_match=True, measures={"reward/a": 2.0})
+    numbers = _numbers([[right, failed], [answer(-1.0), answer(-2.0)], [failed, failed]])
+    assert numbers["avg"] == -0.25
+    assert numbers["pass@1"] == pytest.approx(1 / 6)
+    assert numbers["pass@2"] == pytest.approx(1 / 3)
+    assert numbers["avg_error"] == pytest.approx(math.sqrt(2 * 1.25**2) / math.sqrt(2))
+    assert numbers["failed_score_fraction"] == 0.5
+    assert numbers["reward/a"] == 2.0
 
 
-def prompts(tmp_path):
-    """Overrides of a run of which some scores fail."""
-    rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = [
+def run_with_verifier(folder: Path, verifier: str) -> list[str]:
+    """Write four prompts into `folder`; return the overrides of a run that scores them so."""
+    rows = [{"prompt": f"{digit}{digit}=", "answer": str(digit)} for digit in range(4)]
+    path = write_jsonl(folder / "prompts.jsonl", rows)
+    return [
+        *(setting for setting in SHORT if not setting.startswith("task.")),
         "task=prompts",
-        f"task.path={tmp_path / 'p.jsonl'}",
-        "task.verifier=tasks.verifiers_for_tests.sometimes",
+        f"task.path={path}",
+        f"task.verifier={verifier}",
     ]
-    return [*(one for one in SHORT if not one.startswith("task.")), *chosen]
 
 
-def test_a_run_goes_on_without_them_also_resumed_and_from_its_recording(tmp_path, capsys):
-    chosen = [*prompts(tmp_path), "advantage=grpo", f"rollout.save_path={tmp_path / 'saved'}"]
-    train(config_of(*chosen), tmp_path / "whole")
-    rows = metrics_of(tmp_path / "whole")
+def test_a_run_with_failed_scores_resumes_and_trains_again_from_its_recording(tmp_path, capsys):
+    overrides = [
+        *run_with_verifier(tmp_path, "tasks.verifiers_for_tests.sometimes"),
+        "advantage=grpo",
+        f"rollout.save_path={tmp_path / 'saved'}",
+    ]
+    train(config_of(*overrides), tmp_path / "uninterrupted")
+    rows = metrics_of(tmp_path / "uninterrupted")
     assert 0 < rows[0]["failed_score_fraction"] < 1
-    assert (
-        "tasks.verifiers_for_tests.sometimes returned None on the completion"
-        in capsys.readouterr().out
-    )
-    train(config_of(*chosen), copy_as_of(tmp_path / "whole", 1, tmp_path / "cut"), resume=True)
-    assert metrics_of(tmp_path / "cut") == rows
-    shared = [one for one in chosen if not one.startswith(("rollout", "task", "advantage"))]
-    replayed = {}
-    for estimator in ("given", "grpo"):
-        again = ["rollout=recorded", f"rollout.path={tmp_path / 'saved'}", "aggregation.divisor=4"]
-        train(
-            config_of(*shared, *again, "rollout.shuffle=false", f"advantage={estimator}"),
-            tmp_path / estimator,
-        )
-        replayed[estimator] = metrics_of(tmp_path / estimator)
-        # the model is another one
-        for name in ("reward", "failed_score_fraction", "zero_advantage_group_fraction"):
-            assert [row.get(name) for row in replayed[estimator]] == [
-                row.get(name) for row in rows
-            ], name
-    for name in ("loss", "grad_norm"):
-        assert [row[name] for row in replayed["given"]] == [row[name] for row in replayed["grpo"]]
+    note = "tasks.verifiers_for_tests.sometimes returned None on the completion"
+    assert note in capsys.readouterr().out
 
+    resumed = copy_as_of(tmp_path / "uninterrupted", 1, tmp_path / "resumed")
+    train(config_of(*overrides), resumed, resume=True)
+    assert metrics_of(resumed) == rows
 
-def test_a_recording_says_which_they_are(tmp_path):
-    first = [document(None, failed=True), replace(document(0.5), name="1")]
-    write_batch(tmp_path, 0, [replace(one, group=0) for one in first])
-    found = read_documents(recorded_rollouts(tmp_path, "dr_grpo"))
-    assert [(one.reward, one.score_failed, one.is_excluded) for one in found] == [
-        (None, True, True),
-        (0.5, False, False),
+    shared = [
+        setting for setting in overrides if not setting.startswith(("rollout", "task", "advantage"))
     ]
+    recorded = [
+        "rollout=recorded",
+        f"rollout.path={tmp_path / 'saved'}",
+        "aggregation.divisor=4",
+        "rollout.shuffle=false",
+    ]
+    repeated = {}
+    for estimator in ("given", "grpo"):
+        folder = tmp_path / estimator
+        train(config_of(*shared, *recorded, f"advantage={estimator}"), folder)
+        repeated[estimator] = metrics_of(folder)
+        # The loss differs from the first run's, since the model is another one.
+        for name in ("reward", "failed_score_fraction", "zero_advantage_group_fraction"):
+            numbers = [row.get(name) for row in repeated[estimator]]
+            assert numbers == [row.get(name) for row in rows], name
+    for name in ("loss", "grad_norm"):
+        losses = [row[name] for row in repeated["given"]]
+        assert losses == [row[name] for row in repeated["grpo"]]
+
+
+def test_a_recording_says_which_scores_failed(tmp_path):
+    scored = replace(document(0.5), name="1")
+    write_batch(tmp_path, 0, [document(None, failed=True), scored])
+    first, second = read_documents(source(tmp_path, "dr_grpo"))
+    assert (first.reward, first.score_failed, first.is_excluded) == (None, True, True)
+    assert (second.reward, second.score_failed, second.is_excluded) == (0.5, False, False)
+
+
+def test_recorded_rows_may_lack_the_reward_only_where_the_score_failed(tmp_path):
     rows = [good_row(i, 0, reward=reward) for i, reward in enumerate((1.0, 0.0, None, 4.0))]
-    rows[2] |= {"score_failed": True}
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    rollouts = recorded_rollouts(path, "dr_grpo")
+    rows[2]["score_failed"] = True
+    rollouts = source(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
     mean = 5 / 3
-    expected = [1 - mean, -mean, 0, 4 - mean]
-    assert [float(one.advantages[0]) for one in read_documents(rollouts)] == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert [rollouts.outline(i).is_excluded for i in range(4)] == [False, False, True, False]
-    rows[2].pop("score_failed")
+    advantages = [float(document.advantages[0]) for document in read_documents(rollouts)]
+    assert advantages == pytest.approx([1 - mean, -mean, 0, 4 - mean], rel=1e-6)
+    excluded = [rollouts.outline(place).is_excluded for place in range(4)]
+    assert excluded == [False, False, True, False]
+
+    del rows[2]["score_failed"]
     with pytest.raises(DataError, match=r"rows.jsonl:3:reward: is missing"):
-        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
-    lost = [{**row, "reward": None, "score_failed": True} for row in rows]
+        source(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
+
+    failed = [row | {"reward": None, "score_failed": True} for row in rows]
     with pytest.raises(DataError, match="needs a document that was scored"):
-        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", lost), "dr_grpo")
+        source(write_jsonl(tmp_path / "rows.jsonl", failed), "dr_grpo")
 
 
-def test_a_run_whose_every_score_fails_ends(tmp_path):
-    chosen = [*prompts(tmp_path)[:-1], "task.verifier=tasks.verifiers_for_tests.silent"]
+def test_a_run_in_which_every_score_fails_ends(tmp_path):
+    overrides = run_with_verifier(tmp_path, "tasks.verifiers_for_tests.silent")
     with pytest.raises(DataError, match=r"the score of each of \d+ completions of a batch failed"):
-        train(config_of(*chosen), tmp_path / "run")
+        train(config_of(*overrides), tmp_path / "run")
 
 
-def test_a_failure_of_one_of_several_verifiers_is_one_of_the_whole_score(tmp_path):
-    others = "{verifier: tasks.verifiers_for_tests.scripted, weight: 2}"
-    several = (
-        f"task.verifiers={{right: {{verifier: tasks.verifiers_for_tests.right}}, other: {others}}}"
-    )
-    chosen = [*prompts(tmp_path)[:-1], "task.verifier=null", several]
-    for more, reward, measures in (
+@pytest.mark.parametrize(
+    ("settings", "reward", "measures"),
+    [
         ([], None, {"reward/right": 0.0}),
         (
             ["task.verifier_failure=score", "task.failure_score=-3"],
             -6.0,
             {"reward/right": 0.0, "reward/other": -3.0},
         ),
-    ):
-        _, loader = module_and_loader(*last_of_each_key(*chosen, *more))
-        task = loader.source.task.task
-        found = task.score(task.prompt(0), "none", True)
-        assert (found.reward, found.exact_match, found.failed, found.measures) == (
-            reward,
-            False,
-            True,
-            measures,
-        )
-        loader.source.close()
+    ],
+    ids=["left out", "scored"],
+)
+def test_a_score_failed_if_that_of_one_of_its_verifiers_did(tmp_path, settings, reward, measures):
+    right = "right: {verifier: tasks.verifiers_for_tests.right}"
+    other = "other: {verifier: tasks.verifiers_for_tests.scripted, weight: 2}"
+    verifiers = f"task.verifiers={{{right}, {other}}}"
+    _, loader = built(*run_with_verifier(tmp_path, "null"), verifiers, *settings)
+    task = loader.source.task.task
+    score = task.score(task.prompt(0), "none", True)
+    loader.source.close()
+    assert score.reward == reward
+    assert score.exact_match is False
+    assert score.failed is True
+    assert score.measures == measures
