@@ -1,50 +1,56 @@
-"""A distance from the reference that is taken off the rewards: kl.place=reward."""
+"""A KL penalty in the rewards, kl.place=reward: against loops over the models' own logits, and
+against verl's formula."""
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_runs_close, run_on_ranks
-from builders.runs import SHORT, config_of, metrics_of, module_and_loader, run, with_model
+from builders.parallel_runs import assert_close, run_on_ranks
+from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
+from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
 from pgtoolkit.kl import KL
 from pgtoolkit.losses.reference_terms import OF_TOKEN
 from pgtoolkit.rollouts.group_rollouts import has_signal
+from pgtoolkit.training.module import PolicyGradientModule
 
 IN_REWARD = ("kl=k1", "kl.coefficient=0.3", "kl.place=reward")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folders of a policy, and of another model as its reference."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folders of a policy, and of another model as its reference."""
     folder = tmp_path_factory.mktemp("models")
-    return [save_with_tokenizer(small_llama(seed), folder / str(seed)) for seed in (0, 3)]
+    policy = save_with_tokenizer(small_llama(0), folder / "policy")
+    reference = save_with_tokenizer(small_llama(3), folder / "reference")
+    return policy, reference
 
 
-def first_batch(*overrides):
-    """The first batch of rollouts, and the module that has sampled it."""
-    module, loader = module_and_loader(*overrides)
+def first_batch(*overrides: str) -> tuple[list[Document], PolicyGradientModule]:
+    """Return the first batch of rollouts, and the module that has sampled it."""
+    module, loader = built(*overrides)
     return [loader.source.document(place) for place in range(loader.source.batch_size)], module
 
 
 @torch.no_grad()
-def log_probs(model, document):
-    """Of the trained tokens, by the model's own logits."""
+def log_probs(model: torch.nn.Module, document: Document) -> list[float]:
+    """Return the log-probs of the trained tokens, by the model's own logits."""
     rows = model(document.tokens[None]).logits[0, :-1].log_softmax(-1)
     return rows.gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_advantages_are_made_of_rewards_less_the_distance(models, kind):
-    """By loops, of the models' own logits; the rewards themselves stay."""
-    path, reference_path = models
+@pytest.mark.parametrize("estimate", ["k1", "k3"])
+def test_advantages_are_made_of_rewards_less_the_penalty(models, estimate):
+    """The rewards themselves do not change."""
+    policy_path, reference_path = models
     settings = with_model(
-        path,
-        f"kl={kind}",
+        policy_path,
+        f"kl={estimate}",
         "kl.coefficient=0.3",
         f"kl.reference={reference_path}",
         "advantage=dr_grpo",
@@ -53,24 +59,26 @@ def test_advantages_are_made_of_rewards_less_the_distance(models, kind):
     documents, module = first_batch(*settings, "kl.place=reward")
     assert module.loss.kl is None
     rewards = []
-    for document, without in zip(documents, plain, strict=True):
-        assert torch.equal(document.tokens, without.tokens)
-        assert document.reward == without.reward
-        assert without.kl_reward is None
+    for document, without_penalty in zip(documents, plain, strict=True):
+        assert torch.equal(document.tokens, without_penalty.tokens)
+        assert document.reward == without_penalty.reward
+        assert without_penalty.kl_reward is None
         old = log_probs(module.policy.model, document)
         ref = log_probs(module.reference.model, document)
-        terms = [OF_TOKEN[kind](o, o, f)[0] for o, f in zip(old, ref, strict=True)]
-        assert document.kl_reward == pytest.approx(-0.3 * math.fsum(terms), rel=1e-3, abs=1e-4)
+        terms = [OF_TOKEN[estimate](o, o, r)[0] for o, r in zip(old, ref, strict=True)]
+        penalty = 0.3 * math.fsum(terms)
+        assert document.kl_reward == pytest.approx(-penalty, rel=1e-3, abs=1e-4)
         assert document.ref_log_probs.tolist() == pytest.approx(ref, abs=1e-4)
-        rewards.append(document.reward - 0.3 * math.fsum(terms))
+        rewards.append(document.reward - penalty)
     assert max(abs(document.kl_reward) for document in documents) > 0.01
     for place, document in enumerate(documents):
-        group = rewards[place // 4 * 4 :][:4]
-        expected = [rewards[place] - math.fsum(group) / 4] * document.num_trained
+        start = place // 4 * 4
+        mean = math.fsum(rewards[start : start + 4]) / 4
+        expected = [rewards[place] - mean] * document.num_trained
         assert document.advantages.tolist() == pytest.approx(expected, abs=1e-3)
 
 
-def verls_kl_penalty(log_prob, ref_log_prob, kind):
+def verls_kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Return the estimates of verl's `kl_penalty_forward` for kl_penalty=kl, mse and low_var_kl.
 
     Written anew after verl/trainer/ppo/core_algos.py at b178a3c; `apply_kl_penalty` takes beta
@@ -85,74 +93,72 @@ def verls_kl_penalty(log_prob, ref_log_prob, kind):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
-def test_the_distance_is_verls(ours, theirs):
-    """Where low_var_kl stays below 10, at which verl cuts it off."""
-    random = torch.Generator().manual_seed(0)
-    old, ref = (-4 * torch.rand(200, generator=random, dtype=torch.float64) for _ in range(2))
-    cut_off = 0.7 * verls_kl_penalty(old, ref, theirs)
-    kept = cut_off < 6.9
+def test_the_penalty_is_that_of_verl(ours, theirs):
+    """The comparison leaves out values above 10, which verl's low_var_kl clips."""
+    generator = torch.Generator().manual_seed(0)
+    old = -4 * torch.rand(200, generator=generator, dtype=torch.float64)
+    ref = -4 * torch.rand(200, generator=generator, dtype=torch.float64)
+    expected = 0.7 * verls_kl_penalty(old, ref, theirs)
+    kept = expected < 6.9
     assert kept.sum() > 150
-    torch.testing.assert_close(
-        KL(ours, 0.7).of_samples(old, ref)[kept], cut_off[kept], rtol=1e-12, atol=1e-14
-    )
+    penalty = KL(ours, 0.7).of_samples(old, ref)
+    torch.testing.assert_close(penalty[kept], expected[kept], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
-    "late",
+    "sampled_ahead",
     [("rollout.lag=3", "rollout.old_log_probs=proximal"), ("rollout.max_staleness=5",)],
 )
-def test_the_distance_is_of_the_old_log_probs_and_the_reference_as_it_is_then(late):
-    """Under lag too: a reference that moves has moved when training on the batch begins."""
-    moving = (
+def test_the_penalty_takes_the_reference_as_it_is_when_training_on_the_batch_begins(sampled_ahead):
+    """The reference moves at each update. Documents may have been sampled some updates before."""
+    settings = [setting for setting in SHORT if not setting.startswith("trainer.max_steps")]
+    module, loader = built(
+        *settings,
+        *IN_REWARD,
         "kl.update_every=1",
         "kl.update_rate=0.5",
         "optimizer.learning_rate=0.02",
         "trainer.max_steps=8",
+        *sampled_ahead,
     )
-    settings = [setting for setting in SHORT if not setting.startswith("trainer.max_steps")]
-    module, loader = module_and_loader(*settings, *IN_REWARD, *moving, *late)
-    distances = []
-    with torch.no_grad():
-        for number, step in enumerate(itertools.islice(loader, 8)):
-            for document in step.documents if number % 2 == 0 else ():
+    penalties = []
+    for number, step in enumerate(itertools.islice(loader, 8)):
+        if number % 2 == 0:  # the first of the two steps of a batch
+            for document in step.documents:
                 ref = torch.tensor(log_probs(module.reference.model, document), dtype=torch.float64)
                 torch.testing.assert_close(document.ref_log_probs.double(), ref, rtol=0, atol=1e-5)
-            for document in step.documents:
-                terms = (document.old_log_probs.double() - document.ref_log_probs.double()).tolist()
-                assert document.kl_reward == pytest.approx(-0.3 * math.fsum(terms), abs=1e-9)
-                distances.append(document.kl_reward)
-            with torch.enable_grad():
-                metrics = module.training_step(step, number)["metrics"]
-            mean = math.fsum(document.kl_reward for document in step.documents) / len(
-                step.documents
-            )
-            assert metrics["kl_reward"] == pytest.approx(mean, rel=1e-9)
+        for document in step.documents:
+            terms = document.old_log_probs.double() - document.ref_log_probs.double()
+            expected = -0.3 * math.fsum(terms.tolist())
+            assert document.kl_reward == pytest.approx(expected, abs=1e-9)
+        of_step = [document.kl_reward for document in step.documents]
+        penalties += of_step
+        metrics = module.training_step(step, number)["metrics"]
+        assert metrics["kl_reward"] == pytest.approx(math.fsum(of_step) / len(of_step), rel=1e-9)
     loader.source.close()
-    assert max(map(abs, distances)) > 1e-3
+    assert max(map(abs, penalties)) > 1e-3
 
 
-def test_groups_have_a_signal_by_the_rewards_of_the_task():
-    """Groups whose completions the task scores alike are left out, though their distances
-    differ."""
-    module, loader = module_and_loader(
+def test_groups_of_equal_task_rewards_are_left_out_though_their_penalties_differ():
+    module, loader = built(
         *SHORT, *IN_REWARD, "rollout.uninformative=drop", "optimizer.learning_rate=0.02"
     )
-    left_out = 0
+    num_left_out = 0
     for number, step in enumerate(itertools.islice(loader, 4)):
-        documents = [Document(**document) for document in loader.source.state_dict()["documents"]]
+        documents = [Document(**fields) for fields in loader.source.state_dict()["documents"]]
         for start in range(0, 16, 4):
             group = documents[start : start + 4]
             assert [document.left_out for document in group] == [not has_signal(group)] * 4
-            if group[0].left_out and len({document.kl_reward for document in group}) > 1:
-                left_out += 1
+            penalties = {document.kl_reward for document in group}
+            if group[0].left_out and len(penalties) > 1:
+                num_left_out += 1
         module.training_step(step, number)
-    assert left_out > 0
+    assert num_left_out > 0
 
 
-def test_a_run_shows_the_reward_of_the_task_and_the_distance_beside_it(tmp_path):
-    rows = metrics_of(
-        run(tmp_path / "run", *IN_REWARD, "loss=grpo", "optimizer.learning_rate=0.02")
-    )
+def test_metrics_show_the_reward_of_the_task_beside_the_penalty(tmp_path):
+    overrides = [*IN_REWARD, "loss=grpo", "optimizer.learning_rate=0.02"]
+    rows = metrics_of(run(tmp_path / "run", *overrides))
     assert rows[0]["kl_reward"] == pytest.approx(0, abs=1e-5)
     assert any(abs(row["kl_reward"]) > 1e-3 for row in rows[2:])
     assert all(row["kl_ref"] >= 0 for row in rows)
@@ -161,16 +167,19 @@ def test_a_run_shows_the_reward_of_the_task_and_the_distance_beside_it(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_distance_is_the_same_over_two_ranks(tmp_path, models):
-    path, reference_path = models
-    settings = with_model(path, *IN_REWARD, f"kl.reference={reference_path}", "trainer.max_steps=3")
+def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
+    policy_path, reference_path = models
+    settings = with_model(
+        policy_path, *IN_REWARD, f"kl.reference={reference_path}", "trainer.max_steps=3"
+    )
     sharded = [*settings, "parallelism.shard=true"]
-    on_ranks = run_on_ranks(tmp_path / "ranks", sharded, data_parallel=2)
-    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    two_ranks = run_on_ranks(tmp_path / "two ranks", sharded, data_parallel=2)
+    single = run_on_ranks(tmp_path / "single", settings)
+    assert_close(two_ranks, single, 2e-5)
 
 
 @pytest.mark.parametrize(
-    ("typed", "problem"),
+    ("overrides", "problem"),
     [
         (["kl=k3_ratio"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=k3_ratio)."),
         (["kl=full_reverse"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=full_reverse)."),
@@ -182,6 +191,8 @@ def test_the_distance_is_the_same_over_two_ranks(tmp_path, models):
         (["kl=none"], "kl.place=reward needs kl other than none"),
     ],
 )
-def test_what_has_no_such_reward_is_refused(typed, problem):
-    problems = validate(config_of("kl.place=reward", *typed))[1].problems
+def test_kl_in_the_reward_needs_an_estimate_per_token_and_an_advantage_of_rewards(
+    overrides, problem
+):
+    problems = validate(config_of("kl.place=reward", *overrides))[1].problems
     assert any(refusal.startswith(problem) for refusal in problems), problems
