@@ -99,7 +99,7 @@ TESTED_ELSEWHERE = {
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
     **dict.fromkeys(
         ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
-        "rollouts/test_policy_rollouts.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
+        "rollouts/test_policy_rollouts.py::test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
     ),
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
@@ -115,7 +115,7 @@ TESTED_ELSEWHERE = {
     ),
     "rollout/recorded.too_long": "rollouts/test_conversations.py::"
     "test_rows_that_are_too_long_are_refused_or_skipped_with_their_count",
-    "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
+    "rollout/recorded.group_size": "rollouts/test_recorded.py::test_without_group_ids_group_size_makes_the_groups",
     "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_rows_beyond_the_limits_of_the_run_are_refused",
     "sampler/transformers.processes": "sampling/test_copies.py::test_several_processes_share_the_prompts_of_a_batch",
     "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",
@@ -129,7 +129,7 @@ TESTED_ELSEWHERE = {
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
     "rollout/policy.keep_completions": "training/test_kept_completions.py::test_training_is_the_same_whatever_is_kept",
-    "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_so_many_updates_old",
+    "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_that_many_updates_old",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",

@@ -1,14 +1,15 @@
-"""Rows of texts: their tokens are those of the chat template, and exactly the turns of the
-assistant are trained."""
+"""Recorded rows of texts: their tokens are those of the chat template, and the assistant's turns
+are trained. References are texts written by hand and the masks of transformers."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.models import small_llama
-from builders.rollout_rows import recorded_config, write_parquet
-from builders.runs import module_and_loader
+from builders.rollout_rows import config, write_jsonl, write_parquet
+from builders.runs import built
 from tasks.test_chat import CHATML, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -35,186 +36,192 @@ MARKED = CHATML.replace(
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' "
     "}}{% endif %}{{ '\n' }}",
 )
-ENDLESS = (  # as Llama 2's: no beginning of an answer, and an end after the assistant's turns alone
+LLAMA = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + "
     "eos_token }}{% else %}{{ '[' + m['role'] + ']' + m['content'] + '[/]' }}{% endif %}{% "
     "endfor %}"
 )
-FORGETFUL = CHATML.replace(
+"""Like Llama 2's template: answers have no beginning, and only they have an end."""
+
+QWEN = CHATML.replace(
     "{% for m in messages %}",
     (
         "{% for m in messages %}{% if m['role'] == 'assistant' and loop.last %}{{ '<think>' }}{% "
         "endif %}"
     ),
 )
-"""As Qwen3's: what it writes of a turn depends on whether others follow."""
+"""Like Qwen3's template: the text of a turn depends on whether others follow."""
 
 
-def of(template, trained="all", chat="auto", ends=None):
+def conversations_of(
+    template: str | None, trained: str = "all", chat: str = "auto"
+) -> tuple[PreTrainedTokenizerFast, Conversations]:
+    """Return a tokenizer with this template, and conversations that end by <end> or <|im_end|>."""
     tokenizer = tokenizer_of(template)
-    ends = ends or [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    return tokenizer, Conversations(lambda: (tokenizer, ends), Chat(chat), TrainedTurns(trained))
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return tokenizer, conversations_with(tokenizer, ends, trained, chat)
 
 
-def parts(tokenizer, found):
-    """The texts of the tokens that are trained, one for each run of them."""
-    marked = [
-        (token if trained else None)
-        for token, trained in zip(found["token_ids"], found["loss_mask"], strict=True)
-    ]
+def conversations_with(
+    tokenizer: PreTrainedTokenizerFast,
+    ends: list[int],
+    trained: str = "all",
+    chat: str = "auto",
+) -> Conversations:
+    return Conversations(lambda: (tokenizer, ends), Chat(chat), TrainedTurns(trained))
+
+
+def trained_texts(tokenizer: PreTrainedTokenizerFast, row: dict) -> list[str]:
+    """Return the text of each run of trained tokens."""
     runs = [[]]
-    for token in marked:
-        runs[-1].append(token) if token is not None else runs.append([])
+    for token, is_trained in zip(row["token_ids"], row["loss_mask"], strict=True):
+        if is_trained:
+            runs[-1].append(token)
+        else:
+            runs.append([])
     return [tokenizer.decode(run) for run in runs if run]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["differences of prefixes", "marked"])
-def test_by_hand_the_trained_tokens_are_the_answers_with_their_ends(template):
-    tokenizer, every = of(template)
-    found = every.tokens({"messages": TALK})
-    assert found["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
-    assert parts(tokenizer, found) == ["42.<|im_end|>", " 49\n<|im_end|>"]
-    assert parts(tokenizer, of(template, "last")[1].tokens({"messages": TALK})) == [
-        " 49\n<|im_end|>"
-    ]
+def test_the_trained_tokens_are_the_answers_with_their_ends(template):
+    tokenizer, conversations = conversations_of(template)
+    row = conversations.tokens({"messages": TALK})
+    assert row["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert trained_texts(tokenizer, row) == ["42.<|im_end|>", " 49\n<|im_end|>"]
+    tokenizer, conversations = conversations_of(template, "last")
+    row = conversations.tokens({"messages": TALK})
+    assert trained_texts(tokenizer, row) == [" 49\n<|im_end|>"]
 
 
-def test_a_turn_that_holds_its_end_is_trained_up_to_its_last_one():
-    """An answer may quote the token that ends it."""
-    tokenizer, every = of(CHATML)
-    talk = [
+def test_an_answer_that_quotes_its_end_token_is_trained_to_its_last_end():
+    tokenizer, conversations = conversations_of(CHATML)
+    messages = [
         {"role": "user", "content": "How does it end?"},
         {"role": "assistant", "content": "With <|im_end|>, so."},
     ]
-    assert parts(tokenizer, every.tokens({"messages": talk})) == ["With <|im_end|>, so.<|im_end|>"]
+    row = conversations.tokens({"messages": messages})
+    assert trained_texts(tokenizer, row) == ["With <|im_end|>, so.<|im_end|>"]
 
 
-def test_the_fingerprint_tells_apart_what_makes_other_tokens():
-    """A kept index of the same rows is made anew where it differs: by template, use of it, trained
-    turns, tokens."""
-    conversations = [
-        of(CHATML)[1],
-        of(MARKED)[1],
-        of(CHATML, trained="last")[1],
-        of(CHATML, chat="never")[1],
-    ]
-    longer, _ = of(CHATML)
+def test_the_fingerprint_depends_on_template_chat_trained_turns_and_tokens():
+    """A kept index is made anew where the fingerprint differs."""
+    longer, _ = conversations_of(CHATML)
     longer.add_tokens(["assistant"])
-    conversations.append(
-        Conversations(lambda: (longer, [longer.eos_token_id]), Chat.auto, TrainedTurns.all)
-    )
-    fingerprints = [every.fingerprint() for every in conversations]
+    different = [
+        conversations_of(CHATML)[1],
+        conversations_of(MARKED)[1],
+        conversations_of(CHATML, trained="last")[1],
+        conversations_of(CHATML, chat="never")[1],
+        conversations_with(longer, [longer.eos_token_id]),
+    ]
+    fingerprints = [conversations.fingerprint() for conversations in different]
     assert len(set(fingerprints)) == len(fingerprints)
-    assert of(CHATML)[1].fingerprint() == fingerprints[0]
+    assert conversations_of(CHATML)[1].fingerprint() == fingerprints[0]
 
 
-def test_by_hand_a_template_without_a_beginning_of_answers():
-    tokenizer, every = of(ENDLESS)
-    found = every.tokens({"messages": TALK})
-    assert tokenizer.decode(found["token_ids"]) == (
+def test_a_template_without_a_beginning_of_answers_trains_them_with_their_ends():
+    tokenizer, conversations = conversations_of(LLAMA)
+    row = conversations.tokens({"messages": TALK})
+    assert tokenizer.decode(row["token_ids"]) == (
         "[system]Be brief.[/][user]6 * 7?[/] 42. <end>[user]And 7 * 7?[/]  49\n <end>"
     )
-    assert parts(tokenizer, found) == [" 42. <end>", "  49\n <end>"]
+    assert trained_texts(tokenizer, row) == [" 42. <end>", "  49\n <end>"]
 
 
-def test_the_mask_is_that_of_transformers():
-    """Where the template marks the turns; and of one that does not, that of the same template with
-    marks."""
-    tokenizer, marked = of(MARKED)
+def row_by_transformers(tokenizer: PreTrainedTokenizerFast, messages: list[dict]) -> dict:
+    """Return the tokens and the mask of a template that marks the assistant's turns."""
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    output = tokenizer.apply_chat_template(messages, **options)
+    return {"token_ids": output["input_ids"], "loss_mask": output["assistant_masks"]}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["differences of prefixes", "marked"])
+def test_the_mask_is_that_of_transformers(template):
+    """CHATML has no marks: its mask is that of the same template with marks."""
+    tokenizer, _ = conversations_of(MARKED)
+    _, conversations = conversations_of(template)
     for messages in (TALK, TALK[1:3], [*TALK, {"role": "user", "content": "<|im_end|>?"}]):
-        theirs = tokenizer.apply_chat_template(messages, **options)
-        assert sum(theirs["assistant_masks"]) > 3
-        for ours in (marked, of(CHATML)[1]):
-            found = ours.tokens({"messages": messages})
-            assert (found["token_ids"], found["loss_mask"]) == (
-                theirs["input_ids"],
-                theirs["assistant_masks"],
-            )
+        expected = row_by_transformers(tokenizer, messages)
+        assert sum(expected["loss_mask"]) > 3
+        assert conversations.tokens({"messages": messages}) == expected
 
 
-def test_the_mask_is_that_of_transformers_with_tokens_of_several_characters_and_of_parts_of_one():
-    """Byte-level BPE, whose tokens hold the space before them and parts of characters such as
-    these."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer, words.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["differences of prefixes", "marked"])
+def test_the_mask_is_that_of_transformers_for_byte_level_tokens(template):
+    """Tokens of byte-level BPE have several characters, a space before them, or parts of one
+    character."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    text = [message["content"] + " assistant user and the answer is forty-two" for message in TALK]
-    specials, letters = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
-    words.train_from_iterator(
-        text, trainers.BpeTrainer(special_tokens=specials, initial_alphabet=letters)
+    bpe.train_from_iterator(
+        [message["content"] + " assistant user and the answer is forty-two" for message in TALK],
+        trainer,
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>")
-    said = ["the answer is 42", " é and 🙂\n\n", "🙂", "\nforty-two "]
-    messages = [{"role": role, "content": one} for one in said for role in ("user", "assistant")]
-    for template in (MARKED, CHATML):
-        tokenizer.chat_template = MARKED
-        theirs = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        tokenizer.chat_template = template
-        ours = Conversations(
-            lambda: (tokenizer, [tokenizer.eos_token_id]), Chat.auto, TrainedTurns.all
-        )
-        found = ours.tokens({"messages": messages})
-        assert (found["token_ids"], found["loss_mask"]) == (
-            theirs["input_ids"],
-            theirs["assistant_masks"],
-        )
-        assert parts(tokenizer, found) == [one + "<|im_end|>" for one in said]
-    assert len(found["token_ids"]) < len(tokenizer.decode(found["token_ids"])) / 1.5
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
+    contents = ["the answer is 42", " é and 🙂\n\n", "🙂", "\nforty-two "]
+    messages = [
+        {"role": role, "content": content} for content in contents for role in ("user", "assistant")
+    ]
+    tokenizer.chat_template = MARKED
+    expected = row_by_transformers(tokenizer, messages)
+
+    tokenizer.chat_template = template
+    row = conversations_with(tokenizer, [tokenizer.eos_token_id]).tokens({"messages": messages})
+
+    assert row == expected
+    assert trained_texts(tokenizer, row) == [content + "<|im_end|>" for content in contents]
+    assert len(row["token_ids"]) < len(tokenizer.decode(row["token_ids"])) / 1.5
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_of_a_prompt_with_its_completion_the_completion_is_trained(template):
-    tokenizer, every = of(template)
-    pair = every.tokens({"prompt": TALK[:4], "completion": TALK[4:]})
-    assert pair["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
-    assert parts(tokenizer, pair) == [" 49\n<|im_end|>"]
-    texts = every.tokens({"prompt": "6 * 7?", "completion": "42."})
-    assert texts == every.tokens({"messages": TALK[1:3]})
-    assert parts(tokenizer, texts) == ["42.<|im_end|>"]
+    tokenizer, conversations = conversations_of(template)
+    row = conversations.tokens({"prompt": TALK[:4], "completion": TALK[4:]})
+    assert row["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert trained_texts(tokenizer, row) == [" 49\n<|im_end|>"]
+    row = conversations.tokens({"prompt": "6 * 7?", "completion": "42."})
+    assert row == conversations.tokens({"messages": TALK[1:3]})
+    assert trained_texts(tokenizer, row) == ["42.<|im_end|>"]
 
 
 @pytest.mark.parametrize("chat", ["auto", "never"])
-def test_texts_without_a_template_are_a_prompt_and_its_answer(chat):
-    """The tokenizer's own beginning, as of a prompt that is sampled from, and one end of the
-    sequence."""
-    tokenizer, texts = of(None if chat == "auto" else CHATML, chat=chat)
-    expected = [tokenizer.bos_token_id, *tokenizer.encode("6=", add_special_tokens=False)]
-    for completion in ("42", "42<end>"):
-        found = texts.tokens({"prompt": "6=", "completion": completion})
-        answer = [*tokenizer.encode("42", add_special_tokens=False), tokenizer.eos_token_id]
-        assert found == {
-            "token_ids": expected + answer,
-            "loss_mask": [False] * len(expected) + [True] * 3,
-        }
+@pytest.mark.parametrize("completion", ["42", "42<end>"])
+def test_texts_without_a_template_have_the_tokenizers_beginning_and_one_end(chat, completion):
+    """The beginning is that of a prompt that is sampled from."""
+    tokenizer, conversations = conversations_of(None if chat == "auto" else CHATML, chat=chat)
+    prompt = [tokenizer.bos_token_id, *tokenizer.encode("6=", add_special_tokens=False)]
+    answer = [*tokenizer.encode("42", add_special_tokens=False), tokenizer.eos_token_id]
+    assert conversations.tokens({"prompt": "6=", "completion": completion}) == {
+        "token_ids": prompt + answer,
+        "loss_mask": [False] * len(prompt) + [True] * 3,
+    }
 
 
-def test_an_end_that_the_tokenizer_adds_to_a_prompt_does_not_stand_before_its_completion():
-    tokenizer, texts = of(None)
-    end = [("<end>", tokenizer.eos_token_id)]
+def test_an_end_that_the_tokenizer_adds_to_a_prompt_is_not_before_its_completion():
+    tokenizer, conversations = conversations_of(None)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        "$A <end>", special_tokens=end
+        "$A <end>", special_tokens=[("<end>", tokenizer.eos_token_id)]
     )
-    found = texts.tokens({"prompt": "6=", "completion": "42"})
-    assert tokenizer.decode(found["token_ids"]) == "6=42<end>"
-    assert found["loss_mask"] == [False] * 2 + [True] * 3
+    row = conversations.tokens({"prompt": "6=", "completion": "42"})
+    assert tokenizer.decode(row["token_ids"]) == "6=42<end>"
+    assert row["loss_mask"] == [False] * 2 + [True] * 3
 
 
 @pytest.mark.parametrize(
-    ("template", "trained", "raw", "message"),
+    ("template", "trained", "row", "message"),
     [
         (
-            FORGETFUL,
+            QWEN,
             "all",
             {"messages": TALK},
             "at place 3 an answer .* or rollout.trained_turns=last",
         ),
         (
-            FORGETFUL,
+            QWEN,
             "last",
             {"messages": TALK[:4]},
             "at place 3 .* marks the turns by {% generation %}$",
@@ -256,70 +263,81 @@ def test_an_end_that_the_tokenizer_adds_to_a_prompt_does_not_stand_before_its_co
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused(template, trained, raw, message):
+def test_rows_whose_trained_tokens_cannot_be_known_are_refused(template, trained, row, message):
+    _, conversations = conversations_of(template, trained)
     with pytest.raises(ValueError, match=message):
-        of(template, trained)[1].tokens(raw)
+        conversations.tokens(row)
 
 
-def test_the_last_turn_of_a_template_that_forgets():
-    """It is in the text as it is written by itself, and so is what comes before it."""
-    tokenizer, last = of(FORGETFUL.replace("<think>", ""), "last")
-    assert parts(tokenizer, last.tokens({"messages": TALK})) == [" 49\n<|im_end|>"]
+def test_the_last_turn_can_be_trained_if_the_template_depends_on_its_place():
+    """The last turn and the text before it are in the whole text as they are by themselves."""
+    tokenizer, conversations = conversations_of(QWEN.replace("<think>", ""), "last")
+    row = conversations.tokens({"messages": TALK})
+    assert trained_texts(tokenizer, row) == [" 49\n<|im_end|>"]
 
 
-def test_a_token_that_is_only_in_part_the_assistants_is_refused():
-    words = Tokenizer(models.WordLevel({"A:yes": 0, "no": 1, "A:": 2, "<end>": 3}, unk_token="no"))
+def test_a_token_of_prompt_and_answer_together_is_refused():
+    vocabulary = {"A:yes": 0, "no": 1, "A:": 2, "<end>": 3}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="no"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ (m.role == 'user') and m.content + ' A:' "
         "or m.content }}{% endfor %}"
     )
-    of_words = Conversations(lambda: (tokenizer, [3]), Chat.auto, TrainedTurns.all)
+    conversations = conversations_with(tokenizer, [3])
     with pytest.raises(ValueError, match="a token, A:yes, that is in part the assistant's"):
-        of_words.tokens({"prompt": "no", "completion": "yes"})
-    assert of_words.tokens({"prompt": "no", "completion": " yes"})["loss_mask"] == [
-        False,
-        False,
-        True,
-    ]
+        conversations.tokens({"prompt": "no", "completion": "yes"})
+    row = conversations.tokens({"prompt": "no", "completion": " yes"})
+    assert row["loss_mask"] == [False, False, True]
 
 
-def rows_of(path, max_tokens=None, template=CHATML, run_dir=None, **changes):
+def recorded(
+    path: Path,
+    max_tokens: int | None = None,
+    template: str = CHATML,
+    run_dir: Path | None = None,
+    **changes: object,
+) -> RecordedRollouts:
+    """Return recorded rollouts of texts; changes: to their configuration."""
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = template
-    options = {"reads_old_log_probs": False, "max_tokens": max_tokens, "run_dir": run_dir}
-    options["tokenizer"] = lambda: (tokenizer, [tokenizer.eos_token_id])
     return RecordedRollouts(
-        recorded_config(path, **changes), Estimator("given"), len(tokenizer), **options
+        config(path, **changes),
+        Estimator("given"),
+        len(tokenizer),
+        reads_old_log_probs=False,
+        max_tokens=max_tokens,
+        run_dir=run_dir,
+        tokenizer=lambda: (tokenizer, [tokenizer.eos_token_id]),
     )
 
 
-TEXTS = [{"prompt": f"{i} + {i}?", "completion": i * "o" + str(2 * i)} for i in range(6)]
+TEXTS = [
+    {"prompt": f"{number} + {number}?", "completion": number * "o" + str(2 * number)}
+    for number in range(6)
+]
 
 
-def test_files_of_texts_are_read_like_others_and_are_all_the_same(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    write_parquet(tmp_path / "rows.parquet", TEXTS, row_group_size=2)
-    talks = [
+def test_rows_of_jsonl_parquet_and_messages_make_the_same_documents(tmp_path):
+    jsonl = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    parquet = write_parquet(tmp_path / "rows.parquet", TEXTS, row_group_size=2)
+    messages = [
         [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
         for row in TEXTS
     ]
-    pq.write_table(
-        pa.table({"messages": talks, "prompt": ["seen"] * 6}), tmp_path / "messages.parquet"
-    )
-    found = [
-        rows_of(tmp_path / name) for name in ("rows.jsonl", "rows.parquet", "messages.parquet")
-    ]
+    table = pa.table({"messages": messages, "prompt": ["seen"] * 6})
+    pq.write_table(table, tmp_path / "messages.parquet")
+    sources = [recorded(path) for path in (jsonl, parquet, tmp_path / "messages.parquet")]
     for position in (5, 0, 3):
-        first, *others = [source.document(position) for source in found]
+        first, *others = [source.document(position) for source in sources]
         trained = first.tokens[first.loss_mask].tolist()
-        tokenizer = character_tokenizer(None)
-        # none ends a sequence
-        assert tokenizer.decode(trained) == position * "o" + str(2 * position) + "<|im_end|>\n"
+        # No end-of-sequence token is in the template's end, so all of it is trained.
+        expected = position * "o" + str(2 * position) + "<|im_end|>\n"
+        assert character_tokenizer(None).decode(trained) == expected
         assert first.advantages.tolist() == [1] * len(trained)
         for other in others:
             assert other.tokens.tolist() == first.tokens.tolist()
@@ -327,72 +345,70 @@ def test_files_of_texts_are_read_like_others_and_are_all_the_same(tmp_path):
 
 
 def test_rows_that_are_too_long_are_refused_or_skipped_with_their_count(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    lengths = [len(rows_of(tmp_path / "rows.jsonl").document(i).tokens) for i in range(6)]
+    path = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    lengths = [len(recorded(path).document(position).tokens) for position in range(6)]
     assert lengths == sorted(lengths)
     with pytest.raises(
         DataError,
         match=rf"rows\.jsonl:6:token_ids: has {lengths[5]} tokens and at most {lengths[4]} fit",
     ):
-        rows_of(tmp_path / "rows.jsonl", max_tokens=lengths[4])
-    kept = rows_of(tmp_path / "rows.jsonl", max_tokens=lengths[3], too_long="skip")
-    assert kept.num_documents == 4
-    assert [len(kept.document(i).tokens) for i in range(4)] == lengths[:4]
-    (note,) = [note for note in kept.index.notes if "too_long" in note]
+        recorded(path, max_tokens=lengths[4])
+    rollouts = recorded(path, max_tokens=lengths[3], too_long="skip")
+    assert rollouts.num_documents == 4
+    kept = [len(rollouts.document(position).tokens) for position in range(4)]
+    assert kept == lengths[:4]
+    (note,) = [note for note in rollouts.index.notes if "too_long" in note]
     assert (
         note == f"rollout.too_long=skip leaves out 2 of 6 rows, with more than {lengths[3]} tokens."
     )
 
 
-def test_bad_rows_name_file_line_and_field(tmp_path):
+def test_bad_rows_are_all_refused_by_file_line_and_field(tmp_path):
     rows = [
         *TEXTS,
         {"prompt": "6?", "completion": None},
         {"messages": [{"role": "user", "content": "6?"}]},
         {"a": 1},
+        {**TEXTS[0], "prompt": "é"},
     ]
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*rows, {**TEXTS[0], "prompt": "é"}])
-    )
     with pytest.raises(DataError) as error:
-        rows_of(tmp_path / "rows.jsonl")
-    assert [line.partition(": ")[0].strip() for line in str(error.value).splitlines()[1:]] == [
-        *(
-            "rows.jsonl:7:token_ids",
-            "rows.jsonl:7:loss_mask",
-            "rows.jsonl:8:messages",
-            "rows.jsonl:9:token_ids",
-        ),
-        *("rows.jsonl:9:loss_mask", "rows.jsonl:10:completion"),
+        recorded(write_jsonl(tmp_path / "rows.jsonl", rows))
+    places = [line.partition(": ")[0].strip() for line in str(error.value).splitlines()[1:]]
+    assert places == [
+        "rows.jsonl:7:token_ids",
+        "rows.jsonl:7:loss_mask",
+        "rows.jsonl:8:messages",
+        "rows.jsonl:9:token_ids",
+        "rows.jsonl:9:loss_mask",
+        "rows.jsonl:10:completion",
     ]
 
 
-def test_another_template_has_the_kept_index_made_anew(tmp_path):
-    """As one that writes the date does on the next day: else each row would seem to have been
-    changed."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
-    kept = rows_of(path, run_dir=tmp_path).index
-    assert rows_of(path, run_dir=tmp_path).index.texts == kept.texts is not None
-    other = rows_of(path, run_dir=tmp_path, template="today " + CHATML)
+def test_a_kept_index_is_made_anew_for_another_template(tmp_path):
+    """A template may write the date: on the next day the rows would seem to have been changed."""
+    path = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    kept = recorded(path, run_dir=tmp_path).index
+    assert kept.texts is not None
+    assert recorded(path, run_dir=tmp_path).index.texts == kept.texts
+    other = recorded(path, run_dir=tmp_path, template="today " + CHATML)
     assert other.index.texts != kept.texts
     assert len(other.document(0).tokens) == kept.rows["tokens"][0] + len("today ")
 
 
-def test_keys_of_texts_are_not_ignored_where_rows_have_tokens(tmp_path):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"token_ids": [1, 2], "loss_mask": [0, 1]}))
-    assert rows_of(tmp_path / "rows.jsonl").index.texts is None
+def test_keys_of_texts_are_refused_where_rows_have_tokens(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"token_ids": [1, 2], "loss_mask": [0, 1]}])
+    assert recorded(path).index.texts is None
     for name, value in (("chat", Chat.never), ("trained_turns", TrainedTurns.last)):
         with pytest.raises(
             DataError, match=rf"rollout\.{name}={value}.* needs rows of messages, .*\(got tokens\)"
         ):
-            rows_of(tmp_path / "rows.jsonl", **{name: value})
+            recorded(path, **{name: value})
 
 
 @pytest.fixture
-def model(tmp_path):
-    """The folder of one that ends its turns with <|im_end|>, which only its generation_config.json
-    says."""
+def model(tmp_path: Path) -> Path:
+    """Return the folder of a model that ends its turns with <|im_end|>, which stands only in its
+    generation_config.json."""
     tokenizer = tokenizer_of(CHATML)
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": ends[0], "max_position_embeddings": 192}
@@ -402,7 +418,8 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-SHORT = (
+SFT = (
+    "experiment=sft",
     "trainer.device=cpu",
     "tracking=none",
     "accumulation.docs_per_step=2",
@@ -410,47 +427,37 @@ SHORT = (
 )
 
 
-def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model):
-    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"messages": TALK}) + "\n"))
-    (tmp_path / "pairs.jsonl").write_text(
-        2 * (json.dumps({"prompt": "6?", "completion": "7"}) + "\n")
+@pytest.mark.parametrize(
+    ("row", "overrides", "expected"),
+    [
+        ({"messages": TALK}, [], "42.<|im_end|> 49\n<|im_end|>"),
+        ({"messages": TALK}, ["rollout.trained_turns=last"], " 49\n<|im_end|>"),
+        ({"prompt": "6?", "completion": "7"}, [], "7<|im_end|>"),
+        ({"prompt": "6?", "completion": "7"}, ["rollout.chat=never"], "7<end>"),
+    ],
+    ids=["all turns", "last turn", "completion", "without the template"],
+)
+def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model, row, overrides, expected):
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, row])
+    module, loader = built(
+        *SFT, "model=huggingface", f"model.path={model}", f"rollout.path={path}", *overrides
     )
-    for file, overrides, expected in (
-        ("rows", [], "42.<|im_end|> 49\n<|im_end|>"),
-        ("rows", ["rollout.trained_turns=last"], " 49\n<|im_end|>"),
-        ("pairs", [], "7<|im_end|>"),
-        ("pairs", ["rollout.chat=never"], "7<end>"),
-    ):
-        chosen = [
-            "model=huggingface",
-            f"model.path={model}",
-            f"rollout.path={tmp_path / file}.jsonl",
-            *overrides,
-        ]
-        module, loader = module_and_loader("experiment=sft", *SHORT, *chosen)
-        decode = module.policy.tokenizer.decode
-        for document in next(iter(loader)).documents:
-            assert decode(document.tokens[document.loss_mask]) == expected
-            assert ("<|im_start|>" in decode(document.tokens)) is (
-                "rollout.chat=never" not in overrides
-            )
+    decode = module.policy.tokenizer.decode
+    uses_template = "rollout.chat=never" not in overrides
+    for document in next(iter(loader)).documents:
+        assert decode(document.tokens[document.loss_mask]) == expected
+        assert ("<|im_start|>" in decode(document.tokens)) is uses_template
 
 
-def test_the_check_reads_the_first_rows_through_the_template(tmp_path, model, capsys):
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK[:2]})
-    )
-    rows = ["experiment=sft", *SHORT, f"rollout.path={tmp_path / 'rows.jsonl'}"]
-    assert main(["check", *rows, "model=huggingface", f"model.path={model}"]) == 2
-    assert (
-        "rows.jsonl:2:messages: has no message of the assistant to be trained"
-        in capsys.readouterr().out
-    )
-    assert main(["check", *rows]) == 2
-    assert (
-        "rows.jsonl:1:messages: is a list of chat messages, and there is no chat template"
-        in capsys.readouterr().out
-    )
+def test_pgtk_check_reads_the_first_rows_through_the_template(tmp_path, model, capsys):
+    rows = [{"messages": TALK}, {"messages": TALK[:2]}]
+    overrides = [*SFT, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}"]
+    assert main(["check", *overrides, "model=huggingface", f"model.path={model}"]) == 2
+    problem = "rows.jsonl:2:messages: has no message of the assistant to be trained"
+    assert problem in capsys.readouterr().out
+    assert main(["check", *overrides]) == 2
+    problem = "rows.jsonl:1:messages: is a list of chat messages, and there is no chat template"
+    assert problem in capsys.readouterr().out
 
 
 ADD = "Add the id of the token that ends an answer to eos_token_id in generation_config.json."
@@ -464,7 +471,7 @@ ENDLESS_ANSWERS = (
     [
         (CHATML, ["<|im_end|>"], None),
         (MARKED, ["<|im_end|>"], None),
-        (ENDLESS, ["<end>"], None),
+        (LLAMA, ["<end>"], None),
         (
             CHATML,
             ["<end>"],
@@ -510,83 +517,70 @@ ENDLESS_ANSWERS = (
         "no template",
     ],
 )
-def test_where_no_end_is_trained_a_note_says_so(template, ends, note):
+def test_a_note_says_that_no_end_is_trained_exactly_where_none_is(template, ends, note):
     tokenizer = tokenizer_of(template)
-    ids = tokenizer.convert_tokens_to_ids(ends)
-    texts = Conversations(lambda: (tokenizer, ids), Chat.auto, TrainedTurns.all)
-    assert texts.notes() == ([] if note is None else [note])
-    row = texts.tokens({"prompt": "6?", "completion": "7"})
+    end_ids = tokenizer.convert_tokens_to_ids(ends)
+    conversations = conversations_with(tokenizer, end_ids)
+    assert conversations.notes() == ([] if note is None else [note])
+    row = conversations.tokens({"prompt": "6?", "completion": "7"})
     trained = {
         token
         for token, is_trained in zip(row["token_ids"], row["loss_mask"], strict=True)
         if is_trained
     }
-    assert bool(trained & {*ids}) is (note is None)  # what the note says is so
+    assert bool(trained & set(end_ids)) is (note is None)
 
 
-def test_rows_that_hold_what_is_added_to_them_are_counted():
-    _, texts = of(CHATML)
-    written = "<|im_start|>user\n6?<|im_end|>\n<|im_start|>assistant\n"
-    for prompt in ("6?", written, written):
-        texts.tokens({"prompt": prompt, "completion": "7"})
-    assert texts.notes() == [
+def test_a_note_counts_rows_that_hold_what_the_template_or_the_tokenizer_adds():
+    _, conversations = conversations_of(CHATML)
+    templated = "<|im_start|>user\n6?<|im_end|>\n<|im_start|>assistant\n"
+    for prompt in ("6?", templated, templated):
+        conversations.tokens({"prompt": prompt, "completion": "7"})
+    beginning = f"{templated}\n7"[:60]
+    assert conversations.notes() == [
         "2 of the first 3 rows hold '<|im_start|>', which the chat template adds itself, so that "
-        f"they have it twice, first {(written + chr(10) + '7')[:60]!r}. Use rollout.chat=never, or "
+        f"they have it twice, first {beginning!r}. Use rollout.chat=never, or "
         "texts without <|im_start|>."
     ]
-    _, texts = of(None)
+    _, conversations = conversations_of(None)
     for prompt in ("6?", "<bos>6?"):
-        texts.tokens({"prompt": prompt, "completion": "7"})
-    assert texts.notes() == [
+        conversations.tokens({"prompt": prompt, "completion": "7"})
+    assert conversations.notes() == [
         "1 of the first 2 rows hold '<bos>', which the tokenizer adds itself, so that they have it "
         "twice, first '<bos>6?'. Use texts without <bos>."
     ]
 
 
-def test_check_and_start_say_that_no_end_is_trained(tmp_path, model, capsys):
-    """Of rows of texts; rows of tokens have no template."""
-    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"messages": TALK}) + "\n"))
-    (tmp_path / "tokens.jsonl").write_text(
-        2 * (json.dumps({"token_ids": [1, 2], "loss_mask": [0, 1]}) + "\n")
-    )
-    (model / "generation_config.json").unlink()  # the tokenizer's own end is left
-    chosen = [
-        "experiment=sft",
-        *SHORT,
-        "model=huggingface",
-        f"model.path={model}",
-        "trainer.max_steps=1",
-    ]
-    said = (
+def test_pgtk_check_and_a_run_note_that_no_end_is_trained(tmp_path, model, capsys):
+    """Rows of tokens have no template, and no such note."""
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"messages": TALK}] * 2)
+    tokens = {"token_ids": [1, 2], "loss_mask": [0, 1]}
+    tokens = write_jsonl(tmp_path / "tokens.jsonl", [tokens] * 2)
+    (model / "generation_config.json").unlink()  # leaves the tokenizer's own end
+    overrides = [*SFT, "model=huggingface", f"model.path={model}", "trainer.max_steps=1"]
+    note = (
         "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence "
         "token"
     )
-    for file, is_said in (("rows", True), ("tokens", False)):
-        assert main(["check", *chosen, f"rollout.path={tmp_path / file}.jsonl"]) == 0
-        assert (said in capsys.readouterr().out) is is_said
-    assert (
-        main(
-            [
-                *chosen,
-                f"rollout.path={tmp_path / 'rows'}.jsonl",
-                f"hydra.run.dir={tmp_path / 'run'}",
-            ]
-        )
-        == 0
-    )
-    assert f"note: {said}" in capsys.readouterr().err
+    assert main(["check", *overrides, f"rollout.path={texts}"]) == 0
+    assert note in capsys.readouterr().out
+    assert main(["check", *overrides, f"rollout.path={tokens}"]) == 0
+    assert note not in capsys.readouterr().out
+    run_dir = f"hydra.run.dir={tmp_path / 'run'}"
+    assert main([*overrides, f"rollout.path={texts}", run_dir]) == 0
+    assert f"note: {note}" in capsys.readouterr().err
 
 
-def test_rows_with_tools_that_the_model_would_not_see_are_refused(tmp_path):
-    _, every = of(CHATML)
+def test_rows_with_tools_that_the_template_would_not_get_are_refused(tmp_path):
+    _, conversations = conversations_of(CHATML)
     for tools in ([], None, "[]", "null"):
-        assert every.tokens({"messages": TALK, "tools": tools})
+        assert conversations.tokens({"messages": TALK, "tools": tools})
     for tools in ([{"name": "add"}], [{"name": "add"}, {"name": "subtract"}], '[{"name": "add"}]'):
         with pytest.raises(
             ValueError, match="has tools, which are not handed to the chat template"
         ):
-            every.tokens({"messages": TALK, "tools": tools})
+            conversations.tokens({"messages": TALK, "tools": tools})
         table = pa.table({"messages": [TALK, TALK], "tools": [tools, tools[:0]]})
         pq.write_table(table, tmp_path / "rows.parquet")
         with pytest.raises(DataError, match=r"rows\.parquet:1:messages: has tools, which"):
-            rows_of(tmp_path / "rows.parquet")
+            recorded(tmp_path / "rows.parquet")

@@ -1,12 +1,14 @@
-"""Batches sampled ahead: `rollout.lag`, and `rollout.max_staleness`, which samples them while
-others are trained."""
+"""Batches sampled ahead, by `rollout.lag` and by `rollout.max_staleness`, which samples them while
+others are trained: the weights that wrote a document are found by the model's own logits."""
 
 import itertools
 import json
 import random
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +23,10 @@ from builders.runs import (
     run,
     sampler_of,
 )
+from torch import Tensor
 
+from pgtoolkit.batch import Document
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.counts import steps_before, steps_of
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
@@ -29,61 +34,89 @@ from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
 
-PROMPTS, BATCH = 4, 16
-"""Of a batch of rollouts in the short settings."""
+PROMPTS = 4
+DOCUMENTS = 16
+"""Prompts and documents of a batch of rollouts in the short settings."""
 
-CORRECTED = ("correction=token_truncate", "correction.high=1.001")
+CORRECTION = ("correction=token_truncate", "correction.high=1.001")
 
-SECONDS = 60
-"""After which what waits in vain is given up."""
+TIMEOUT_SECONDS = 60
 
-
-def cut(docs_per_step, last_step):
-    return f"accumulation.docs_per_step={docs_per_step}", f"accumulation.last_step={last_step}"
+Weights = dict[str, Tensor]
 
 
-def trained(count, *overrides, prepare=lambda module, loader: None):
-    """A module, copies of its weights before each of so many steps, and each step's documents and
-    metrics."""
-    module, loader = module_and_loader(
-        *last_of_each_key(
-            *SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides
-        )
+def accumulation(docs_per_step: int, last_step: str) -> list[str]:
+    return [f"accumulation.docs_per_step={docs_per_step}", f"accumulation.last_step={last_step}"]
+
+
+class TrainedSteps(NamedTuple):
+    """Some steps of a run. weights: before each step. steps: the documents and metrics of each."""
+
+    module: PolicyGradientModule
+    weights: list[Weights]
+    steps: list[tuple[list[Document], dict[str, float]]]
+
+
+def train_steps(
+    num_steps: int,
+    *overrides: str,
+    prepare: Callable[[PolicyGradientModule, StepLoader], None] = lambda module, loader: None,
+) -> TrainedSteps:
+    """Train the first steps of a run; prepare: called with its module and loader before them."""
+    module, loader = built(
+        *once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides)
     )
     prepare(module, loader)
-    versions, taken = [], []
-    for number, step in enumerate(itertools.islice(loader, count)):
-        versions.append(
-            {name: weight.detach().clone() for name, weight in module.model.state_dict().items()}
-        )
-        taken.append((step.documents, module.training_step(step, number)["metrics"]))
+    weights = []
+    steps = []
+    for number, step in enumerate(itertools.islice(loader, num_steps)):
+        state = module.model.state_dict()
+        weights.append({name: weight.detach().clone() for name, weight in state.items()})
+        steps.append((step.documents, module.training_step(step, number)["metrics"]))
     loader.source.close()
-    return module, versions, taken
+    return TrainedSteps(module, weights, steps)
 
 
 @torch.no_grad()
-def log_probs(module, weights, document):
-    """Of the completion's tokens, with these weights, by the model's own logits."""
+def log_probs(module: PolicyGradientModule, weights: Weights, document: Document) -> Tensor:
+    """Return the log-probs of the trained tokens under these weights, by the model's own logits."""
     inputs = {"input_ids": document.tokens[None], "use_cache": False}
     logits = torch.func.functional_call(module.model, weights, (), inputs).logits[0, :-1]
     following = document.tokens[1:, None]
     return logits.log_softmax(-1).gather(-1, following)[document.loss_mask[1:], 0]
 
 
-def assert_of_their_versions(module, versions, taken, version_of):
-    """version_of(step that begins a batch) -> the version that has to have written it. Returns
-    these, by batch."""
-    began = {}
-    for number, (documents, metrics) in enumerate(taken):
-        ages, drifts = [], []
+def batch_of(document: Document) -> int:
+    return document.group // PROMPTS
+
+
+def first_steps(steps: list[tuple[list[Document], dict[str, float]]]) -> dict[int, int]:
+    """Return the step that begins each batch of rollouts."""
+    first: dict[int, int] = {}
+    for number, (documents, _) in enumerate(steps):
         for document in documents:
-            version = version_of(began.setdefault(document.group // PROMPTS, number))
-            expected = log_probs(module, versions[version], document)
+            first.setdefault(batch_of(document), number)
+    return first
+
+
+def assert_sampled_by(trained: TrainedSteps, version_of: Callable[[int], int]) -> set[int]:
+    """Assert that each batch was sampled by the version `version_of(step that begins the batch)`,
+    with its log-probs as the old ones, and that metrics say so. Return these versions."""
+    module, weights, steps = trained
+    first = first_steps(steps)
+    for number, (documents, metrics) in enumerate(steps):
+        ages = []
+        drifts = []
+        for document in documents:
+            version = version_of(first[batch_of(document)])
+            expected = log_probs(module, weights[version], document)
             assert document.model_version == version
             torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
             ages.append(number - version)
-            now = expected if version == number else log_probs(module, versions[number], document)
-            drifts.append((now - expected).mean())
+            if version == number:
+                drifts.append(torch.tensor(0.0))
+            else:
+                drifts.append((log_probs(module, weights[number], document) - expected).mean())
         assert metrics["staleness"] == pytest.approx(sum(ages) / len(ages))
         drift = metrics["new_logprobs"] - metrics["old_logprobs"]
         assert drift == pytest.approx(float(sum(drifts) / len(drifts)), abs=1e-5)
@@ -92,11 +125,11 @@ def assert_of_their_versions(module, versions, taken, version_of):
             assert metrics["kl_new_old"] == pytest.approx(0, abs=1e-9)
         else:
             assert metrics["kl_new_old"] > 1e-6  # versions can be told apart by their log-probs
-    return {batch: version_of(first) for batch, first in began.items()}
+    return {version_of(step) for step in first.values()}
 
 
 @pytest.mark.parametrize(
-    ("lag", "docs", "last", "old", "count"),
+    ("lag", "docs_per_step", "last_step", "old_log_probs", "num_steps"),
     [
         (1, 8, "short", "training", 5),
         (3, 8, "short", "training", 7),
@@ -104,226 +137,254 @@ def assert_of_their_versions(module, versions, taken, version_of):
         (5, 12, "carry", "sampling", 8),
     ],
 )
-def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, count):
-    """Sampled with them, and with their log-probs as old ones; of the first weights while there are
-    no others."""
-    trained_steps = trained(
-        count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(docs, last)
+def test_a_batch_is_sampled_by_the_weights_of_lag_updates_ago(
+    lag, docs_per_step, last_step, old_log_probs, num_steps
+):
+    """The first weights sample as long as there are no others."""
+    trained = train_steps(
+        num_steps,
+        f"rollout.lag={lag}",
+        f"rollout.old_log_probs={old_log_probs}",
+        "loss=grpo",
+        *accumulation(docs_per_step, last_step),
     )
-    assert_of_their_versions(*trained_steps, lambda first: max(0, first - lag))
+    assert_sampled_by(trained, lambda first: max(0, first - lag))
 
 
 @pytest.mark.parametrize(
-    ("late", "last", "docs", "ahead", "correction"),
+    ("sampled_ahead", "last_step", "docs_per_step", "updates", "correction"),
     [
         ("lag=1", "short", 8, 1, ()),
         ("lag=5", "carry", 12, 5, ()),
         ("max_staleness=3", "short", 8, 2, ()),
-        ("lag=3", "short", 8, 3, CORRECTED),
-        ("max_staleness=3", "short", 8, 2, CORRECTED),
+        ("lag=3", "short", 8, 3, CORRECTION),
+        ("max_staleness=3", "short", 8, 2, CORRECTION),
     ],
 )
 def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
-    late, last, docs, ahead, correction
+    sampled_ahead, last_step, docs_per_step, updates, correction
 ):
-    """The sampler's stay beside them, and a correction acts on the difference; without one the
-    first update's own forward pass gives them, where it is made of whole micro-batches."""
-    chosen = (
-        f"rollout.{late}",
+    """updates: between sampling a batch and training on it. The sampler's log-probs are kept beside
+    the proximal ones, and a correction acts on the difference. Without a correction the first
+    update's own forward pass gives them, where it is made of whole micro-batches."""
+    module, weights, steps = train_steps(
+        8,
+        f"rollout.{sampled_ahead}",
         "rollout.old_log_probs=proximal",
         "loss=grpo",
-        *cut(docs, last),
+        *accumulation(docs_per_step, last_step),
         *correction,
     )
-    module, versions, taken = trained(8, *chosen)
-    began, moved, missing = {}, 0, 0
-    for number, (documents, metrics) in enumerate(taken):
+    first = first_steps(steps)
+    largest_move = 0.0
+    num_without = 0
+    for number, (documents, metrics) in enumerate(steps):
         factors = []
         for document in documents:
-            first = began.setdefault(document.group // PROMPTS, number)
-            sampled = log_probs(module, versions[max(0, first - ahead)], document)
-            expected = log_probs(module, versions[first], document)
-            assert document.model_version == max(0, first - ahead)
-            assert document.sampling_log_probs is not None
+            begin = first[batch_of(document)]
+            version = max(0, begin - updates)
+            sampled = log_probs(module, weights[version], document)
+            proximal = log_probs(module, weights[begin], document)
+            assert document.model_version == version
             torch.testing.assert_close(
                 document.sampling_log_probs.double(), sampled, rtol=0, atol=1e-5
             )
             if document.on_policy:
-                assert first == number
+                assert begin == number
                 assert document.old_log_probs is None
-                missing += 1
+                num_without += 1
             else:
-                assert document.old_log_probs is not None
                 torch.testing.assert_close(
-                    document.old_log_probs.double(), expected, rtol=0, atol=1e-5
+                    document.old_log_probs.double(), proximal, rtol=0, atol=1e-5
                 )
-            moved = max(moved, float((expected - sampled).abs().max()))
-            factors.append((expected - sampled).exp().clamp(max=1.001).mean())
-        if {began[document.group // PROMPTS] for document in documents} == {number}:
+            largest_move = max(largest_move, float((proximal - sampled).abs().max()))
+            factors.append((proximal - sampled).exp().clamp(max=1.001).mean())
+        if all(first[batch_of(document)] == number for document in documents):
             assert metrics["ratio_new_old"] == pytest.approx(1, abs=1e-5)
         if correction:
-            assert metrics["correction_factor"] == pytest.approx(
-                float(sum(factors) / len(factors)), abs=1e-5
-            )
-    assert moved > 0.1
-    assert (missing > 0) is (not correction and last == "short")
+            expected = float(sum(factors) / len(factors))
+            assert metrics["correction_factor"] == pytest.approx(expected, abs=1e-5)
+    assert largest_move > 0.1
+    assert (num_without > 0) is (not correction and last_step == "short")
 
 
-def test_a_lag_makes_documents_so_many_updates_old():
-    """Two steps per batch; the numbers in full."""
-    ages = {
-        lag: [metrics["staleness"] for _, metrics in trained(8, f"rollout.lag={lag}")[2]]
-        for lag in (1, 3)
-    }
-    assert ages == {1: [0, 1, 1, 2, 1, 2, 1, 2], 3: [0, 1, 2, 3, 3, 4, 3, 4]}
+@pytest.mark.parametrize(
+    ("lag", "staleness"), [(1, [0, 1, 1, 2, 1, 2, 1, 2]), (3, [0, 1, 2, 3, 3, 4, 3, 4])]
+)
+def test_a_lag_makes_documents_that_many_updates_old(lag, staleness):
+    """A batch has two steps: in the second its documents are an update older."""
+    steps = train_steps(8, f"rollout.lag={lag}").steps
+    assert [metrics["staleness"] for _, metrics in steps] == staleness
 
 
-class Begun:
-    """An endless source of batches; notes at which step each of them, and each step, begins."""
+class BatchRecorder:
+    """An endless source of batches; notes the position before each step, and the step that begins
+    each batch."""
 
     num_documents = None
 
-    def __init__(self):
-        self.positions, self.batches = [], {}
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.first_steps: dict[int, int] = {}
 
-    def before_step(self, position):
+    def before_step(self, position: int) -> None:
         self.positions.append(position)
 
-    def document(self, position):
-        self.batches.setdefault(position // BATCH, len(self.positions) - 1)
+    def document(self, position: int) -> SimpleNamespace:
+        self.first_steps.setdefault(position // DOCUMENTS, len(self.positions) - 1)
         return SimpleNamespace(trajectory=None, left_out=False)
 
-    def batch_end(self, position):
-        return (position // BATCH + 1) * BATCH
+    def batch_end(self, position: int) -> int:
+        return (position // DOCUMENTS + 1) * DOCUMENTS
 
 
-@pytest.mark.parametrize("last", ["short", "drop", "carry"])
-@pytest.mark.parametrize("docs", [1, 3, 5, 8, 15, 16, 17, 40])
-def test_when_a_batch_begins_is_known_ahead(docs, last):
-    if last == "drop" and docs > BATCH:
-        return
-    accumulation, source = AccumulationConfig(docs, 8, None, LastStep(last)), Begun()
-    loader = StepLoader(source, accumulation, False, 99)
+@pytest.mark.parametrize(
+    ("last_step", "docs_per_step"),
+    [
+        (last_step, docs_per_step)
+        for last_step in ("short", "drop", "carry")
+        for docs_per_step in (1, 3, 5, 8, 15, 16, 17, 40)
+        if not (last_step == "drop" and docs_per_step > DOCUMENTS)  # there would be no step
+    ],
+)
+def test_steps_before_counts_the_steps_until_a_batch_begins(last_step, docs_per_step):
+    source = BatchRecorder()
+    config = AccumulationConfig(docs_per_step, 8, None, LastStep(last_step))
+    loader = StepLoader(source, config, False, 99)
     for _ in range(40):
         loader._next_documents()
-    assert len(source.batches) > 2
-    for now, position in enumerate(source.positions):
-        for batch, first in source.batches.items():
-            if batch > position // BATCH:
-                assert steps_before(batch, position, BATCH, accumulation) == first - now
-    if last != "carry":
-        assert source.batches[2] == 2 * steps_of(BATCH, accumulation)
+    assert len(source.first_steps) > 2
+    for step, position in enumerate(source.positions):
+        for batch, first in source.first_steps.items():
+            if batch > position // DOCUMENTS:
+                assert steps_before(batch, position, DOCUMENTS, config) == first - step
+    if last_step != "carry":
+        assert source.first_steps[2] == 2 * steps_of(DOCUMENTS, config)
 
 
-def test_a_step_without_an_update_makes_what_was_sampled_before_it_less_old():
-    module, loader = module_and_loader(*SHORT, "rollout.lag=3")
-    ages = []
+def test_a_skipped_step_makes_documents_sampled_before_it_an_update_younger():
+    module, loader = built(*SHORT, "rollout.lag=3")
+    staleness = []
     for number, step in enumerate(loader):
         if number == 2:  # as if its loss had not been finite
             module.num_skipped_steps += 1
         else:
-            ages.append(module.training_step(step, number)["metrics"]["staleness"])
-    assert ages == [0, 1, 2, 2, 3]
+            staleness.append(module.training_step(step, number)["metrics"]["staleness"])
+    assert staleness == [0, 1, 2, 2, 3]
 
 
 def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them(tmp_path):
-    saved = tmp_path / "saved"
-    run(tmp_path / "run", "rollout.lag=3", f"rollout.save_path={saved}", "trainer.max_steps=7")
-    versions = {}
-    for path in sorted(saved.iterdir()):
-        column = pq.read_table(path)["model_version"].to_pylist()
-        assert len(column) == BATCH
-        (versions[path.name],) = {*column}
+    folder = tmp_path / "saved"
+    run(tmp_path / "run", "rollout.lag=3", f"rollout.save_path={folder}", "trainer.max_steps=7")
+    versions = {
+        path.name: pq.read_table(path)["model_version"].to_pylist()
+        for path in sorted(folder.iterdir())
+    }
     assert versions == {
-        f"batch-00000{number}.parquet": version for number, version in enumerate([0, 0, 1, 3])
+        "batch-000000.parquet": [0] * DOCUMENTS,
+        "batch-000001.parquet": [0] * DOCUMENTS,
+        "batch-000002.parquet": [1] * DOCUMENTS,
+        "batch-000003.parquet": [3] * DOCUMENTS,
     }
 
 
-def overlap(most):
-    return f"rollout.max_staleness={most}", "rollout.old_log_probs=sampling"
+def async_sampling(max_staleness: int) -> list[str]:
+    return [f"rollout.max_staleness={max_staleness}", "rollout.old_log_probs=sampling"]
 
 
 @pytest.mark.parametrize(
-    ("how", "lasts", "most"),
-    [((16, "short"), 1, 1), ((8, "short"), 2, 8), ((5, "drop"), 3, 5)],
+    ("docs_per_step", "last_step", "steps_of_batch", "max_staleness"),
+    [(16, "short", 1, 1), (8, "short", 2, 8), (5, "drop", 3, 5)],
 )
-def test_no_document_is_trained_later_than_allowed(how, lasts, most):
-    """lasts: steps of a batch. The first weights write what is begun before there are others."""
-    trained_steps = trained(3 * lasts + 2, *overlap(most), "loss=grpo", *cut(*how))
-    ahead = min(most - lasts + 1, lasts)
-    versions = assert_of_their_versions(*trained_steps, lambda first: max(0, first - ahead))
+def test_no_document_is_trained_later_than_allowed(
+    docs_per_step, last_step, steps_of_batch, max_staleness
+):
+    """The first weights sample what begins before there are others."""
+    trained = train_steps(
+        3 * steps_of_batch + 2,
+        *async_sampling(max_staleness),
+        "loss=grpo",
+        *accumulation(docs_per_step, last_step),
+    )
+    updates = min(max_staleness - steps_of_batch + 1, steps_of_batch)
+    versions = assert_sampled_by(trained, lambda first: max(0, first - updates))
+    assert len(versions) > 2
     ages = [
-        number - d.model_version
-        for number, (documents, _) in enumerate(trained_steps[2])
-        for d in documents
+        number - document.model_version
+        for number, (documents, _) in enumerate(trained.steps)
+        for document in documents
     ]
-    assert max(ages) == min(most, 2 * lasts - 1)
-    assert len(set(versions.values())) > 2
+    assert max(ages) == min(max_staleness, 2 * steps_of_batch - 1)
 
 
 def test_a_batch_is_sampled_while_another_is_trained():
-    """All but the first are sampled only after an update that came later than they began, with
-    weights from before."""
+    """The sampler waits, for every batch but the first, until there was an update since it got its
+    weights: a trainer that waited for the sampler would never make one."""
 
-    def prepare(module, loader):
+    def prepare(module: PolicyGradientModule, loader: StepLoader) -> None:
         sampler = sampler_of(loader)
-        publish, complete, begun = sampler.publish, sampler.complete, []
+        publish = sampler.publish
+        complete = sampler.complete
+        versions = []
 
-        def note(weights, version):
-            begun.append(version)
+        def noted_publish(weights: Callable[[], Weights], version: int) -> None:
+            versions.append(version)
             publish(weights, version)
 
-        def late(requests):
-            end = time.monotonic() + SECONDS
-            while len(begun) > 1 and module.num_updates == begun[-1]:
-                assert time.monotonic() < end, "there was no update meanwhile"
+        def late_complete(requests: list[Request]) -> list[Completion]:
+            end = time.monotonic() + TIMEOUT_SECONDS
+            while len(versions) > 1 and module.num_updates == versions[-1]:
+                assert time.monotonic() < end, "there was no update while the batch was sampled"
                 time.sleep(0.001)
             return complete(requests)
 
-        sampler.publish, sampler.complete = note, late
+        sampler.publish = noted_publish
+        sampler.complete = late_complete
 
-    trained_steps = trained(8, *overlap(3), "loss=grpo", prepare=prepare)
-    assert_of_their_versions(*trained_steps, lambda first: max(0, first - 2))
+    trained = train_steps(8, *async_sampling(3), "loss=grpo", prepare=prepare)
+    assert_sampled_by(trained, lambda first: max(0, first - 2))
 
 
-def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkeypatch):
-    plain = run(tmp_path / "plain", *overlap(3))
-    complete, update = TransformersSampler.complete, PolicyGradientModule.before_update
+def test_a_run_depends_neither_on_timing_nor_on_torchs_random_numbers(tmp_path, monkeypatch):
+    undisturbed = run(tmp_path / "undisturbed", *async_sampling(3))
+    complete = TransformersSampler.complete
+    before_update = PolicyGradientModule.before_update
 
-    def slow(self, requests):
+    def slow_complete(self: TransformersSampler, requests: list[Request]) -> list[Completion]:
         time.sleep(random.choice([0, 0.05]))
         return complete(self, requests)
 
-    def drawing(self):
+    def drawing_before_update(self: PolicyGradientModule) -> dict[str, float]:
         time.sleep(random.choice([0, 0.05]))
         torch.rand(7)
-        return update(self)
+        return before_update(self)
 
-    monkeypatch.setattr(TransformersSampler, "complete", slow)
-    monkeypatch.setattr(PolicyGradientModule, "before_update", drawing)
-    disturbed = run(tmp_path / "disturbed", *overlap(3))
-    assert metrics_of(disturbed) == metrics_of(plain)
+    monkeypatch.setattr(TransformersSampler, "complete", slow_complete)
+    monkeypatch.setattr(PolicyGradientModule, "before_update", drawing_before_update)
+    disturbed = run(tmp_path / "disturbed", *async_sampling(3))
+    assert metrics_of(disturbed) == metrics_of(undisturbed)
+    last = checkpoint_of(disturbed, 6)
+    expected = checkpoint_of(undisturbed, 6)
     for part in ("model", "optimizer", "data"):
-        assert_equal(checkpoint_of(disturbed, 6)[part], checkpoint_of(plain, 6)[part])
+        assert_equal(last[part], expected[part])
 
 
-@pytest.mark.parametrize("call", [1, 2])
-def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(
-    tmp_path, monkeypatch, call
-):
-    complete, calls = TransformersSampler.complete, []
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_an_error_while_sampling_asynchronously_ends_the_run(tmp_path, monkeypatch, failing_call):
+    complete = TransformersSampler.complete
+    threads = []
 
-    def failing(self, requests):
-        calls.append(threading.current_thread())
-        if len(calls) == call:
+    def failing_complete(self: TransformersSampler, requests: list[Request]) -> list[Completion]:
+        threads.append(threading.current_thread())
+        if len(threads) == failing_call:
             raise NumericalError("the policy's probabilities are not finite")
         return complete(self, requests)
 
-    monkeypatch.setattr(TransformersSampler, "complete", failing)
+    monkeypatch.setattr(TransformersSampler, "complete", failing_complete)
     with pytest.raises(NumericalError, match=r"^the policy's probabilities are not finite$"):
-        run(tmp_path / "run", *overlap(3), "trainer.checkpoint_every=99")
+        run(tmp_path / "run", *async_sampling(3), "trainer.checkpoint_every=99")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
     assert status["reason"] == "NumericalError: the policy's probabilities are not finite"
-    assert len(calls) == call
-    assert threading.main_thread() not in calls
+    assert len(threads) == failing_call
+    assert threading.main_thread() not in threads

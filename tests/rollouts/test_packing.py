@@ -1,4 +1,4 @@
-"""Packing against loops over tokens."""
+"""Packing documents into micro-batches, against loops over tokens."""
 
 import dataclasses
 
@@ -12,7 +12,8 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
 
 
-def document(tokens, mask, name="d", first=0.0):
+def document(tokens: list[int], mask: list[bool], name: str = "d", first: float = 0.0) -> Document:
+    """Return a document whose numbers tell its tokens apart; first: the number of its first."""
     places = torch.tensor(mask, dtype=torch.bool).nonzero().squeeze(1).float()
     return Document(
         tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -26,77 +27,90 @@ def document(tokens, mask, name="d", first=0.0):
     )
 
 
-DOCUMENTS = st.lists(
-    st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=9).map(
-        lambda pairs: document(
-            [t for t, _ in pairs], [False] + [m for _, m in pairs[1:]], first=float(pairs[0][0])
-        )
-    ),
-    max_size=6,
-)
+def document_of_pairs(pairs: list[tuple[int, bool]]) -> Document:
+    """Return a document of these tokens with whether they are trained; the first never is."""
+    tokens = [token for token, _ in pairs]
+    mask = [False] + [is_trained for _, is_trained in pairs[1:]]
+    return document(tokens, mask, first=float(tokens[0]))
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=9)
+DOCUMENTS = st.lists(PAIRS.map(document_of_pairs), max_size=6)
 
 
 @given(DOCUMENTS)
 def test_every_position_predicts_the_next_token_of_its_document(documents):
-    groups = [i // 2 for i in range(len(documents))]
+    groups = [number // 2 for number in range(len(documents))]
     batch = pack(
-        [dataclasses.replace(d, group=group) for d, group in zip(documents, groups, strict=True)]
+        [
+            dataclasses.replace(document, group=group)
+            for document, group in zip(documents, groups, strict=True)
+        ]
     )
     place = 0
-    for number, d in enumerate(documents):
-        for t in range(d.num_tokens):
-            trained = t + 1 < d.num_tokens and bool(d.loss_mask[t + 1])
-            assert batch.tokens[place] == d.tokens[t]
+    for number, document in enumerate(documents):
+        for t in range(document.num_tokens):
+            is_trained = t + 1 < document.num_tokens and bool(document.loss_mask[t + 1])
+            assert batch.tokens[place] == document.tokens[t]
             assert batch.position_ids[place] == t
             assert batch.document_index[place] == number
-            assert batch.labels[place] == (d.tokens[t + 1] if trained else -1)
-            if trained:
-                number_of_trained = int(d.loss_mask[: t + 1].sum())
-                assert batch.old_log_probs[place] == d.old_log_probs[number_of_trained]
-                assert batch.advantages[place] == d.advantages[number_of_trained]
-                assert batch.sampling_log_probs[place] == d.sampling_log_probs[number_of_trained]
-                assert batch.ref_log_probs[place] == d.ref_log_probs[number_of_trained]
+            assert batch.labels[place] == (document.tokens[t + 1] if is_trained else -1)
+            if is_trained:
+                trained_before = int(document.loss_mask[: t + 1].sum())
+                for name in ("old_log_probs", "advantages", "sampling_log_probs", "ref_log_probs"):
+                    expected = getattr(document, name)[trained_before]
+                    assert getattr(batch, name)[place] == expected
             place += 1
     assert batch.num_documents == len(documents)
     assert batch.group_index.tolist() == groups
-    numbers = ("old_log_probs", "advantages", *(OPTIONAL_VECTORS if documents else ()))
-    for name in ("tokens", "position_ids", "document_index", "labels", *numbers):
-        assert getattr(batch, name).shape == (place,)
-        assert getattr(batch, name).dtype == (torch.float32 if name in numbers else torch.int64)
+    integers = ("tokens", "position_ids", "document_index", "labels")
+    floats = ("old_log_probs", "advantages", *(OPTIONAL_VECTORS if documents else ()))
+    for names, dtype in ((integers, torch.int64), (floats, torch.float32)):
+        for name in names:
+            assert getattr(batch, name).shape == (place,)
+            assert getattr(batch, name).dtype == dtype
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONAL_VECTORS if name != "old_log_probs"])
+OPTIONAL = [name for name in OPTIONAL_VECTORS if name != "old_log_probs"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
 def test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step(name):
-    """Every rank must know of the same ones, also one that only has documents with it, or none at
-    all."""
-    own = document([1, 2], [False, True])
-    without = dataclasses.replace(own, **{name: None})
-    for documents, found in (([own, without], False), ([own, own], True)):
-        step = make_step(documents, 2)
-        assert [getattr(m, name) is not None for m in step.micro_batches] == [found, found]
+    complete = document([1, 2], [False, True])
+    incomplete = dataclasses.replace(complete, **{name: None})
+    for documents, has_vector in (([complete, incomplete], False), ([complete, complete], True)):
+        micro_batches = make_step(documents, 2).micro_batches
+        present = [getattr(micro_batch, name) is not None for micro_batch in micro_batches]
+        assert present == [has_vector, has_vector]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_every_rank_has_the_vectors_of_the_step_also_without_documents(name):
+    """Three ranks share two documents: the last has none, and needs an empty vector."""
+    complete = document([1, 2], [False, True])
     for rank in range(3):
-        [micro_batch] = make_step([own, own], 2, None, rank, 3).micro_batches
+        (micro_batch,) = make_step([complete, complete], 2, None, rank, 3).micro_batches
         assert getattr(micro_batch, name).shape == ((2,) if rank < 2 else (0,))
     assert getattr(pack([]), name) is None
 
 
 @given(DOCUMENTS, st.integers(9, 20))
-def test_cut_keeps_order_and_takes_what_fits(documents, max_tokens):
+def test_cut_keeps_the_order_and_fills_each_part_while_the_next_document_fits(
+    documents, max_tokens
+):
     parts = cut(documents, max_tokens)
-    flat = [d for part in parts for d in part]
-    assert len(flat) == len(documents)
-    assert all(a is b for a, b in zip(flat, documents, strict=True))
-    sizes = [sum(d.num_tokens for d in part) for part in parts]
+    kept = [document for part in parts for document in part]
+    assert len(kept) == len(documents)
+    assert all(a is b for a, b in zip(kept, documents, strict=True))
+    sizes = [sum(document.num_tokens for document in part) for part in parts]
     assert all(0 < size <= max_tokens for size in sizes)
     for size, following in zip(sizes, parts[1:], strict=False):
         assert size + following[0].num_tokens > max_tokens
 
 
-def test_cut_names_a_document_that_is_too_long():
-    fits, long = (
-        document([1] * 4, [False] * 4),
-        document([1] * 5, [False] * 5, name="rollouts.jsonl:7"),
-    )
-    assert [len(part) for part in cut([fits, fits], 4)] == [1, 1]
+def test_a_document_longer_than_max_tokens_is_refused_by_its_name():
+    fitting = document([1] * 4, [False] * 4)
+    too_long = document([1] * 5, [False] * 5, name="rollouts.jsonl:7")
+    assert [len(part) for part in cut([fitting, fitting], 4)] == [1, 1]
     with pytest.raises(DataError, match=r"rollouts\.jsonl:7 has 5 tokens.*max_tokens=5"):
-        cut([fits, long], 4)
+        cut([fitting, too_long], 4)
