@@ -271,7 +271,7 @@ def test_advantage_none_trains_on_penalties_alone(caplog):
         "aggregation.divisor=null",
         "optimizer.max_grad_norm=null",
     ]
-    module, loader = built(*once(*overrides))
+    module, loader = module_and_loader(*last_of_each_key(*overrides))
     step = next(iter(loader))
     loader.source.close()
     assert len({document.reward for document in step.documents}) > 1

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.models import small_llama
-from builders.rollout_rows import config, write_jsonl, write_parquet
-from builders.runs import built
+from builders.rollout_rows import recorded_config, write_jsonl, write_parquet
+from builders.runs import module_and_loader
 from tasks.test_chat import CHATML, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -303,7 +303,7 @@ def recorded(
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = template
     return RecordedRollouts(
-        config(path, **changes),
+        recorded_config(path, **changes),
         Estimator("given"),
         len(tokenizer),
         reads_old_log_probs=False,
@@ -439,7 +439,7 @@ SFT = (
 )
 def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model, row, overrides, expected):
     path = write_jsonl(tmp_path / "rows.jsonl", [row, row])
-    module, loader = built(
+    module, loader = module_and_loader(
         *SFT, "model=huggingface", f"model.path={model}", f"rollout.path={path}", *overrides
     )
     decode = module.policy.tokenizer.decode

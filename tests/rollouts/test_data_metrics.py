@@ -85,7 +85,7 @@ def test_the_note_on_a_mismatch_compares_means_over_documents(new_log_prob, gap)
         document(log_probs=[0.0]),
         document(advantages=(), log_probs=[]),
     ]
-    note = mismatch_note(documents, new_log_prob, config("."))
+    note = mismatch_note(documents, new_log_prob, recorded_config("."))
     if gap is None:
         assert note == ""
     else:

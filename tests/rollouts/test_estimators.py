@@ -64,7 +64,9 @@ def module_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_users_function_gets_all_groups_of_a_batch(module_name):
     overrides = ["accumulation.docs_per_step=16", "rollout.old_log_probs=sampling"]
-    _, loader = built(*once(*SHORT, f"advantage={module_name}.by_length", *overrides))
+    _, loader = module_and_loader(
+        *last_of_each_key(*SHORT, f"advantage={module_name}.by_length", *overrides)
+    )
     documents = next(iter(loader)).documents
     loader.source.close()
     mean = sum(document.reward for document in documents) / 16
@@ -84,7 +86,7 @@ def test_a_users_function_gets_each_trajectory_of_recorded_rollouts_once(module_
             row = good_row(loss_mask=mask, group_id=group, trajectory=trajectory, reward=reward)
             rows.append(row)
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    _, loader = built(
+    _, loader = module_and_loader(
         "rollout=recorded",
         f"rollout.path={path}",
         "tracking=none",

@@ -99,7 +99,7 @@ COMPLETIONS = "completions/evaluation_held_out_000000.parquet"
 
 
 def test_at_temperature_0_the_likeliest_token_is_taken(tmp_path):
-    module, _ = built(
+    module, _ = module_and_loader(
         *SMALL,
         "evaluation.every=1",
         "evaluation.temperature=0",
@@ -126,13 +126,13 @@ def test_at_temperature_0_the_likeliest_token_is_taken(tmp_path):
 
 
 def evaluator_with(folder: Path, *overrides: str) -> Evaluator:
-    module, _ = built(*SMALL, "evaluation.every=1", *overrides)
+    module, _ = module_and_loader(*SMALL, "evaluation.every=1", *overrides)
     module.evaluator.folder = folder
     return module.evaluator
 
 
 def test_at_temperature_0_logits_that_are_not_finite_end_the_evaluation(tmp_path):
-    module, _ = built(
+    module, _ = module_and_loader(
         *SMALL, "evaluation.every=1", "evaluation.temperature=0", "evaluation.prompts_per_set=1"
     )
     module.evaluator.folder = tmp_path

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders.rollout_rows import documents as read_documents
-from builders.rollout_rows import good_row, source, write_jsonl
-from builders.runs import SHORT, built, config_of, copy_as_of, metrics_of
+from builders.rollout_rows import all_documents, good_row, recorded_rollouts, write_jsonl
+from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_loader
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
@@ -212,7 +211,7 @@ def test_a_run_with_failed_scores_resumes_and_trains_again_from_its_recording(tm
 def test_a_recording_says_which_scores_failed(tmp_path):
     scored = replace(document(0.5), name="1")
     write_batch(tmp_path, 0, [document(None, failed=True), scored])
-    first, second = read_documents(source(tmp_path, "dr_grpo"))
+    first, second = all_documents(recorded_rollouts(tmp_path, "dr_grpo"))
     assert (first.reward, first.score_failed, first.is_excluded) == (None, True, True)
     assert (second.reward, second.score_failed, second.is_excluded) == (0.5, False, False)
 
@@ -220,20 +219,20 @@ def test_a_recording_says_which_scores_failed(tmp_path):
 def test_recorded_rows_may_lack_the_reward_only_where_the_score_failed(tmp_path):
     rows = [good_row(i, 0, reward=reward) for i, reward in enumerate((1.0, 0.0, None, 4.0))]
     rows[2]["score_failed"] = True
-    rollouts = source(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
+    rollouts = recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
     mean = 5 / 3
-    advantages = [float(document.advantages[0]) for document in read_documents(rollouts)]
+    advantages = [float(document.advantages[0]) for document in all_documents(rollouts)]
     assert advantages == pytest.approx([1 - mean, -mean, 0, 4 - mean], rel=1e-6)
     excluded = [rollouts.outline(place).is_excluded for place in range(4)]
     assert excluded == [False, False, True, False]
 
     del rows[2]["score_failed"]
     with pytest.raises(DataError, match=r"rows.jsonl:3:reward: is missing"):
-        source(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
+        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", rows), "dr_grpo")
 
     failed = [row | {"reward": None, "score_failed": True} for row in rows]
     with pytest.raises(DataError, match="needs a document that was scored"):
-        source(write_jsonl(tmp_path / "rows.jsonl", failed), "dr_grpo")
+        recorded_rollouts(write_jsonl(tmp_path / "rows.jsonl", failed), "dr_grpo")
 
 
 def test_a_run_in_which_every_score_fails_ends(tmp_path):
@@ -258,7 +257,7 @@ def test_a_score_failed_if_that_of_one_of_its_verifiers_did(tmp_path, settings, 
     right = "right: {verifier: tasks.verifiers_for_tests.right}"
     other = "other: {verifier: tasks.verifiers_for_tests.scripted, weight: 2}"
     verifiers = f"task.verifiers={{{right}, {other}}}"
-    _, loader = built(*run_with_verifier(tmp_path, "null"), verifiers, *settings)
+    _, loader = module_and_loader(*run_with_verifier(tmp_path, "null"), verifiers, *settings)
     task = loader.source.task.task
     score = task.score(task.prompt(0), "none", True)
     loader.source.close()

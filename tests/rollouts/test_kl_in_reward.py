@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import assert_close, run_on_ranks
-from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
+from builders.parallel_runs import assert_runs_close, run_on_ranks
+from builders.runs import SHORT, config_of, metrics_of, module_and_loader, run, with_model
 from torch import Tensor
 
 from pgtoolkit.batch import Document
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def first_batch(*overrides: str) -> tuple[list[Document], PolicyGradientModule]:
     """Return the first batch of rollouts, and the module that has sampled it."""
-    module, loader = built(*overrides)
+    module, loader = module_and_loader(*overrides)
     return [loader.source.document(place) for place in range(loader.source.batch_size)], module
 
 
@@ -112,7 +112,7 @@ def test_the_penalty_is_that_of_verl(ours, theirs):
 def test_the_penalty_takes_the_reference_as_it_is_when_training_on_the_batch_begins(sampled_ahead):
     """The reference moves at each update. Documents may have been sampled some updates before."""
     settings = [setting for setting in SHORT if not setting.startswith("trainer.max_steps")]
-    module, loader = built(
+    module, loader = module_and_loader(
         *settings,
         *IN_REWARD,
         "kl.update_every=1",
@@ -140,7 +140,7 @@ def test_the_penalty_takes_the_reference_as_it_is_when_training_on_the_batch_beg
 
 
 def test_groups_of_equal_task_rewards_are_left_out_though_their_penalties_differ():
-    module, loader = built(
+    module, loader = module_and_loader(
         *SHORT, *IN_REWARD, "rollout.uninformative=drop", "optimizer.learning_rate=0.02"
     )
     num_left_out = 0
@@ -175,7 +175,7 @@ def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
     sharded = [*settings, "parallelism.shard=true"]
     two_ranks = run_on_ranks(tmp_path / "two ranks", sharded, data_parallel=2)
     single = run_on_ranks(tmp_path / "single", settings)
-    assert_close(two_ranks, single, 2e-5)
+    assert_runs_close(two_ranks, single, 2e-5)
 
 
 @pytest.mark.parametrize(

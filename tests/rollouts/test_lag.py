@@ -63,8 +63,10 @@ def train_steps(
     prepare: Callable[[PolicyGradientModule, StepLoader], None] = lambda module, loader: None,
 ) -> TrainedSteps:
     """Train the first steps of a run; prepare: called with its module and loader before them."""
-    module, loader = built(
-        *once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides)
+    module, loader = module_and_loader(
+        *last_of_each_key(
+            *SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides
+        )
     )
     prepare(module, loader)
     weights = []
@@ -263,7 +265,7 @@ def test_steps_before_counts_the_steps_until_a_batch_begins(last_step, docs_per_
 
 
 def test_a_skipped_step_makes_documents_sampled_before_it_an_update_younger():
-    module, loader = built(*SHORT, "rollout.lag=3")
+    module, loader = module_and_loader(*SHORT, "rollout.lag=3")
     staleness = []
     for number, step in enumerate(loader):
         if number == 2:  # as if its loss had not been finite

@@ -63,8 +63,8 @@ def trained(
 ) -> tuple[list[dict], dict[str, Tensor], int]:
     """Return the metrics of each step, the weights after the last, and the number of documents in
     forward passes before updates."""
-    overrides = tuple(once(*settings, "optimizer.learning_rate=0.02", *overrides))
-    module, loader = built(*overrides, dtype=None)
+    overrides = tuple(last_of_each_key(*settings, "optimizer.learning_rate=0.02", *overrides))
+    module, loader = module_and_loader(*overrides, dtype=None)
     log_probs = module.log_probs
     passes = []
 
@@ -76,7 +76,7 @@ def trained(
     rows = []
     for number, step in enumerate(itertools.islice(loader, num_steps)):
         metrics = module.training_step(step, number)["metrics"]
-        rows.append({name: value for name, value in metrics.items() if name not in CLOCK})
+        rows.append({name: value for name, value in metrics.items() if name not in CLOCK_COLUMNS})
     loader.source.close()
     return rows, module.model.state_dict(), sum(passes)
 
@@ -209,7 +209,7 @@ def test_without_a_lag_training_and_proximal_log_probs_are_the_same(docs_per_ste
 
 
 def test_after_an_update_documents_without_old_log_probs_are_refused():
-    module, loader = built(*SHORT[:-1], ONE_UPDATE, "loss=grpo")
+    module, loader = module_and_loader(*SHORT[:-1], ONE_UPDATE, "loss=grpo")
     step = next(iter(loader))
     loader.source.close()
     for document in step.documents:
@@ -249,8 +249,10 @@ def test_on_several_ranks_metrics_and_weights_are_those_with_a_second_pass(
         "trainer.checkpoint_every=2",
         *settings,
     ]
-    one_pass = run_on_ranks(tmp_path / "one pass", once(*overrides), **ranks)
-    two_passes = run_on_ranks(tmp_path / "two passes", once(*overrides, save_to(tmp_path)), **ranks)
+    one_pass = run_on_ranks(tmp_path / "one pass", last_of_each_key(*overrides), **ranks)
+    two_passes = run_on_ranks(
+        tmp_path / "two passes", last_of_each_key(*overrides, save_to(tmp_path)), **ranks
+    )
     rows = metrics_of(one_pass)
     expected = metrics_of(two_passes)
     if ranks == {"data_parallel": 2}:

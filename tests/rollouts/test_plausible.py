@@ -55,8 +55,8 @@ def rows(sampled: list[dict]) -> list[dict]:
 
 def notes(rows: list[dict], folder: Path) -> list[str]:
     """Return the notes of the index of these rows, which are the same for JSONL and Parquet."""
-    jsonl = source(write_jsonl(folder / "r.jsonl", rows)).index.notes
-    parquet = source(write_parquet(folder / "r.parquet", rows)).index.notes
+    jsonl = recorded_rollouts(write_jsonl(folder / "r.jsonl", rows)).index.notes
+    parquet = recorded_rollouts(write_parquet(folder / "r.parquet", rows)).index.notes
     assert jsonl == parquet
     return jsonl
 
@@ -125,7 +125,7 @@ def test_repeated_rows_without_log_probs_give_no_note(rows, tmp_path):
         del row["old_log_probs"]
         del row["sampling_log_probs"]
     path = write_jsonl(tmp_path / "r.jsonl", rows * 2)
-    assert source(path, "none", reads_old_log_probs=False).index.notes == []
+    assert recorded_rollouts(path, "none", reads_old_log_probs=False).index.notes == []
 
 
 @pytest.mark.parametrize("probability", [0.9, 0.01])

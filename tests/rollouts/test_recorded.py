@@ -32,11 +32,11 @@ SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 
 
 def rewards_of(rollouts: RecordedRollouts) -> list[float]:
-    return [document.reward for document in documents(rollouts)]
+    return [document.reward for document in all_documents(rollouts)]
 
 
 def groups_of(rollouts: RecordedRollouts) -> list[int]:
-    return [document.group for document in documents(rollouts)]
+    return [document.group for document in all_documents(rollouts)]
 
 
 def rows_of(groups: Sequence[int | str], **changes) -> list[dict]:
@@ -55,7 +55,7 @@ def test_groups_come_in_one_piece_with_advantages_of_all_their_rewards(
     tmp_path, write, name, estimator
 ):
     rows = rows_of([f"g{group}" for group in SCATTERED])
-    read = documents(source(write(tmp_path / name, rows), estimator))
+    read = all_documents(recorded_rollouts(write(tmp_path / name, rows), estimator))
     divisor = 1.0
     if estimator == "batch_std":
         divisor = statistics.stdev(row["reward"] for row in rows) + 1e-6
@@ -77,7 +77,7 @@ def test_groups_come_in_one_piece_with_advantages_of_all_their_rewards(
             )
             expected.append(document)
     for document, expected_document in zip(read, expected, strict=True):
-        assert_same(expected_document, document)
+        assert_documents_equal(expected_document, document)
 
 
 @pytest.mark.parametrize(
@@ -98,24 +98,26 @@ def test_columns_may_have_the_types_of_other_writers(tmp_path, column, type_of_c
     table = table.set_column(place, column, table.column(column).cast(type_of_column))
     path = tmp_path / "r.parquet"
     pq.write_table(table, path, row_group_size=3, write_page_checksum=True)
-    for document, expected_document in zip(documents(source(path)), expected, strict=True):
-        assert_same(expected_document, document, but=["name"])
+    for document, expected_document in zip(
+        all_documents(recorded_rollouts(path)), expected, strict=True
+    ):
+        assert_documents_equal(expected_document, document, but=["name"])
 
 
 def test_epochs_without_shuffling_repeat_the_data(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED * 3))
-    rewards = rewards_of(source(path, epochs=2))
-    assert rewards == rewards_of(source(path)) * 2
+    rewards = rewards_of(recorded_rollouts(path, epochs=2))
+    assert rewards == rewards_of(recorded_rollouts(path)) * 2
 
 
 def test_every_epoch_is_the_data_once_and_shuffled_by_groups(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED * 3))
-    rollouts = source(path, epochs=3, shuffle=True, seed=1)
-    read = documents(rollouts)
+    rollouts = recorded_rollouts(path, epochs=3, shuffle=True, seed=1)
+    read = all_documents(rollouts)
     epochs = [read[:33], read[33:66], read[66:]]
     orders = [[document.reward for document in epoch] for epoch in epochs]
     for order in orders:
-        assert sorted(order) == sorted(rewards_of(source(path)))
+        assert sorted(order) == sorted(rewards_of(recorded_rollouts(path)))
     assert orders[0] != orders[1] != orders[2] != orders[0]
     for epoch in epochs:  # each group once, in one piece, its documents in the order of the file
         groups = [document.group for document in epoch]
@@ -131,9 +133,9 @@ def test_every_epoch_is_the_data_once_and_shuffled_by_groups(tmp_path):
 
 def test_the_order_depends_on_the_seed_alone(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of(SCATTERED * 3))
-    rewards = rewards_of(source(path, epochs=3, shuffle=True, seed=1))
-    assert rewards_of(source(path, epochs=3, shuffle=True, seed=1)) == rewards
-    assert rewards_of(source(path, epochs=3, shuffle=True, seed=2)) != rewards
+    rewards = rewards_of(recorded_rollouts(path, epochs=3, shuffle=True, seed=1))
+    assert rewards_of(recorded_rollouts(path, epochs=3, shuffle=True, seed=1)) == rewards
+    assert rewards_of(recorded_rollouts(path, epochs=3, shuffle=True, seed=2)) != rewards
 
 
 def test_files_come_in_the_order_of_their_numbers(tmp_path):
@@ -142,20 +144,20 @@ def test_files_come_in_the_order_of_their_numbers(tmp_path):
         write_jsonl(tmp_path / f"batch-{number}.jsonl", rows)
     (tmp_path / ".batch-3.jsonl.tmp").write_text("{")
     expected = [0.25, 0.25, 0.5, 0.5, 2.5, 2.5]
-    assert rewards_of(source(tmp_path)) == expected
-    assert rewards_of(source(tmp_path / "batch-*.jsonl")) == expected
-    assert source(tmp_path).document(5).name == "batch-10.jsonl:2"
+    assert rewards_of(recorded_rollouts(tmp_path)) == expected
+    assert rewards_of(recorded_rollouts(tmp_path / "batch-*.jsonl")) == expected
+    assert recorded_rollouts(tmp_path).document(5).name == "batch-10.jsonl:2"
 
 
 def test_without_group_ids_group_size_makes_the_groups(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [good_row(i, group_id=...) for i in range(6)])
     with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is missing.*rollout\.group_size"):
-        source(path)
-    assert groups_of(source(path, group_size=3)) == [0, 0, 0, 1, 1, 1]
+        recorded_rollouts(path)
+    assert groups_of(recorded_rollouts(path, group_size=3)) == [0, 0, 0, 1, 1, 1]
     with pytest.raises(
         DataError, match=r"6 documents, which is no multiple of rollout\.group_size=4"
     ):
-        source(path, group_size=4)
+        recorded_rollouts(path, group_size=4)
 
 
 def test_without_group_ids_and_group_size_each_document_is_a_group_of_its_own(tmp_path):
@@ -163,8 +165,8 @@ def test_without_group_ids_and_group_size_each_document_is_a_group_of_its_own(tm
     rows = [good_row(i, group_id=..., advantage=1.0) for i in range(6)]
     path = write_jsonl(tmp_path / "r.jsonl", rows)
     with pytest.raises(DataError, match="group_id: is missing"):
-        source(path, "given", needs=("group_id",))
-    rollouts = source(path, "given")
+        recorded_rollouts(path, "given", needs=("group_id",))
+    rollouts = recorded_rollouts(path, "given")
     assert not rollouts.has_groups
     assert groups_of(rollouts) == [0, 1, 2, 3, 4, 5]
 
@@ -178,13 +180,13 @@ def test_groups_of_another_size_than_group_size_are_refused(tmp_path):
     with pytest.raises(
         DataError, match=r"r\.jsonl:3:group_id: is 6, a group of 2 documents; rollout\.group_size=3"
     ):
-        source(path, group_size=3)
+        recorded_rollouts(path, group_size=3)
 
 
 def test_a_group_for_which_the_estimator_is_not_defined_is_refused_by_its_row(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of([0, 1, 0]))
     with pytest.raises(DataError, match=r"r\.jsonl:2:group_id: rloo compares"):
-        source(path, "rloo")
+        recorded_rollouts(path, "rloo")
 
 
 def test_groups_in_several_files_give_a_note(tmp_path, caplog):
@@ -229,8 +231,8 @@ def test_reward_and_baseline_count_a_trajectory_once(tmp_path, estimator, first,
     """first, second: the advantages of the trajectories of each group. In the first, rewards 1, 1,
     1, 0 have the mean 0.5, since the first three are of one trajectory."""
     path = write_jsonl(tmp_path / "r.jsonl", TRAJECTORIES)
-    rollouts = source(path, estimator)
-    read = documents(rollouts)
+    rollouts = recorded_rollouts(path, estimator)
+    read = all_documents(rollouts)
     rows = [int(document.name.split(":")[1]) - 1 for document in read]
     assert rows == [0, 1, 4, 3, 2, 6, 5, 7]
     trajectories = [document.trajectory for document in read]
@@ -249,7 +251,7 @@ def test_reward_and_baseline_count_a_trajectory_once(tmp_path, estimator, first,
 
 def test_each_epoch_has_its_own_trajectories_each_in_one_piece(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", TRAJECTORIES)
-    read = documents(source(path, epochs=2, shuffle=True))
+    read = all_documents(recorded_rollouts(path, epochs=2, shuffle=True))
     for epoch, of_epoch in enumerate((read[:8], read[8:])):
         trajectories = [
             document.trajectory for document in of_epoch if document.trajectory is not None
@@ -265,24 +267,24 @@ def test_the_documents_of_a_trajectory_must_have_the_same_reward_and_exact_match
         DataError,
         match=r"r\.jsonl:3:reward: is not that of r\.jsonl:1, a row of the same trajector",
     ):
-        source(path)
+        recorded_rollouts(path)
     first, second = rows_of_trajectories((0, 1, ...), (0, 1, ...))
     first |= {"advantage": 1.0, "exact_match": True}
     second |= {"advantage": 1.0, "exact_match": False}
     with pytest.raises(DataError, match=r"r\.jsonl:2:exact_match: is not that of r\.jsonl:1"):
-        source(write_jsonl(path, [first, second]), "given")
+        recorded_rollouts(write_jsonl(path, [first, second]), "given")
 
 
 def test_a_trajectory_that_is_neither_an_integer_nor_a_text_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of_trajectories((0, 1.5, 1.0)))
     with pytest.raises(DataError, match=r"r\.jsonl:1:trajectory: needs an integer or a text"):
-        source(path)
+        recorded_rollouts(path)
 
 
 def test_group_size_counts_trajectories(tmp_path):
     path = tmp_path / "r.jsonl"
     rows = [row | {"group_id": None} for row in TRAJECTORIES[:2] + TRAJECTORIES[3:5]]
-    assert groups_of(source(write_jsonl(path, rows), group_size=2)) == [0] * 4
+    assert groups_of(recorded_rollouts(write_jsonl(path, rows), group_size=2)) == [0] * 4
     with pytest.raises(
         DataError, match=r"has no group_id and 2 trajectories, which is no multiple of .*size=4"
     ):
@@ -290,14 +292,14 @@ def test_group_size_counts_trajectories(tmp_path):
     with pytest.raises(
         DataError, match=r"group_id: is 0, a group of 2 trajectories; rollout\.group_size=4"
     ):
-        source(write_jsonl(path, TRAJECTORIES), group_size=4)
+        recorded_rollouts(write_jsonl(path, TRAJECTORIES), group_size=4)
 
 
 def test_without_groups_each_trajectory_of_each_file_is_a_group(tmp_path):
     rows = [row | {"group_id": None, "advantage": 1.0} for row in TRAJECTORIES[:2]]
     write_jsonl(tmp_path / "r.jsonl", rows)
     write_jsonl(tmp_path / "s.jsonl", [*rows, good_row(group_id=..., advantage=2)])
-    read = documents(source(tmp_path, "given"))
+    read = all_documents(recorded_rollouts(tmp_path, "given"))
     assert [document.group for document in read] == [0, 0, 1, 1, 2]
     assert [document.trajectory for document in read] == [0, 0, 2, 2, None]
 
@@ -305,7 +307,7 @@ def test_without_groups_each_trajectory_of_each_file_is_a_group(tmp_path):
 def test_steps_hold_complete_trajectories_of_recorded_rollouts(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", TRAJECTORIES)
     accumulation = AccumulationConfig(2, 8, None, LastStep.short)
-    totals = [step.totals for step in StepLoader(source(path), accumulation, False, 99)]
+    totals = [step.totals for step in StepLoader(recorded_rollouts(path), accumulation, False, 99)]
     assert [of_step.num_documents for of_step in totals] == [3, 3, 2]
     assert [of_step.tokens_per_trajectory.tolist() for of_step in totals] == [[9], [3, 6], [3, 3]]
 
@@ -334,7 +336,7 @@ def test_a_file_that_changes_while_it_is_in_use_is_refused(tmp_path, suffix, cha
     other = write(
         "other", [row | {"reward": rows[number - 1]["reward"]} for number, row in enumerate(rows)]
     )
-    rollouts = source(path)
+    rollouts = recorded_rollouts(path)
     CHANGES[change](path, other)
     for position in range(4):
         with pytest.raises(DataError, match=rf"^r\.{suffix} was changed while it was in use\."):
@@ -348,5 +350,5 @@ def test_data_without_a_trained_token_are_refused(tmp_path):
         DataError,
         match=r"r\.jsonl needs a trained token \(got 3 documents whose loss_mask is false",
     ):
-        source(write_jsonl(path, rows))
-    assert source(write_jsonl(path, [*rows, good_row(3)])).num_documents == 4
+        recorded_rollouts(write_jsonl(path, rows))
+    assert recorded_rollouts(write_jsonl(path, [*rows, good_row(3)])).num_documents == 4
