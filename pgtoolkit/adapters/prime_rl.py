@@ -9,9 +9,10 @@ depend on how it was cut.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
@@ -20,20 +21,41 @@ from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.kl import KL
 
 
+class LossInputs(Protocol):
+    """prime-rl's numbers of one document, (T,) each.
+
+    inference_logprobs: of the policy that sampled.
+    loss_mask: bool.
+    ref_logprobs, loss_weights: None where there are none.
+    """
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None
+
+
+class LossOutputs(Protocol):
+    """prime-rl's result of a loss."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
 def policy_loss(
-    inputs: Any,
+    inputs: LossInputs,
     loss: str,
     aggregation: str = "token_mean",
     kl: str | None = None,
     kl_coefficient: float | None = None,
     kl_reference: str = "sampler",
     **parameters: float,
-) -> Any:
-    """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and its
-    metrics.
+) -> LossOutputs:
+    """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and metrics.
 
-    inputs: prime-rl's LossInputs; its inference_logprobs, of the policy that sampled, are the old
-        log-probs.
+    inputs: prime-rl's LossInputs; its inference_logprobs are the old log-probs.
     loss, parameters: a family by name, with the values that are to differ from its paper's.
     aggregation: only "token_mean".
     kl, kl_coefficient: a penalty, against "sampler" (inference_logprobs) or "reference"

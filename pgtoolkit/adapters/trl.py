@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pgtoolkit.adapters.trl_heads import (
+    Inputs,
     add_fused_head,
     by_fused_head,
     by_log_probs,
@@ -33,11 +34,11 @@ from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
 
-if TYPE_CHECKING:  # TRL's annotations lack much of what its trainer has
-    GRPOConfig: Any
-    GRPOTrainer: Any = object
-    nanmax: Any
-    nanmin: Any
+if TYPE_CHECKING:
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.utils import nanmax, nanmin
+
+    GRPOTrainer: Any = object  # its annotations are incomplete
 elif importlib.util.find_spec("trl") is not None:
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.utils import nanmax, nanmin
@@ -85,14 +86,14 @@ class PolicyGradientTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *arguments: Any,
+        *arguments: object,
         loss: str | Family,
         aggregation: str,
         divisor: float | None = None,
         correction: str | Correction | None = None,
         kl: str | None = None,
         fused_head: bool | None = None,
-        **of_trl: Any,
+        **of_trl: object,
     ):
         if GRPOTrainer is object:
             raise ImportError('PolicyGradientTrainer needs TRL: pip install "pgtk[trl]"')
@@ -119,9 +120,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         if self.fused_head:
             add_fused_head(self.model)
 
-    def _problems(self, args: Any) -> list[str]:
-        """Return what is wrong with a GRPOConfig beside the arguments of this trainer, a sentence
-        each."""
+    def _problems(self, args: GRPOConfig) -> list[str]:
+        """Return what is wrong with a GRPOConfig and this trainer's arguments, a sentence each."""
         defaults = {field.name: field.default for field in fields(args)}
         changed = {name for name, default in defaults.items() if getattr(args, name) != default}
         problems = [
@@ -141,9 +141,10 @@ class PolicyGradientTrainer(GRPOTrainer):
             )
         return problems + self._problems_of_correction(args, changed)
 
-    def _problems_of_steps(self, args: Any) -> list[str]:
+    def _problems_of_steps(self, args: GRPOConfig) -> list[str]:
         """Return what is wrong with the number of micro-batches that TRL samples at once."""
         sampled = args.steps_per_generation
+        assert sampled is not None  # GRPOConfig fills it in
         accumulated = args.gradient_accumulation_steps
         if self.weighting.needs_groups:
             fits = sampled == accumulated
@@ -166,9 +167,11 @@ class PolicyGradientTrainer(GRPOTrainer):
             f"steps_per_generation={accumulated}."
         ]
 
-    def _problems_of_correction(self, args: Any, changed: set[str]) -> list[str]:
-        """Return what is wrong with GRPOConfig's fields of a correction. changed: fields away from
-        their default."""
+    def _problems_of_correction(self, args: GRPOConfig, changed: set[str]) -> list[str]:
+        """Return what is wrong with GRPOConfig's fields of a correction.
+
+        changed: the fields that differ from their defaults.
+        """
         if self.correction is None:
             return []
         correction = f"correction={self.correction.name}"
@@ -213,9 +216,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         bounds = {"low": low, "high": high}
         return kind(**bounds)
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict:
-        """Sample as TRL does; where the aggregation needs groups, also number the group of each
-        completion."""
+    def _generate_and_score_completions(self, inputs: list[dict]) -> Inputs:
+        """Sample as TRL does; number the group of each completion if the aggregation needs it."""
         batch = super()._generate_and_score_completions(inputs)
         if self.weighting.needs_groups:
             # A group is consecutive completions, counted over all processes: so TRL orders them for
@@ -229,9 +231,11 @@ class PolicyGradientTrainer(GRPOTrainer):
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _count_totals(self, inputs: dict) -> StepTotals:
-        """Return the totals over all processes: of the optimizer step, or in an evaluation of this
-        batch."""
+    def _count_totals(self, inputs: Inputs) -> StepTotals:
+        """Return the totals over all processes.
+
+        They are those of the optimizer step; in an evaluation, of this batch.
+        """
         pieces = [inputs]
         if self.model.training:
             first = self._step % self.args.steps_per_generation
@@ -255,7 +259,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         return StepTotals(num_documents, num_tokens, num_empty, num_groups, sums[3:])
 
     def loss_arguments(
-        self, inputs: dict, mask: Tensor, log_probs: Tensor
+        self, inputs: Inputs, mask: Tensor, log_probs: Tensor
     ) -> tuple[tuple[Tensor, ...], dict]:
         """Return a micro-batch's (old log-probs, advantages, documents), (T,) each, and keywords of
         `log_prob_loss`.
@@ -287,7 +291,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         vectors = (old, _advantages(inputs, mask), documents)
         return tuple(vector.reshape(-1) for vector in vectors), options
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: Inputs) -> Tensor:
         """Return this micro-batch's share of the step's loss times the number of processes, which
         DDP divides by."""
         training = self.model.training
@@ -360,8 +364,7 @@ class PolicyGradientTrainer(GRPOTrainer):
                 metrics[f"clip_ratio/{side}_{end}"].append(extreme)
 
     def _clips(self, mask: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """Return where the clip acts; {} for families other than GRPO and GSPO, for which TRL shows
-        it.
+        """Return where the clip acts, which TRL shows for GRPO and GSPO; {} for other families.
 
         mask, log_ratio, advantages: (B, length). The results are bool, of the same shape, or (B, 1)
             where the family's ratio is the document's.
@@ -383,9 +386,11 @@ class PolicyGradientTrainer(GRPOTrainer):
         }
 
 
-def _advantages(inputs: dict, mask: Tensor) -> Tensor:
-    """Return (B, length) advantages. TRL has one per document; subclasses of its trainer may have
-    one per token."""
+def _advantages(inputs: Inputs, mask: Tensor) -> Tensor:
+    """Return (B, length) advantages.
+
+    TRL has one per document; subclasses of its trainer may have one per token.
+    """
     advantages = inputs["advantages"]
     if advantages.dim() != 2:
         advantages = advantages[:, None]

@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,18 @@ from torch import Tensor, nn
 from pgtoolkit.api import linear_policy_loss, log_prob_loss
 from pgtoolkit.batch import Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden
+from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.families import Family
 from pgtoolkit.losses.objective import Loss
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+    from trl.trainer.grpo_config import GRPOConfig
+
+Inputs = dict[str, Tensor]
+"""TRL's tensors of a micro-batch, by name."""
 
 LOGIT_SCALES = (
     "final_logit_softcapping",
@@ -25,16 +35,35 @@ LOGIT_SCALES = (
     "lm_head_multiplier",
     "logits_scaling",
 )
-"""Fields of a model's configuration that scale its logits, so that they are more than hidden @
-weight.T."""
+"""Fields of a model's configuration that scale its logits, hidden @ weight.T."""
+
+
+class Trainer(Protocol):
+    """The attributes that a loss reads of a `PolicyGradientTrainer`."""
+
+    model: PreTrainedModel
+    args: GRPOConfig
+    accelerator: Accelerator
+    family: Family
+    weighting: Aggregation
+    temperature: float
+    entropy_coef: float
+    aux_loss_enabled: bool
+    _get_per_token_logps_and_entropies: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+
+    def loss_arguments(
+        self, inputs: Inputs, mask: Tensor, log_probs: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict]: ...
 
 
 class Computed(NamedTuple):
     """A micro-batch's losses.
 
-    loss: with the entropy bonus. out: the policy loss without it, with its metrics. old: (B,
-        length) old log-probs.
-    entropies: (B, length). aux_loss: the load-balancing loss of a mixture of experts, or None.
+    loss: with the entropy bonus.
+    out: the policy loss without it, with its metrics.
+    old: (B, length) old log-probs.
+    entropies: (B, length).
+    aux_loss: the load-balancing loss of a mixture of experts, or None.
     """
 
     loss: Tensor
@@ -44,7 +73,7 @@ class Computed(NamedTuple):
     aux_loss: Tensor | None = None
 
 
-def trained_tokens(inputs: dict) -> Tensor:
+def trained_tokens(inputs: Inputs) -> Tensor:
     """Return (B, length) bool: the tokens that TRL trains."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
@@ -52,9 +81,8 @@ def trained_tokens(inputs: dict) -> Tensor:
     return mask.bool()
 
 
-def by_log_probs(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
-    """Compute the loss from TRL's own forward pass, which gives one log-prob and one entropy per
-    token."""
+def by_log_probs(trainer: Trainer, model: nn.Module, inputs: Inputs) -> Computed:
+    """Compute the loss from TRL's own forward pass: a log-prob and an entropy for each token."""
     mask = trained_tokens(inputs)
     forward = trainer._get_per_token_logps_and_entropies
     extra = {name: inputs[name] for name in inspect.signature(forward).parameters if name in inputs}
@@ -85,10 +113,10 @@ def by_log_probs(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
     return Computed(loss, out, old.view_as(mask), entropies.detach(), aux_loss)
 
 
-def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
-    """Compute the loss by pgtoolkit's head, inside the forward pass of `model`, so that its
-    wrappers see the head used.
+def by_fused_head(trainer: Trainer, model: nn.Module, inputs: Inputs) -> Computed:
+    """Compute the loss by pgtoolkit's head, inside the forward pass of `model`.
 
+    There the wrappers of the model see that the head is used.
     One pass over the head, without gradient, gives the entropies, and the old log-probs where TRL
     has none; another gives the loss and its gradients.
     """
@@ -126,20 +154,22 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
 
 
 def add_fused_head(model: nn.Module) -> None:
-    """Make model(..., of_hidden_states=function) return function(hidden states, LM head); other
-    calls stay as before.
+    """Make model(..., of_hidden_states=function) return function(hidden states, LM head).
 
-    DistributedDataParallel looks for a step's parameters in the output of the forward pass, so the
-    head must be used inside of it. model: a transformers causal LM, in PEFT or not, before it is
-    wrapped for several processes.
+    Other calls stay as before. DistributedDataParallel looks for a step's parameters in the output
+    of the forward pass, so the head must be used inside of it.
+    model: a transformers causal LM, in PEFT or not, before it is wrapped for several processes.
     """
     model = getattr(model, "get_base_model", lambda: model)()
     original_forward = model.forward
 
     @functools.wraps(type(model).forward)  # with its signature, which `generate` reads
     def forward(
-        self, *arguments: Any, of_hidden_states: Callable | None = None, **keywords: Any
-    ) -> Any:
+        self,
+        *arguments: object,
+        of_hidden_states: Callable[[Tensor, nn.Linear], Computed] | None = None,
+        **keywords: object,
+    ) -> object:
         if of_hidden_states is None:
             return original_forward(*arguments, **keywords)
         keywords.pop("labels", None)  # PEFT passes it on
@@ -149,9 +179,8 @@ def add_fused_head(model: nn.Module) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def obstacles(trainer: Any) -> list[str]:
-    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; [] if it
-    can."""
+def obstacles(trainer: Trainer) -> list[str]:
+    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; or []."""
     model = trainer.model
     args = trainer.args
     head = model.get_output_embeddings()
@@ -188,9 +217,11 @@ def obstacles(trainer: Any) -> list[str]:
     return [reason for is_obstacle, reason in reasons if is_obstacle]
 
 
-def _prompts_and_completions(inputs: dict) -> tuple[Tensor, Tensor]:
-    """Return (B, length) ids of prompts with their completions, and (B, length) their attention
-    mask."""
+def _prompts_and_completions(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the ids of prompts with their completions, and their attention mask.
+
+    Both are (B, length).
+    """
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     return ids, mask

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,18 @@ METRICS = (
 _log = logging.getLogger(__name__)
 
 
+class ActorConfig(Protocol):
+    """What a loss reads of verl's ActorConfig.
+
+    global_batch_info: global_batch_size, batch_num_tokens and dp_size.
+    """
+
+    global_batch_info: dict[str, int]
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or a group of keys; None if it is not set."""
+
+
 @dataclass(frozen=True)
 class VerlLoss:
     """A policy loss with verl's interface, of a family and an aggregation by their names."""
@@ -93,16 +105,16 @@ class VerlLoss:
         advantages: Tensor,
         response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
-        config: Any = None,
+        config: ActorConfig | None = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (the micro-batch's share of the loss times the number of ranks, metrics).
 
         Tensors are (documents, length); positions outside of response_mask are not read.
-        config: verl's ActorConfig.
         rollout_is_weights: verl's correction, a factor without gradient on each token.
         Raises ValueError for a configuration that this loss cannot honour, with all problems.
         """
+        assert config is not None  # verl always gives it
         problems = self._problems(config, loss_agg_mode)
         if problems:
             name = f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}"
@@ -128,7 +140,7 @@ class VerlLoss:
         )
         return out.loss * info["dp_size"], _means_over_documents(out, num_documents)
 
-    def _problems(self, config: Any, mode: str) -> list[str]:
+    def _problems(self, config: ActorConfig, mode: str) -> list[str]:
         """Return the problems of verl's configuration for this loss, a sentence each.
 
         mode: verl's loss_agg_mode.
@@ -149,7 +161,7 @@ class VerlLoss:
                 )
         return problems
 
-    def _aggregation_problems(self, config: Any, mode: str) -> list[str]:
+    def _aggregation_problems(self, config: ActorConfig, mode: str) -> list[str]:
         """Return the problems of loss_agg_mode and its divisor."""
         problems = []
         needed = MODES[self.aggregation]
@@ -173,7 +185,7 @@ class VerlLoss:
             )
         return problems
 
-    def _unread_keys(self, config: Any) -> list[str]:
+    def _unread_keys(self, config: ActorConfig) -> list[str]:
         """Return a problem for each key that the user has set and the family does not read."""
         problems = []
         read = set(PARAMETERS[self.family])
@@ -217,8 +229,8 @@ def _family(name: str, *values: float | None) -> Family:
     return family
 
 
-def _value(config: Any, key: str) -> Any:
-    """Return the value of a key of DEFAULTS; clip_ratio replaces a bound that is None."""
+def _value(config: ActorConfig, key: str) -> float | None:
+    """Return the value of a key of DEFAULTS; clip_ratio stands in for a bound of None."""
     group, _, name = key.rpartition(".")
     section = config.get(group) if group else config
     value = section.get(name)
