@@ -111,8 +111,10 @@ def make(folder: Path, loss: str, rate: float, seed: int, rows: int) -> None:
 
 
 def measure(name: str, arguments: list[str]) -> None:
-    """Run this Python in a process of its own; print its seconds, seconds of CPU time and peak
-    memory."""
+    """Run this Python in a process of its own.
+
+    Prints its seconds, its seconds of CPU time and its peak memory.
+    """
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

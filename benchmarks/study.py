@@ -3,7 +3,7 @@
     python benchmarks/study.py start CHECKPOINT FOLDER  # rounded to bfloat16, for model.path
     python benchmarks/study.py pack FILE.tar.xz SWEEP...  # what pgtk compare reads of finished runs
 
-An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it lacks. The controls
+An unpacked sweep is compared as before, and `pgtk sweep` runs the jobs that it lacks. The controls
 are functions for `advantage=benchmarks.study.half_shuffled`.
 """
 

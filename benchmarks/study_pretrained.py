@@ -92,8 +92,8 @@ def best_value(sweep: Path, key: str, seeds: int) -> str:
     """Return the value of a key whose runs have the highest mean of final held-out pass@1, the
     lower of two that tie.
 
-    Final is the mean of the last two evaluations; a run that numbers which are not finite have
-    ended has 0. RuntimeError where not each of three values has so many runs that are done.
+    The final score of a run is the mean of its last two evaluations, and 0 if numbers that are not
+    finite have ended it. Raises RuntimeError unless each of three values has enough finished runs.
     """
     finals: dict[float, list[float]] = {}
     for run in sorted(sweep.iterdir()):
@@ -136,7 +136,7 @@ def _configured(run: Path) -> dict[str, object]:
 
 
 def _sum_of_digits(digits: int) -> Kind:
-    """Return the kind of sums of two numbers of so many digits."""
+    """Return the kind of sums of two numbers with this many digits."""
     low = 10 ** (digits - 1)
     high = 10**digits - 1
 

@@ -94,15 +94,16 @@ class Contrast:
 
     @property
     def smallest(self) -> float:
-        """The difference that this many pairs of this spread show with POWER, were it tested
-        alone."""
+        """The difference that this many pairs of this spread show with POWER, if tested alone."""
         pairs = self.pair.counts[0]
         return self.spread / math.sqrt(pairs) * shift_found(pairs - 1)
 
 
 def contrasts(part: Part, sweeps: Path) -> dict[str, Contrast]:
-    """Return the planned contrasts of a part by the arm's name; sweeps: the folder of the unpacked
-    sweeps."""
+    """Return the planned contrasts of a part by the arm's name.
+
+    sweeps: the folder of the unpacked sweeps.
+    """
     by_arm = {}
     for file, names in part.sweeps.items():
         options = Namespace(

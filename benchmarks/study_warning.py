@@ -54,7 +54,7 @@ def table_rows(sweeps: list[Path]) -> list[list[str]]:
 def course(run: Run) -> Course:
     """Return the course of a run.
 
-    It collapses with the first evaluation that solves less than half of what the start does.
+    It collapses at the first evaluation that solves less than half as much as the start.
     """
     solved = [
         (row["step"], row["pass@1"])

@@ -225,7 +225,7 @@ def mfu(model: dict, length: int, tokens_per_second: float, published: Published
     """Return the percentage of the GPU's peak that prime-rl's formula gives.
 
     Its attention takes hidden_size / num_attention_heads for a head's width, which for Qwen3-0.6B
-    is half of what it is, and counts no causal mask. Rows of LoRA take the operations that the
+    is half of the true width, and counts no causal mask. Rows of LoRA take the operations that the
     published numbers imply, since the formula needs the adapters of prime-rl's own layers.
     """
     if published.lora_rank is not None:

@@ -281,8 +281,8 @@ class Step:
 
     micro_batches: those of this rank; all else is the same on every rank.
     documents: the step's documents, for messages, and for metrics of the data.
-    state_after: state of the step loader once this step is done, before `rollouts.steps.loadable`;
-        committed with the optimizer step.
+    state_after: state of the step loader once this step is done, which is committed with the
+        optimizer step; `rollouts.step_loader.loadable` makes it loadable.
     seconds: time that this process took to make the documents since the step before, by stage.
     """
 
@@ -340,8 +340,7 @@ def pack(
     trained = loss_mask.nonzero().squeeze(1)
 
     def labelled(values: Tensor, elsewhere: float) -> Tensor:
-        """Return (T,) with the value of each trained token where it is predicted, one place
-        earlier."""
+        """Return (T,) with each trained token's value at the place before, which predicts it."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
     def numbers(name: str) -> Tensor:

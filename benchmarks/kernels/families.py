@@ -24,7 +24,7 @@ def every_family(
 ) -> Iterator[Row]:
     """Yield rows of forward and backward of each family, all in turns.
 
-    share: its time over that of the family it stands beside. That is `grpo`, and for a family by
+    share: its time over that of the family it is compared with. That is `grpo`, and for a family by
     document on given logits `gspo`, which reads them twice as well.
     """
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)

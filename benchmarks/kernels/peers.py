@@ -1,4 +1,4 @@
-"""What others offer for the same work, as far as it is installed, and plain PyTorch.
+"""The same work by other libraries, as far as they are installed, and by plain PyTorch.
 
 Peers take documents as rows of one length; they get all documents of the same length, their best
 case.

@@ -27,8 +27,7 @@ CLOCK = {
 
 
 class Tree:
-    """A working copy with its environment in .venv, and a folder of our own to run its commands
-    in."""
+    """A working copy with its environment in .venv, and a folder to run its commands in."""
 
     def __init__(self, path: Path, work: Path):
         self.path, self.work = path.resolve(), work

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pgtoolkit.comparison.tokens_step import MadeStep, Piece
+from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.measure import clips
@@ -87,7 +87,7 @@ def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
+def _common(piece: MeasuredMicroBatch, with_old: bool) -> dict[str, np.ndarray]:
     """Return `common_vectors` of a micro-batch. with_old: whether its old log-probs are the data's,
     not copies of the new ones."""
     tokens = piece.micro_batch
@@ -106,7 +106,7 @@ def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
     return {name: _of_trained(values, trained) for name, values in vectors.items()}
 
 
-def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
+def _numbers(loss: Loss, piece: MeasuredMicroBatch, made: MadeStep) -> dict[str, np.ndarray]:
     """Return `LossOnStep.vectors` of a micro-batch."""
     log_probs = piece.log_probs
     objective = make_objective(piece.micro_batch, made.step.totals, loss, log_probs.dtype, Ranks())
@@ -130,7 +130,7 @@ def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
     return {name: _of_trained(values, objective.mask) for name, values in vectors.items()}
 
 
-def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
+def _clips(loss: Loss, piece: MeasuredMicroBatch, made: MadeStep) -> Tensor:
     """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a
     gradient 0 too."""
     log_probs = piece.log_probs

@@ -21,7 +21,7 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
-from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.rollouts.source import Source
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.build import build, fit, loader_of
 from pgtoolkit.training.checkpoint import reading_checkpoint
@@ -32,7 +32,7 @@ from pgtoolkit.training.train import quieten
 
 
 @dataclass(frozen=True)
-class Piece:
+class MeasuredMicroBatch:
     """A micro-batch of the step, on the CPU.
 
     log_probs: (T,), as training computed them. entropy: (T,), of the policy.
@@ -52,7 +52,7 @@ class MadeStep:
     """
 
     step: Step
-    pieces: list[Piece]
+    pieces: list[MeasuredMicroBatch]
     metrics: dict[str, float]
     has_groups: bool
     documents: str
@@ -205,7 +205,7 @@ class _Watch(lightning.Callback):
         self.last = 0
         self.sampled = False
         self.step: Step | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[MeasuredMicroBatch] = []
         self.metrics: dict[str, float] = {}
 
     def on_train_start(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
@@ -259,6 +259,8 @@ class _Watch(lightning.Callback):
             completed = replace(completed, old_log_probs=loss.log_probs)
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(
-            Piece(completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu())
+            MeasuredMicroBatch(
+                completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu()
+            )
         )
         return loss

@@ -107,8 +107,7 @@ def check_rows(name: str, rows: Tensor) -> None:
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
-    """Raise ValueError for a head that does not fit the hidden states, or options that exclude each
-    other."""
+    """Raise ValueError for a head that does not fit the hidden states, or conflicting options."""
     _check_shapes(hidden, head)
     if head.reference is not None:
         ref_hidden, ref_head = head.reference

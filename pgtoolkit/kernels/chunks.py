@@ -36,8 +36,8 @@ class Chunk:
     needs_gradient: bool
     documents: DocumentSums | None
 
-    def pieces(self, max_rows: int) -> list[slice]:
-        """Return the chunk in slices of max_rows rows, of which the first may have fewer.
+    def slabs(self, max_rows: int) -> list[slice]:
+        """Return the chunk in slabs, slices of max_rows rows, of which the first may have fewer.
 
         There are several only for a document longer than max_rows, or where no gradient is needed.
         """

@@ -1,8 +1,8 @@
 """The fused LM head: loss and gradients from hidden states, a few rows of logits at a time.
 
-T is the number of positions, N the rows of a piece, V the vocabulary, H the hidden width.
+T is the number of positions, N the rows of a slab, V the vocabulary, H the hidden width.
 
-A *chunk* is a set of rows whose coefficients are computed together (chunks.py). A *piece* is the
+A *chunk* is a set of rows whose coefficients are computed together (chunks.py). A *slab* is the
 part of a chunk whose logits exist at once: nearly always the complete chunk.
 
 The *score* is onehot(label) - softmax. The gradient of a log-prob by its logits is score /
@@ -16,7 +16,7 @@ c_t depends on all tokens of its document, one pass still suffices, because a ch
 documents.
 
 An entropy bonus, or the full KL against a reference, adds a second term to the gradient by the
-logits, with a coefficient of its own. Then the logits of a piece, and those of the reference, are
+logits, with a coefficient of its own. Then the logits of a slab, and those of the reference, are
 kept until the coefficients are known, and read once more. No product is computed again for that.
 """
 
@@ -46,7 +46,7 @@ from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
 _WORTH_COMPACTING = 0.95
-"""Rows without a gradient are left out if at most this share of a piece's rows has one: above it,
+"""Rows without a gradient are left out if at most this share of a slab's rows has one: above it,
 moving the rows together costs more than it saves."""
 _ROWS_PER_MOVE = 128
 """Rows that are moved at once: only these are copied."""
@@ -88,8 +88,8 @@ class HeadOptions:
         return self.bonus or self.loss.level == "with_entropy"
 
 
-class Piece(NamedTuple):
-    """Rows that have been through forward and not through backward.
+class Slab(NamedTuple):
+    """Rows of a chunk that have been through forward and not through backward.
 
     hidden: (N, H).
     score: (N, V); the logits in its place with `HeadOptions.keeps_logits`.
@@ -180,8 +180,8 @@ def linear_log_probs(
         rows = torch.sort((~trained).int(), stable=True).indices[:num_trained]
         fused.make_buffers(num_trained)
         chunk = Chunk(0, num_trained, needs_gradient=False, documents=None)
-        for piece in chunk.pieces(options.max_rows):
-            fused.forward(rows[piece])
+        for slab in chunk.slabs(options.max_rows):
+            fused.forward(rows[slab])
     return fused.log_probs, fused.entropy
 
 
@@ -245,16 +245,16 @@ class _FusedPass:
             self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
         clips_documents = _may_clip_documents(objective)
         for chunk in plan.chunks:
-            # The rows of each piece; where a gradient is needed, the last piece is held apart. This
+            # The rows of each slab; where a gradient is needed, the last slab is held apart. This
             # rank may have no row of a chunk.
-            earlier_rows = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
-            last_rows = last_piece = None
+            earlier_rows = [plan.rows[slab] for slab in chunk.slabs(options.max_rows)]
+            last_rows = last_slab = None
             if chunk.needs_gradient and earlier_rows:
                 last_rows = earlier_rows.pop()
             log_probs = [self.forward(rows).log_probs for rows in earlier_rows]
             if last_rows is not None:
-                last_piece = self.forward_with_score(last_rows)
-                log_probs.append(last_piece.log_probs)
+                last_slab = self.forward_with_score(last_rows)
+                log_probs.append(last_slab.log_probs)
             if chunk is plan.chunks[-1]:
                 # All log-probs are known now, so the answer reaches the host while the last
                 # products run.
@@ -266,15 +266,15 @@ class _FusedPass:
                 ordered.take(slice(chunk.start, chunk.stop), chunk.documents),
                 torch.cat([self.log_probs[:0], *log_probs]),
             )
-            if last_rows is None or last_piece is None:
+            if last_rows is None or last_slab is None:
                 continue
             *earlier, last = coefficients.split([len(part) for part in log_probs], -1)
             compact = clips_documents and not earlier
-            self.add_products(last_rows, last_piece, last, compact)
-            # The score of the last piece has overwritten those of the others, whose logits are
+            self.add_products(last_rows, last_slab, last, compact)
+            # The score of the last slab has overwritten those of the others, whose logits are
             # computed again. There are others only where a document is longer than max_rows.
-            for rows, of_piece in zip(earlier_rows, earlier, strict=True):
-                self.add_products(rows, self.forward_with_score(rows), of_piece, compact=False)
+            for rows, of_slab in zip(earlier_rows, earlier, strict=True):
+                self.add_products(rows, self.forward_with_score(rows), of_slab, compact=False)
         if self.hidden_gradient is not None:
             # Each rank has the sum over its own tokens of the vocabulary.
             all_reduce_(self.hidden_gradient, options.vocabulary_group)
@@ -301,10 +301,10 @@ class _FusedPass:
         if self.reference is not None:
             self.reference.make_buffer(rows)
 
-    def forward(self, rows: Tensor) -> Piece:
+    def forward(self, rows: Tensor) -> Slab:
         """Compute and record the log-probs, entropies and full KL of these rows.
 
-        Return the piece with its logits in the field `score`.
+        Return the slab with its logits in the field `score`.
         """
         implementation = self.options.implementation
         hidden = self.hidden[rows]
@@ -329,10 +329,10 @@ class _FusedPass:
         if self.options.bonus:
             assert entropy is not None
             normalizer = torch.cat([normalizer, entropy[None]])
-        return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
+        return Slab(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
 
-    def forward_with_score(self, rows: Tensor) -> Piece:
-        """Do as `forward`, and return the piece with its score; with its logits if `keeps_logits`.
+    def forward_with_score(self, rows: Tensor) -> Slab:
+        """Do as `forward`, and return the slab with its score; with its logits if `keeps_logits`.
 
         The score takes the memory of the logits if it has their dtype.
         """
@@ -342,42 +342,42 @@ class _FusedPass:
         log_probs, entropy, score = self.options.implementation.forward_score_(
             self.policy.logits(hidden), *self._arguments(rows), self.hidden.dtype
         )
-        return Piece(hidden, score, self._record(rows, log_probs, entropy))
+        return Slab(hidden, score, self._record(rows, log_probs, entropy))
 
     def _gradient_as_score(
-        self, rows: Tensor, piece: Piece, coefficients: Tensor
+        self, rows: Tensor, slab: Slab, coefficients: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient by the logits of a piece in the form of a score and its coefficients.
+        """Return the gradient by the logits of a slab in the form of a score and its coefficients.
 
         The result is (score, c): (c / temperature) * score is the gradient. Here `score` is the
         gradient times `self.scale`, which keeps small numbers in the range of float16.
 
         coefficients: (n, N), as `torch_passes.backward` takes them.
         """
-        logits = piece.score
-        dtype = piece.hidden.dtype
+        logits = slab.score
+        dtype = slab.hidden.dtype
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         score = self.options.implementation.backward(
             logits,
             self.labels[rows],
-            piece.normalizer,
+            slab.normalizer,
             coefficients * self.scale,
             self.temperature,
             out=out,
-            teacher=piece.teacher,
+            teacher=slab.teacher,
         )
         return score, torch.full_like(coefficients[0], self.temperature / self.scale)
 
-    def add_products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
+    def add_products(self, rows: Tensor, slab: Slab, coefficients: Tensor, compact: bool) -> None:
         """Add the part of these rows to the gradients of hidden states, weight and bias.
 
-        Overwrites the piece.
+        Overwrites the slab.
         compact: True to leave out rows of coefficient 0. Has no effect with `keeps_logits`.
         """
-        hidden = piece.hidden
-        score = piece.score
+        hidden = slab.hidden
+        score = slab.score
         if self.options.keeps_logits:
-            score, coefficients = self._gradient_as_score(rows, piece, coefficients)
+            score, coefficients = self._gradient_as_score(rows, slab, coefficients)
         elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.temperature)

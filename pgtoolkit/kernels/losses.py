@@ -116,8 +116,10 @@ def loss_of_hidden(
     ranks: Ranks,
     method: Computation,
 ) -> PolicyLoss:
-    """Return the loss of hidden states (T, H) and the LM head; their logits need never exist in
-    full."""
+    """Return the loss of hidden states (T, H) and the LM head.
+
+    Their logits need never exist in full.
+    """
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
         with torch.no_grad():

@@ -34,7 +34,7 @@ def slope_of(family: Family) -> triton.JITFunction | None:
 def numbers_of(family: Family) -> tuple[float, float, float, float]:
     """Return the family's numbers as its slope takes them.
 
-    A lower bound that is None lies at 0, which is 1 below 1.
+    Without a lower bound the bound is 0, so epsilon_low is 1.
     """
     values = [getattr(family, field.name) for field in fields(family)]
     numbers = [value for value in values if not isinstance(value, str)]

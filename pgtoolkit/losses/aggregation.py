@@ -85,8 +85,7 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class SampleMean(Aggregation):
-    """The mean over trajectories of their mean over tokens (GRPO and GSPO papers, where each is one
-    document)."""
+    """The mean over trajectories of their mean over tokens, as in the papers of GRPO and GSPO."""
 
     name: ClassVar[str] = "sample_mean"
     equation: ClassVar[str] = "1 / (D N_d)"

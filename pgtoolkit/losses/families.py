@@ -369,8 +369,7 @@ class Dppo(Family):
 
 @dataclass(frozen=True)
 class Vespo(Family):
-    """VESPO: a smooth function of the whole document's ratio weights each token (arXiv
-    2602.10693)."""
+    """VESPO: a smooth function of the document's ratio weights each token (arXiv 2602.10693)."""
 
     power_positive: float = parameter(
         2.0,

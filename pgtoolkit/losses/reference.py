@@ -12,13 +12,23 @@ tokens, G groups; N_g and N_a trained tokens of a group g and of an attempt (tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.reference_families import (
+    BY_DOCUMENT,
+    SURROGATES,
+    Clips,
+    Parameters,
+    clips_of,
+    outside_bounds,
+    over_scope,
+    token_terms,
+)
 from pgtoolkit.losses.reference_terms import (
     OF_ROW,
     OF_TOKEN,
@@ -133,14 +143,14 @@ def policy_loss(
     temperature: float = 1.0,
     metrics: str = "with_entropy",
     correction: str | None = None,
-    correction_settings: Mapping[str, Any] | None = None,
+    correction_settings: Parameters | None = None,
     sampling_log_probs: Tensor | None = None,
     entropy_coefficient: float = 0.0,
     kl: str | None = None,
     kl_coefficient: float = 0.0,
     ref_log_probs: Tensor | None = None,
     ref_logits: Tensor | None = None,
-    **parameters: Any,
+    **parameters: float | str | None,
 ) -> Reference:
     """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
 
@@ -175,21 +185,21 @@ def policy_loss(
         n = len(tokens)
         mean_advantage = math.fsum(advantage[t] for t in tokens) / n
         log_ratio = {t: p[t] - o[t] for t in tokens}
-        term = _terms(loss, log_ratio, mean_advantage, parameters)
-        over_scope = _over_scope(loss, term)
+        term = token_terms(loss, log_ratio, mean_advantage, parameters)
+        scoped = over_scope(loss, term)
         uncorrected = dict.fromkeys(tokens, step.weight(aggregation, d, divisor))
         corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
         weight = {t: uncorrected[t] * corrected.get(t, (1.0,))[0] for t in tokens}
         slopes: dict[int, float] = {}
         penalty = dict.fromkeys(tokens, 0.0)
         for t in tokens:
-            raw = over_scope[t]
+            raw = scoped[t]
             A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
             lam[t] = min(20.0, max(-20.0, raw))
             was_clamped[t] = abs(raw) > 20.0
             rho[t] = math.exp(lam[t])
-            surrogate, slopes[t] = _SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
-            clips[t] = _clips(loss, rho[t], p[t], log_ratio[t], A, **parameters)
+            surrogate, slopes[t] = SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
+            clips[t] = clips_of(loss, rho[t], p[t], log_ratio[t], A, parameters)
             total.append(weight[t] * surrogate)
             total.append(-entropy_coefficient * uncorrected[t] * entropy[t])
             if kl in OF_ROW:
@@ -204,7 +214,7 @@ def policy_loss(
                 penalty[t] = kl_coefficient * uncorrected[t] * slope
         if b is not None:
             old_to_sampling = {t: o[t] - b[t] for t in tokens}
-            beyond = _outside(loss, old_to_sampling, o, mean_advantage, parameters)
+            beyond = outside_bounds(loss, old_to_sampling, o, mean_advantage, parameters)
             measured |= mismatch(tokens, o, b, beyond)
         for t in tokens:
             c = weight[t] * slopes[t]
@@ -304,7 +314,7 @@ def _gradient_of_row(
     return row
 
 
-def names(family: Family, aggregation: Aggregation) -> dict[str, Any]:
+def names(family: Family, aggregation: Aggregation) -> Parameters:
     """Return the keywords of `policy_loss` for a family and an aggregation.
 
     Raises ValueError for those that are not specified here.
@@ -314,7 +324,7 @@ def names(family: Family, aggregation: Aggregation) -> dict[str, Any]:
     is_custom = not type(family).__module__.startswith("pgtoolkit.")
     if (
         is_custom
-        or loss not in _SURROGATES
+        or loss not in SURROGATES
         or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant")
     ):
         raise ValueError(
@@ -327,204 +337,6 @@ def names(family: Family, aggregation: Aggregation) -> dict[str, Any]:
         "divisor": getattr(aggregation, "divisor", None),
         **vars(family),
     }
-
-
-BY_DOCUMENT = ("gspo", "gmpo", "vespo")
-"""The families whose ratio and advantage are those of a document."""
-
-Clips = tuple[bool, bool, bool]
-"""(outside of the bounds, the lower bound changes the coefficient, the upper one does)."""
-
-# Each family is a function of a ratio r, its log-ratio x, the advantage A and the new log-prob p.
-# It returns (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor
-# without gradient). A ratio equal to a bound keeps its gradient.
-
-
-def _clip(
-    r: float,
-    x: float,
-    A: float,
-    p: float,
-    epsilon_low: float,
-    epsilon_high: float,
-    dual_clip: float | None = None,
-) -> tuple[float, float]:
-    """Return the surrogate of grpo and gspo, -min(r A, clip(r) A).
-
-    With a dual clip it is at most -dual_clip A where A < 0.
-    """
-    clipped = min(1 + epsilon_high, max(1 - epsilon_low, r))
-    if dual_clip is not None and A < 0 and r > dual_clip:
-        return -dual_clip * A, 0.0
-    passes = r <= 1 + epsilon_high if A > 0 else r >= 1 - epsilon_low
-    return -min(r * A, clipped * A), -r * A if passes else 0.0
-
-
-def _cispo(
-    r: float, x: float, A: float, p: float, epsilon_low: float | None, epsilon_high: float
-) -> tuple[float, float]:
-    lower = 0.0 if epsilon_low is None else 1 - epsilon_low
-    clipped = min(1 + epsilon_high, max(lower, r))
-    return -clipped * A * p, -clipped * A
-
-
-def _sapo(
-    r: float, x: float, A: float, p: float, temperature_positive: float, temperature_negative: float
-) -> tuple[float, float]:
-    tau = temperature_positive if A > 0 else temperature_negative
-    gate = 1 / (1 + math.exp(-tau * (r - 1))) if r < 1e3 else 1.0
-    return -4 / tau * gate * A, -4 * r * gate * (1 - gate) * A
-
-
-def _gmpo(
-    r: float, x: float, A: float, p: float, epsilon_low: float, epsilon_high: float
-) -> tuple[float, float]:
-    return -r * A, -r * A
-
-
-def _dppo(
-    r: float,
-    x: float,
-    A: float,
-    p: float,
-    delta_low: float,
-    delta_high: float,
-    ratio_cap: float,
-    divergence: str,
-) -> tuple[float, float]:
-    moved = _moved(x, p, divergence)
-    if (A > 0 and moved > delta_high) or (A < 0 and moved < -delta_low):
-        return 0.0, 0.0
-    return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
-
-
-def _moved(x: float, p: float, divergence: str) -> float:
-    """Return how far dppo says that a token's probability has moved from exp(o) to exp(p).
-
-    It is below 0 where the probability has fallen. x: p - o.
-    """
-    new = math.exp(p)
-    old = math.exp(p - x)
-    if divergence == "total_variation":
-        return new - old
-    kl = -old * x + (1 - old) * math.log((max(0.0, 1 - old) + 1e-8) / (max(0.0, 1 - new) + 1e-8))
-    return math.copysign(kl, x)
-
-
-def _vespo(
-    r: float,
-    x: float,
-    A: float,
-    p: float,
-    power_positive: float,
-    decay_positive: float,
-    power_negative: float,
-    decay_negative: float,
-) -> tuple[float, float]:
-    power = power_positive if A >= 0 else power_negative
-    decay = decay_positive if A >= 0 else decay_negative
-    weight = r**power * math.exp(decay * (1 - r))
-    return -weight * A * p, -weight * A
-
-
-def _kimi(r: float, x: float, A: float, p: float, tau: float) -> tuple[float, float]:
-    return -A * p + tau / 2 * x**2, -A + tau * x
-
-
-def _reinforce(r: float, x: float, A: float, p: float) -> tuple[float, float]:
-    return -A * p, -A
-
-
-_SURROGATES: dict[str, Callable[..., tuple[float, float]]] = {
-    "grpo": _clip,
-    "gspo": _clip,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo": _dppo,
-    "vespo": _vespo,
-    "kimi": _kimi,
-    "reinforce": _reinforce,
-}
-
-
-def _terms(
-    loss: str, log_ratio: dict[int, float], A: float, parameters: Mapping[str, Any]
-) -> dict[int, float]:
-    """Return the term of each token of a document: its log-ratio.
-
-    gmpo clips it on the side to which the document's advantage A pushes it.
-    """
-    if loss == "gmpo" and A > 0:
-        return {t: min(x, parameters["epsilon_high"]) for t, x in log_ratio.items()}
-    if loss == "gmpo" and A < 0:
-        return {t: max(x, -parameters["epsilon_low"]) for t, x in log_ratio.items()}
-    return log_ratio
-
-
-def _over_scope(loss: str, term: dict[int, float]) -> dict[int, float]:
-    """Return, for each token of a document, its term, or the sum or mean over the document."""
-    if loss not in BY_DOCUMENT:
-        return term
-    over_document = math.fsum(term.values())
-    if loss != "vespo":
-        over_document /= len(term)
-    return dict.fromkeys(term, over_document)
-
-
-def _clips(
-    loss: str,
-    r: float,
-    p: float,
-    x: float,
-    A: float,
-    epsilon_low: float | None = None,
-    epsilon_high: float | None = None,
-    delta_low: float | None = None,
-    delta_high: float | None = None,
-    divergence: str = "",
-    dual_clip: float | None = None,
-    **_: float,
-) -> Clips:
-    """Return which bounds of the family a token lies beyond.
-
-    x: the log-ratio of the token alone.
-    """
-    below = False
-    above = False
-    if loss in ("grpo", "gspo", "cispo"):
-        assert epsilon_high is not None
-        below = r < (0.0 if epsilon_low is None else 1 - epsilon_low)
-        above = r > 1 + epsilon_high
-    if loss == "gmpo":
-        assert epsilon_low is not None
-        assert epsilon_high is not None
-        below = x < -epsilon_low
-        above = x > epsilon_high
-    if loss == "dppo":
-        assert delta_low is not None
-        assert delta_high is not None
-        moved = _moved(min(20.0, max(-20.0, x)), p, divergence)
-        below = moved < -delta_low
-        above = moved > delta_high
-    # A clip removes the gradient on one side of A; cispo's weight is clipped on both.
-    lower_acts = A != 0 if loss == "cispo" else A < 0
-    upper_acts = A != 0 if loss == "cispo" else A > 0
-    is_beyond_dual_clip = dual_clip is not None and A < 0 and r > dual_clip
-    return below or above, below and lower_acts, (above and upper_acts) or is_beyond_dual_clip
-
-
-def _outside(
-    loss: str, x: dict[int, float], o: list[float], A: float, parameters: Mapping[str, Any]
-) -> dict[int, bool]:
-    """Return whether each token of a document would lie outside of the family's bounds.
-
-    x: the log-ratios in the place of new minus old. o: the log-probs in the place of the new ones.
-    """
-    over_scope = _over_scope(loss, _terms(loss, x, A, parameters))
-    ratio = {t: math.exp(min(20.0, max(-20.0, over_scope[t]))) for t in x}
-    without_dual_clip = {**parameters, "dual_clip": None}
-    return {t: _clips(loss, ratio[t], o[t], x[t], A, **without_dual_clip)[0] for t in x}
 
 
 def _basic_metrics(

@@ -9,8 +9,10 @@ derivatives by the logits).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pgtoolkit.losses.reference_families import Parameters
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.corrections import Correction
@@ -21,7 +23,7 @@ DocumentMean = Callable[[Callable[[int], float]], float]
 
 def factors(
     correction: str | None,
-    settings: Mapping[str, Any] | None,
+    settings: Parameters | None,
     tokens: list[int],
     p: list[float],
     o: list[float],
@@ -118,7 +120,7 @@ def metrics(
     return results
 
 
-def correction_names(correction: Correction | None) -> dict[str, Any]:
+def correction_names(correction: Correction | None) -> Parameters:
     """Return the keywords of `reference.policy_loss` for a correction."""
     if correction is None:
         return {}

@@ -72,7 +72,7 @@ def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Layer]:
-    """Return peft's layers in a model, by the names of the layers in whose place they are."""
+    """Return peft's layers in a model, by the names of the layers that they replace."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -131,7 +131,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def settings(model: PreTrainedModel, path: str) -> LoraConfig:
     """Return the content of adapter_config.json.
 
-    path: model.path; a folder is named by its absolute path, so that it is found from anywhere.
+    path: model.path; a folder is named by its absolute path, which is valid anywhere.
     """
     config = cast("LoraConfig", copy.copy(model.peft_config[_NAME]))
     folder = os.path.expanduser(path)
@@ -188,8 +188,7 @@ def _targets(
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a digest of the weights rounded to bfloat16, so that it does not depend on the number
-    type that they are held in."""
+    """Return a digest of the weights, the same in every dtype: they are rounded to bfloat16."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         total = weight.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64).item()

@@ -72,12 +72,16 @@ class Policy:
     """Whether this process holds the whole model, and can sample from it."""
 
     def put_away(self) -> None:
-        """Free the weights that a forward pass has gathered; called after one without a backward
-        pass."""
+        """Free the weights that a forward pass has gathered.
+
+        Called after a forward pass without a backward pass.
+        """
 
     def all_tokens(self, values: Tensor) -> Tensor:
-        """Return the (T,) values of all tokens of a micro-batch, given those of this rank's
-        piece."""
+        """Return the (T,) values of all tokens of a micro-batch.
+
+        values: those of this rank's part.
+        """
         return values
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
@@ -131,8 +135,7 @@ class Policy:
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
 
     def description(self, dtype: torch.dtype) -> PolicyDescription:
-        """Return a description to make a copy in `dtype` by, which can be sent to another
-        process."""
+        """Return a description that another process can make a copy in `dtype` by."""
         return PolicyDescription(
             config=self.model.config,
             generation_config=self.model.generation_config,
@@ -144,8 +147,7 @@ class Policy:
         )
 
     def copied(self, dtype: torch.dtype) -> Policy:
-        """Return the same model on the same device in `dtype`, with new weights, for `load` to
-        fill."""
+        """Return the same model on this device in `dtype`, with new weights for `load` to fill."""
         return self.description(dtype).build(self.model.device)
 
     @torch.no_grad()

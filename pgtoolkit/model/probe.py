@@ -130,8 +130,7 @@ def _limit_of_time_steps(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _continues(policy: Policy, prompts: list[list[int]]) -> bool:
-    """Return whether sampling these prompts together sees the logits of a forward pass of each by
-    itself."""
+    """Return whether sampling these prompts together sees the logits of forward passes alone."""
     from transformers import GenerationConfig
 
     size = policy.model.config.get_text_config().vocab_size

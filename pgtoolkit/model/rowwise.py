@@ -268,8 +268,7 @@ def activation(name: str) -> Rowwise:
 
 @functools.cache
 def gate(name: str) -> Rowwise:
-    """Return a function of (n, 2 F): the activation of its first half of columns, times the second
-    half."""
+    """Return a function of (n, 2 F): the activation of its first half times its second half."""
     from transformers.activations import ACT2FN
 
     function = ACT2FN[name]

@@ -200,8 +200,10 @@ def _refuse_unsuitable(path: str, model_config: PreTrainedConfig) -> None:
 
 
 def _trained(path: str, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with exactly the weights in its files; raise ConfigError where some are
-    missing."""
+    """Return the model with exactly the weights in its files.
+
+    Raises ConfigError where some are missing.
+    """
     from transformers import AutoModelForCausalLM
 
     needs = "weights of the model that config.json describes"

@@ -118,8 +118,10 @@ def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Ten
 def _on_hidden(
     function: Callable[[Tensor], Tensor],
 ) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], tuple]:
-    """Return a forward pre-hook that applies `function` to the hidden states, however they are
-    passed."""
+    """Return a forward pre-hook that applies `function` to the hidden states.
+
+    They may be passed by place or by name.
+    """
 
     def hook(
         _module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any]
@@ -209,8 +211,7 @@ class _Part:
 
 
 class ColumnParallel(DividedMatrix):
-    """A linear layer of which each rank computes a share of the outputs, from an input that all
-    have."""
+    """A linear layer of which each rank computes a share of the outputs; all have the input."""
 
     def __init__(self, layer: Layer, mesh: DeviceMesh):
         super().__init__(layer)
@@ -268,8 +269,10 @@ class FusedHeads(DividedMatrix):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank holds the rows of its share of the vocabulary; its output is
-    complete."""
+    """An embedding of which each rank holds the rows of its share of the vocabulary.
+
+    Its output is complete on every rank.
+    """
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
         super().__init__()

@@ -32,8 +32,10 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
-    """Return every rank's value, by rank in the group; for rare or small values, since they are
-    pickled."""
+    """Return every rank's value, by rank in the group.
+
+    The values are pickled, so they should be small or rare.
+    """
     if group is None:
         return [value]
     parts = [b""] * group.size()
@@ -141,8 +143,7 @@ def check_same(layout: Layout, name: str, digest: int) -> None:
 
 @contextlib.contextmanager
 def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
-    """Raise RankLost in place of torch's errors about a process that is gone, or silent too
-    long."""
+    """Raise RankLost in place of torch's errors about a process that ended or is silent."""
     try:
         yield
     except RuntimeError as error:  # gloo has no type for a lost connection

@@ -82,8 +82,10 @@ def node() -> str:
 
 
 def visible(gpus: list[int]) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a process that is to see these GPUs, as torch numbers them
-    here."""
+    """Return CUDA_VISIBLE_DEVICES for a process that is to see these GPUs.
+
+    gpus: their numbers, as torch gives them in this process.
+    """
     visible_here = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible_here.split(",") if visible_here else None
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)

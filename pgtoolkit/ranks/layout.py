@@ -100,8 +100,10 @@ def _ranks_of_nodes() -> dict[str, list[int]]:
 
 
 def _group_of_node(nodes: dict[str, list[int]], timeout: timedelta) -> ProcessGroup | None:
-    """Make a group for each of several nodes, and return that of this node; every process calls
-    this."""
+    """Make a group for each of several nodes, and return that of this node.
+
+    Every process calls this.
+    """
     groups = {name: dist.new_group(ranks, timeout) for name, ranks in nodes.items()}
     group = groups[node()]
     assert not isinstance(group, int)  # torch returns a number for a group of other processes

@@ -32,8 +32,10 @@ the squares of these in a norm stay far from the end of float32 at 3e38."""
 
 
 def reward_problem(reward: float) -> str | None:
-    """Return why a number cannot be a reward or an advantage, as the end of a sentence; None if it
-    can."""
+    """Return why a number cannot be a reward or an advantage; None if it can.
+
+    The text is the end of a sentence.
+    """
     if not math.isfinite(reward):
         return f"is {reward}; it must be finite"
     if abs(reward) > MAX_REWARD:
@@ -42,8 +44,7 @@ def reward_problem(reward: float) -> str | None:
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Return whether all rewards lie within EQUAL_REWARDS, so that comparing them teaches
-    nothing."""
+    """Return whether all rewards lie within EQUAL_REWARDS: comparing them teaches nothing then."""
     rewards = list(rewards)
     return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS
 

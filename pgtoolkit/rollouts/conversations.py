@@ -42,8 +42,7 @@ _TokenRow = dict[str, list]
 
 
 def has_texts(names: Collection[str]) -> bool:
-    """Return whether a row with these fields, or a file with these columns, has texts instead of
-    tokens."""
+    """Return whether a row with these fields, or a file with these columns, has texts."""
     return "messages" in names or {"prompt", "completion"} <= {*names}
 
 
@@ -136,8 +135,7 @@ class Conversations:
         return notes
 
     def _notes_on_ends(self) -> list[str]:
-        """Return a note where no token that ends a completion is trained at the end of an
-        answer."""
+        """Return a note if no token that ends a completion is trained at the end of an answer."""
         _, ends = self._loaded
         if self._template is None:
             if ends:
@@ -171,7 +169,7 @@ class Conversations:
         ]
 
     def fingerprint(self) -> int:
-        """Return a checksum of the template and of what it writes today."""
+        """Return a checksum of the template and of the text that it writes today."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
             written = self.tokens({"messages": messages}) if self._template else self._encoded("?")
@@ -243,8 +241,10 @@ class Conversations:
         return {"token_ids": tokens, "loss_mask": mask}
 
     def _tokens_inside(self, span: _Span, tokens: list[int], places: list[_Span]) -> list[int]:
-        """Return the tokens, by number, that lie in a part of the text. ValueError for one that it
-        cuts."""
+        """Return the tokens, by number, that lie in a part of the text.
+
+        Raises ValueError for a token that the part cuts.
+        """
         start, end = span
         cut = [i for i, (a, b) in enumerate(places) if a < start < b or a < end < b]
         tokenizer, ends = self._loaded
@@ -268,7 +268,7 @@ class Conversations:
             way_out = _MARKS + (", or rollout.trained_turns=last" if several else "")
             raise ValueError(
                 f"has at place {place + 1} an answer that the chat template writes in another way "
-                "where the conversation ends with it, so that it cannot be told which tokens are "
+                "where the conversation ends with it. So pgtoolkit cannot know which tokens are "
                 f"the assistant's. {way_out}"
             )
         return len(before), len(after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pgtoolkit.batch import Document, trajectories_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
-from pgtoolkit.rollouts.steps import Outline
+from pgtoolkit.rollouts.source import Outline
 
 LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move

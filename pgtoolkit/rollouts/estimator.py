@@ -96,8 +96,7 @@ class Estimator:
     def _by_function(
         self, scored: list[list[Attempt]], refuse: Callable[[int, str], None]
     ) -> list[list[float]]:
-        """Return what the user's function makes of the scored attempts; nothing for refused
-        groups."""
+        """Return the result of the user's function for scored attempts; none for refused groups."""
         usable = []
         for number, group in enumerate(scored):
             try:
@@ -116,11 +115,10 @@ class Estimator:
         scored: list[list[Attempt]],
         refuse: Callable[[int, str], None],
     ) -> list[list[float]]:
-        """Return the advantages of the scored attempts by the estimator's formula; 0 in refused
-        groups."""
+        """Return the advantages of scored attempts by the estimator; 0 in refused groups."""
         parts = []
         for number, (group, attempts) in enumerate(zip(groups, scored, strict=True)):
-            # The others of its group have no reward, so that it is compared with nothing.
+            # The others of its group have no reward: there is nothing to compare it with.
             is_alone = len(attempts) == 1 < len(group)
             try:
                 parts.append(self._of_group(attempts, is_alone))

@@ -48,7 +48,7 @@ class Evaluator:
 
     sampler: for these completions alone, or one that shares its servers with the sampler of
         training.
-    trained: as in `PolicyRollouts`.
+    trained: as in `SampledRollouts`.
     rollout: how completions are sampled; see `as_evaluated`.
     folder: the run directory, where the completions are written.
     """
@@ -159,8 +159,7 @@ def _numbers(groups: list[list[_Answer]]) -> dict[str, float]:
 def _prompt_means(
     groups: list[list[_Answer]], value: Callable[[CompletionRow, Score], float | None]
 ) -> list[float]:
-    """Return the mean value of the answers of each prompt, for prompts with an answer that has
-    one."""
+    """Return the mean value of each prompt's answers, for prompts with an answer that has one."""
     means = []
     for group in groups:
         values = [value(row, score) for row, score in group]

@@ -46,8 +46,7 @@ class ForwardPasses:
     def with_old_log_probs(
         self, groups: list[list[Document]], recompute: bool = True, tolerance: float | None = None
     ) -> list[list[Document]]:
-        """Return the groups with old log-probs of the policy as it is now, and the sampler's beside
-        them.
+        """Return the groups with old log-probs of the present policy, beside the sampler's.
 
         recompute: False keeps the sampler's log-probs as the old ones.
         tolerance: the largest difference that is allowed between these and the trainer's. At least
@@ -115,8 +114,7 @@ class ForwardPasses:
         return [of_ranks[place % size][place // size] for place in range(len(documents))]
 
     def _parts_to_recompute(self, share: list[Document]) -> list[list[Document]]:
-        """Return the micro-batches of a rank's documents, without those that are wholly
-        on_policy."""
+        """Return the micro-batches of a rank's documents, but for those entirely on_policy."""
         parts = cut(share, self.config.accumulation.max_tokens)
         # on_policy documents come first, so the last one decides.
         return [part for part in parts if not part[-1].on_policy]
@@ -206,8 +204,10 @@ class ForwardPasses:
         return self.rollout.prompts_per_batch * self.rollout.group_size
 
     def _some(self, documents: list[Document]) -> list[Document]:
-        """Return documents at equal distances, as many as fit a micro-batch: enough to check the
-        sampler."""
+        """Return documents at equal distances, as many as fit a micro-batch.
+
+        They are enough to check the sampler.
+        """
         if not documents:
             return []
         max_tokens = self.config.accumulation.max_tokens

@@ -138,8 +138,10 @@ class Indexing:
                 yield file_number, number, place, *_entries_of(row, group, trajectory)
 
     def _check_id(self, row: Row, label: str, ids: dict[str, str]) -> None:
-        """Collect a problem if another row has the same id. ids: of rows so far, with their
-        labels."""
+        """Collect a problem if another row has the same id.
+
+        ids: of the rows so far, with their labels.
+        """
         if row.id is None:
             return
         first = ids.setdefault(row.id, label)
@@ -162,8 +164,7 @@ class Indexing:
             )
 
     def _check_use(self) -> None:
-        """Raise DataError if there is nothing to learn from these rows, or a setting does
-        nothing."""
+        """Raise DataError if these rows teach nothing, or if a setting does nothing."""
         path = f"rollout.path={self.config.path}"
         rows = self._rows
         if self._num_too_long:
@@ -197,8 +198,7 @@ class Indexing:
             )
 
     def _check_texts_are_used(self) -> None:
-        """Raise DataError if keys that say how texts become tokens are set, and no row has
-        texts."""
+        """Raise DataError if keys for rows with texts are set, and no row has texts."""
         texts = self.rules.texts
         chat = self.config.chat.value
         trained_turns = self.config.trained_turns.value
@@ -258,8 +258,7 @@ class Indexing:
         self._problems.raise_if_any()
 
     def _check_plausible(self) -> None:
-        """Refuse log-probs one place off; note groups of different prompts, and rows that are there
-        twice."""
+        """Refuse log-probs one place off; note groups of different prompts, and repeated rows."""
         misplaced = self._plausibility.misplaced()
         if misplaced is not None:
             raise DataError(
@@ -310,8 +309,10 @@ class Indexing:
                 )
 
     def _check_groups(self, ids: list[int | str]) -> None:
-        """Check the groups that rows name: all of `group_size`, if it is set; note those in several
-        files."""
+        """Check the groups that rows name, and note those in several files.
+
+        All must be of `group_size`, if it is set.
+        """
         size = self.config.group_size
         groups = self._rows["group"]
         _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)

@@ -25,7 +25,7 @@ from pgtoolkit.rollouts.indexing import Indexing
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import COLUMNS, Row, Rules
-from pgtoolkit.rollouts.steps import Outline, Source
+from pgtoolkit.rollouts.source import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
 from pgtoolkit.tasks.shuffle import shuffled
 
@@ -211,8 +211,7 @@ class RecordedRollouts(Source):
         return epoch * self._num_groups + int(self.groups[index])
 
     def _trajectory(self, index: int, epoch: int) -> int | None:
-        """Return the number of a row's trajectory, unique over the epochs; None if it names
-        none."""
+        """Return the number of a row's trajectory, unique over the epochs; None without one."""
         trajectory = int(self._rows["trajectory"][index])
         return None if trajectory < 0 else epoch * self.batch_size + trajectory
 

@@ -53,8 +53,10 @@ OPTIONAL_VECTORS: whether it has them.
 
 
 class FileStamp(TypedDict):
-    """Numbers of a file that change with its contents: its size, and the time of its last change in
-    nanoseconds."""
+    """Numbers of a file that change with its contents.
+
+    They are its size, and the time of its last change in nanoseconds.
+    """
 
     bytes: int
     changed_ns: int
@@ -74,8 +76,9 @@ class RecordedIndex:
     rows: (documents,) of dtype ROW, in the order of the files.
     rules: what the rows were checked for. has_groups: whether it is known which documents share a
         prompt.
-    notes: for the user. texts: the fingerprint of what made tokens of texts; None where rows have
-        tokens.
+    notes: for the user.
+    texts: the fingerprint of the template and tokenizer that made tokens of texts; None where rows
+        have tokens.
     """
 
     rows: np.ndarray
@@ -112,8 +115,7 @@ def first_parts(rows: np.ndarray) -> np.ndarray:
 
 
 def read_index(folder: Path) -> RecordedIndex | None:
-    """Return the index in a run directory; None if there is none that is complete and of this
-    version."""
+    """Return the index in a run directory; None without a complete one of this version."""
     try:
         with np.load(folder / FILE_NAME) as kept:
             index = RecordedIndex(kept["rows"], **json.loads(str(kept["about"])))

@@ -56,8 +56,10 @@ def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
 
 
 def _row_with_failure(document: Document) -> Row:
-    """Return the row of a document with whether its score failed, which rows of other batches leave
-    out."""
+    """Return the row of a document with whether its score failed.
+
+    Rows of batches without a failure leave this out.
+    """
     row = row_of(document)
     row.score_failed = document.score_failed
     return row

@@ -32,8 +32,8 @@ from pgtoolkit.rollouts.group_rollouts import (
 )
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.saved_batches import STATE
+from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.stages import Stopwatch
-from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.runs.records import expect
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
@@ -57,7 +57,7 @@ class _PendingBatch(NamedTuple):
 
 
 @dataclass(eq=False)
-class PolicyRollouts(Source):
+class SampledRollouts(Source):
     """The source of documents of a reinforcement-learning run.
 
     A batch has `prompts_per_batch` groups of `group_size` documents. Batches follow each other
@@ -260,7 +260,7 @@ class PolicyRollouts(Source):
         return with_advantages(groups, self._estimator, self.prompt)
 
     def _begin_sampling(self, number: int) -> None:
-        """Begin to sample a batch from the policy as it is now, unless every prompt is retired.
+        """Begin to sample a batch from the present policy, unless every prompt is retired.
 
         Waits for an earlier batch first: a sampler writes one batch at a time.
         """

@@ -63,4 +63,4 @@ STATE = {
     "documents": [_DOCUMENT],
     "retired?": [is_count],
 }
-"""The shape of the result of `PolicyRollouts.state_dict`, for `expect`."""
+"""The shape of the result of `SampledRollouts.state_dict`, for `expect`."""

@@ -69,8 +69,10 @@ class ManyWays(Protocol):
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None: ...
 
     def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
-        """Return completions as `Sampler.complete` does. way: number of the way; 0 is that of
-        training."""
+        """Return completions as `Sampler.complete` does.
+
+        way: the number of the way; 0 is that of training.
+        """
         ...
 
 

@@ -61,7 +61,7 @@ def temperature_and_top_p(
 def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
     """Return scores, (B, V), with all the probability on the likeliest token.
 
-    NaN stays NaN, so that it is noticed.
+    NaN stays NaN, for the caller to notice.
     """
     tokens = scores.argmax(-1, keepdim=True)
     return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))

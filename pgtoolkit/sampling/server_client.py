@@ -74,8 +74,10 @@ class Server:
         self._session.close()
 
     def is_up(self) -> bool:
-        """Return whether it answers by now; raise SamplerLost if it was started here and has
-        ended."""
+        """Return whether it answers by now.
+
+        Raises SamplerLost if it was started here and has ended.
+        """
         self._check_process()
         with contextlib.suppress(requests.RequestException, TimeoutError):
             status = self._answer("GET", self._api.HEALTH, None, 5, _MAX_BYTES)[0].status_code
@@ -146,8 +148,10 @@ class Server:
     def _finish(
         self, tokens: list[int], choice: Choice, sampling: Sampling
     ) -> Literal["stop", "length"]:
-        """Return the reason why a completion ended, where it agrees with its tokens; else raise
-        SamplerLost."""
+        """Return the reason why a completion ended.
+
+        Raises SamplerLost if it does not agree with the completion's tokens.
+        """
         *inside, is_end = (token in sampling.ends for token in tokens)
         goes_beyond_end = any(inside)
         is_stopped = is_end or choice.stop_text in sampling.stops.strings
@@ -216,8 +220,8 @@ class Server:
     ) -> tuple[requests.Response, bytes]:
         """Return a response with its content, of at most max_bytes.
 
-        Raises TimeoutError where it is not complete within `seconds`: requests itself would count
-        anew from each byte that arrives. Does not follow redirections, which make a GET of a POST.
+        Raises TimeoutError unless it is complete within `seconds`: requests itself would count anew
+        from each byte that arrives. Does not follow redirections, which make a GET of a POST.
         """
         read = partial(self._read, method, path, body, seconds, max_bytes)
         return in_background(read).result(seconds)
@@ -243,8 +247,10 @@ class Server:
         return answer, bytes(content)
 
     def _content(self, path: str, answer: requests.Response, content: bytes) -> Any:
-        """Return the JSON of an answer, None where it is empty; raise SamplerLost for any other
-        answer."""
+        """Return the JSON of an answer; None where it is empty.
+
+        Raises SamplerLost for any other answer.
+        """
         text = " ".join(content[:600].decode(errors="replace").split()) or answer.reason
         if answer.status_code >= 300:  # redirections among them, which are not followed
             remedies = {

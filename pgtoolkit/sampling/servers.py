@@ -135,7 +135,7 @@ class ServerSampler:
         if is_first:
             self._start()
         # A server that slept has lost its weights. A server that has just started has these
-        # weights, and still loads them again, so that it maps the folder before the first step.
+        # weights, and still loads them again, to map the folder before the first step.
         load = partial(self._wake, load=is_new or self._asleep)
         loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
         if is_new and log_probs is None:
@@ -215,8 +215,7 @@ class ServerSampler:
         return time.monotonic() + self._chosen.answer_seconds
 
     def _start(self) -> None:
-        """Start the servers, wait until all of them answer, and tell the other ranks their
-        addresses."""
+        """Start the servers, wait until all answer, and tell the other ranks their addresses."""
         layout = self._layout
         numbers = range(len(self._plan.gpus))
         for begin in range(0, max(1, len(numbers)), max(1, self._plan.at_once)):

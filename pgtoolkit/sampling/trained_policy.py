@@ -29,11 +29,15 @@ class TrainedPolicy(Protocol):
         ...
 
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) log-probs of the labels under the reference model; called by every
-        rank."""
+        """Return the (T,) log-probs of the labels under the reference model.
+
+        Every rank calls this.
+        """
         ...
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the critic's (T,) values of the positions, if there is one; called by every
-        rank."""
+        """Return the critic's (T,) values of the positions, if there is a critic.
+
+        Every rank calls this.
+        """
         ...

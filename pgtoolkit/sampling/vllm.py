@@ -122,8 +122,10 @@ class Vllm:
         return "/v1/completions", body
 
     def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
-        """Return the log-probs of a text's tokens from the second on, before temperature and
-        top_p."""
+        """Return the log-probs of a text's tokens from the second on.
+
+        They are those before temperature and top_p.
+        """
         entries = answer["choices"][0]["prompt_logprobs"]
         return [
             entry[str(token)]["logprob"]
@@ -155,8 +157,7 @@ class Vllm:
         return f"/wake_up?tags={'kv_cache' if part == 'cache' else part}", None
 
     def advice(self, last_words: str) -> str:
-        """Return what to do about a server that ended with these words, or "" if that is not
-        known."""
+        """Return what to do about a server that ended with these words; "" if that is not known."""
         if "pgtk_vllm_worker" in last_words:
             return (
                 " It did not find our module that loads its weights: let the program of "

@@ -108,8 +108,10 @@ class WeightsFolder:
         dtype: torch.dtype,
         for_others: bool = False,
     ) -> WeightsFolder:
-        """Return the folder that the ranks of rank 0's node write together; every rank calls
-        this."""
+        """Return the folder that the ranks of rank 0's node write together.
+
+        Every rank calls this.
+        """
         writers = layout.node_group if layout.reader == 0 else None
         if writers is None:  # rank 0 writes alone
             number = min(layout.rank, 1)

@@ -15,7 +15,8 @@ from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
-from pgtoolkit.tasks.verifiers import Named, Response, last_number, math_golds
+from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.verifiers import Named, last_number, math_golds
 
 FIRST = 100
 """Number of answers that are tried."""

@@ -55,8 +55,10 @@ class ChatTemplate:
             self._system = [{"role": "system", "content": system_prompt}]
 
     def under_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages after the run's system message. ValueError if they begin with another
-        one."""
+        """Return messages after the run's system message.
+
+        Raises ValueError if they begin with another one.
+        """
         if self._system and messages[0]["role"] == "system":
             raise ValueError("it has a system message of its own beside task.system_prompt")
         return [*self._system, *messages]

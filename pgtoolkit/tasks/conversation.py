@@ -188,7 +188,7 @@ class ConversationTask(Task):
         """Call a method of each conversation's environment, and return the values.
 
         Where there is no answer the value is None, and the conversation ends. An environment gets a
-        copy of the messages, so that it changes none of ours.
+        copy of the messages, since it may change them.
         """
         asks = [
             Ask(

@@ -59,8 +59,10 @@ class Environments:
         self._make = partial(kind, **options)
 
     def answer(self, ask: Ask) -> tuple[object, object]:
-        """Call the method; return the environment after it, and its result. DataError where it
-        fails."""
+        """Call the method; return the environment after it, and its result.
+
+        Raises DataError where it fails.
+        """
         setting = f"task.environment={self._path}"
         with blaming(f"{ask.method} of {setting}", DataError, ask.on):
             environment = ask.environment

@@ -125,8 +125,10 @@ def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list
 
 
 def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
-    """Return notes on answers that no completion can equal: too long, or changed by the
-    tokenizer."""
+    """Return notes on answers that no completion can equal.
+
+    They are too long, or the tokenizer changes them.
+    """
     lengths = []
     changed = []
     for prompt in prompts:

@@ -207,7 +207,7 @@ class _Worker:
         return kind, self.end(process)
 
     def end(self, process: Child) -> str:
-        """End a process with what it has started. Return how it had ended by itself, if it had."""
+        """End a process and its descendants. Return how it had ended by itself, if it had."""
         self.process = None
         code = process.poll()
         process.end(_SECONDS_TO_END)

@@ -15,9 +15,10 @@ from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.prompt_rows import read_prompts
 from pgtoolkit.tasks.reward_functions import BatchScores
+from pgtoolkit.tasks.scoring import Response, Scoring
 from pgtoolkit.tasks.signatures import Signature
 from pgtoolkit.tasks.tasks import NumberedRows, Once, Score
-from pgtoolkit.tasks.verifiers import Named, Response, Scoring
+from pgtoolkit.tasks.verifiers import Named
 
 
 class PromptRows(NumberedRows):

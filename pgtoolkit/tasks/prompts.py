@@ -17,9 +17,9 @@ from pgtoolkit.tasks.between import Between
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.reward_functions import TrainerState
+from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Once, Score, Task
-from pgtoolkit.tasks.verifiers import Response
 
 if TYPE_CHECKING:  # `pgtk check` does without torch
     from tokenizers import Tokenizer
@@ -214,8 +214,7 @@ class TokenizedTask:
         return self.text(tokens), finished
 
     def text(self, tokens: Sequence[int] | Tensor) -> str:
-        """Return the text of tokens up to a stop string, special tokens such as `<think>`
-        included."""
+        """Return the text of tokens up to a stop string, with special tokens such as `<think>`."""
         text = str(self.tokenizer.decode(cast("list[int]", tokens)))
         if not self._stops:
             return text
@@ -269,8 +268,7 @@ class TokenizedTask:
         )
 
     def _misfits(self, room: int) -> tuple[int, list[tuple[Prompt, int]]]:
-        """Return the number of prompts, and those that do not have 1 to `room` tokens, with their
-        lengths."""
+        """Return the number of prompts, and those without 1 to `room` tokens with their lengths."""
         rows = self.task.rows()
         num_prompts = 0
         misfits = []
@@ -289,8 +287,10 @@ class TokenizedTask:
 
 
 def _ways_to_make_room(longest: int, longest_completion: int, longest_document: int) -> list[str]:
-    """Return the settings by which the longest prompt would fit a document, all lengths in
-    tokens."""
+    """Return the settings by which the longest prompt would fit a document.
+
+    All lengths are in tokens.
+    """
     ways = []
     tokens = longest + longest_completion
     if tokens > longest_document > longest:

@@ -21,7 +21,7 @@ UNREACHABLE = "unreachable"
 """The kind of failure of a function whose server cannot be reached."""
 
 NOT_REACHED = "could not reach the server that it asks: "
-"""The beginning of the reason of such a failure; Python's message follows."""
+"""The reason of a failure of this kind begins so; Python's message follows."""
 
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further call of a function whose server could not be reached."""

@@ -62,8 +62,7 @@ class Problems:
 
 
 def count_rows(path: str, key: str) -> int | None:
-    """Return the number of rows in the files of `find_files`; None where counting would take
-    long."""
+    """Return the number of rows in the files of `find_files`; None where counting takes long."""
     count = 0
     for file in find_files(path, key):
         if file.suffix == ".parquet":
@@ -227,7 +226,7 @@ class ParquetFile(RowFile):
                 group = file.metadata.row_group(number)
                 wanted = self._wanted(file, number)
                 size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                # Before the group is decoded, so that it is read from the disk once.
+                # Before the group is decoded: it is then read from the disk only once.
                 self._add_to_digest(raw, raw.tell() + size)
                 yield from file.iter_batches(_BATCH_ROWS, [number], wanted, use_threads=False)
             self._add_to_digest(raw, math.inf)
@@ -259,8 +258,10 @@ class ParquetFile(RowFile):
         return [row for batch in table.to_batches() for row in rows_of(batch)]
 
     def _wanted(self, file: pq.ParquetFile, group: int) -> list[str]:
-        """Return the wanted columns that the file has. DataError if those of a row group are too
-        large."""
+        """Return the wanted columns that the file has.
+
+        Raises DataError if those of a row group are too large.
+        """
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
         wanted = [
@@ -286,8 +287,10 @@ class ParquetFile(RowFile):
 
 
 class ArrowFile(RowFile):
-    """An Arrow stream, as `save_to_disk` of datasets writes it; rows are read only in their
-    order."""
+    """An Arrow stream, as `save_to_disk` of datasets writes it.
+
+    Its rows can only be read in their order.
+    """
 
     def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
         with self._naming_the_file("Arrow stream"), pa.memory_map(str(self.path)) as file:

@@ -62,8 +62,10 @@ class Signature(NamedTuple):
 
 
 def signature_of(setting: str, function: Callable[..., object]) -> Signature:
-    """Return how a function is called, by its parameters. ConfigError if they ask for other
-    arguments."""
+    """Return how a function is called, by its parameters.
+
+    Raises ConfigError if they ask for other arguments.
+    """
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     try:

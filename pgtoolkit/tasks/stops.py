@@ -65,8 +65,10 @@ class StopStrings:
         return bool(self.strings)
 
     def end(self, tokens: Sequence[int]) -> int | None:
-        """Return the number of tokens up to where a completion ends; None if its text has no
-        string."""
+        """Return the number of tokens up to where a completion ends.
+
+        None if its text has no stop string.
+        """
         if not self.strings or not self._has_string(self._text(tokens)):
             return None
 

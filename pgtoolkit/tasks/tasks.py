@@ -17,7 +17,7 @@ from pgtoolkit.config.schema_tasks import (
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import Failure, Processes
-from pgtoolkit.tasks.verifiers import Response
+from pgtoolkit.tasks.scoring import Response
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class DynamicAccumulation(lightning.LightningModule):
     optimizer (`configure_optimizers`). This class does the rest: forward and backward of every
     micro-batch, the sum of gradients and metrics over ranks, clipping, and the update. There is no
     update if the step has no trained token, or if its loss or its gradient is not finite.
-    Steps come with their totals, from `rollouts.steps.StepLoader`, which gathers documents until
-    `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
+    Steps come with their totals, from `rollouts.step_loader.StepLoader`, which gathers documents
+    until `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
 
     layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
     max_grad_norm: a gradient with a larger norm is scaled down to this one; None: none is.

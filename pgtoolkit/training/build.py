@@ -32,8 +32,9 @@ from pgtoolkit.model.setup import build_policy, prepare_torch
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
-from pgtoolkit.rollouts.steps import Source, StepLoader
+from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.source import Source
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.critic import with_value_head
@@ -77,15 +78,15 @@ def build(
     longest_document = min(policy.max_positions, config.accumulation.max_tokens)
     source = source_of(config, task, module, longest_document, resume, run_dir)
     if is_on(config):
-        training_task = task if isinstance(source, PolicyRollouts) else None
+        training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
     return module, loader_of(source, config, layout)
 
 
 def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
-    """Return the policy, compiled or not as it is in a run.
+    """Return the policy; it is compiled if a run with this configuration compiles it.
 
-    run: the configuration of that run; None where nothing is trained.
+    run: the configuration of the run; None where nothing is trained.
     Raises ConfigError for a model whose configured parts it does not have.
     """
     on_gpu = accelerator(config) == "gpu"

@@ -83,7 +83,7 @@ def _check_number_of_rows(config: Config, report: Report) -> None:
     if not size or not documents:
         return
     if config.accumulation.last_step == "drop" and documents < size:
-        from pgtoolkit.rollouts.steps import nothing_to_train
+        from pgtoolkit.rollouts.step_loader import nothing_to_train
 
         report.problems.append(DataProblem(nothing_to_train(documents)))
         return

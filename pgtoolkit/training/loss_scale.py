@@ -49,7 +49,7 @@ class LossScale:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from a result of `state_dict`."""
         self.value = state["value"]
         self.good_steps = int(state["good_steps"])
         self.num_overflows = int(state["num_overflows"])

@@ -16,7 +16,7 @@ from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
-from pgtoolkit.rollouts.steps import loadable
+from pgtoolkit.rollouts.step_loader import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.child import parent_has_ended
 from pgtoolkit.tracking.progress import Progress

@@ -24,10 +24,10 @@ from pgtoolkit.rollouts.evaluator import (
     asked_by_both,
     different,
 )
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
-from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.source import Source
 from pgtoolkit.sampling.copies import CopySampler
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler, check_sampled
 from pgtoolkit.sampling.sampling_settings import ignored_settings
@@ -62,7 +62,7 @@ def source_of(
     run_dir: of the run, which keeps the index of recorded rollouts; None: no index is kept.
     """
     if isinstance(config.rollout, PolicyRolloutConfig):
-        return _policy_rollouts(
+        return _sampled_rollouts(
             config, config.rollout, task, module, longest_document, resume, run_dir or Path()
         )
     layout = module.layout
@@ -84,7 +84,7 @@ def source_of(
     return source
 
 
-def _policy_rollouts(
+def _sampled_rollouts(
     config: Config,
     rollout: PolicyRolloutConfig,
     task: Task,
@@ -92,7 +92,7 @@ def _policy_rollouts(
     longest_document: int,
     resume: bool,
     run_dir: Path,
-) -> PolicyRollouts:
+) -> SampledRollouts:
     """Return rollouts of the policy in training, and print notes on its prompts and settings."""
     folder = None
     if rollout.save_path and module.layout.rank == 0:
@@ -115,7 +115,7 @@ def _policy_rollouts(
             "ignored: only rollout.temperature and rollout.top_p decide how completions are "
             "sampled."
         )
-    return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
+    return SampledRollouts(config, tokenized, sampler, module, module.layout, folder)
 
 
 def evaluator_of(
@@ -127,8 +127,8 @@ def evaluator_of(
 ) -> Evaluator:
     """Return the evaluator of a module's policy, and print notes on its sets of prompts.
 
-    training_task: has the prompts that the policy is trained on; None where it is not trained on
-        prompts.
+    training_task: has the prompts that the policy is trained on; None without training, and for
+        recorded rollouts.
     source: the rollouts that it is trained on, if it is.
     Raises ConfigError or DataError for a set whose prompts cannot be read, or are too long.
     """
@@ -145,7 +145,7 @@ def evaluator_of(
         _note_on_sets(sets, training_task)
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
-    if isinstance(source, PolicyRollouts) and isinstance(
+    if isinstance(source, SampledRollouts) and isinstance(
         source.sampler, ServerSampler | CopySampler
     ):
         sampler = source.sampler.sampling_otherwise(evaluated_config.rollout, source.state_dict)

@@ -28,7 +28,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLo
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
+from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory
@@ -179,7 +179,7 @@ def _train_steps(
         if run is not None:
             num_kept = getattr(config.rollout, "keep_completions", 0)
             if num_kept:
-                assert isinstance(loader.source, PolicyRollouts)
+                assert isinstance(loader.source, SampledRollouts)
                 recorder.completions = KeptCompletions(
                     run.path, num_kept, loader.source.prompt, module.policy.tokenizer, recorder.step
                 )

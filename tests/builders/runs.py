@@ -14,7 +14,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import (

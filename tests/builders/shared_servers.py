@@ -22,8 +22,8 @@ from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.config.schema_tasks import GuessTaskConfig
 from pgtoolkit.config.validate import validate
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.training.build import build
@@ -143,7 +143,7 @@ class SharedServers:
     def error(self, name: str) -> BaseException | None:
         return self._started[name].exception()
 
-    def rollouts_of(self, run_dir: Path, *overrides: str, server: str = "first") -> PolicyRollouts:
+    def rollouts_of(self, run_dir: Path, *overrides: str, server: str = "first") -> SampledRollouts:
         """Return rollouts of a new policy, sampled by a server."""
         _, loader = self._build(run_dir, f"sampler.urls=[{self.url(server)}]", *overrides)
         return loader.source

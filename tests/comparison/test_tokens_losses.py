@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
-from pgtoolkit.comparison.tokens_step import MadeStep, Piece
+from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.losses import reference
+from pgtoolkit.losses import reference, reference_families
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.families import Reinforce, family_of
@@ -67,7 +67,9 @@ def made(logits: list[Tensor]) -> MadeStep:
         of_labels = log_probs.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         pieces.append(
-            Piece(micro_batch, of_labels.where(is_trained, 0.0), entropy.where(is_trained, 0.0))
+            MeasuredMicroBatch(
+                micro_batch, of_labels.where(is_trained, 0.0), entropy.where(is_trained, 0.0)
+            )
         )
     return MadeStep(step, pieces, {}, True, "", None)
 
@@ -225,8 +227,8 @@ def test_ratio_and_clip_are_those_of_the_reference_whatever_the_correction(
             continue
         log_prob = expected.result.log_probs[t]
         token_log_ratio = log_prob - expected.old_log_probs[t]
-        is_outside, low, high = reference._clips(
-            loss, ratio, log_prob, token_log_ratio, advantage, **vars(family)
+        is_outside, low, high = reference_families.clips_of(
+            loss, ratio, log_prob, token_log_ratio, advantage, vars(family)
         )
         side = "inside"
         if is_outside or high:
@@ -249,7 +251,7 @@ def log_ratio_and_advantage(family: Family, expected: ByLoops, place: int) -> tu
         return log_ratios[place], expected.advantages[place]
     advantage = math.fsum(expected.advantages[t] for t in tokens) / len(tokens)
     if family.name == "gmpo":
-        log_ratios = reference._terms("gmpo", log_ratios, advantage, vars(family))
+        log_ratios = reference_families.token_terms("gmpo", log_ratios, advantage, vars(family))
     total = math.fsum(log_ratios.values())
     return (total if family.scope == "document_sum" else total / len(tokens)), advantage
 
@@ -292,7 +294,7 @@ def test_documents_without_old_log_probs_have_no_ratio_and_suit_reinforce_alone(
     documents = [replace(document, old_log_probs=None) for document in made.step.documents]
     step = make_step(documents, max_tokens=14)
     pieces = [
-        Piece(micro_batch, piece.log_probs - 30, piece.entropy)
+        MeasuredMicroBatch(micro_batch, piece.log_probs - 30, piece.entropy)
         for micro_batch, piece in zip(step.micro_batches, made.pieces, strict=True)
     ]
     without_old = MadeStep(step, pieces, {}, True, "", None)

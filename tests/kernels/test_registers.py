@@ -16,7 +16,7 @@ import pytest
 from builders.losses import EVERY_LOSS
 
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
-from pgtoolkit.losses.reference import BY_DOCUMENT
+from pgtoolkit.losses.reference_families import BY_DOCUMENT
 
 VOCABULARY = 151936
 COMPILE = """

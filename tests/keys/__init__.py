@@ -99,7 +99,7 @@ TESTED_ELSEWHERE = {
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
     **dict.fromkeys(
         ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
-        "rollouts/test_policy_rollouts.py::test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
+        "rollouts/test_sampled.py::test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
     ),
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",

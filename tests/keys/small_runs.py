@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference
-from pgtoolkit.rollouts.steps import StepLoader, make_step
+from pgtoolkit.rollouts.step_loader import StepLoader
+from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.module import PolicyGradientModule
 
 SMALL = (

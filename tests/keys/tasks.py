@@ -22,9 +22,9 @@ from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.conversation import Conversation, ConversationTask
 from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task
-from pgtoolkit.tasks.verifiers import Response
 
 TASKS = (
     "reverse",

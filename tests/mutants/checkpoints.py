@@ -27,7 +27,7 @@ def skipped_steps_are_forgotten(right, module, state):
     module.num_skipped_steps = 0
 
 
-@mutant("rollouts.steps:StepLoader.load_state_dict")
+@mutant("rollouts.step_loader:StepLoader.load_state_dict")
 def the_place_in_the_data_begins_anew(right, self, state):
     right(self, state)
     self._position = 0

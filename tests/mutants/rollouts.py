@@ -153,7 +153,7 @@ def ranks_have_other_numbers_of_micro_batches(right, documents, *more, **keyword
     return replace(step, micro_batches=[one for one in step.micro_batches if one.num_documents])
 
 
-@mutant("rollouts.steps:StepLoader._closes_before")
+@mutant("rollouts.step_loader:StepLoader._closes_before")
 def a_step_ends_within_a_group(right, self, position, documents):
     kept, self.close_on_groups = self.close_on_groups, False
     try:
@@ -162,7 +162,7 @@ def a_step_ends_within_a_group(right, self, position, documents):
         self.close_on_groups = kept
 
 
-@mutant("rollouts.steps:StepLoader._closes_before")
+@mutant("rollouts.step_loader:StepLoader._closes_before")
 def a_step_ends_within_a_trajectory(right, self, position, documents):
     return right(self, position, [replace(document, trajectory=None) for document in documents])
 
@@ -205,7 +205,7 @@ def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
-@mutant("rollouts.policy_rollouts:PolicyRollouts.state_dict")
+@mutant("rollouts.sampled:SampledRollouts.state_dict")
 def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 
@@ -217,7 +217,7 @@ def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
-@mutant("rollouts.policy_rollouts:PolicyRollouts._use")
+@mutant("rollouts.sampled:SampledRollouts._use")
 def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number):
     kept, self._ahead = self._ahead, 0
     try:

@@ -30,7 +30,7 @@ from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.counts import steps_before, steps_of
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
 

@@ -25,7 +25,7 @@ from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.step_loader import StepLoader
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 """The groups of rows whose groups are not in one piece."""

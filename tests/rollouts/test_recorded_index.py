@@ -14,7 +14,7 @@ from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
 from pgtoolkit.rollouts.recorded_index import FILE_NAME
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.step_loader import StepLoader
 
 LOG_PROBS = [0.0, 0.0, -1.0, -2.0, -0.5]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
+from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
@@ -71,7 +71,7 @@ class Rollouts(NamedTuple):
     module: PolicyGradientModule
     task: Task
     sampler: FixedSampler
-    source: PolicyRollouts
+    source: SampledRollouts
 
     def documents(self, batch: int = 0) -> list:
         return [self.source.document(16 * batch + place) for place in range(16)]
@@ -89,7 +89,7 @@ def rollouts(*overrides: str) -> Rollouts:
     sampler = FixedSampler(tokenizer)
     task = make_task(config.task, config.seed)
     tokenized = TokenizedTask(task, tokenizer, [tokenizer.eos_token_id])
-    source = PolicyRollouts(config, tokenized, sampler, module, ONE_PROCESS)
+    source = SampledRollouts(config, tokenized, sampler, module, ONE_PROCESS)
     return Rollouts(module, task, sampler, source)
 
 

@@ -11,7 +11,9 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import Source, StepLoader, divide_among_ranks, loadable, make_step
+from pgtoolkit.rollouts.source import Source
+from pgtoolkit.rollouts.step_loader import StepLoader, loadable
+from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
 
 
 class Files(Source):

@@ -21,7 +21,7 @@ from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
-from pgtoolkit.tasks.verifiers import Response
+from pgtoolkit.tasks.scoring import Response
 
 MINE = "tasks.rewards_for_tests."
 ROWS = [

@@ -15,7 +15,9 @@ from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
-from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
+from pgtoolkit.tasks.reward_functions import Question
+from pgtoolkit.tasks.scoring import verifier_pool
+from pgtoolkit.tasks.verifiers import Named
 from pgtoolkit.training.train import train
 
 SCRIPTED = "tasks.verifiers_for_tests.scripted"
@@ -33,7 +35,7 @@ def processes():
 
     def make(number=2, seconds=1.0, *names):
         named = [Named("task.verifier", name) for name in names or [SCRIPTED]]
-        made.append(verifiers_of(named, number, seconds))
+        made.append(verifier_pool(named, number, seconds))
         return made[-1]
 
     yield make
@@ -63,7 +65,7 @@ def test_scores_are_those_of_one_process_in_their_order(processes):
     asked = [
         one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)
     ]
-    here = verifiers_of([Named("task.verifier", name) for name in names]).answers(asked)
+    here = verifier_pool([Named("task.verifier", name) for name in names]).answers(asked)
     assert here == [score for text in texts for score in (float(text == "xx2"), float(len(text)))]
     for number in (1, 3):
         found = processes(number, 20, *names)
@@ -139,7 +141,7 @@ def test_a_verifier_that_comes_back_twice_answers_once(processes):
 def test_an_exception_is_an_error_as_in_one_process(processes):
     asked = questions("a", "raise second", "sleep 0.3", "quit fourth")
     with pytest.raises(DataError) as here:
-        verifiers_of([Named("task.verifier", SCRIPTED)]).answers(asked)
+        verifier_pool([Named("task.verifier", SCRIPTED)]).answers(asked)
     found = processes(2, 20)
     with pytest.raises(DataError) as there:
         found.answers(asked)
@@ -190,8 +192,10 @@ PARENT = """
 import signal, sys
 # A shell ignores it for what it starts in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
-found = verifiers_of([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
+from pgtoolkit.tasks.reward_functions import Question
+from pgtoolkit.tasks.scoring import verifier_pool
+from pgtoolkit.tasks.verifiers import Named
+found = verifier_pool([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
 texts = (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")
 found.answers([Question(0, text, "", "it") for text in texts])
 print(*(worker.process.pid for worker in found._workers), flush=True)

@@ -18,7 +18,7 @@ from pgtoolkit.errors import ConfigError, RankLost
 from pgtoolkit.model.policy import Policy, all_tensors
 from pgtoolkit.ranks.collectives import local, whole
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 

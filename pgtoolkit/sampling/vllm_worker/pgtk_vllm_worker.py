@@ -29,16 +29,20 @@ _TYPES = {
 
 
 class FromMemory:
-    """A base that vLLM adds to its class of workers: `--worker-extension-cls
-    pgtk_vllm_worker.FromMemory`."""
+    """A base that vLLM adds to its class of workers.
+
+    `--worker-extension-cls pgtk_vllm_worker.FromMemory` asks for it.
+    """
 
     if TYPE_CHECKING:  # vLLM's class has these
         device: torch.device
         reload_weights: Callable[..., None]
 
     def load_from_memory(self, folder: str) -> None:
-        """Load the weights of the safetensors files in a folder; all have been read when this
-        returns."""
+        """Load the weights of the safetensors files in a folder.
+
+        All have been read when this returns.
+        """
         self.reload_weights(weights_iterator=self._from_memory(Path(folder)))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
