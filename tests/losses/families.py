@@ -1,4 +1,4 @@
-"""Families as a user would write them, for the tests that import them by dotted path."""
+"""Families as a user would write them, which tests name by their dotted path."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ from pgtoolkit import families
 
 @dataclass(frozen=True)
 class Squared(families.Family):
-    """-A s + (tau / 2) s^2 with s the log-ratio by token (arXiv 2501.12599); a gradient also where
-    A is 0."""
+    """-A s + (tau / 2) s^2 with s the log-ratio of a token (arXiv 2501.12599).
+
+    It has a gradient also where A is 0.
+    """
 
     tau: float = 0.1
 
@@ -19,14 +21,14 @@ class Squared(families.Family):
 
 @dataclass(frozen=True)
 class SquaredByDocument(Squared):
-    """The same of the document's mean."""
+    """The same with s the mean of a document."""
 
     scope = "document"
 
 
 @dataclass(frozen=True)
 class WrongSlope(Squared):
-    """Its slope is not its loss's derivative."""
+    """A family whose slope is not the derivative of its loss."""
 
     def surrogate(self, log_ratio, advantages, log_probs):
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
@@ -35,7 +37,7 @@ class WrongSlope(Squared):
 
 @dataclass(frozen=True)
 class NoNumber(Squared):
-    """0 / 0 where the advantage is 0."""
+    """A family that returns 0 / 0 where the advantage is 0."""
 
     def surrogate(self, log_ratio, advantages, log_probs):
         return -advantages * log_ratio, -advantages * advantages / advantages
@@ -43,7 +45,7 @@ class NoNumber(Squared):
 
 @dataclass(frozen=True)
 class FailsLater(Squared):
-    """As it should be on the numbers that it is looked at with at the start, 1500 of them."""
+    """A family that is right on the 1500 numbers of the check at the start, and fails on others."""
 
     sums: bool = False
 
@@ -51,8 +53,10 @@ class FailsLater(Squared):
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
         if len(log_ratio) == 1500:
             return losses, slope
-        return (losses.sum(), slope) if self.sums else ({}[len(log_ratio)], slope)
+        if self.sums:
+            return losses.sum(), slope
+        raise KeyError(len(log_ratio))
 
 
-def no_family(tau=0.1):
+def no_family(tau: float = 0.1) -> float:
     return tau

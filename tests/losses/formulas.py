@@ -1,9 +1,15 @@
-"""The families' formulas as their papers have them, for automatic differentiation, and tokens to
-put into them."""
+"""The families' formulas as their papers have them, for automatic differentiation, and tokens for
+them.
+
+In a formula p are the new log-probs, x the log-ratios new - old, and A the advantages, each (T,).
+It returns the loss of each token.
+"""
 
 import torch
+from torch import Tensor
 
 from pgtoolkit import families, log_prob_loss
+from pgtoolkit.losses.families import Family
 
 NEW = torch.tensor([-0.3, -1.1, -0.7, -2.0, -0.05, -1.6, -0.9, -0.4], dtype=torch.float64)
 LOG_RATIO = torch.tensor([0.5, -0.6, 0.02, 1.3, -0.03, -1.2, 0.3, -0.2], dtype=torch.float64)
@@ -11,59 +17,63 @@ ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 0.0, 0.0], dtype=tor
 DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
 
 
-def grpo(p, x, A):
+def grpo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     r = x.exp()
     losses = -torch.minimum(r * A, r.clamp(0.8, 1.3) * A)
     return torch.where(A < 0, torch.minimum(losses, -2.0 * A), losses)
 
 
-def sapo(p, x, A):
+def sapo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     tau = torch.where(A > 0, 1.5, 2.5)
     return -A * torch.sigmoid(tau * (x.exp() - 1)) * 4 / tau
 
 
-def by_document(values):
+def by_document(values: Tensor) -> Tensor:
+    """Return, for each token, the mean over its document."""
     return torch.stack([values[d == DOCUMENTS].mean() for d in range(3)])[DOCUMENTS]
 
 
-def gmpo(p, x, A):
+def gmpo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     x = torch.where(A > 0, x.clamp(max=0.25), torch.where(A < 0, x.clamp(min=-0.4), x))
     return -A * by_document(x).exp()
 
 
-def dppo(p, x, A):
-    p_new, p_old = p.detach().exp(), (p - x).detach().exp()
+def dppo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
+    p_new = p.detach().exp()
+    p_old = (p - x).detach().exp()
     kept = torch.where(A > 0, p_new - p_old <= 0.1, torch.where(A < 0, p_new - p_old >= -0.2, True))
     return -A * x.detach().exp().clamp(max=3.0) * p * kept
 
 
-def dppo_by_kl(p, x, A):
-    new, old = p.detach().exp(), (p - x).detach().exp()
+def dppo_by_kl(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
+    new = p.detach().exp()
+    old = (p - x).detach().exp()
     kl = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
     left_out = ((kl > 0.03) & (new > old) & (A > 0)) | ((kl > 0.05) & (new < old) & (A < 0))
     return -A * x.detach().exp().clamp(max=1.5) * p * ~left_out
 
 
-def vespo(p, x, A):
+def vespo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     W = (by_document(x) * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2])).exp().detach()
-    positive, negative = W**2 * torch.exp(3 * (1 - W)), W**1.5 * torch.exp(2 * (1 - W))
+    positive = W**2 * torch.exp(3 * (1 - W))
+    negative = W**1.5 * torch.exp(2 * (1 - W))
     return -torch.where(A >= 0, positive, negative) * A * p
 
 
-def kimi(p, x, A):
+def kimi(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     return -A * p + 0.7 / 2 * x**2
 
 
-def reinforce(p, x, A):
+def reinforce(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     return -A * p
 
 
-def gspo(p, x, A):
+def gspo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     r = by_document(x).exp()
     return -torch.minimum(r * by_document(A), r.clamp(0.95, 1.04) * by_document(A))
 
 
-def cispo(p, x, A):
+def cispo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     return -x.exp().clamp(0.7, 1.5).detach() * A * p
 
 
@@ -84,20 +94,31 @@ FORMULAS = {
 
 
 def of_log_probs(
-    family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, sampling=None, **options
-):
-    """(loss, its derivative by each new log-prob, metrics) with token_mean; sampling: the old less
-    the sampler's."""
-    leaf, old = new.clone().requires_grad_(), new - log_ratio
-    # Not checked: some differences take log-probs above 0, which the check refuses.
-    given = {
+    family: Family | str,
+    new: Tensor = NEW,
+    log_ratio: Tensor = LOG_RATIO,
+    advantages: Tensor = ADVANTAGES,
+    sampling: Tensor | None = None,
+    **options: object,
+) -> tuple[float, Tensor, dict[str, float]]:
+    """Return (loss, its derivative by each new log-prob, metrics) with token_mean.
+
+    sampling: (T,) the old log-probs minus those of the sampler. options: further keywords of
+    `log_prob_loss`.
+    """
+    leaf = new.clone().requires_grad_()
+    old = new - log_ratio
+    keywords: dict[str, object] = {
         "loss": family,
         "aggregation": "token_mean",
         "metrics": "basic",
+        # Some differences take log-probs above 0, which the check would refuse.
         "check_finite": False,
-    } | options
-    given |= {} if sampling is None else {"sampling_log_probs": old - sampling}
+    }
+    if sampling is not None:
+        keywords["sampling_log_probs"] = old - sampling
     mask = torch.ones(len(new), dtype=torch.bool)
-    out = log_prob_loss(leaf, old, advantages, DOCUMENTS[: len(new)], mask, **given)
+    documents = DOCUMENTS[: len(new)]
+    out = log_prob_loss(leaf, old, advantages, documents, mask, **keywords | options)
     out.loss.backward()
     return out.loss.item(), leaf.grad, {name: float(value) for name, value in out.metrics.items()}

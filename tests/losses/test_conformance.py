@@ -1,19 +1,21 @@
-"""Losses as others write them, held against the reference: right ones pass, and each fault is
-named."""
+"""`assert_conforms` compares losses as others write them with the reference: correct ones pass, and
+the message names the fault of each wrong one. The examples in examples/ run."""
 
 import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
 from builders.losses import AGGREGATIONS, CORRECTIONS, FAMILIES
+from torch import Tensor
 
-from pgtoolkit import from_padded, log_prob_loss, policy_loss
+from pgtoolkit import StepTotals, from_padded, log_prob_loss, policy_loss
 from pgtoolkit.losses.kl import KINDS, KL
 from pgtoolkit.testing import assert_conforms
 
@@ -21,14 +23,22 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def grpo(
-    log_probs, old_log_probs, advantages, mask, totals, *, epsilon=0.2, select=True, slope=1.0
-):
-    """GRPO by token, as a trainer would write it; select=False multiplies by the mask instead."""
-    difference = (
-        torch.where(mask, log_probs - old_log_probs, 0.0)
-        if select
-        else (log_probs - old_log_probs) * mask
-    )
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    totals: StepTotals,
+    *,
+    epsilon: float = 0.2,
+    select: bool = True,
+    slope: float = 1.0,
+) -> Tensor:
+    """Return GRPO's loss by token, as a trainer would write it.
+
+    select: False multiplies by the mask, in place of a selection. slope: a factor of the gradient.
+    """
+    difference = log_probs - old_log_probs
+    difference = torch.where(mask, difference, 0.0) if select else difference * mask
     ratio = difference.exp()
     ratio = slope * ratio + (1 - slope) * ratio.detach()
     advantages = torch.where(mask, advantages, 0.0)
@@ -36,13 +46,17 @@ def grpo(
     return (losses * mask).sum() / totals.num_tokens
 
 
-def mean_of_tokens(log_probs, old_log_probs, advantages, mask):
+def mean_of_tokens(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
     log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
     return -(log_ratio.exp() * torch.where(mask, advantages, 0.0) * mask).sum() / mask.sum()
 
 
-def mean_of_documents(log_probs, old_log_probs, advantages, mask):
-    """Returns metrics, too, as verl's policy losses do."""
+def mean_of_documents(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss with metrics, as verl's policy losses do."""
     log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0)
     ratio = log_ratio.exp()
     advantages = torch.where(mask, advantages, 0.0)
@@ -50,13 +64,13 @@ def mean_of_documents(log_probs, old_log_probs, advantages, mask):
     return (losses.sum(1) / mask.sum(1).clamp(min=1)).mean(), {"ratio": ratio}
 
 
-def problems(function, *args, **keywords) -> str:
+def conformance_error(function: Callable, *args: object, **keywords: object) -> str:
     with pytest.raises(AssertionError) as error:
         assert_conforms(function, *args, **keywords)
     return str(error.value)
 
 
-def test_a_right_loss_conforms():
+def test_correct_losses_conform():
     assert_conforms(grpo, "grpo", aggregation="token_mean")
     assert_conforms(grpo, "grpo", aggregation="token_mean", tolerance=1e-12)
     assert_conforms(mean_of_documents, "grpo", aggregation="sample_mean")
@@ -65,11 +79,11 @@ def test_a_right_loss_conforms():
 @pytest.mark.parametrize(
     ("family", "aggregation"), [*zip(FAMILIES, cycle(AGGREGATIONS), strict=False)]
 )
-def test_our_own_losses_conform(family, aggregation):
+def test_the_losses_of_this_package_conform(family, aggregation):
     divisor = 8.0 if aggregation == "constant" else None
 
     def ours(log_probs, old_log_probs, advantages, mask, totals, group_index):
-        given = from_padded(
+        arguments = from_padded(
             log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, advantages=advantages
         )
         options = {
@@ -78,7 +92,7 @@ def test_our_own_losses_conform(family, aggregation):
             "group_index": group_index,
             "totals": totals,
         }
-        return log_prob_loss(**given, loss=FAMILIES[family], **options).loss
+        return log_prob_loss(**arguments, loss=FAMILIES[family], **options).loss
 
     assert_conforms(
         ours, FAMILIES[family], aggregation=aggregation, divisor=divisor, tolerance=1e-9
@@ -86,7 +100,7 @@ def test_our_own_losses_conform(family, aggregation):
 
 
 @pytest.mark.parametrize(("correction", "kl"), [*zip(CORRECTIONS, cycle(KINDS), strict=False)])
-def test_corrections_and_penalties_are_part_of_it(correction, kl):
+def test_corrections_and_penalties_are_part_of_the_comparison(correction, kl):
     def ours(
         logits, labels, old_log_probs, advantages, mask, totals, sampling_log_probs, ref_log_probs
     ):
@@ -95,8 +109,9 @@ def test_corrections_and_penalties_are_part_of_it(correction, kl):
             "advantages": advantages,
             "mask": mask,
             "labels": labels,
+            "sampling_log_probs": sampling_log_probs,
+            "ref_log_probs": ref_log_probs,
         }
-        vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
         options = {
             "totals": totals,
             "correction": CORRECTIONS[correction],
@@ -110,7 +125,7 @@ def test_corrections_and_penalties_are_part_of_it(correction, kl):
         "tolerance": 1e-9,
     }
     assert_conforms(ours, "gspo", kl=KL(kl, coefficient=0.1), **options)
-    assert "its value is" in problems(ours, "gspo", kl=KL(kl, coefficient=0.2), **options)
+    assert "its value is" in conformance_error(ours, "gspo", kl=KL(kl, coefficient=0.2), **options)
 
 
 @pytest.mark.parametrize(
@@ -145,30 +160,30 @@ def test_corrections_and_penalties_are_part_of_it(correction, kl):
         ),
     ],
 )
-def test_what_is_wrong_is_named(function, aggregation, message):
+def test_the_message_names_the_fault_of_a_wrong_loss(function, aggregation, message):
     def mine(log_probs, old_log_probs, advantages, mask, totals):
         vectors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
         return function(**vectors, mask=mask, totals=totals)
 
-    found = problems(mine, "grpo", aggregation=aggregation)
-    assert found.startswith(
+    error = conformance_error(mine, "grpo", aggregation=aggregation)
+    assert error.startswith(
         "mine is not Grpo(epsilon_low=0.2, epsilon_high=0.2, dual_clip=None), aggregation="
     )
-    assert re.search(message, found), found
+    assert re.search(message, error), error
 
 
-def test_a_mean_of_its_own_tokens_is_wrong_over_micro_batches():
-    found = problems(
+def test_a_mean_over_the_tokens_of_a_piece_is_wrong_over_micro_batches():
+    error = conformance_error(
         mean_of_tokens, "grpo", aggregation="token_mean", epsilon_low=0.99, epsilon_high=99.0
     )
-    assert "as the mean of two micro-batches of a step" in found
-    assert "take a parameter `totals`" in found
-    assert "on a whole step" not in found
+    assert "as the mean of two micro-batches of a step" in error
+    assert "take a parameter `totals`" in error
+    assert "on a whole step" not in error
     options = {"epsilon_low": 0.99, "epsilon_high": 99.0, "micro_batches": False}
     assert_conforms(mean_of_tokens, "grpo", aggregation="token_mean", **options)
 
 
-def test_a_question_that_cannot_be_right_is_refused():
+def test_functions_and_options_that_cannot_be_compared_are_refused():
     with pytest.raises(
         ValueError,
         match=r"does not know values\. It knows advantages, group_index, labels, log_probs",
@@ -184,15 +199,17 @@ def test_a_question_that_cannot_be_right_is_refused():
         assert_conforms(lambda log_probs: log_probs, "grpo", aggregation="token_mean")
 
 
-def test_torch_compile_goes_around_a_loss():
-    """With breaks of the graph: the same value and gradient."""
+def test_torch_compile_changes_neither_loss_nor_gradient():
+    """The compiled function breaks its graph at the loss."""
     torch.manual_seed(0)
-    labels, advantages, index = torch.randint(0, 13, (24,)), torch.randn(24), torch.arange(24) // 6
+    labels = torch.randint(0, 13, (24,))
+    advantages = torch.randn(24)
+    index = torch.arange(24) // 6
     results = []
     for backend in (None, "aot_eager"):
         logits = torch.linspace(-2, 2, 24 * 13).sin().view(24, 13).requires_grad_()
 
-        def step(x):
+        def step(x: Tensor) -> Tensor:
             return policy_loss(
                 2 * x, labels, -torch.ones(24), advantages, index, loss="gspo"
             ).loss.square()
@@ -205,21 +222,21 @@ def test_torch_compile_goes_around_a_loss():
     assert results[0][1].norm() > 0
 
 
-def run(*command: str) -> list[float]:
-    """The losses that an example prints."""
+def losses_of_example(*command: str) -> list[float]:
+    """Run an example, and return the losses that it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *command]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [float(value) for value in re.findall(r"update \d: loss (\S+)", done.stdout)]
+    assert process.returncode == 0, process.stdout + process.stderr
+    return [float(value) for value in re.findall(r"update \d: loss (\S+)", process.stdout)]
 
 
-def test_the_example_of_padded_rows_runs_as_it_stands():
-    """On-policy the first loss is minus the mean advantage over tokens, here counted from the
+def test_the_padded_example_prints_the_expected_losses():
+    """The first loss, on policy, is minus the mean advantage over tokens, which follows from the
     seed."""
-    losses = run("examples/padded.py")
+    losses = losses_of_example("examples/padded.py")
     torch.manual_seed(0)
     torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32))
     tokens = torch.randint(0, 32, (8, 12))
@@ -231,11 +248,12 @@ def test_the_example_of_padded_rows_runs_as_it_stands():
     assert len(losses) == 4
 
 
-def test_the_example_of_ddp_runs_as_it_stands():
-    losses = run(
+def test_the_ddp_example_prints_the_expected_losses():
+    losses = losses_of_example(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/ddp.py"
     )
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for rank in range(2):
         torch.manual_seed(1 + rank)
         torch.randint(0, 32, (4, 13))

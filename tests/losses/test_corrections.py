@@ -1,5 +1,7 @@
-"""Corrections: worked examples, bounds, and what is refused; against the reference they are in
-test_losses.py."""
+"""Corrections against worked examples, at their bounds, and refused ones.
+
+test_losses.py compares them with the reference.
+"""
 
 import math
 
@@ -17,12 +19,13 @@ from losses.formulas import of_log_probs as of_family
 from pgtoolkit import corrections, kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.corrections import CORRECTIONS as KINDS
+from pgtoolkit.losses.corrections import Correction
 
 OF_SAMPLING = [name for name in CORRECTIONS if name != "off policy"]
 
 
-# A step of three documents: v of 0.4, 1, 3, of 2, 2, 2 and of 1, 0.9; their products are 1.2, 8 and
-#   0.9.
+# A step of three documents with the ratios v = (0.4, 1, 3), (2, 2, 2) and (1, 0.9), whose products
+# are 1.2, 8 and 0.9.
 V = torch.tensor([0.4, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.9], dtype=torch.float64)
 LOG_V = V.log()
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 2.0, 2.0], dtype=torch.float64)
@@ -57,14 +60,23 @@ WORKED = [
 NAMES = [f"{correction.name} {number}" for number, (correction, _) in enumerate(WORKED)]
 
 
-def of_log_probs(correction, family="reinforce", v=LOG_V, advantages=ADVANTAGES, **options):
-    """As of a family alone; v: the old less the sampling log-probs, or None."""
+def of_log_probs(
+    correction: Correction,
+    family: str = "reinforce",
+    v: torch.Tensor | None = LOG_V,
+    advantages: torch.Tensor = ADVANTAGES,
+    **options: object,
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Return (loss, gradient by log-probs, metrics) with a correction.
+
+    v: (T,) the old log-probs minus those of the sampler.
+    """
     return of_family(family, advantages=advantages, sampling=v, correction=correction, **options)
 
 
 @pytest.mark.parametrize(("correction", "rho"), WORKED, ids=NAMES)
-def test_worked_examples(correction, rho):
-    """With reinforce the derivative is -w_t rho_t A_t; the weight stays that of all tokens."""
+def test_factors_and_metrics_match_the_worked_examples(correction, rho):
+    """With reinforce the derivative is -w_t rho_t A_t, and w_t is 1/8 whatever is masked."""
     _, gradient, metrics = of_log_probs(correction)
     expected = torch.tensor(rho, dtype=torch.float64)
     torch.testing.assert_close(gradient, -expected * ADVANTAGES / 8, rtol=1e-12, atol=1e-15)
@@ -76,7 +88,7 @@ def test_worked_examples(correction, rho):
     assert metrics["correction_effective_sample_size"] == pytest.approx(size)
 
 
-def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_negative():
+def test_off_policy_mask_drops_documents_of_negative_advantage_beyond_the_threshold():
     behind = torch.tensor([0.1, 0.6, 0.3, 0.4, 0.5, 0.6, 0.7, 0.5], dtype=torch.float64)
     for threshold, kept in ((0.5, True), (0.4999, False), (0.6, True), (0.0, False)):
         mask = corrections.OffPolicyMask(threshold=threshold)
@@ -90,14 +102,16 @@ def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_ne
 @pytest.mark.parametrize(
     "kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 )
-def test_a_ratio_equal_to_a_bound_is_within(kind):
+def test_a_ratio_equal_to_a_bound_is_within_the_bounds(kind):
     """e^0 is exactly 1, and e^log 2 is made to be exactly 2."""
     x = math.log(2)
     near = torch.tensor([x, math.nextafter(x, 9), math.nextafter(x, 0)], dtype=torch.float64)
     exact = float(near[near.exp() == 2][0])
     for low, high, log_ratio, inside in (
-        *((1.0, 2.0, 0.0, True), (1.0, 2.0, exact, True)),
-        *((1.0, 2.0, -1e-9, False), (1.0, 2.0, exact + 1e-9, False)),
+        (1.0, 2.0, 0.0, True),
+        (1.0, 2.0, exact, True),
+        (1.0, 2.0, -1e-9, False),
+        (1.0, 2.0, exact + 1e-9, False),
     ):
         correction = KINDS[kind](low=low, high=high)
         both = torch.full((1,), log_ratio, dtype=torch.float64)
@@ -108,12 +122,12 @@ def test_a_ratio_equal_to_a_bound_is_within(kind):
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_huge_differences_count_as_twenty(correction):
-    """Not infinite, and counted. A product of many factors is clamped as a whole."""
+def test_differences_beyond_20_are_clamped_and_counted(correction):
+    """A product of many factors is clamped, not each factor."""
     for difference in (-700.0, -25.0, 25.0, 700.0):
         huge = torch.full((8,), difference, dtype=torch.float64)
-        given = {"v": None, "log_ratio": -huge} if correction == "off policy" else {"v": huge}
-        loss, gradient, metrics = of_log_probs(CORRECTIONS[correction], **given)
+        changes = {"v": None, "log_ratio": -huge} if correction == "off policy" else {"v": huge}
+        loss, gradient, metrics = of_log_probs(CORRECTIONS[correction], **changes)
         assert math.isfinite(loss)
         assert torch.isfinite(gradient).all()
         assert metrics["correction_clamped_fraction"] == 1
@@ -127,22 +141,24 @@ def test_huge_differences_count_as_twenty(correction):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "vespo"])
-def test_factors_that_a_trainer_brings_are_a_correction(loss):
+def test_factors_from_a_trainer_act_like_the_same_correction(loss):
     case = make_case(seed=12)
     options = Choice(loss, metrics="none").step(case)
     mask = case.labels >= 0
     log_probs = policy_loss(*case.tensors, **options).log_probs
     v = torch.where(mask, (case.old_log_probs - case.sampling_log_probs).exp(), math.nan)
-    given = {
+    by_correction = {
         "correction": corrections.TokenTruncate(high=1e9),
         "sampling_log_probs": case.sampling_log_probs,
     }
+    by_factors = {"factors": v}
+    without = {"factors": torch.where(mask, 1.0, v)}
     penalty = {"kl": kl.KL("k3", 0.5), "ref_log_probs": case.old_log_probs - 0.1}
     results = []
-    for how in (given, {"factors": v}, {"factors": torch.where(mask, 1.0, v)}):
+    for keywords in (by_correction, by_factors, without):
         leaf = log_probs.clone().requires_grad_()
         vectors = leaf, case.old_log_probs, case.advantages, case.document_index, mask
-        out = log_prob_loss(*vectors, **options | penalty | how)
+        out = log_prob_loss(*vectors, **options | penalty | keywords)
         out.loss.backward()
         results.append([out.loss.detach(), leaf.grad])
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
@@ -155,7 +171,7 @@ def test_factors_that_a_trainer_brings_are_a_correction(loss):
 
 @pytest.mark.parametrize("correction", [None, *OF_SAMPLING])
 @pytest.mark.parametrize("impl", ["torch", "fused_linear"])
-def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, correction):
+def test_the_error_of_a_non_finite_sampling_log_prob_names_the_document(impl, correction):
     for poison in (math.nan, math.inf, -math.inf):
         case = make_case(seed=12)
         sampling = case.sampling_log_probs
@@ -164,7 +180,7 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, correct
             (case.logits,) if impl == "torch" else (case.logits, torch.eye(13, dtype=torch.float64))
         )
         function = policy_loss if impl == "torch" else linear_policy_loss
-        given = {
+        keywords = {
             "correction": CORRECTIONS.get(correction),
             "sampling_log_probs": sampling,
             "num_documents": 6,
@@ -173,22 +189,22 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, correct
             DataError,
             match=r"sampling_log_probs or advantages at a trained position of document 3,",
         ):
-            function(*inputs, *case.tensors[1:], loss="grpo", **given)
+            function(*inputs, *case.tensors[1:], loss="grpo", **keywords)
         out = function(
-            *inputs, *case.tensors[1:], loss="grpo", check_finite=False, metrics="basic", **given
+            *inputs, *case.tensors[1:], loss="grpo", check_finite=False, metrics="basic", **keywords
         )
         assert math.isnan(out.loss)  # as by the reference, also where they are only measured
         measured = out.metrics["kl_old_sampling"], out.metrics["max_difference_old_sampling"]
         assert not all(map(math.isfinite, measured))
 
 
-def test_pieces_of_a_step_need_the_same_metrics():
-    case, totals = make_case(), count_totals(make_case())
-    given = {"totals": totals, "num_documents": 6, "metrics": "basic"}
-    one = policy_loss(*case.tensors, **given)
-    other = policy_loss(*case.tensors, sampling_log_probs=case.sampling_log_probs, **given)
+def test_merging_pieces_with_different_metrics_is_refused():
+    case = make_case()
+    keywords = {"totals": count_totals(case), "num_documents": 6, "metrics": "basic"}
+    first = policy_loss(*case.tensors, **keywords)
+    second = policy_loss(*case.tensors, sampling_log_probs=case.sampling_log_probs, **keywords)
     with pytest.raises(ValueError, match="pieces of one step need the same metrics"):
-        one.metric_sums.merge(other.metric_sums)
+        first.metric_sums.merge(second.metric_sums)
 
 
 @pytest.mark.parametrize(
@@ -210,25 +226,34 @@ def test_pieces_of_a_step_need_the_same_metrics():
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(make, message):
+def test_impossible_corrections_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_mask_by_the_policy_needs_whole_documents():
+def test_off_policy_mask_refuses_num_splits_which_other_corrections_allow():
+    """It masks complete documents, of which a split holds a part."""
     case = make_case()
-    given = {"loss": "grpo", "impl": "torch", "num_splits": 2, "num_documents": 6}
-    eye = torch.eye(13, dtype=torch.float64)
+    identity = torch.eye(13, dtype=torch.float64)
+
+    def loss(correction: Correction | str, num_splits: int) -> float:
+        out = linear_policy_loss(
+            case.logits,
+            identity,
+            *case.tensors[1:],
+            loss="grpo",
+            impl="torch",
+            correction=correction,
+            sampling_log_probs=None if correction == "off_policy_mask" else sampling,
+            num_splits=num_splits,
+            num_documents=6,
+        )
+        return out.loss.item()
+
+    sampling = case.sampling_log_probs
     with pytest.raises(
         ValueError, match=r"num_splits=2 needs another .* .got 'off_policy_mask'.: it masks"
     ):
-        linear_policy_loss(
-            case.logits, eye, *case.tensors[1:], correction="off_policy_mask", **given
-        )
-    given |= {
-        "correction": CORRECTIONS["product masked, V"],
-        "sampling_log_probs": case.sampling_log_probs,
-    }
-    split = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given)
-    whole = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given | {"num_splits": 1})
-    assert split.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)
+        loss("off_policy_mask", num_splits=2)
+    masked = CORRECTIONS["product masked, V"]
+    assert loss(masked, num_splits=2) == pytest.approx(loss(masked, num_splits=1), rel=1e-12)

@@ -1,5 +1,5 @@
-"""Families as objects: the slopes that they give, those of a user's own, and log-probs that a
-trainer hands over."""
+"""Families as objects: `check_family` compares slopes with automatic differentiation, for the
+package's families and a user's, and `log_prob_loss` refuses wrong arguments."""
 
 import re
 
@@ -18,18 +18,18 @@ from pgtoolkit.losses.slopes import check_family
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_the_slopes_of_each_family_are_its_derivatives(loss):
+def test_the_slopes_of_each_family_are_the_derivatives_of_its_loss(loss):
     check_family(family_of(loss))
     check_family(family_of(loss, **PARAMETERS[loss]))
 
 
-def test_a_family_of_ones_own_passes():
+def test_consistent_families_of_a_user_pass_the_check():
     check_family(Squared())
     check_family(SquaredByDocument(tau=2.0))
 
 
 class ForgottenStop(Squared):
-    """Means a stop-gradient and does not write it."""
+    """A family that claims a slope by the log-prob and forgets to stop the other gradient."""
 
     slope_of = "log_prob"
 
@@ -51,7 +51,7 @@ class WrongToken(Squared):
 
 
 class WrongNear(Squared):
-    """Inside of a clip as narrow as GSPO's, where A < 0."""
+    """A family that is wrong only within a clip as narrow as GSPO's, where A < 0."""
 
     def surrogate(self, log_ratio, advantages, log_probs):
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
@@ -59,7 +59,7 @@ class WrongNear(Squared):
 
 
 class Standardised(Squared):
-    """Depends on which tokens share a micro-batch."""
+    """A family whose loss of a token depends on which tokens share its micro-batch."""
 
     def surrogate(self, log_ratio, advantages, log_probs):
         return super().surrogate(log_ratio, advantages / advantages.std(), log_probs)
@@ -107,16 +107,16 @@ def test_a_family_that_contradicts_itself_is_refused(family, message):
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number from 1e-09 to 0.999"),
     ],
 )
-def test_what_log_prob_loss_refuses(change, message):
+def test_log_prob_loss_refuses_wrong_arguments(change, message):
     case = make_case()
-    given = {"log_probs": case.old_log_probs, "mask": case.labels >= 0} | change
+    arguments = {"log_probs": case.old_log_probs, "mask": case.labels >= 0} | change
     with pytest.raises(ValueError, match=message):
         log_prob_loss(
-            given.pop("log_probs"),
+            arguments.pop("log_probs"),
             *case.tensors[2:],
-            given.pop("mask"),
+            arguments.pop("mask"),
             num_documents=case.num_documents,
-            **given,
+            **arguments,
         )
 
 
@@ -144,28 +144,28 @@ def test_what_log_prob_loss_refuses(change, message):
     ],
 )
 def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, message):
-    found = problems(check(["tracking=none", f"loss=losses.families.{name}", *options]))
-    assert len(found) == 1
-    assert message in found[0]
+    refusals = problems(check(["tracking=none", f"loss=losses.families.{name}", *options]))
+    assert len(refusals) == 1
+    assert message in refusals[0]
 
 
 @pytest.mark.parametrize(
     ("sums", "last"),
     [("false", "KeyError: {}"), ("true", "ValueError: () is not one number per token, ({},)")],
 )
-def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
-    own = ["loss=losses.families.FailsLater", f"loss.sums={sums}"]
+def test_the_error_names_a_users_family_that_fails_in_training(sums, last, tmp_path):
+    overrides = ["loss=losses.families.FailsLater", f"loss.sums={sums}"]
     with pytest.raises(ConfigError) as error:
-        run(tmp_path / "run", *own)
+        run(tmp_path / "run", *overrides)
     lines = str(error.value).splitlines()
     name = last.partition(":")[0]
     first = rf"loss=losses\.families\.FailsLater raised {name} on a micro-batch of (\d+) tokens:"
     assert lines[-1] == last.format(re.fullmatch(first, lines[0])[1])
 
 
-def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
-    own = ["loss=losses.families.Squared", "loss.tau=0.3"]
-    run(tmp_path, *own, "trainer.max_steps=1")
+def test_a_resumed_run_keeps_the_options_of_its_family(tmp_path):
+    overrides = ["loss=losses.families.Squared", "loss.tau=0.3"]
+    run(tmp_path, *overrides, "trainer.max_steps=1")
     resumed = compose(["loss.path=losses.families.Squared"], run_dir=tmp_path)
     assert resumed.problems == []
     assert dict(resumed.config.loss.options) == {"tau": 0.3}

@@ -1,5 +1,4 @@
-"""Each family against its paper's formula, written here once more and differentiated by autograd in
-float64."""
+"""Each family against its paper's formula (formulas.py), differentiated by autograd in float64."""
 
 import math
 from itertools import product
@@ -10,7 +9,7 @@ from losses.formulas import ADVANTAGES, FORMULAS, LOG_RATIO, NEW, of_log_probs
 
 from pgtoolkit import families
 
-EACH = [family() for family in families.FAMILIES.values()]
+ALL_FAMILIES = [family() for family in families.FAMILIES.values()]
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda formula: formula.__name__)
@@ -23,12 +22,10 @@ def test_loss_and_coefficients_are_those_of_the_paper(formula):
     torch.testing.assert_close(gradient, new.grad, rtol=1e-13, atol=1e-16)
 
 
-def test_dppo_counts_the_tokens_that_it_leaves_out():
-    """By how far the probability has moved: a ratio of 2.5 between small ones is within."""
-    new, old = (
-        torch.tensor([0.9, 0.05, 0.2, 0.2], dtype=torch.float64),
-        torch.tensor([0.6, 0.02, 0.6, 0.6]).double(),
-    )
+def test_dppo_masks_and_counts_tokens_by_the_change_of_their_probability():
+    """Between small probabilities a ratio of 2.5 is within bounds: the difference counts."""
+    new = torch.tensor([0.9, 0.05, 0.2, 0.2], dtype=torch.float64)
+    old = torch.tensor([0.6, 0.02, 0.6, 0.6]).double()
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     options = {"new": new.log(), "log_ratio": new.log() - old.log(), "advantages": advantages}
     _, gradient, metrics = of_log_probs(families.Dppo(delta_low=0.2, delta_high=0.2), **options)
@@ -39,15 +36,13 @@ def test_dppo_counts_the_tokens_that_it_leaves_out():
     assert metrics["clipped_ratio_fraction"] == pytest.approx((2 / 3 + 1) / 2)
 
 
-@pytest.mark.parametrize("family", EACH, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_huge_log_ratios_count_as_twenty(family, dtype):
-    """In the loss and in what weights a token; a gradient through the log-ratio itself is cut."""
+def test_log_ratios_beyond_20_are_clamped(family, dtype):
+    """The loss and the weight of a token are those of 20; a gradient through the log-ratio is 0."""
     for log_ratio, sign in product((-700.0, -25.0, 25.0, 700.0), (1, -1)):
-        advantages, ratios = (
-            torch.full((4,), sign, dtype=dtype),
-            torch.full((4,), log_ratio, dtype=dtype),
-        )
+        advantages = torch.full((4,), sign, dtype=dtype)
+        ratios = torch.full((4,), log_ratio, dtype=dtype)
         loss, gradient, metrics = of_log_probs(family, NEW[:4].to(dtype), ratios, advantages)
         at_twenty = of_log_probs(family, NEW[:4].to(dtype), ratios.clamp(-20, 20), advantages)
         assert loss == pytest.approx(at_twenty[0], rel=1e-4)
@@ -58,9 +53,9 @@ def test_huge_log_ratios_count_as_twenty(family, dtype):
         )
 
 
-@pytest.mark.parametrize("family", EACH, ids=lambda family: family.name)
-def test_without_the_check_a_number_that_is_not_finite_makes_the_loss_nan(family):
+@pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.name)
+def test_without_the_check_a_non_finite_number_makes_the_loss_nan(family):
     for broken, place in product((math.nan, math.inf, -math.inf), ("log_ratio", "advantages")):
-        given = {"log_ratio": LOG_RATIO.clone(), "advantages": ADVANTAGES.clone()}
-        given[place][1] = broken
-        assert math.isnan(of_log_probs(family, **given)[0])
+        vectors = {"log_ratio": LOG_RATIO.clone(), "advantages": ADVANTAGES.clone()}
+        vectors[place][1] = broken
+        assert math.isnan(of_log_probs(family, **vectors)[0])

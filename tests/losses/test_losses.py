@@ -1,5 +1,5 @@
-"""The loss against its specification, the worked example, and the ways in which others were
-wrong."""
+"""The losses against the reference and a worked example, and at masked tokens, empty documents,
+reducers and trajectories."""
 
 import math
 from dataclasses import replace
@@ -25,6 +25,7 @@ from builders.losses import (
     result_of,
 )
 from builders.runs import assert_equal
+from torch import Tensor
 
 from pgtoolkit import log_prob_loss, policy_loss
 from pgtoolkit.batch import StepTotals
@@ -36,22 +37,22 @@ from pgtoolkit.losses.kl import FULL_KINDS
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_matches_reference(choice):
-    """From logits, and where nothing is asked of the entropy from log-probs; padding of the latter
-    holds NaN."""
+def test_the_loss_matches_the_reference(choice):
+    """Compare it from logits, and from log-probs, which are NaN where masked, if they suffice."""
     case = make_case(seed=12, temperature=TEMPERATURE)
-    found = choice.by_reference(case)
-    expected = Result(found.loss, found.metrics, [found.gradient])
+    by_reference = choice.by_reference(case)
+    expected = Result(by_reference.loss, by_reference.metrics, [by_reference.gradient])
     for impl in ("torch", "reference"):
         logits = case.logits.clone().requires_grad_()
         out = policy_loss(
             logits, *case.tensors[1:], impl=impl, temperature=TEMPERATURE, **choice.step(case)
         )
         assert_results_close(result_of(out, [logits], 3.0), expected, 1e-11)
-        assert out.log_probs.tolist() == pytest.approx(found.log_probs, rel=1e-12)
+        assert out.log_probs.tolist() == pytest.approx(by_reference.log_probs, rel=1e-12)
     if choice.entropy or choice.metrics == "with_entropy" or choice.kl in FULL_KINDS:
         return
-    logits, mask = case.logits.clone().requires_grad_(), case.labels >= 0
+    logits = case.logits.clone().requires_grad_()
+    mask = case.labels >= 0
     rows = (logits / TEMPERATURE).log_softmax(-1)
     new = torch.where(mask, rows.gather(-1, case.labels.clamp(min=0)[:, None])[:, 0], torch.nan)
     out = log_prob_loss(new, *case.tensors[2:], mask, **choice.step(case))
@@ -66,8 +67,8 @@ def test_matches_reference(choice):
     ("choice", "rows"), [*zip(CHOICES, cycle((1, 4, 1000)), strict=False)], ids=str
 )
 def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
-    """In chunks shorter than most documents, and longer; also where nobody looks for numbers that
-    are not finite."""
+    """In chunks shorter than most documents, and longer; with the check for finite numbers and
+    without."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     problem = make_head_case(6 if rows == 4 else 11)
     assert_results_close(
@@ -77,35 +78,43 @@ def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
     )
 
 
-def test_the_cases_clip_on_both_sides_but_not_mostly():
-    """Guards the other tests: without clipped tokens they would not see the clip at all."""
-    steps = [make_case(seed=12), *(make_head_case(seed).case for seed in (6, 11))]
+def test_the_cases_clip_on_both_sides_but_keep_many_tokens():
+    """Without clipped tokens the other tests would not notice a wrong clip."""
+    cases = [make_case(seed=12), make_head_case(6).case, make_head_case(11).case]
     for name, family in FAMILIES.items():
-        if name.split(",")[0] in ("grpo", "gspo", "cispo", "gmpo", "dppo"):  # with bounds
-            found = [
-                policy_loss(*case.tensors, loss=family, metrics="basic").metrics for case in steps
-            ]
-            low, high = (
-                max(x[f"clipped_{side}_fraction"] for x in found) for side in ("low", "high")
-            )
-            assert (low > 0) == (name != "cispo, no lower bound")
-            assert high > 0
-            assert min(x["clipped_ratio_fraction"] for x in found) < 0.8
+        if name.split(",")[0] not in ("grpo", "gspo", "cispo", "gmpo", "dppo"):
+            continue  # has no bounds
+        metrics = [
+            policy_loss(*case.tensors, loss=family, metrics="basic").metrics for case in cases
+        ]
+        low = max(values["clipped_low_fraction"] for values in metrics)
+        high = max(values["clipped_high_fraction"] for values in metrics)
+        assert (low > 0) == (name != "cispo, no lower bound")
+        assert high > 0
+        assert min(values["clipped_ratio_fraction"] for values in metrics) < 0.8
 
 
 @pytest.mark.parametrize(
     ("aggregation", "trajectories", "expected"),
     [
-        *(("sample_mean", None, 0.875), ("prompt_mean", None, 1.3125)),
-        *(("token_mean", None, 13 / 12), ("constant", None, 0.40625)),
-        *(("sample_mean", (0, 0, 1, 2), 0.875), ("sample_mean", (0, 1, 2, 2), 7 / 6)),
-        *(("prompt_mean", (0, 1, 2, 2), 1.3125), ("token_mean", (0, 1, 2, 2), 13 / 12)),
-        *(("constant", (0, 0, 1, 2), 13 / 24), ("constant", (5, 5, 3, 3), 13 / 16)),
+        ("sample_mean", None, 0.875),
+        ("prompt_mean", None, 1.3125),
+        ("token_mean", None, 13 / 12),
+        ("constant", None, 0.40625),
+        ("sample_mean", (0, 0, 1, 2), 0.875),
+        ("sample_mean", (0, 1, 2, 2), 7 / 6),
+        ("prompt_mean", (0, 1, 2, 2), 1.3125),
+        ("token_mean", (0, 1, 2, 2), 13 / 12),
+        ("constant", (0, 0, 1, 2), 13 / 24),
+        ("constant", (5, 5, 3, 3), 13 / 16),
     ],
 )
-def test_worked_example(aggregation, trajectories, expected):
-    """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On
-    policy, so l = -A."""
+def test_every_family_has_the_values_of_the_worked_example(aggregation, trajectories, expected):
+    """Compare with sums by hand; on policy the loss of a token is -A, and L = 8.
+
+    Prompt 1 has the documents a, of 2 tokens with loss 1, and b, of 6 tokens with loss 0.5.
+    Prompt 2 has c, of 4 tokens with loss 2, and d, of 6 masked tokens.
+    """
     document_index = torch.repeat_interleave(torch.arange(4), torch.tensor([2, 6, 4, 6]))
     advantages = -torch.tensor([1.0, 0.5, 2.0, 123.0], dtype=torch.float64)[document_index]
     labels = torch.where(document_index < 3, 1, -1)
@@ -113,32 +122,32 @@ def test_worked_example(aggregation, trajectories, expected):
     tensors = torch.zeros(18, 4, dtype=torch.float64), labels, old, advantages, document_index
     options = {"aggregation": aggregation, "divisor": 8.0 if aggregation == "constant" else None}
     options |= {} if trajectories is None else {"trajectory_index": torch.tensor(trajectories)}
-    # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A
-    # times the ratio, 1.
-    factor = {"sapo": 2 / 1.05} | dict.fromkeys(
-        ("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4)
-    )
+    # Surrogates on policy: -2 A / tau of sapo, -A log(1/4) of those that use the log-prob, and -A
+    # of the others.
+    factors = {"sapo": 2 / 1.05}
+    factors |= dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
     for loss in EVERY_LOSS:
         out = policy_loss(*tensors, loss=loss, group_index=torch.tensor([1, 1, 2, 2]), **options)
-        assert float(out.loss) == pytest.approx(expected * factor.get(loss, 1), rel=1e-14)
+        assert float(out.loss) == pytest.approx(expected * factors.get(loss, 1), rel=1e-14)
 
 
 @pytest.mark.parametrize("correction", [None, *CORRECTIONS])
 @pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_masked_positions_may_hold_anything(loss, correction):
     case = make_case(seed=12)
-    masked, results = case.labels < 0, []
+    masked = case.labels < 0
+    results = []
     for poison in (0.0, math.nan, math.inf, -math.inf):
         tensors = [x.clone() for x in (*case.tensors, case.sampling_log_probs)]
         for x, sign in ((tensors[0], 1), (tensors[2], 1), (tensors[3], -1), (tensors[5], -1)):
             x[masked] = sign * poison
         logits = tensors[0].requires_grad_()
-        given = {
+        keywords = {
             "correction": CORRECTIONS.get(correction),
             "sampling_log_probs": tensors[5],
             "num_documents": 6,
         }
-        out = policy_loss(logits, *tensors[1:5], loss=loss, metrics="with_entropy", **given)
+        out = policy_loss(logits, *tensors[1:5], loss=loss, metrics="with_entropy", **keywords)
         out.loss.backward()
         assert (logits.grad[masked] == 0).all()
         results.append([out.loss.detach(), logits.grad, as_floats(out.metrics)])
@@ -160,23 +169,19 @@ def test_padding_may_carry_any_document_number(loss):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token(aggregation):
-    case, choice = make_case(), Choice("gspo", aggregation=aggregation, metrics="basic")
+    case = make_case()
+    choice = Choice("gspo", aggregation=aggregation, metrics="basic")
     with_it = policy_loss(*case.tensors, **choice.step(case))
-    keep, fewer = (
-        case.document_index < 5,
-        {"group_index": case.group_index[:-1], "num_documents": 5},
-    )
-    without = policy_loss(*[x[keep] for x in case.tensors], **choice.step(case) | fewer)
-    assert (
-        int(with_it.metrics["num_tokens"])
-        == int(without.metrics["num_tokens"])
-        == int((case.labels >= 0).sum())
-    )
+    keep = case.document_index < 5
+    changes = {"group_index": case.group_index[:-1], "num_documents": 5}
+    without = policy_loss(*[x[keep] for x in case.tensors], **choice.step(case) | changes)
+    num_trained = int((case.labels >= 0).sum())
+    assert int(with_it.metrics["num_tokens"]) == num_trained
+    assert int(without.metrics["num_tokens"]) == num_trained
     assert int(with_it.metrics["num_empty_documents"]) == 1
-    share = {"sample_mean": 5 / 6, "constant": 5 / 6, "token_mean": 1.0, "prompt_mean": 1.0}[
-        aggregation
-    ]
-    assert float(with_it.loss) == pytest.approx(share * float(without.loss), rel=1e-14)
+    shares = {"sample_mean": 5 / 6, "constant": 5 / 6, "token_mean": 1.0, "prompt_mean": 1.0}
+    expected = shares[aggregation] * float(without.loss)
+    assert float(with_it.loss) == pytest.approx(expected, rel=1e-14)
 
 
 def test_a_step_without_trained_tokens_is_zero():
@@ -200,7 +205,7 @@ def test_groups_may_have_any_numbers():
 
 
 @pytest.mark.parametrize("field", [0, 2, 3])
-def test_non_finite_data_names_the_document(field):
+def test_the_error_of_non_finite_data_names_the_document(field):
     tensors = [x.clone() for x in make_case().tensors]
     tensors[field][int((tensors[4] == 3).nonzero()[2])] = math.nan
     with pytest.raises(DataError, match="document 3"):
@@ -208,20 +213,18 @@ def test_non_finite_data_names_the_document(field):
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_a_reducers_weights_outside_of_the_mask_are_dropped(loss):
-    """Whatever it returns there: loss, gradient and metrics to the last bit those of a reducer that
-    returns 0."""
+def test_a_reducers_weights_of_masked_tokens_have_no_effect(loss):
+    """Loss, gradient and metrics have the bits of a reducer that returns 0 there."""
     case = make_case(seed=12)
     results = []
     for filler in (0.0, 7.0, math.nan, math.inf):
         logits = case.logits.clone().requires_grad_()
 
-        def reducer(totals, *, mask, filler=filler, **_):
-            return torch.where(
-                mask,
-                torch.linspace(0.5, 1, len(mask), dtype=torch.float64) / totals.num_tokens,
-                filler,
-            )
+        def reducer(
+            totals: StepTotals, *, mask: Tensor, filler: float = filler, **_: object
+        ) -> Tensor:
+            weights = torch.linspace(0.5, 1, len(mask), dtype=torch.float64) / totals.num_tokens
+            return torch.where(mask, weights, filler)
 
         out = policy_loss(
             logits,
@@ -237,10 +240,10 @@ def test_a_reducers_weights_outside_of_the_mask_are_dropped(loss):
     assert_equal(results, results[:1] * 4)
 
 
-def test_custom_reducer_takes_precedence():
+def test_a_reducer_replaces_the_aggregation():
     case = make_case()
 
-    def one_over_all_positions(totals: StepTotals, *, mask, **_):
+    def one_over_all_positions(totals: StepTotals, *, mask: Tensor, **_: object) -> Tensor:
         return torch.full(mask.shape, 1 / len(mask))
 
     out = policy_loss(
@@ -260,8 +263,7 @@ def test_custom_reducer_takes_precedence():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("position", [-1, 5, 99])
 def test_a_trained_token_of_no_document_is_refused(aggregation, position):
-    """Document 4 is trained; with another number, or one document fewer, its tokens would vanish
-    from the step."""
+    """Document 4 is trained: with a number beyond the documents its tokens would be lost."""
     case = make_case()
     index = torch.where(case.document_index == 4, position, case.document_index)
     fewer = {"group_index": case.group_index[:5], "num_documents": 5}
@@ -271,23 +273,20 @@ def test_a_trained_token_of_no_document_is_refused(aggregation, position):
     assert math.isnan(policy_loss(*case.tensors[:4], index, check_finite=False, **options).loss)
 
 
-def test_each_family_has_the_clip_of_its_paper():
+def test_default_bounds_are_those_of_the_papers():
     case = make_case(seed=12)
-    for loss, (low, high) in {
-        "grpo": (0.2, 0.2),
-        "gspo": (3e-4, 4e-4),
-        "cispo": (None, 4.0),
-    }.items():
-        given = policy_loss(*case.tensors, loss=loss, epsilon_low=low, epsilon_high=high)
-        assert float(policy_loss(*case.tensors, loss=loss).loss) == float(given.loss)
+    bounds = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (None, 4.0)}
+    for loss, (low, high) in bounds.items():
+        explicit = policy_loss(*case.tensors, loss=loss, epsilon_low=low, epsilon_high=high)
+        assert float(policy_loss(*case.tensors, loss=loss).loss) == float(explicit.loss)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
-    """By formula, as by adding them up: of six documents in three groups, one document without a
-    trained token."""
+def test_weight_sum_equals_the_sum_of_the_weights(aggregation):
+    """Six documents in three groups; one document has no trained token."""
     case = make_case()
-    totals, mask = count_totals(case), case.labels >= 0
+    totals = count_totals(case)
+    mask = case.labels >= 0
     chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
     documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
     weights = chosen.weights(totals, documents, mask, case.group_index, None)
@@ -299,7 +298,7 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
         "constant": totals.num_tokens / 30,
     }
     assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])
-    # Five trajectories of six documents, one without a trained token, which is of two documents.
+    # Five trajectories of six documents: one of two documents has no trained token.
     counts = torch.tensor([3, 0, totals.num_tokens - 9, 2, 4])
     by_trajectory = chosen.weight_sum(
         replace(totals, num_empty_documents=2, tokens_per_trajectory=counts)
@@ -311,7 +310,7 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
         "constant": totals.num_tokens / 25,
     }
     assert by_trajectory == pytest.approx(expected[aggregation])
-    # Of four groups one has no trained token: its share is 0, as that of an empty document is.
+    # One of four groups has no trained token: its share is 0, like that of an empty document.
     if aggregation == "prompt_mean":
         totals = StepTotals(
             6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2])
@@ -319,29 +318,42 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
         assert chosen.weight_sum(totals) == pytest.approx(0.75)
 
 
-def test_a_reducer_is_given_the_trajectories_where_there_are_any():
-    """With them it can be sample_mean; one that cannot take them is no loss of theirs."""
-    case, given = make_case(), []
+def test_a_reducer_gets_the_trajectories_of_a_step_that_has_them():
+    """A reducer without a parameter for them is refused, since it would ignore them."""
+    case = make_case()
+    received = []
 
-    def reducer(
-        totals, *, mask, document_index, tokens_per_document, group_index, trajectory_index
-    ):
-        given.append(trajectory_index.tolist())
+    def sample_mean(
+        totals: StepTotals,
+        *,
+        mask: Tensor,
+        document_index: Tensor,
+        tokens_per_document: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor,
+    ) -> Tensor:
+        received.append(trajectory_index.tolist())
         counts = totals.tokens_per_trajectory[trajectory_index] * totals.num_trajectories
         return (1 / torch.cat([counts, counts.new_ones(1)]))[document_index]
 
     options = {"trajectory_index": case.trajectory_index, "num_documents": 6, "loss": "grpo"}
-    own = policy_loss(*case.tensors, reducer=reducer, **options)
-    assert given == [[0, 1, 0, 2, 1, 3]]
-    assert float(own.loss) == pytest.approx(
-        float(policy_loss(*case.tensors, **options).loss), rel=1e-6
-    )
+    out = policy_loss(*case.tensors, reducer=sample_mean, **options)
+    expected = policy_loss(*case.tensors, **options)
+    assert received == [[0, 1, 0, 2, 1, 3]]
+    assert float(out.loss) == pytest.approx(float(expected.loss), rel=1e-6)
 
-    def another(totals, *, mask, document_index, tokens_per_document, group_index):
+    def without_trajectories(
+        totals: StepTotals,
+        *,
+        mask: Tensor,
+        document_index: Tensor,
+        tokens_per_document: Tensor,
+        group_index: Tensor | None,
+    ) -> Tensor:
         return mask
 
     with pytest.raises(TypeError, match="trajectory_index"):
-        policy_loss(*case.tensors, reducer=another, **options)
+        policy_loss(*case.tensors, reducer=without_trajectories, **options)
 
 
 @pytest.mark.parametrize(
@@ -354,23 +366,27 @@ def test_a_reducer_is_given_the_trajectories_where_there_are_any():
         ([0, 1, 0, 2, 1, 9], True, "places in totals.tokens_per_trajectory"),
     ],
 )
-def test_trajectories_that_cannot_be_those_of_the_documents_are_refused(index, totals, message):
+def test_trajectories_that_do_not_fit_the_documents_are_refused(index, totals, message):
     case = make_case()
-    given = {} if totals is None else {"totals": count_totals(case, totals)}
-    given |= {} if index is None else {"trajectory_index": torch.tensor(index)}
+    keywords = {}
+    if totals is not None:
+        keywords["totals"] = count_totals(case, trajectories=totals)
+    if index is not None:
+        keywords["trajectory_index"] = torch.tensor(index)
     with pytest.raises(ValueError, match=message):
-        policy_loss(*case.tensors, num_documents=6, **given)
+        policy_loss(*case.tensors, num_documents=6, **keywords)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_a_trajectory_each_is_the_loss_without_any_to_the_last_bit(loss, aggregation):
-    case, choice = make_case(seed=12), Choice(loss, aggregation=aggregation, metrics="basic")
-    found = []
-    for given in ({}, {"trajectory_index": torch.tensor([3, 0, 5, 1, 4, 2])}):
+def test_one_trajectory_for_each_document_changes_no_bit(loss, aggregation):
+    case = make_case(seed=12)
+    choice = Choice(loss, aggregation=aggregation, metrics="basic")
+    results = []
+    for trajectories in ({}, {"trajectory_index": torch.tensor([3, 0, 5, 1, 4, 2])}):
         logits = case.logits.clone().requires_grad_()
-        out = policy_loss(logits, *case.tensors[1:], **choice.step(case) | given)
+        out = policy_loss(logits, *case.tensors[1:], **choice.step(case) | trajectories)
         out.loss.backward()
-        found.append([out.loss.detach(), logits.grad, out.metric_sums.sums])
-    assert_equal(*found)
+        results.append([out.loss.detach(), logits.grad, out.metric_sums.sums])
+    assert_equal(*results)
     assert int(out.metrics["num_trajectories"]) == int(out.metrics["num_documents"]) == 6

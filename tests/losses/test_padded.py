@@ -1,5 +1,5 @@
-"""The way in from (B, T): the same loss and gradient as from the tokens on one axis, and what is
-refused."""
+"""`from_padded` gives the loss and gradient of the same tokens on one axis, and refuses arrays that
+do not fit together."""
 
 import re
 from pathlib import Path
@@ -7,44 +7,47 @@ from pathlib import Path
 import pytest
 import torch
 from builders.losses import make_case, relative_error
-from torch import nn
+from torch import Tensor, nn
 
 from pgtoolkit import StepTotals, from_padded, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.kl import KL
 
 CASE = make_case()
-D, LONGEST = CASE.num_documents, 12
-ROWS = [(CASE.document_index == d).nonzero()[:, 0] for d in range(D)]
+NUM_DOCUMENTS = CASE.num_documents
+LONGEST = 12
+ROWS = [(CASE.document_index == document).nonzero()[:, 0] for document in range(NUM_DOCUMENTS)]
 
 
-def padded(values, filler, left=False):
-    """(D, LONGEST, ...) of (T, ...), on either side."""
-    whole = values.new_full((D, LONGEST, *values.shape[1:]), filler)
-    for d, rows in enumerate(ROWS):
-        whole[d, LONGEST - len(rows) if left else 0 :][: len(rows)] = values[rows]
-    return whole
+def padded(values: Tensor, filler: float, left: bool = False) -> Tensor:
+    """Return (documents, LONGEST, ...) of (T, ...), with the filler on the left or the right."""
+    padded_values = values.new_full((NUM_DOCUMENTS, LONGEST, *values.shape[1:]), filler)
+    for document, rows in enumerate(ROWS):
+        start = LONGEST - len(rows) if left else 0
+        padded_values[document, start : start + len(rows)] = values[rows]
+    return padded_values
 
 
-def given(left=False, **more):
-    # padding with a token of the vocabulary, which the mask takes out
-    labels = padded(CASE.labels, 3, left)
-    mask = padded((CASE.labels >= 0).long(), 0, left)
+def padded_vectors(left: bool = False, **more: object) -> dict:
+    """Return the arguments of `from_padded` but for logits; `more` replaces some."""
     vectors = {
         "old_log_probs": padded(CASE.old_log_probs, torch.nan, left),
-        "mask": mask,
-        "labels": labels,
+        "mask": padded((CASE.labels >= 0).long(), 0, left),
+        # Padding is a token of the vocabulary, which the mask excludes.
+        "labels": padded(CASE.labels, 3, left),
+        "advantages": torch.stack([CASE.advantages[rows[0]] for rows in ROWS]),
     }
-    return vectors | {"advantages": torch.stack([CASE.advantages[rows[0]] for rows in ROWS])} | more
+    return vectors | more
 
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("as_numpy", [False, True])
-def test_the_loss_of_padded_rows_is_that_of_the_tokens(left, as_numpy):
+def test_padded_rows_give_the_loss_and_gradient_of_the_packed_tokens(left, as_numpy):
     options = {"loss": "gspo", "aggregation": "prompt_mean", "group_index": CASE.group_index}
     exact = CASE.logits.clone().requires_grad_()
-    expected = policy_loss(exact, *CASE.tensors[1:], num_documents=D, **options)
+    expected = policy_loss(exact, *CASE.tensors[1:], num_documents=NUM_DOCUMENTS, **options)
     expected.loss.backward()
-    vectors = {name: x.numpy() if as_numpy else x for name, x in given(left).items()}
+    vectors = {name: x.numpy() if as_numpy else x for name, x in padded_vectors(left).items()}
     logits = padded(CASE.logits, 7.0, left).requires_grad_()
     out = policy_loss(**from_padded(logits=logits, **vectors), **options)
     out.loss.backward()
@@ -52,11 +55,9 @@ def test_the_loss_of_padded_rows_is_that_of_the_tokens(left, as_numpy):
     assert relative_error(logits.grad, padded(exact.grad, 0.0, left)) < 1e-13
     again = padded(CASE.logits, 7.0, left)
     eye = torch.eye(13, dtype=torch.float64)
-    assert float(
-        linear_policy_loss(
-            lm_head_weight=eye, **from_padded(hidden=again, **vectors), **options
-        ).loss
-    ) == (pytest.approx(expected.loss.item(), rel=1e-12))
+    arguments = from_padded(hidden=again, **vectors)
+    fused = linear_policy_loss(lm_head_weight=eye, **arguments, **options)
+    assert float(fused.loss) == pytest.approx(expected.loss.item(), rel=1e-12)
     del vectors["labels"]
     log_probs = padded(expected.log_probs, torch.nan, left)
     by_token = padded(CASE.advantages, 0.0, left)
@@ -85,53 +86,52 @@ LOGITS = padded(CASE.logits, 0.0)
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(changed, message):
+def test_arrays_that_do_not_fit_together_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
-        from_padded(**given(**changed))
+        from_padded(**padded_vectors(**changed))
 
 
-def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_the_whole():
-    """The block of docs/losses.md, as it stands there."""
-    section = (
-        (Path(__file__).parents[2] / "docs" / "losses.md")
-        .read_text()
-        .partition("## Pieces and ranks")[2]
-    )
+def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_one():
+    """Execute the code block of docs/losses.md."""
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
+    section = page.partition("## Pieces and ranks")[2]
     code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
     torch.manual_seed(0)
     model = nn.Embedding(13, 13).double()
-    tokens, whole = torch.randint(0, 13, (D, LONGEST)), given()
-    whole["labels"] = torch.where(whole.pop("mask") > 0, whole["labels"], -1)
+    tokens = torch.randint(0, 13, (NUM_DOCUMENTS, LONGEST))
+    step = padded_vectors()
+    step["labels"] = torch.where(step.pop("mask") > 0, step["labels"], -1)
     micro_batches = [
-        {"tokens": tokens[a:b]} | {name: x[a:b] for name, x in whole.items()}
-        for a, b in ((0, 2), (2, 6))
+        {"tokens": tokens[rows]} | {name: vector[rows] for name, vector in step.items()}
+        for rows in (slice(0, 2), slice(2, 6))
     ]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    exec(
-        compile(code, "docs/losses.md", "exec"),
-        {"torch": torch, "micro_batches": micro_batches, "model": model, "optimizer": optimizer},
-    )
-    found = model.weight.grad
+    names = {
+        "torch": torch,
+        "micro_batches": micro_batches,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+    }
+    exec(compile(code, "docs/losses.md", "exec"), names)
+    gradient = model.weight.grad
     model.weight.grad = None
-    policy_loss(
-        **from_padded(logits=model(tokens), **whole), loss="grpo", aggregation="token_mean"
-    ).loss.backward()
-    assert relative_error(found, model.weight.grad) < 1e-13
+    arguments = from_padded(logits=model(tokens), **step)
+    policy_loss(**arguments, loss="grpo", aggregation="token_mean").loss.backward()
+    assert relative_error(gradient, model.weight.grad) < 1e-13
 
 
 @pytest.mark.parametrize("function", ["policy_loss", "linear_policy_loss", "log_prob_loss"])
-def test_probabilities_and_totals_of_less_than_the_piece_are_refused(function):
+def test_probabilities_and_totals_below_those_of_the_piece_are_refused(function):
     logits, labels, old, advantages, index = CASE.tensors
 
-    def call(old, **more):
-        more = {"num_documents": D, "loss": "grpo"} | more
+    def call(old: Tensor, **more: object) -> PolicyLoss:
+        more = {"num_documents": NUM_DOCUMENTS, "loss": "grpo"} | more
         if function == "policy_loss":
             return policy_loss(logits, labels, old, advantages, index, **more)
         if function == "linear_policy_loss":
             return linear_policy_loss(
                 logits, torch.eye(13).double(), labels, old, advantages, index, **more
             )
-        log_probs = policy_loss(*CASE.tensors, num_documents=D).log_probs
+        log_probs = policy_loss(*CASE.tensors, num_documents=NUM_DOCUMENTS).log_probs
         return log_prob_loss(log_probs, old, advantages, index, labels >= 0, **more)
 
     probability = torch.where(index == 3, old.exp(), old)
@@ -150,15 +150,15 @@ def test_probabilities_and_totals_of_less_than_the_piece_are_refused(function):
         call(old, **reference)
     assert torch.isfinite(call(old, **reference, check_finite=False).loss)
     assert torch.isfinite(call(probability, check_finite=False).loss)
-    # untrained ones are not read; 0 is rounding
+    # Those of masked tokens are not read, and 0 may come from rounding.
     call(torch.where(labels < 0, 1.0, old.clamp(max=-1e-3) + 1e-3))
     number = int((labels >= 0).sum())
-    assert torch.isfinite(call(old, totals=StepTotals(D, number, 1)).loss)
+    assert torch.isfinite(call(old, totals=StepTotals(NUM_DOCUMENTS, number, 1)).loss)
     with pytest.raises(
         ValueError, match=rf"totals.num_tokens needs to count at least the {number} trained tokens"
     ):
-        call(old, totals=StepTotals(D, torch.tensor(number - 1), 1))
+        call(old, totals=StepTotals(NUM_DOCUMENTS, torch.tensor(number - 1), 1))
     with pytest.raises(
         ValueError, match=r"totals.num_documents needs to count at least the 6 documents"
     ):
-        call(old, totals=StepTotals(D - 1, number, 1))
+        call(old, totals=StepTotals(NUM_DOCUMENTS - 1, number, 1))

@@ -4,7 +4,7 @@ failure                                                     seen in             
 ----------------------------------------------------------  ------------------------  ----
 token mean per micro-batch or rank, not per step            TRL #3021, verl #5877     test_parallel_loss.py::test_however_a_step_is_spread
 loss scaled by the number of accumulation steps             TRL #6024                 test_an_update_does_not_depend_on_the_number_of_micro_batches
-Dr. GRPO without 1/D                                        verl #3741                test_losses.py::test_worked_example
+Dr. GRPO without 1/D                                        verl #3741                test_losses.py::test_every_family_has_the_values_of_the_worked_example
 Dr. GRPO's L from the padded width                          slime #2060               test_parallel_loss.py::test_however_a_step_is_spread
 Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_defaults_depend_on_whether_the_model_was_trained_before
 a phantom token per fully masked document                   slime                     test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token
@@ -54,10 +54,11 @@ from builders.losses import (
 from builders.runs import SHORT, assert_equal, module_and_loader, some_documents
 
 from pgtoolkit import policy_loss
-from pgtoolkit.batch import Document, StepTotals, pack
+from pgtoolkit.batch import Document, Step, StepTotals, pack
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, snapshot
 
 
@@ -76,44 +77,50 @@ def test_the_tests_named_above_exist():
 LENGTHS = (9, 5, 12, 7, 3, 6)
 
 
-def module_of(*overrides):
+def module_of(*overrides: str) -> PolicyGradientModule:
     return module_and_loader(*SHORT, *overrides)[0]
 
 
-def after_one_step(max_tokens, *overrides):
+def step_of(max_tokens: int) -> Step:
+    """Return a step of six documents, in micro-batches of at most `max_tokens`."""
+    return make_step(some_documents(lengths=LENGTHS), max_tokens, {})
+
+
+def after_one_step(max_tokens: int, *overrides: str) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Return the metrics of a step and the weights after it."""
     module = module_of(*overrides)
-    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), max_tokens, {}), 0)[
-        "metrics"
-    ]
+    metrics = module.training_step(step_of(max_tokens), 0)["metrics"]
     return metrics, [parameter.detach() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize(("number", "objective"), [*enumerate(OBJECTIVES)])
 def test_an_update_does_not_depend_on_the_number_of_micro_batches(number, objective):
-    """The gradient's norm, and the weights after the clipped update of AdamW, through the training
-    step itself."""
+    """Compare loss, gradient norm, and the weights after the clipped update of AdamW."""
     loss, aggregation, level = objective
-    chosen = [f"loss={loss}", *(f"loss.{name}={value}" for name, value in PARAMETERS[loss].items())]
-    chosen += [
+    overrides = [
+        f"loss={loss}",
+        *(f"loss.{name}={value}" for name, value in PARAMETERS[loss].items()),
         f"aggregation={aggregation}",
         f"metrics={level}",
         f"kernel={('torch', 'fused_linear')[number % 2]}",
+        # Far above the gradient: AdamW's update then depends on the gradient's scale.
+        "optimizer.epsilon=1e3",
     ]
-    # A gradient much smaller than AdamW's epsilon, so that its scale matters.
-    whole, expected = after_one_step(1000, *chosen, "optimizer.epsilon=1e3")
-    cut, found = after_one_step(12, *chosen, "optimizer.epsilon=1e3")
-    assert (whole["num_micro_batches"], cut["num_micro_batches"]) == (1, 5)
+    uncut, expected = after_one_step(1000, *overrides)
+    cut, weights = after_one_step(12, *overrides)
+    assert uncut["num_micro_batches"] == 1
+    assert cut["num_micro_batches"] == 5
     for name in ("loss", "grad_norm"):
-        assert cut[name] == pytest.approx(whole[name], rel=1e-10)
+        assert cut[name] == pytest.approx(uncut[name], rel=1e-10)
         assert abs(cut[name]) > 1e-4
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_a_piece_without_trained_tokens_does_not_touch_the_extrema():
-    """All advantages are negative and every ratio is above 1, so that a 0 would win as maximum or
-    as minimum."""
+    """All advantages are negative and all ratios above 1: a 0 would be a maximum or a minimum."""
     document_index = torch.tensor([0, 0, 1, 1])
-    labels, logits = torch.tensor([0, 1, -1, -1]), torch.zeros(4, 3, dtype=torch.float64)
+    labels = torch.tensor([0, 1, -1, -1])
+    logits = torch.zeros(4, 3, dtype=torch.float64)
     old = torch.full((4,), math.log(1 / 3) - 0.5, dtype=torch.float64)
     advantages = torch.tensor([-2.0, -3.0, 0.0, 0.0], dtype=torch.float64)
     pieces = []
@@ -121,18 +128,18 @@ def test_a_piece_without_trained_tokens_does_not_touch_the_extrema():
         tensors = [x[rows] for x in (logits, labels, old, advantages)]
         index = document_index[rows] - document_index[rows][0]
         totals = StepTotals(2, 2, 1)
-        pieces.append(
-            policy_loss(*tensors, index, loss="grpo", metrics="basic", totals=totals).metric_sums
-        )
+        out = policy_loss(*tensors, index, loss="grpo", metrics="basic", totals=totals)
+        pieces.append(out.metric_sums)
     for first, second in (pieces, pieces[::-1]):
-        found = first.merge(second).finalize(totals)
-        assert (float(found["max_advantage"]), float(found["min_advantage"])) == (-2.0, -3.0)
-        assert float(found["max_ratio_new_old"]) == pytest.approx(math.exp(0.5))
-        assert float(found["min_ratio_new_old"]) == pytest.approx(math.exp(0.5))
+        metrics = first.merge(second).finalize(totals)
+        assert float(metrics["max_advantage"]) == -2.0
+        assert float(metrics["min_advantage"]) == -3.0
+        assert float(metrics["max_ratio_new_old"]) == pytest.approx(math.exp(0.5))
+        assert float(metrics["min_ratio_new_old"]) == pytest.approx(math.exp(0.5))
 
 
 def test_counters_near_2_to_the_24_are_subtracted_exactly():
-    """In float32 2**24 + 1 is 2**24: the staleness would be 0, and the groups one."""
+    """In float32 2**24 + 1 is 2**24: the staleness would be 0, and both groups the same."""
     documents = [
         dataclasses.replace(document, model_version=2**24, group=2**24 + i % 2)
         for i, document in enumerate(some_documents(lengths=LENGTHS))
@@ -141,20 +148,18 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
     assert make_step(documents, 1000, {}).totals.num_groups == 2
     case = make_case()
     groups = torch.arange(case.num_documents) + 2**53
-    found = policy_loss(
-        *case.tensors, aggregation="prompt_mean", group_index=groups, metrics="basic"
-    )
-    assert int(found.metrics["num_groups"]) == case.num_documents
+    out = policy_loss(*case.tensors, aggregation="prompt_mean", group_index=groups, metrics="basic")
+    assert int(out.metrics["num_groups"]) == case.num_documents
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_the_same_step_twice_gives_the_same_bits(loss, impl):
-    """Documents are interleaved token by token, where a GPU's atomics would add them up in any
-    order."""
+    """Documents are interleaved token by token: a GPU's atomics would add them in any order."""
     generator = torch.Generator().manual_seed(0)
-    rows, documents = 65536, 7
+    rows = 65536
+    documents = 7
     logits = torch.randn(rows, 16, generator=generator).to(DEVICE)
     labels = torch.randint(0, 16, (rows,), generator=generator).to(DEVICE)
     old, advantages = torch.randn(2, rows, generator=generator).to(DEVICE)
@@ -171,21 +176,18 @@ def test_the_same_step_twice_gives_the_same_bits(loss, impl):
     assert (results[0][1] != 0).any()
 
 
-# Not from the table, but of the same kind.
+# The failures below are not in the table.
 
 
 def test_an_update_is_made_at_the_reported_learning_rate():
-    """AdamW's first update moves a weight by the learning rate, up to epsilon, in the direction of
-    its gradient."""
+    """AdamW's first update changes a weight by the learning rate, but for epsilon."""
     module = module_of(
         "optimizer.learning_rate=0.01", "optimizer.warmup_steps=4", "optimizer.weight_decay=0"
     )
     for group in module.optimizer.param_groups:
-        group["lr"] = 123.0  # what a checkpoint of another configuration might leave
+        group["lr"] = 123.0  # as from a checkpoint of another configuration
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)[
-        "metrics"
-    ]
+    metrics = module.training_step(step_of(1000), 0)["metrics"]
     moved = max(
         float((a - b).detach().abs().max())
         for a, b in zip(module.parameters(), before, strict=True)
@@ -196,7 +198,7 @@ def test_an_update_is_made_at_the_reported_learning_rate():
 
 def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configuration(tmp_path):
     before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
-    before.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)
+    before.training_step(step_of(1000), 0)
     after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
     data = {"num_steps": 1, "position": 0, "source": {}}
     save_checkpoint(tmp_path, *snapshot(before, data), lambda folder: None, keep=1)
@@ -208,11 +210,13 @@ def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configur
     )
     assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.125, 0]
     assert [group["betas"] for group in after.optimizer.param_groups] == [(0.9, 0.95)] * 2
-    assert (after.num_updates, after.documents_seen) == (1, 6)
+    assert after.num_updates == 1
+    assert after.documents_seen == 6
 
 
 def test_old_log_probs_and_advantages_are_shifted_with_their_labels():
-    tokens, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, True, False, True])
+    tokens = torch.tensor([5, 6, 7, 8])
+    mask = torch.tensor([False, True, False, True])
     numbers = torch.tensor([0.25, 0.75])
     batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")])
     trained = batch.labels >= 0
