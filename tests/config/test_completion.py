@@ -1,4 +1,4 @@
-"""The Tab key: what the shell is offered, by the command itself."""
+"""The Tab key: `pgtk -sc query=bash` offers the shell commands, keys and options."""
 
 import pytest
 

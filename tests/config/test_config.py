@@ -22,25 +22,23 @@ from pgtoolkit.system.report import Report
 from pgtoolkit.system.yaml_text import to_yaml
 
 
-def test_the_default_is_the_main_job():
+def test_default_configuration_is_the_main_job():
     config = compose([]).config
-    assert (config.loss.name, config.loss.epsilon_low, config.loss.epsilon_high) == (
-        "gspo",
-        3e-4,
-        4e-4,
-    )
-    assert config.rollout.prompts_per_batch * config.rollout.group_size == 32 * 8
-    assert config.accumulation.docs_per_step == 64
-    assert (
-        config.optimizer.learning_rate,
-        config.optimizer.beta2,
-        config.optimizer.warmup_steps,
-    ) == (1e-3, 0.95, 10)
-    assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == (
-        "dr_grpo",
-        6,
-        300,
-    )
+    expected = {
+        "loss.name": "gspo",
+        "loss.epsilon_low": 3e-4,
+        "loss.epsilon_high": 4e-4,
+        "rollout.prompts_per_batch": 32,
+        "rollout.group_size": 8,
+        "accumulation.docs_per_step": 64,
+        "optimizer.learning_rate": 1e-3,
+        "optimizer.beta2": 0.95,
+        "optimizer.warmup_steps": 10,
+        "advantage.estimator": "dr_grpo",
+        "task.num_digits": 6,
+        "trainer.max_steps": 300,
+    }
+    assert {key: value_of(config, key) for key in expected} == expected
     assert validate(config)[1].problems == []
 
 
@@ -52,7 +50,7 @@ def test_the_default_is_the_main_job():
         ["debug=short", "loss=grpo", "loss.epsilon_high=${loss.epsilon_low}", "hydra.run.dir=x"],
     ],
 )
-def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
+def test_the_configuration_that_is_checked_and_run_is_the_one_that_hydra_composes(overrides):
     checked = check(overrides).runs[0]
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
         composed = hydra.compose("config", overrides, return_hydra_config=True)
@@ -65,37 +63,36 @@ def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
     assert plain_config(checked.config) == plain(OmegaConf.to_container(composed, resolve=True))
 
 
+DOWNLOADED = ["model=huggingface", "model.path=hub/name"]
+
+
 def test_defaults_depend_on_whether_the_model_was_trained_before():
-    def chosen(*overrides):
+    def rate_and_lengths(*overrides: str) -> tuple[float, int, int]:
         config = compose(list(overrides)).config
         lengths = (config.rollout.max_completion_length, config.accumulation.max_tokens)
         return config.optimizer.learning_rate, *lengths
 
-    downloaded = ["model=huggingface", "model.path=hub/name"]
-    assert chosen() == (1e-3, 7, 512)
-    assert chosen(*downloaded) == (1e-6, 256, 4096)
-    assert chosen(*downloaded, "model.random_weights=true") == (1e-3, 7, 512)
-    assert chosen(*downloaded, "optimizer.learning_rate=3e-5", "accumulation=fixed") == (
-        3e-5,
-        256,
-        4096,
-    )
-    assert chosen(*downloaded, "debug=short") == (1e-6, 256, 1024)
-    for overrides, divisor in (
-        (downloaded, 256),
-        ([], 7),
-        (["rollout.max_completion_length=9"], 9),
-    ):
-        assert (
-            compose([*overrides, "loss=gspo", "aggregation=constant"]).config.aggregation.divisor
-            == divisor
-        )
-    for overrides in (downloaded, [*downloaded, "debug=short"]):
+    typed = ["optimizer.learning_rate=3e-5", "accumulation=fixed"]
+    assert rate_and_lengths() == (1e-3, 7, 512)
+    assert rate_and_lengths(*DOWNLOADED) == (1e-6, 256, 4096)
+    assert rate_and_lengths(*DOWNLOADED, "model.random_weights=true") == (1e-3, 7, 512)
+    assert rate_and_lengths(*DOWNLOADED, *typed) == (3e-5, 256, 4096)
+    assert rate_and_lengths(*DOWNLOADED, "debug=short") == (1e-6, 256, 1024)
+    for overrides in (DOWNLOADED, [*DOWNLOADED, "debug=short"]):
         assert validated(compose(overrides))[1] == Report()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "divisor"),
+    [(DOWNLOADED, 256), ([], 7), (["rollout.max_completion_length=9"], 9)],
+)
+def test_the_divisor_of_constant_is_the_longest_completion(overrides, divisor):
+    config = compose([*overrides, "loss=gspo", "aggregation=constant"]).config
+    assert config.aggregation.divisor == divisor
+
+
 def test_the_bounds_of_dppo_depend_on_its_divergence():
-    def bounds(*overrides):
+    def bounds(*overrides: str) -> tuple[float, float]:
         loss = compose(["loss=dppo", *overrides]).config.loss
         return loss.delta_low, loss.delta_high
 
@@ -107,11 +104,9 @@ def test_the_bounds_of_dppo_depend_on_its_divergence():
     assert [job.config.loss.delta_low for job in jobs] == [0.2, 0.05]
 
 
-def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
-    old = plain_config(
-        compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config
-    )
-    (tmp_path / "config.yaml").write_text(to_yaml(old))
+def test_a_resume_keeps_the_saved_learning_rate_unless_the_optimizer_is_typed(tmp_path):
+    saved = plain_config(compose([*DOWNLOADED, "optimizer.learning_rate=1e-3"]).config)
+    (tmp_path / "config.yaml").write_text(to_yaml(saved))
     assert compose([], run_dir=tmp_path).config.optimizer.learning_rate == 1e-3
     assert compose(["optimizer=adamw"], run_dir=tmp_path).config.optimizer.learning_rate == 1e-6
 
@@ -153,7 +148,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
 
-def test_conf_and_the_page_of_keys_are_what_the_schema_says():
+def test_conf_and_the_page_of_keys_are_written_from_the_schema():
     for file, text in files().items():
         assert file.read_text() == text, f"{file}: python -m pgtoolkit.config.pages writes it anew"
     written = {file for file in files() if file.suffix == ".yaml"}
@@ -169,8 +164,8 @@ def test_conf_and_the_page_of_keys_are_what_the_schema_says():
 
 
 def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
-    """What the schema declares, resolved by its own rules, is what OmegaConf makes of the file in
-    conf/."""
+    """The schema's declarations, resolved by its rules, equal the files in conf/, read by
+    OmegaConf."""
     for group, option in [(group, option) for group, names in GROUPS.items() for option in names]:
         config = compose_choices([f"{group}={option}"])
         declared = option_values(group, option)
@@ -186,6 +181,6 @@ def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
                 )
 
 
-def test_every_key_says_what_it_means():
+def test_every_key_has_a_meaning_that_is_a_sentence():
     assert [key.name for key in KEYS if not key.option and not key.help] == []
     assert all(key.help.endswith((".", ")", "]")) for key in KEYS if not key.option)

@@ -1,11 +1,12 @@
-"""What TRL and verl call our keys: every name of theirs has an answer, and a file of theirs becomes
-a command here."""
+"""The names of TRL and verl for our keys: each of theirs is known, against the installed TRL and
+verl's list, and a configuration file of theirs becomes a command of ours."""
 
 import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from pgtoolkit.config.translate_file import default_of
 from pgtoolkit.config.validate import validated
 
 
-def test_every_field_of_trls_configuration_is_known():
+def test_every_field_of_trl_s_configuration_is_known():
     trl = pytest.importorskip("trl")
     names = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     assert len(names) > 150
@@ -43,7 +44,7 @@ def test_the_defaults_of_trl_are_those_of_the_installed_class():
                     assert default_of("TRL", name) == theirs, name
 
 
-def test_every_key_of_verls_sections_is_known():
+def test_every_key_of_verl_s_sections_is_known():
     names = (Path(__file__).parent / "verl_names.txt").read_text().splitlines()[1:]
     assert len(names) == 196
     assert [name for name in names if not known_as(name, "verl")] == []
@@ -57,7 +58,7 @@ def test_every_key_of_verls_sections_is_known():
         assert known_as(name, "verl"), name
 
 
-def test_the_tables_name_keys_and_options_that_there_are():
+def test_the_tables_of_other_trainers_name_keys_and_options_that_exist():
     keys = {key.name for key in KEYS} | {"hydra.run.dir", "task.verifiers"}
     groups = options()
     theirs = {name for row in rows_of_trainers() for name in row.names}
@@ -87,12 +88,12 @@ def test_the_tables_name_keys_and_options_that_there_are():
         ("nothing_of_theirs", []),
     ],
 )
-def test_a_key_of_theirs_is_ours_where_its_value_is(name, keys):
+def test_a_key_of_another_trainer_is_answered_with_the_keys_that_take_its_value(name, keys):
     assert keys_called(name) == keys
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "answer"),
     [
         ("reward_funcs", "here: `task.verifier`, or `task.verifiers` for several"),
         ("reward_weights", "here: `weight` of each of `task.verifiers`"),
@@ -111,8 +112,8 @@ def test_a_key_of_theirs_is_ours_where_its_value_is(name, keys):
         ("lam", "here: `advantage.gae_lambda`"),
     ],
 )
-def test_explain_knows_their_words(word, says):
-    assert says in " ".join(explain(word).split())
+def test_explain_answers_the_words_of_other_trainers(word, answer):
+    assert answer in " ".join(explain(word).split())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_explain_knows_their_words(word, says):
         ),
     ],
 )
-def test_an_unknown_key_is_answered_from_the_tables(capsys, override, answer):
+def test_a_typed_key_of_another_trainer_is_answered_from_the_tables(capsys, override, answer):
     assert main([override]) == 2
     assert answer in capsys.readouterr().err
 
@@ -175,8 +176,11 @@ VERL = {
 }
 
 
-def translated(tmp_path, capsys, values, *more) -> tuple[list[str], str]:
-    """The overrides of the command, and the page."""
+def translated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], *more: str
+) -> tuple[list[str], str]:
+    """Translate a configuration of another trainer; return the overrides of the command, and the
+    page."""
     (tmp_path / "theirs.json").write_text(json.dumps(values))
     assert main(["translate", str(tmp_path / "theirs.json"), *more]) == 0
     page = capsys.readouterr().out
@@ -184,8 +188,9 @@ def translated(tmp_path, capsys, values, *more) -> tuple[list[str], str]:
     return shlex.split(command), page
 
 
-def settings(overrides: list[str]) -> Config:
-    """The configuration that they give, which has to be without a problem."""
+def valid_config(overrides: list[str]) -> Config:
+    """Return the configuration of the overrides, after asserting that it has no problem but missing
+    files."""
     composed = compose(overrides)
     _, report = validated(composed)
     assert [
@@ -198,7 +203,7 @@ def settings(overrides: list[str]) -> Config:
 
 def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     overrides, page = translated(tmp_path, capsys, TRL, "--processes", "2")
-    config = settings(overrides)
+    config = valid_config(overrides)
     expected = {
         "rollout.group_size": 8,
         # 2 processes x 4 documents x 8 micro-batches, 8 completions of a prompt
@@ -223,9 +228,9 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     assert "optimizer.beta2=0.999: adam_beta2=0.999 there, 0.95 here" in silent
     assert "epsilon_high" not in silent
     assert "rollout.group_size" not in silent  # 8 on both sides
-    without = page.partition("What has no equal here:\n")[2].partition("\n\n")[0]
-    # top_k=0 changes nothing
-    assert without.strip() == "num_iterations=2: each completion is trained on once"
+    without_equal = page.partition("What has no equal here:\n")[2].partition("\n\n")[0]
+    # top_k=0 changes nothing, and is left out.
+    assert without_equal.strip() == "num_iterations=2: each completion is trained on once"
     assert "warmup_ratio=0.1: optimizer.warmup_steps, a share of trainer.max_steps" in page
     assert page.endswith("Keys that TRL is not known to have:\n  zzz\n")
 
@@ -265,16 +270,16 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
         ({"max_grad_norm": 0}, ["optimizer.max_grad_norm=null"]),
     ],
 )
-def test_what_trl_means_by_a_value(tmp_path, capsys, values, overrides):
-    found, _ = translated(tmp_path, capsys, {"model_name_or_path": "m"} | values)
-    assert {*overrides} <= {*found}
-    settings(found)
+def test_a_value_of_trl_is_translated(tmp_path, capsys, values, overrides):
+    command, _ = translated(tmp_path, capsys, {"model_name_or_path": "m"} | values)
+    assert {*overrides} <= {*command}
+    valid_config(command)
 
 
 def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: True)
     overrides, page = translated(tmp_path, capsys, VERL)
-    config = settings(overrides)
+    config = valid_config(overrides)
     expected = {
         "loss.epsilon_low": 3e-4,
         "loss.epsilon_high": 4e-4,
@@ -282,17 +287,10 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch
         "accumulation.docs_per_step": 512,
         "rollout.max_completion_length": 1024,
         "trainer.max_steps": 400,
-        "task.path": "train.parquet",
     }
-    assert {
-        key: Path(str(value)).name if key == "task.path" else value
-        for key, value in expected.items()
-    } == {
-        key: Path(plain_value(config, key)).name if key == "task.path" else plain_value(config, key)
-        for key in expected
-    }
-    assert {"loss=gspo", "advantage=dr_grpo"} <= {*overrides}
-    assert "aggregation=sample_mean" in overrides
+    assert {key: plain_value(config, key) for key in expected} == expected
+    assert Path(config.task.path).name == "train.parquet"
+    assert {"loss=gspo", "advantage=dr_grpo", "aggregation=sample_mean"} <= {*overrides}
     assert "ppo_epochs=2: each completion is trained on once" in page
     assert {"tracking=mlflow", "tracking.also=[wandb]"} <= {*overrides}
     assert "trainer.logger=[console,wandb,mlflow,swanlab]: tracking" in page
@@ -312,13 +310,13 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch
         ),
     ],
 )
-def test_what_verl_means_by_a_value(tmp_path, capsys, algorithm, overrides):
-    found, _ = translated(tmp_path, capsys, VERL | {"algorithm": VERL["algorithm"] | algorithm})
-    assert {*overrides} <= {*found}
-    settings(found)
+def test_a_value_of_verl_is_translated(tmp_path, capsys, algorithm, overrides):
+    command, _ = translated(tmp_path, capsys, VERL | {"algorithm": VERL["algorithm"] | algorithm})
+    assert {*overrides} <= {*command}
+    valid_config(command)
 
 
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, capsys):
+def test_a_file_that_is_missing_damaged_or_has_a_wrong_value_is_refused(tmp_path, capsys):
     assert main(["translate", str(tmp_path / "none.yaml")]) == 2
     assert "needs a file" in capsys.readouterr().err
     for content in ("- 1\n- 2\n", "a: [1\n", "learning_rate: fast\n"):

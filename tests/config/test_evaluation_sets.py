@@ -1,49 +1,55 @@
-"""The rules on evaluation, its plan, and that it tells no two configurations apart."""
+"""The rules on evaluation and its sets, the plan of evaluations, and that evaluating a run does not
+make it another configuration."""
+
+import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.names import digest, name_from, plain_config
 from pgtoolkit.config.plan import evaluations
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 
 ON = "evaluation.every=20"
 
 
-def checked(*overrides):
-    composed = compose(list(overrides))
-    config, report = validated(composed)
-    return config, report.problems, report.notes
+def config_and_problems(*overrides: str) -> tuple[Config, list[str]]:
+    config, report = validated(compose(list(overrides)))
+    return config, report.problems
 
 
-def test_seeds_of_reasoning_gym_that_overlap_are_refused():
-    """Row n of a data set comes from seed + n."""
-    task = ["task=reasoning_gym", "task.dataset=chain_sum", "task.options.size=100", ON, "seed=500"]
-    task.append("rollout.max_completion_length=20")
-    for seed, refused in ((599, True), (600, False), (401, True), (400, False)):
-        _, problems, _ = checked(*task, f"evaluation.seed={seed}")
-        assert bool([one for one in problems if "overlap" in one]) is refused
+@pytest.mark.parametrize(
+    ("seed", "overlaps"), [(599, True), (600, False), (401, True), (400, False)]
+)
+def test_rows_of_reasoning_gym_that_are_trained_and_held_out_are_refused(seed, overlaps):
+    # Row n of a data set comes from seed + n; these are rows 500 to 599.
+    training = ["task=reasoning_gym", "task.dataset=chain_sum", "task.options.size=100", "seed=500"]
+    _, problems = config_and_problems(
+        *training, ON, "rollout.max_completion_length=20", f"evaluation.seed={seed}"
+    )
+    assert any("overlap" in problem for problem in problems) is overlaps
 
 
-def test_sets_are_what_differs_from_the_task():
-    values, problems, _ = checked(
-        *(
-            ON,
-            "evaluation.sets.a.num_digits=2",
-            "evaluation.sets.b.seed=7",
-            "evaluation.sets.b.prompts=9",
-        ),
+def test_an_evaluation_set_is_the_task_with_the_keys_that_it_changes():
+    config, problems = config_and_problems(
+        ON,
         "evaluation.seed=5",
+        "evaluation.sets.a.num_digits=2",
+        "evaluation.sets.b.seed=7",
+        "evaluation.sets.b.prompts=9",
     )
     assert problems == []
-    found = [
-        (one.name, one.task.num_digits, one.seed, one.prompts) for one in held_out_sets(values)
-    ]
-    assert found == [("a", 2, 5, 128), ("b", 6, 7, 9)]
-    lines = list(evaluations(values))
+    first, second = held_out_sets(config)
+    assert (first.name, first.task.num_digits, first.seed, first.prompts) == ("a", 2, 5, 128)
+    assert (second.name, second.task.num_digits, second.seed, second.prompts) == ("b", 6, 7, 9)
+    lines = list(evaluations(config))
     assert "in total at most 8768 completions, besides 19200 documents of training" in lines
-    values, _, _ = checked("evaluation.every=7", "trainer.max_steps=8")
+
+
+def test_the_plan_counts_the_evaluations_before_the_first_and_after_the_last_step():
+    config, _ = config_and_problems("evaluation.every=7", "trainer.max_steps=8")
     assert (
-        next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"
+        next(evaluations(config)) == "every 7 steps, before the first and after the last: 3 times"
     )
 
 
@@ -60,22 +66,27 @@ def test_an_empty_dictionary_removes_the_sets_of_a_sweep_file(tmp_path):
     assert report.problems == []
 
 
-def test_other_files_have_no_split_of_the_task():
-    talk = "task=conversation task.environment=my_module.Environment"
-    for task in ("task=prompts task.verifier=exact_match", talk):
-        sets = "evaluation.sets={same: {prompts: 3}, other: {path: test.jsonl}}"
-        values, _, _ = checked(*task.split(), "task.path=data", "task.split=train", ON, sets)
-        found = held_out_sets(values)
-        assert [(one.task.path, one.task.split) for one in found] == [
-            ("data", "train"),
-            ("test.jsonl", None),
-        ]
+@pytest.mark.parametrize(
+    "task",
+    [
+        ["task=prompts", "task.verifier=exact_match"],
+        ["task=conversation", "task.environment=my_module.Environment"],
+    ],
+)
+def test_a_set_with_another_file_does_not_take_the_split_of_the_task(task):
+    sets = "evaluation.sets={same: {prompts: 3}, other: {path: test.jsonl}}"
+    config, _ = config_and_problems(*task, "task.path=data", "task.split=train", ON, sets)
+    same, other = held_out_sets(config)
+    assert (same.task.path, same.task.split) == ("data", "train")
+    assert (other.task.path, other.task.split) == ("test.jsonl", None)
 
 
-def test_runs_with_and_without_evaluation_are_of_one_configuration():
-    on = [ON, "evaluation.prompts_per_set=7"]
-    without, evaluated, goal = (
-        plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"])
-    )
-    assert digest(evaluated) == digest(without) != digest(goal)  # a goal may end it before
-    assert name_from(on, {}) == "default"
+def test_evaluation_changes_neither_digest_nor_name_unless_it_may_end_the_run():
+    evaluation = [ON, "evaluation.prompts_per_set=7"]
+
+    def digest_of(*overrides: str) -> str:
+        return digest(plain_config(compose(list(overrides)).config))
+
+    assert digest_of(*evaluation) == digest_of()
+    assert digest_of(*evaluation, "trainer.stop_at=0.5") != digest_of()
+    assert name_from(evaluation, {}) == "default"
