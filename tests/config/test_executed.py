@@ -1,11 +1,13 @@
-"""What only reads runs nothing and sends no secret; what trains says what it imports; what always
-has to be typed."""
+"""The rule of trust: a command that only reads imports nothing and sends no secret, one that trains
+says what it imports, and some settings count only when typed. A module that leaves a mark when it
+is imported proves it, and a server that records the secrets that it gets."""
 
 import json
 import shlex
 import shutil
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -34,8 +36,9 @@ class Callback:
 
 
 @pytest.fixture
-def evil(tmp_path, monkeypatch):
-    """The current directory, with a module in it that leaves a mark when it is imported."""
+def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a current directory with a module that leaves a mark when it is imported, and assert
+    afterwards that there is none."""
     (tmp_path / "evil.py").write_text(EVIL)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "12=", "answer": "21"}\n')
     monkeypatch.chdir(tmp_path)
@@ -44,11 +47,12 @@ def evil(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-def refused(capsys, *arguments):
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the output of a command that is refusal."""
     assert main(list(arguments)) == 2
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err + said.out
-    return said.err + said.out
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    return printed.err + printed.out
 
 
 HYDRA = {
@@ -72,25 +76,33 @@ HYDRA = {
 
 
 @pytest.mark.parametrize("setting", HYDRA)
-def test_a_sweep_file_has_hydra_run_nothing(evil, capsys, setting):
+def test_settings_of_hydra_in_a_sweep_file_that_would_run_code_are_refused(evil, capsys, setting):
     (evil / "mine.yaml").write_text(f"defaults: [config, _self_]\nhydra:\n  {setting}\n")
-    assert HYDRA[setting] in refused(capsys, "sweep", "mine.yaml", "seed=1,2", "debug=short")
+    assert HYDRA[setting] in refusal(capsys, "sweep", "mine.yaml", "seed=1,2", "debug=short")
     assert not (evil / "outputs").exists()
 
 
-def test_options_of_ones_own_have_hydra_run_nothing(evil, capsys):
+def test_a_callback_of_hydra_in_an_experiment_of_config_dir_is_refused(evil, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     callback = "hydra: {callbacks: {a: {_target_: evil.Callback}}}"
     (evil / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{callback}\n")
     for command in (["check"], ["-m"]):
-        said = refused(capsys, *command, f"--config-dir={evil}/conf", "experiment=mine", "seed=1")
-        assert "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)" in said
-    # Seen by the sweep alone: each of its runs chooses another loss than the one that brings it.
+        message = refusal(
+            capsys, *command, f"--config-dir={evil}/conf", "experiment=mine", "seed=1"
+        )
+        assert "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)" in message
+    assert not (evil / "outputs").exists()
+
+
+def test_a_callback_of_hydra_in_an_option_that_no_job_chooses_is_refused(evil, capsys):
+    """The experiment chooses the loss with the callback; each job of the sweep chooses another."""
+    (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/loss").mkdir()
+    callback = "hydra: {callbacks: {a: {_target_: evil.Callback}}}"
     (evil / "conf/experiment/second.yaml").write_text(
-        "# @package _global_\ndefaults: [override /loss: theirs]\n"
+        "# @package _global_\ndefaults: [override /loss: foreign_run]\n"
     )
-    (evil / "conf/loss/theirs.yaml").write_text(
+    (evil / "conf/loss/foreign_run.yaml").write_text(
         f"# @package _global_\ndefaults: [/loss/gspo@loss]\n{callback}\n"
     )
     command = [
@@ -100,24 +112,26 @@ def test_options_of_ones_own_have_hydra_run_nothing(evil, capsys):
         "loss=gspo,grpo",
         "debug=short",
     ]
-    assert "hydra.callbacks.a._target_ needs to be left out" in refused(capsys, *command)
+    assert "hydra.callbacks.a._target_ needs to be left out" in refusal(capsys, *command)
     assert not (evil / "outputs").exists()
 
 
-def test_files_beside_a_sweep_stand_for_nothing_of_ours(evil, capsys):
-    """Hydra looks for options beside the sweep first, and in --config-dir before conf/."""
+def test_a_file_of_the_user_that_hydra_takes_for_our_settings_of_hydra_is_refused(evil, capsys):
+    """Hydra looks for options beside the sweep file first, and in --config-dir before conf/."""
     (evil / "mine.yaml").write_text("defaults: [config, _self_]\n")
     for folder, more in ((evil, []), (evil / "options", [f"--config-dir={evil}/options"])):
         (folder / "hydra").mkdir(parents=True)
         (folder / "hydra/pgtk.yaml").write_text(
             "job: {name: pgtk, env_set: {LD_PRELOAD: evil.so}}\n"
         )
-        said = refused(capsys, "sweep", "mine.yaml", "seed=1,2", *more)
-        assert "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out" in said
+        message = refusal(capsys, "sweep", "mine.yaml", "seed=1,2", *more)
+        assert "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out" in message
         (folder / "hydra/pgtk.yaml").unlink()
 
 
-def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, monkeypatch):
+def test_a_sweep_file_may_choose_a_launcher_and_its_folder_but_not_commands_for_it(
+    evil, monkeypatch
+):
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
     file = evil / "mine.yaml"
     file.write_text(
@@ -129,7 +143,7 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     assert problems(checked) == []
     assert checked.sweep_config.launcher.settings["partition"] == "gpu"
     for setting in ("setup: [./evil]", 'partition: "gpu\\n./evil"'):
-        file = evil / f"{setting[:4]}.yaml"  # what was composed once is kept
+        file = evil / f"{setting[:4]}.yaml"  # a new name, since a composed file is cached
         file.write_text(
             f"defaults: [config, override hydra/launcher: slurm, _self_]\nhydra: {{launcher: "
             f"{{{setting}}}}}"
@@ -143,16 +157,18 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     assert problems(check(typed, True, config_dir=evil / "conf")) == []
 
 
-def test_an_environment_variable_is_not_read_however_it_is_spelled(evil, monkeypatch):
+def test_an_interpolation_of_an_environment_variable_is_refused_however_it_is_spelled(
+    evil, monkeypatch
+):
     monkeypatch.setenv("SECRET", "hunter2")
     for text in (
         "${${tracking.experiment}:SECRET}",
         "${oc.${metrics.level}:SECRET}",
         "${oc.decode:'${tracking.uri}'}",
     ):
-        found = problems(check([f"tracking.run_name={text}", "tracking.experiment=oc.env"]))
-        assert "hunter2" not in str(found)
-        assert any(problem.startswith("tracking.run_name") for problem in found), text
+        refusals = problems(check([f"tracking.run_name={text}", "tracking.experiment=oc.env"]))
+        assert "hunter2" not in str(refusals)
+        assert any(problem.startswith("tracking.run_name") for problem in refusals), text
 
 
 # Functions of the user's own
@@ -162,10 +178,10 @@ VERIFIER = ["task=prompts", "task.path=prompts.jsonl"]
 
 
 @pytest.fixture
-def imported(evil):
-    """Whether the module was imported since this was last asked; it is forgotten then."""
+def imported(evil: Path) -> Callable[[], bool]:
+    """Return a function that tells whether the module was imported since its last call."""
 
-    def was_imported():
+    def was_imported() -> bool:
         sys.modules.pop("evil", None)
         mark = evil / "executed"
         if not mark.exists():
@@ -176,14 +192,14 @@ def imported(evil):
     return was_imported
 
 
-def notes_of(capsys, *arguments):
-    """What is said of code and of credentials by a command that succeeds."""
+def notes_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """Return the notes on imports and on secrets of a command that succeeds."""
     assert main(list(arguments)) == 0
     lines = capsys.readouterr().err.splitlines()
     return [line for line in lines if line.startswith(("note: imports", "note: sends"))]
 
 
-def test_a_file_names_functions_which_are_imported_and_one_line_says_so(evil, imported, capsys):
+def test_functions_that_a_file_names_are_imported_and_a_note_names_them(evil, imported, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\naggregation: {reducer: evil.weights}\n"
@@ -193,28 +209,29 @@ def test_a_file_names_functions_which_are_imported_and_one_line_says_so(evil, im
         "evil.score}\n"
         "hydra: {sweeper: {params: {aggregation.reducer: 'evil.weights'}}}\n"
     )
-    said = notes_of(capsys, "check", *VERIFIER, "task.verifier=evil.score")
-    assert said == ["note: imports evil.score (task.verifier)"]
+    notes = notes_of(capsys, "check", *VERIFIER, "task.verifier=evil.score")
+    assert notes == ["note: imports evil.score (task.verifier)"]
     assert imported()
     both = "note: imports evil.weights (aggregation), evil.score (task.verifier)"
     assert notes_of(capsys, "check", "sweep", "mine.yaml", "seed=1,2") == [both]
     assert imported()
-    said = notes_of(capsys, "check", f"--config-dir={evil}/conf", "experiment=mine")
-    assert said == ["note: imports evil.weights (aggregation)"]
+    notes = notes_of(capsys, "check", f"--config-dir={evil}/conf", "experiment=mine")
+    assert notes == ["note: imports evil.weights (aggregation)"]
     assert imported()
     assert notes_of(capsys, "check", *VERIFIER, "task.verifier=exact_match") == []
     short = ["rollout.max_completion_length=26"]
     assert notes_of(capsys, "check", "task=guess", *short) == []
 
 
-def test_what_the_rules_refuse_is_not_imported(evil, capsys):
-    """What the rules refuse is not tried."""
-    refused(capsys, *VERIFIER, "task.verifier=evil.score", "loss=gspo", "loss.num_splits=2")
+def test_a_configuration_that_the_rules_refuse_imports_nothing(evil, capsys):
+    refusal(capsys, *VERIFIER, "task.verifier=evil.score", "loss=gspo", "loss.num_splits=2")
     main(["check", *VERIFIER, "task.verifier=evil.score", "loss=gspo", "loss.num_splits=2"])
     assert "imports" not in capsys.readouterr().err
 
 
-def test_a_sweep_file_with_a_reward_of_ones_own_works_from_end_to_end(evil, imported, capsys):
+def test_a_sweep_file_with_a_reward_of_the_user_is_swept_resumed_and_evaluated(
+    evil, imported, capsys
+):
     short = [
         override for override in SHORT if not override.startswith(("task.", "trainer.max_steps"))
     ]
@@ -236,7 +253,7 @@ def test_a_sweep_file_with_a_reward_of_ones_own_works_from_end_to_end(evil, impo
     assert imported()
 
 
-def test_a_program_that_samples_may_stand_in_a_file_but_not_in_a_runs(evil, capsys):
+def test_a_program_that_samples_may_be_named_by_an_experiment_but_not_by_a_run(evil, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\ndefaults: [{override /sampler: vllm}]\n"
@@ -245,72 +262,75 @@ def test_a_program_that_samples_may_stand_in_a_file_but_not_in_a_runs(evil, caps
     (evil / "evil.sh").touch(0o755)
     assert problems(check(["experiment=mine"], config_dir=evil / "conf")) == []
     words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
-    saved(evil, "sampler=vllm", *words)
-    said = refused(capsys, "resume", "run", "trainer.max_steps=8")
+    save_run(evil, "sampler=vllm", *words)
+    message = refusal(capsys, "resume", "run", "trainer.max_steps=8")
     executable = (
         "sampler.executable=./evil.sh needs to be typed (got it from the run's file). It "
         "is run as a command"
     )
-    assert executable in said
-    assert "Use sampler.executable=VALUE on the command line." in said
-    assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
+    assert executable in message
+    assert "Use sampler.executable=VALUE on the command line." in message
+    assert "sampler.arguments=[--trust-remote-code] needs to be typed" in message
     assert compose(words, run_dir=evil / "run").problems == []
     hidden = ["sampler.executable=${tracking.run_name}", "tracking.run_name=evil", words[1]]
     assert "needs to be typed" in str(compose(hidden, run_dir=evil / "run").problems)
 
 
-def saved(folder, *overrides):
-    """The directory of a run that has begun with these overrides."""
-    short = [one for one in SHORT if not one.startswith("task.")]
+SHORT_WITHOUT_TASK = [setting for setting in SHORT if not setting.startswith("task.")]
+
+
+def save_run(folder: Path, *overrides: str) -> None:
+    """Write the configuration of a run that has begun with these overrides."""
     with RunDirectory(folder / "run") as run:
-        run.write_config(plain_config(config_of(*short, *overrides)), [])
+        run.write_config(plain_config(config_of(*SHORT_WITHOUT_TASK, *overrides)), [])
 
 
-def test_the_command_that_resumes_types_the_program_again(evil):
+def test_the_printed_command_that_resumes_types_the_program_again(evil):
     words = ["sampler.executable=./a program --x", "sampler.arguments=['--y=1','--z']"]
-    saved(evil, "sampler=vllm", *words)
+    save_run(evil, "sampler=vllm", *words)
     typed = ["sampler.executable='./a program --x'", words[1]]
     assert shlex.split(resume_command(evil / "run"))[-2:] == typed
     assert compose(words, run_dir=evil / "run").problems == []
     assert "needs to be typed" in str(compose([], run_dir=evil / "run").problems)
 
 
-def test_one_of_several_verifiers_is_named_too(evil, imported, capsys):
-    """However a file spells it."""
-    named = "a: {verifier: exact_match}, b: {verifier: evil.score, weight: 2}"
-    spelled = {
-        "direct": f"verifiers: {{{named}}}",
-        "entry": "verifiers: {b: '${loss.options}'}",
-        "whole": "verifiers: '${loss.options}'",
-    }
-    for name, text in spelled.items():
-        others = "{b: {verifier: evil.score}}" if name == "whole" else "{verifier: evil.score}"
-        loss = f"loss: {{path: evil.Loss, options: {others}}}\n" if name != "direct" else ""
-        chosen = ", override loss: custom" if loss else ""
-        (evil / f"{name}.yaml").write_text(
-            f"defaults: [config, override task: prompts{chosen}, _self_]\n{loss}"
-            f"task: {{path: prompts.jsonl, verifier: null, {text}}}\n"
-        )
-        main(["check", "sweep", f"{name}.yaml", "seed=1,2"])
-        assert "evil.score (task.verifiers.b.verifier)" in capsys.readouterr().err, name
-        assert imported(), name
+@pytest.mark.parametrize(
+    ("verifiers", "options"),
+    [
+        ("{a: {verifier: exact_match}, b: {verifier: evil.score, weight: 2}}", None),
+        ("{b: '${loss.options}'}", "{verifier: evil.score}"),
+        ("'${loss.options}'", "{b: {verifier: evil.score}}"),
+    ],
+    ids=["direct", "entry by reference", "all by reference"],
+)
+def test_a_verifier_among_several_is_named_and_imported_however_a_file_refers_to_it(
+    evil, imported, capsys, verifiers, options
+):
+    """options: parameters of a loss that the verifiers refer to."""
+    loss = f"loss: {{path: evil.Loss, options: {options}}}\n" if options else ""
+    choice = ", override loss: custom" if options else ""
+    (evil / "mine.yaml").write_text(
+        f"defaults: [config, override task: prompts{choice}, _self_]\n{loss}"
+        f"task: {{path: prompts.jsonl, verifier: null, verifiers: {verifiers}}}\n"
+    )
+    main(["check", "sweep", "mine.yaml", "seed=1,2"])
+    assert "evil.score (task.verifiers.b.verifier)" in capsys.readouterr().err
+    assert imported()
 
 
 @pytest.fixture
-def theirs(evil, imported):
-    """A run that somebody else has made, whose configuration names functions of theirs that lie
-    beside it."""
-    short = [one for one in SHORT if not one.startswith("task.")]
+def foreign_run(evil: Path, imported: Callable[[], bool]) -> Path:
+    """Train a run whose configuration names functions of the module beside it."""
     functions = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
-    own = [*VERIFIER, *functions, "trainer.max_steps=1"]
-    train(config_of(*short, *own), evil / "run", overrides=own)
+    overrides = [*VERIFIER, *functions, "trainer.max_steps=1"]
+    train(config_of(*SHORT_WITHOUT_TASK, *overrides), evil / "run", overrides=overrides)
     assert imported()
     return evil / "run"
 
 
-def test_a_run_of_several_verifiers_is_resumed_as_it_is(evil):
+def test_a_run_of_several_verifiers_is_resumed_with_the_same_verifiers(evil):
     several = "task.verifiers={a: {verifier: exact_match}, b: {verifier: operator.eq}}"
-    saved(evil, *VERIFIER, "task.verifier=null", several)
+    save_run(evil, *VERIFIER, "task.verifier=null", several)
     assert resume_command(evil / "run").endswith("resume run")
     assert compose([], run_dir=evil / "run").problems == []
     changed = ["task.verifier_processes=1", "task.verifier_seconds=9"]
@@ -319,12 +339,12 @@ def test_a_run_of_several_verifiers_is_resumed_as_it_is(evil):
     assert "task.verifiers.b.weight=2 needs to stay as the run began" in problem
 
 
-def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(
-    theirs, imported, capsys
+def test_commands_that_read_a_run_import_nothing_and_those_that_continue_it_name_the_imports(
+    foreign_run, imported, capsys
 ):
     assert main(["export", "run", "model"]) == 0
     assert (Path("model") / "model.safetensors").exists()
-    store = f"--uri=sqlite:///{theirs.parent}/mlflow.db"
+    store = f"--uri=sqlite:///{foreign_run.parent}/mlflow.db"
     shutil.copytree("run", "copy")
     for command in (
         ["compare", "run"],
@@ -335,10 +355,10 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(
         assert main(command) == 0
     assert main(["explain", "task.verifier"]) == 0
     assert not imported()
-    assert resume_command(theirs).endswith("resume run")
+    assert resume_command(foreign_run).endswith("resume run")
     capsys.readouterr()
-    said = notes_of(capsys, "resume", "run", "trainer.max_steps=2")
-    assert said == ["note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"]
+    notes = notes_of(capsys, "resume", "run", "trainer.max_steps=2")
+    assert notes == ["note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"]
     assert imported()
     assert len(notes_of(capsys, "tokens", "run", "--step=2")) == 1
     assert imported()
@@ -348,60 +368,65 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(
 
 
 @pytest.fixture
-def server(capsys):
-    """The address of a server that refuses everything, what came to it, and what was said before
-    the first request."""
-    arrived = []
-    said = []
+def server(
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[tuple[str, list[str | None], list[str]]]:
+    """Start a server that refuses every request.
+
+    Yields its address, the header Authorization of each request, and all that was printed to stderr
+    before each request.
+    """
+    authorizations = []
+    printed = []
 
     class Refusing(BaseHTTPRequestHandler):
-        def do_GET(self):
-            said.append(capsys.readouterr().err)
-            arrived.append(self.headers.get("Authorization"))
+        def do_GET(self) -> None:
+            printed.append(capsys.readouterr().err)
+            authorizations.append(self.headers.get("Authorization"))
             self.send_error(403)
 
         do_POST = do_GET
 
-        def log_message(self, *_):
+        def log_message(self, *_: object) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as listening:
         thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}", arrived, said
+        yield f"http://127.0.0.1:{listening.server_port}", authorizations, printed
         listening.shutdown()
 
 
-def test_what_only_reads_sends_a_token_only_to_an_address_that_was_typed(
+def test_sync_sends_a_token_only_to_an_address_that_was_typed_or_is_in_the_environment(
     evil, server, capsys, monkeypatch
 ):
-    address, arrived, _ = server
-    saved(evil, "tracking=mlflow", f"tracking.uri={address}")
+    address, authorizations, _ = server
+    save_run(evil, "tracking=mlflow", f"tracking.uri={address}")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
-    said = refused(capsys, "sync", "run")
+    message = refusal(capsys, "sync", "run")
     assert (
         f"pgtk sync run needs the server's address to be typed (got {address} from the run's file)"
-        in said
+        in message
     )
-    assert "It would be sent MLFLOW_TRACKING_TOKEN. Use --uri=ADDRESS" in said
-    assert arrived == []
+    assert "It would be sent MLFLOW_TRACKING_TOKEN. Use --uri=ADDRESS" in message
+    assert authorizations == []
     assert main(["sync", "run", f"--uri={address}"]) == 6
-    assert set(arrived) == {"Bearer hunter2"}
-    arrived.clear()
+    assert set(authorizations) == {"Bearer hunter2"}
+    authorizations.clear()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}/")
     assert main(["sync", "run"]) == 6
-    assert set(arrived) == {"Bearer hunter2"}
-    arrived.clear()
+    assert set(authorizations) == {"Bearer hunter2"}
+    authorizations.clear()
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
     assert main(["sync", "run"]) == 6
-    assert set(arrived) == {None}
+    assert set(authorizations) == {None}
 
 
-def test_what_trains_says_where_it_sends_a_token_before_the_first_request(
+def test_a_command_that_trains_names_the_receiver_of_a_token_before_the_first_request(
     evil, server, monkeypatch
 ):
-    address, arrived, said = server
+    address, authorizations, printed = server
     (evil / "mine.yaml").write_text(
         f"defaults: [config, _self_]\ntracking: {{uri: '{address}'}}\nhydra: {{sweeper: {{params: "
         f"{{seed: '1,2'}}}}}}\n"
@@ -410,17 +435,17 @@ def test_what_trains_says_where_it_sends_a_token_before_the_first_request(
     note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
     short = [override for override in SHORT if not override.startswith("tracking")]
     assert main(["sweep", "mine.yaml", *short]) != 0
-    assert note in said[0].splitlines()
-    assert set(arrived) == {"Bearer hunter2"}
-    arrived.clear()
-    said.clear()
-    saved(evil, "task.num_digits=3", "tracking=mlflow", f"tracking.uri={address}")
+    assert note in printed[0].splitlines()
+    assert set(authorizations) == {"Bearer hunter2"}
+    authorizations.clear()
+    printed.clear()
+    save_run(evil, "task.num_digits=3", "tracking=mlflow", f"tracking.uri={address}")
     assert main(["resume", "run"]) == 6
-    assert note in said[0].splitlines()
-    assert set(arrived) == {"Bearer hunter2"}
+    assert note in printed[0].splitlines()
+    assert set(authorizations) == {"Bearer hunter2"}
 
 
-def test_the_key_of_sampling_servers_is_said_where_they_were_named(evil, capsys, monkeypatch):
+def test_a_note_says_that_the_key_of_vllm_is_sent_to_the_servers_of_sampler_urls(evil, monkeypatch):
     servers = ["sampler=vllm", "sampler.urls=[http://127.0.0.1:9]"]
     assert before_start(config_of(*servers)) == []
     monkeypatch.setenv("VLLM_API_KEY", "hunter2")

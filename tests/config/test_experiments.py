@@ -1,8 +1,9 @@
-"""Every file in conf/experiment and conf/debug: its header is its command, and the run it describes
-takes a step."""
+"""Every file in conf/experiment and conf/debug begins with its command, and the run that it
+describes makes a step with finite numbers."""
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ FILES = {
     for folder in ("experiment", "debug")
     for file in (config_directory() / folder).glob("*")
 }
-CHOSEN = {
+LOSS_AND_AGGREGATION = {
     "cispo": ("cispo", "token_mean"),
     "distillation": ("reinforce", "token_mean"),
     "dppo": ("dppo", "token_mean"),
@@ -59,55 +60,69 @@ SMALL = (
 )
 
 
-def test_the_table_above_names_every_file():
-    assert CHOSEN.keys() == FILES.keys()
+def test_every_file_has_a_loss_and_an_aggregation_in_the_table_of_this_test():
+    assert LOSS_AND_AGGREGATION.keys() == FILES.keys()
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
-    command, lines = f"{FILES[name].parent.name}={name}", FILES[name].read_text().splitlines()
+@pytest.mark.parametrize("name", LOSS_AND_AGGREGATION)
+def test_a_file_begins_with_its_command_and_names_its_paper(name):
+    command = f"{FILES[name].parent.name}={name}"
+    lines = FILES[name].read_text().splitlines()
     assert lines[:2] == ["# @package _global_", f"# pgtk {command}"]
     assert command.startswith("debug") or name == "guess" or "arXiv" in "".join(lines[2:6])
-    other = ("task.", "rollout.max_comp") if name == "guess" else ()
-    overrides = [command, *(one for one in SMALL if not one.startswith(other))]
+
+
+def small_settings(name: str, folder: Path) -> list[str]:
+    """Return overrides that make the run of a file small, with the models and data that it needs,
+    which are written below `folder`."""
+
+    def without(*prefixes: str) -> list[str]:
+        return [setting for setting in SMALL if not setting.startswith(prefixes)]
+
+    if name == "guess":
+        return without("task.", "rollout.max_comp")
     if name == "sft":
         row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
-        rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
-        overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [
-            f"rollout.path={rows}"
-        ]
+        rows = write_jsonl(folder / "rollouts.jsonl", [row] * 12)
+        return [*without("rollout.", "task."), f"rollout.path={rows}"]
     if name == "distillation":
-        student, teacher = (
-            save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1)
-        )
-        named = f"model.path={student}", f"kl.reference={teacher}"
-        overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
+        student = save_with_tokenizer(small_llama(0), folder / "student")
+        teacher = save_with_tokenizer(small_llama(1), folder / "teacher")
+        return [*without("model."), f"model.path={student}", f"kl.reference={teacher}"]
     if name == "float16":
-        model = save_with_tokenizer(small_llama(0), tmp_path / "model")
-        overrides = [
-            *(one for one in overrides if not one.startswith("model.")),
-            f"model.path={model}",
-        ]
+        model = save_with_tokenizer(small_llama(0), folder / "model")
+        return [*without("model."), f"model.path={model}"]
     if name == "gsm8k":
-        model = save_with_tokenizer(small_llama(0), tmp_path / "model")
+        model = save_with_tokenizer(small_llama(0), folder / "model")
         row = {"question": "67=", "answer": "6 * 7 = 42\n#### 42"}
-        data = tmp_path / "data"
+        data = folder / "data"
         data.mkdir()
         for split in ("train", "test"):
             write_jsonl(data / f"{split}.jsonl", [row] * 3)
-        overrides = [one for one in overrides if not one.startswith(("model.", "task."))]
-        overrides += [f"model.path={model}", f"task.path={data}", "task.config=null"]
-        overrides.append(f"evaluation.sets={{test: {{path: {data}, config: null, split: test}}}}")
-        overrides += ["evaluation.prompts_per_set=2", "evaluation.max_completion_length=4"]
+        return [
+            *without("model.", "task."),
+            f"model.path={model}",
+            f"task.path={data}",
+            "task.config=null",
+            f"evaluation.sets={{test: {{path: {data}, config: null, split: test}}}}",
+            "evaluation.prompts_per_set=2",
+            "evaluation.max_completion_length=4",
+        ]
     if name == "sums":
-        words = small_llama(0, vocab_size=97, eos_token_id=96, max_position_embeddings=64)
-        model = save_with_tokenizer(words, tmp_path / "model", alphabet=None)
-        overrides = [one for one in overrides if not one.startswith(("model.", "task."))]
-        overrides += [
+        llama = small_llama(0, vocab_size=97, eos_token_id=96, max_position_embeddings=64)
+        model = save_with_tokenizer(llama, folder / "model", alphabet=None)
+        return [
+            *without("model.", "task."),
             f"model.path={model}",
             "evaluation.prompts_per_set=2",
             "accumulation.max_tokens=64",
         ]
+    return [*SMALL]
+
+
+@pytest.mark.parametrize("name", LOSS_AND_AGGREGATION)
+def test_the_run_of_a_file_makes_a_step_with_its_loss_and_finite_numbers(name, tmp_path):
+    overrides = [f"{FILES[name].parent.name}={name}", *small_settings(name, tmp_path)]
     config = config_of(*overrides)
     assert validate(config)[1].problems == []
     train(config, tmp_path, overrides=overrides)
@@ -118,7 +133,7 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     assert all(math.isfinite(value) for value in row.values()), row
     assert ("entropy" in row) is (name == "on_policy")
     assert row.get("ratio_new_old", 1) == pytest.approx(1, abs=1e-6)
-    assert (config.loss.name, config.aggregation.mode) == CHOSEN[name]
+    assert (config.loss.name, config.aggregation.mode) == LOSS_AND_AGGREGATION[name]
     assert all(
         torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values()
     )

@@ -1,4 +1,5 @@
-"""`pgtk explain`: no key, option or metric lacks an explanation."""
+"""`pgtk explain` has an explanation of each key, option, metric and exit status, and finds it by
+the words that people use."""
 
 import re
 import subprocess
@@ -46,7 +47,7 @@ def test_every_metric_and_exit_status_is_explained(tmp_path):
     assert all(str(kind.exit_status) in known for kind in PgtoolkitError.__subclasses__())
 
 
-def test_every_word_of_the_line_of_a_step_is_explained():
+def test_every_word_of_the_line_that_a_run_prints_is_explained():
     known = explanations()
     line = ProgressLine(9).line(1, dict.fromkeys(_FIELDS, 0.5))
     words = [word for word in line.replace("%", "").split() if not re.match(r"[\d?]", word)]
@@ -61,7 +62,7 @@ def test_every_word_of_the_line_of_a_step_is_explained():
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "explanation"),
     [
         ("loss.epsilon_high=0.28", "number from 1e-09 to 1000000000"),
         ("kl.coefficient", "It needs kl other than none"),
@@ -111,24 +112,24 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         ),
     ],
 )
-def test_what_is_said(words, says):
-    assert says in " ".join(explain(words).split())
+def test_a_word_has_its_explanation(words, explanation):
+    assert explanation in " ".join(explain(words).split())
 
 
 @pytest.mark.parametrize(
     ("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")]
 )
-def test_an_unknown_word_gets_the_nearest(capsys, word, near):
+def test_an_unknown_word_is_answered_with_the_nearest(capsys, word, near):
     assert main(["explain", word]) == 2
     assert capsys.readouterr().err.endswith(f"Use pgtk explain {near}.\n")
 
 
-def test_a_word_like_no_other_gets_the_page_of_keys(capsys):
+def test_a_word_that_is_near_to_no_other_is_answered_with_the_page_of_keys(capsys):
     assert main(["explain", "behaviour"]) == 2
     assert capsys.readouterr().err.endswith("Use pgtk --help, or docs/keys.md.\n")
 
 
-def test_it_loads_no_torch():
+def test_explain_loads_no_torch():
     code = (
         "import sys; from pgtoolkit.cli import main; main(['explain', 'gspo']); assert 'torch' "
         "not in sys.modules"
