@@ -1,5 +1,5 @@
-"""golden_refusals.txt: which configurations are refused for which keys, and which are accepted with
-how many notes."""
+"""golden_refusals.txt lists configurations with their outcome: refused for these keys, or accepted
+with this number of notes. Each still has it."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtoolkit.config.compose import compose
+from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.runs.directory import RunDirectory
@@ -27,18 +27,18 @@ MODELS = {
 }
 
 
-def sections():
-    """(title, its lines) of each part of the list."""
+def sections() -> list[tuple[str, list[str]]]:
+    """Return the title and the lines of each part of the list."""
     lines = Path(__file__).with_name("golden_refusals.txt").read_text().splitlines()[4:]
-    parts = [[*part] for blank, part in groupby(lines, lambda line: not line) if not blank]
+    parts = [[*part] for is_blank, part in groupby(lines, lambda line: not line) if not is_blank]
     return [
         (title.lstrip("# "), rows) for (title,), rows in zip(parts[::2], parts[1::2], strict=True)
     ]
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch):
-    """A current directory with what the lines name."""
+def named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current directory with the files and models that the lines name."""
     monkeypatch.chdir(tmp_path)
     Path("FILE").touch()
     for name, shape in MODELS.items():
@@ -48,8 +48,8 @@ def places(tmp_path, monkeypatch):
     Path("FOLDER/other").touch()
 
 
-def composed(overrides):
-    """The configuration as typed, or in that of a run that began with those in brackets."""
+def compose_line(overrides: str) -> Composed:
+    """Compose overrides; those in brackets are what a run began with, which the others resume."""
     if not overrides.startswith("["):
         return compose(overrides.split())
     began, _, changed = overrides[1:].partition("] ")
@@ -60,36 +60,35 @@ def composed(overrides):
     return compose(changed.split(), run_dir=run_dir)
 
 
-def subject(problem):
-    """What a problem is about, mostly a key."""
-    if unknown := re.match("Unknown key '(.*?)'", problem):
+def subject(problem: str) -> str:
+    """Return the part of a problem before its verb, mostly a key, without the value."""
+    unknown = re.match("Unknown key '(.*?)'", problem)
+    if unknown:
         return unknown[1]
-    return problem.partition(" needs " if " needs " in problem else ": ")[0]
+    setting = problem.partition(" needs " if " needs " in problem else ": ")[0]
+    return setting if setting.startswith("=") else setting.partition("=")[0]
 
 
-def outcome(overrides):
-    """What the list says of them."""
-    found = composed(overrides)
-    _, report = validated(found)
-    problems, notes = report.problems, report.notes
-    for problem in problems:
+def outcome(overrides: str) -> str:
+    """Return the outcome of overrides in the words of the list."""
+    _, report = validated(compose_line(overrides))
+    for problem in report.problems:
         assert "\n" not in problem
-        other = problem.startswith(("the configuration cannot be composed: ", "Unknown key '"))
-        assert other or all(part in problem for part in (" needs ", "(got ", " Use ")), problem
-    keys = [subject(problem) for problem in problems]
-    if problems:
-        return "refused: " + ", ".join(
-            key if key.startswith("=") else key.partition("=")[0] for key in keys
-        )
-    return "accepted" + (f", {len(notes)} note{'s' * (len(notes) > 1)}" if notes else "")
+        of_hydra = problem.startswith(("the configuration cannot be composed: ", "Unknown key '"))
+        assert of_hydra or all(part in problem for part in (" needs ", "(got ", " Use ")), problem
+    if report.problems:
+        return "refused: " + ", ".join(subject(problem) for problem in report.problems)
+    count = len(report.notes)
+    if count == 0:
+        return "accepted"
+    return f"accepted, {count} note{'s' if count > 1 else ''}"
 
 
 @pytest.mark.parametrize(
     ("title", "rows"), sections(), ids=lambda value: value[:20] if isinstance(value, str) else ""
 )
-def test_what_is_refused_and_what_is_accepted(places, title, rows):
-    found = [
-        f"{overrides} -> {outcome(overrides)}"
-        for overrides in (row.partition(" -> ")[0] for row in rows)
-    ]
-    assert found == rows
+def test_every_configuration_of_the_list_is_refused_or_accepted_as_it_says(
+    named_files, title, rows
+):
+    listed = [row.partition(" -> ")[0] for row in rows]
+    assert [f"{overrides} -> {outcome(overrides)}" for overrides in listed] == rows

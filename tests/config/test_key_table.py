@@ -1,14 +1,15 @@
-"""The table of keys: digest, comparison, resume, absolute paths and what a file may name follow
-each declaration."""
+"""Digest, comparison, resume, absolute paths and the places where a file may name code follow the
+declaration of each key; the tests are made from the schema."""
 
 import copy
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.key import holds, parts, singles, value_of
+from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
@@ -31,19 +32,24 @@ NEEDED = {
 IDS = [f"{key.schema or 'top'}.{key.leaf}" for key in KEYS]
 
 
-def of_option(schema, *more):
-    """The plain configuration with the option of a schema."""
-    chosen = (schema.replace("/", "="),) if "/" in schema else ()
-    return copy.deepcopy(composed(*chosen, *NEEDED.get(schema, ()), *more))
+def overrides_of(schema: str) -> list[str]:
+    """Return overrides that choose the option of a schema, and set the keys that it needs."""
+    choice = [schema.replace("/", "=")] if "/" in schema else []
+    return choice + NEEDED.get(schema, [])
+
+
+def plain_of(schema: str, *more: str) -> dict[str, Any]:
+    """Return the plain configuration with the option of a schema."""
+    return copy.deepcopy(composed(*overrides_of(schema), *more))
 
 
 @functools.cache
-def composed(*overrides):
+def composed(*overrides: str) -> dict[str, Any]:
     return plain_config(compose([*overrides]).config)
 
 
-def other(key, value):
-    """Another value of a key, which no rule looks at here."""
+def other_value(key: Key, value: Any) -> Any:
+    """Return another value of a key; no rule sees it here."""
     if key.free:
         return {"other": {"verifier": "my_module.score"}}
     if isinstance(value, bool):
@@ -53,10 +59,11 @@ def other(key, value):
     return ["other"] if isinstance(value, list) else f"{value}-other"
 
 
-def with_other(config, key):
+def with_other_value(config: dict[str, Any], key: Key) -> dict[str, Any]:
+    """Return the configuration with another value of a key."""
     config = copy.deepcopy(config)
-    place = config[key.group] if key.group else config
-    place[key.leaf] = other(key, place[key.leaf])
+    group = config[key.group] if key.group else config
+    group[key.leaf] = other_value(key, group[key.leaf])
     return config
 
 
@@ -82,9 +89,9 @@ LEARNS = {
 @pytest.mark.parametrize(
     "key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}"
 )
-def test_digest_and_comparison_follow_learns(key):
-    config = of_option(key.schema)
-    after = with_other(config, key)
+def test_a_key_changes_digest_and_comparison_exactly_if_it_changes_learning(key):
+    config = plain_of(key.schema)
+    after = with_other_value(config, key)
     learns = key.learns
     if not isinstance(learns, bool):
         learns = holds(learns, config) or holds(learns, after)
@@ -95,21 +102,24 @@ def test_digest_and_comparison_follow_learns(key):
     assert key.name not in LEARNS[not learns]
 
 
-def test_the_sampler_learns_only_where_it_writes_what_is_trained():
-    sampled, recorded = ([], ["rollout=recorded", "rollout.path=rows.jsonl", "evaluation.every=1"])
-    for overrides, differ in ((sampled, True), (recorded, False)):
-        configs = [
-            plain_config(compose([*overrides, f"sampler={name}"]).config)
-            for name in ("transformers", "vllm")
-        ]
-        assert (digest(configs[0]) != digest(configs[1])) is differ
+@pytest.mark.parametrize(
+    ("overrides", "differs"),
+    [
+        ([], True),
+        (["rollout=recorded", "rollout.path=rows.jsonl", "evaluation.every=1"], False),
+    ],
+)
+def test_the_sampler_changes_the_digest_unless_it_writes_for_evaluation_alone(overrides, differs):
+    transformers = plain_config(compose([*overrides, "sampler=transformers"]).config)
+    vllm = plain_config(compose([*overrides, "sampler=vllm"]).config)
+    assert (digest(transformers) != digest(vllm)) is differs
 
 
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
-def test_a_resume_follows_fixed(key):
+def test_a_resume_refuses_another_value_exactly_if_the_key_is_fixed(key):
     more = ["rollout.lag=1"] * (key.schema != "rollout/recorded")
-    config = of_option(key.schema, "evaluation.every=1", *more)
-    after = with_other(config, key)
+    config = plain_of(key.schema, "evaluation.every=1", *more)
+    after = with_other_value(config, key)
     problems = [*cannot_change(config, after, set())]
     assert [place for place, _ in problems][:1] == (
         [key.group if key.option else key.name] if key.fixed else []
@@ -118,13 +128,13 @@ def test_a_resume_follows_fixed(key):
         f"A run is continued as it was: {key.fixed}. Use a new run." in problem
         for _, problem in problems
     )
-    if key.fixed_if:  # where its condition does not hold
-        config = of_option(key.schema)
-        assert [*cannot_change(config, with_other(config, key), set())] == []
+    if key.fixed_if:  # it may change while its condition does not hold
+        config = plain_of(key.schema)
+        assert [*cannot_change(config, with_other_value(config, key), set())] == []
 
 
-def test_files_may_lie_elsewhere_where_their_contents_are_known():
-    config = of_option("rollout/recorded")
+def test_a_resume_accepts_another_path_if_the_contents_are_known_to_be_the_same():
+    config = plain_of("rollout/recorded")
     after = copy.deepcopy(config)
     after["rollout"]["path"] = "/moved/rows.jsonl"
     assert len([*cannot_change(config, after, set())]) == 1
@@ -136,10 +146,10 @@ def test_files_may_lie_elsewhere_where_their_contents_are_known():
     [key for key in KEYS if key.type.startswith("str") and not key.option],
     ids=lambda key: key.name,
 )
-def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
+def test_a_path_is_made_absolute_exactly_if_the_key_reads_or_writes_it(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("there").touch()
-    config = of_option(key.schema)
+    config = plain_of(key.schema)
     config[key.group][key.leaf] = "there"
     made = value_of(absolute_paths(typed(config, "config.yaml")), key.name)
     is_place = key.reads or key.writes
@@ -149,8 +159,8 @@ def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}"
 )
-def test_only_keys_that_say_so_name_code(key):
-    config = with_other(of_option(key.schema), key)
+def test_a_key_names_code_exactly_if_its_declaration_says_so(key):
+    config = with_other_value(plain_of(key.schema), key)
     kinds = {
         "function": (named_functions, "my_module.score"),
         "command": (named_commands, "my_command"),
@@ -163,24 +173,22 @@ def test_only_keys_that_say_so_name_code(key):
         assert bool(named) is (key.code == kind)
 
 
-def put(config, condition, is_met):
-    """Give the key of a single condition a value with which it holds, or does not; a text does for
-    every type here."""
+def set_condition(config: Config, condition: str, is_met: bool) -> None:
+    """Give the key of a single condition a value with which it holds, or does not. Its type may be
+    wrong, which no rule sees here."""
     name, operator, expected = parts(condition)
-    other = "tiny" if name == "model.name" else "other"
-    value = (
-        float(expected) + is_met
-        if operator == ">"
-        else expected
-        if is_met is (operator == "=")
-        else other
-    )
+    if operator == ">":
+        value = float(expected) + is_met
+    elif is_met is (operator == "="):
+        value = expected
+    else:
+        value = "tiny" if name == "model.name" else "other"
     group, _, leaf = name.rpartition(".")
-    set_in(value_of(config, group), leaf, value)
+    set_frozen(value_of(config, group), leaf, value)
 
 
-def set_in(group, leaf, value):
-    """Set what is frozen, also a key of another option."""
+def set_frozen(group: object, leaf: str, value: Any) -> None:
+    """Set a field of a frozen dataclass, or add one of another option."""
     object.__setattr__(group, leaf, value)
 
 
@@ -189,30 +197,26 @@ OF_KEYS = [key for key in KEYS if key.only_if not in OF_GROUPS or key.name == "t
 
 
 @pytest.mark.parametrize("key", OF_KEYS, ids=lambda key: f"{key.schema}.{key.leaf}")
-def test_a_value_without_effect_is_refused(key):
-    """Another value than the usual one where a condition does not hold; where all do nothing is
-    said of it."""
-    chosen = (
-        [key.schema.replace("/", "="), *NEEDED.get(key.schema, [])] if "/" in key.schema else []
-    )
-    config = compose(chosen).config
-    usual, conditions = value_of(config, key.name), key.only_if.split(" or ")[0].split(" and ")
+def test_a_value_other_than_the_default_is_refused_while_a_condition_of_the_key_does_not_hold(key):
+    config = compose(overrides_of(key.schema)).config
+    default = value_of(config, key.name)
+    conditions = key.only_if.split(" or ")[0].split(" and ")
 
-    for value in (usual, other(key, usual)):
+    for value in (default, other_value(key, default)):
         for lacking in (None, *conditions):
-            set_in(value_of(config, key.group), key.leaf, value)
+            set_frozen(value_of(config, key.group), key.leaf, value)
             for condition in conditions:
-                put(config, condition, condition != lacking)
+                set_condition(config, condition, condition != lacking)
             report = Report(
-                usual=lambda name: usual if name == key.name else value_of(config, name)
+                usual=lambda name: default if name == key.name else value_of(config, name)
             )
             ignored(config, report)
-            told = [problem for problem in report.problems if problem.startswith(f"{key.name}=")]
-            assert len(told) == (value != usual and lacking is not None)
-            assert all((key.why or " It has no effect while ") in problem for problem in told)
+            refusals = [text for text in report.problems if text.startswith(f"{key.name}=")]
+            assert len(refusals) == (value != default and lacking is not None)
+            assert all((key.why or " It has no effect while ") in text for text in refusals)
 
 
-def test_what_pgtk_evaluate_takes():
+def test_evaluate_takes_keys_of_task_and_sampler_and_none_of_training():
     assert {"task", "sampler", "trainer.device", "evaluation.sets"} <= {*evaluated_keys("run")}
     assert {"model", "seed", "rollout.temperature", "experiment"} <= {*evaluated_keys("model")} - {
         *evaluated_keys("run")
@@ -222,7 +226,7 @@ def test_what_pgtk_evaluate_takes():
     }
 
 
-def test_every_declaration_is_one_of_the_key_and_names_keys_that_there_are():
+def test_conditions_of_keys_name_keys_that_exist_and_no_key_is_declared_twice():
     names = {key.name for key in KEYS}
     for key in KEYS:
         for condition in filter(
@@ -233,6 +237,6 @@ def test_every_declaration_is_one_of_the_key_and_names_keys_that_there_are():
     assert len(KEYS) == len({(key.name, key.schema) for key in KEYS})
 
 
-def test_options_that_are_spelled_out_for_types_are_those_of_the_losses():
+def test_enumerations_of_the_schema_are_the_kinds_of_kl_and_of_aggregation():
     assert tuple(KLKind) == ("none", *KINDS, *FULL_KINDS)
     assert tuple(AggregationMode) == tuple(AGGREGATIONS)
