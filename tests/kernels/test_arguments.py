@@ -1,46 +1,55 @@
-"""What the library's two entry points refuse: each keyword with values of wrong kinds, in a
-sentence that names it."""
+"""The library's two entry points, `policy_loss` and `linear_policy_loss`, refuse each argument of a
+wrong kind in a sentence that names it, and accept what is right."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from builders.losses import make_case
+from torch import Tensor
 
 from pgtoolkit import StepTotals, kl, linear_policy_loss, policy_loss
 from pgtoolkit.kernels.chunks import DocumentCounts
 
 CASE = make_case()
-T, D = len(CASE.labels), CASE.num_documents
-NUMBERS = [0, math.nan, math.inf, True, "0.2"]
-NOT_WHOLE = [-1, 1.5, True]
+T = len(CASE.labels)
+D = CASE.num_documents
+NOT_POSITIVE = [0, math.nan, math.inf, True, "0.2"]
+NOT_A_COUNT = [-1, 1.5, True]
 KL = kl.KL("k3", coefficient=0.1)
 FULL = kl.KL("full_reverse", coefficient=0.1)
-VECTOR = ["labels", CASE.advantages[:-1], CASE.advantages[:, None]]
+NOT_A_VECTOR = ["labels", CASE.advantages[:-1], CASE.advantages[:, None]]
 
 
-def totals(**changed):
-    return StepTotals(**{"num_documents": 9, "num_tokens": 40, "num_empty_documents": 2} | changed)
+def totals_with(**changes: object) -> StepTotals:
+    counts = {"num_documents": 9, "num_tokens": 40, "num_empty_documents": 2}
+    return StepTotals(**counts | changes)
 
 
-def reducer(totals, mask, **_):
+def token_mean(totals: StepTotals, mask: Tensor, **_: object) -> Tensor:
+    """Return equal weights: an aggregation of the user."""
     return mask / totals.num_tokens
 
 
-# Keyword -> the values refused; a pair is a value and the other keywords with which it is wrong.
 WRONG = {
-    "labels": [*VECTOR, CASE.labels.double()],
-    "old_log_probs": [*VECTOR, CASE.labels],
-    "advantages": [None, *VECTOR, CASE.labels],
-    "document_index": [*VECTOR, CASE.document_index.double(), CASE.document_index.to("meta")],
+    "labels": [*NOT_A_VECTOR, CASE.labels.double()],
+    "old_log_probs": [*NOT_A_VECTOR, CASE.labels],
+    "advantages": [None, *NOT_A_VECTOR, CASE.labels],
+    "document_index": [*NOT_A_VECTOR, CASE.document_index.double(), CASE.document_index.to("meta")],
     "loss": ["ppo", None],
-    "epsilon_low": [*NUMBERS, 1.0],
-    "epsilon_high": NUMBERS,
-    "aggregation": ["mean", None, ("mean", {"reducer": reducer})],
+    "epsilon_low": [*NOT_POSITIVE, 1.0],
+    "epsilon_high": NOT_POSITIVE,
+    "aggregation": ["mean", None, ("mean", {"reducer": token_mean})],
     "divisor": [
-        *((value, {"aggregation": "constant"}) for value in [*NUMBERS, None]),
-        *(8, (8, {"reducer": reducer}), (-3, {"aggregation": "constant", "reducer": reducer})),
+        *((value, {"aggregation": "constant"}) for value in [*NOT_POSITIVE, None]),
+        *(
+            8,
+            (8, {"reducer": token_mean}),
+            (-3, {"aggregation": "constant", "reducer": token_mean}),
+        ),
     ],
     "reducer": ["package.function"],
     "group_index": [
@@ -50,87 +59,97 @@ WRONG = {
     + [
         (
             CASE.group_index,
-            {"totals": totals(num_groups=2, tokens_per_group=torch.tensor([20, 20]))},
+            {"totals": totals_with(num_groups=2, tokens_per_group=torch.tensor([20, 20]))},
         )
     ],
-    "num_documents": NOT_WHOLE,
+    "num_documents": NOT_A_COUNT,
     "totals": [
         {"num_documents": 6},
-        totals(num_documents=5),
-        totals(num_groups=1),
-        (totals(), {"aggregation": "prompt_mean", "group_index": CASE.group_index}),
+        totals_with(num_documents=5),
+        totals_with(num_groups=1),
+        (totals_with(), {"aggregation": "prompt_mean", "group_index": CASE.group_index}),
     ],
     "correction": ["tis", "token_mask"],  # the last without sampling_log_probs
-    "sampling_log_probs": [*VECTOR, (None, {"correction": "sequence_truncate"})],
+    "sampling_log_probs": [*NOT_A_VECTOR, (None, {"correction": "sequence_truncate"})],
     "kl": [FULL, "k3", KL],  # the last without ref_log_probs, the first without logits
     "ref_log_probs": [
         *((None, {"kl": KL}), CASE.advantages),  # the last would be read by nothing
-        *((value, {"metrics": "basic"}) for value in (*VECTOR, CASE.labels)),
+        *((value, {"metrics": "basic"}) for value in (*NOT_A_VECTOR, CASE.labels)),
     ],
     "ref_logits": [
         CASE.logits,
         *((value, {"kl": FULL}) for value in (None, CASE.logits[:, 1:], CASE.labels)),
     ],
     "entropy_coefficient": [-1, math.nan, True],
-    "temperature": NUMBERS,
+    "temperature": NOT_POSITIVE,
     "metrics": ["all", None],
     "impl": ["cuda", None],
     "vocabulary_start": [3],
 }
+"""By argument of both entry points: the values that are refused. A pair is a value, and the other
+arguments with which it is wrong."""
+
 HIDDEN = torch.randn(T, 4, dtype=torch.float64)
 WEIGHT = torch.randn(13, 4, dtype=torch.float64)
 BUFFER = torch.zeros(13, 4, dtype=torch.float64)
-MATRIX = [None, torch.zeros(T), torch.zeros(T, 4, dtype=torch.int64), torch.zeros(2, T, 4)]
-OF_HEAD = {
-    "hidden": MATRIX,
-    "lm_head_weight": [*MATRIX, WEIGHT.T, WEIGHT.to("meta")],
+NOT_A_MATRIX = [None, torch.zeros(T), torch.zeros(T, 4, dtype=torch.int64), torch.zeros(2, T, 4)]
+WRONG_FOR_THE_HEAD = {
+    "hidden": NOT_A_MATRIX,
+    "lm_head_weight": [*NOT_A_MATRIX, WEIGHT.T, WEIGHT.to("meta")],
     "bias": [torch.zeros(12), torch.zeros(13, dtype=torch.int64)],
-    "num_splits": [*((value, {"loss": "grpo"}) for value in (*NOT_WHOLE, 0)), 2],
-    "logits_memory_mb": [*NUMBERS, (8, {"impl": "torch"}), (8, {"loss": "grpo", "num_splits": 2})],
+    "num_splits": [*((value, {"loss": "grpo"}) for value in (*NOT_A_COUNT, 0)), 2],
+    "logits_memory_mb": [
+        *NOT_POSITIVE,
+        (8, {"impl": "torch"}),
+        (8, {"loss": "grpo", "num_splits": 2}),
+    ],
     "weight_gradient": [BUFFER.float(), BUFFER[:-1], (BUFFER, {"impl": "torch"})],
     "counts": [DocumentCounts([1], [1]), DocumentCounts([1] * D, [2] * D)],
 }
-SHARED = {name: values[-1:] for name, values in WRONG.items() if name != "ref_logits"}
+LAST_OF_WRONG = {name: values[-1:] for name, values in WRONG.items() if name != "ref_logits"}
 TEACHER = {"kl": FULL, "ref_hidden": HIDDEN, "ref_lm_head_weight": WEIGHT}
-OF_TEACHER = {
-    "ref_hidden": [(value, TEACHER) for value in (*MATRIX, HIDDEN[1:])],
-    "ref_lm_head_weight": [(value, TEACHER) for value in (*MATRIX, WEIGHT[1:])],
+WRONG_FOR_THE_TEACHER = {
+    "ref_hidden": [(value, TEACHER) for value in (*NOT_A_MATRIX, HIDDEN[1:])],
+    "ref_lm_head_weight": [(value, TEACHER) for value in (*NOT_A_MATRIX, WEIGHT[1:])],
     "ref_bias": [(torch.zeros(12), TEACHER), torch.zeros(13)],
     "ref_log_probs": [(CASE.advantages, TEACHER)],
 }
 
 
-def rows(table):
-    found = []
-    for keyword, values in table.items():
+def parameters(table: dict[str, list]) -> list[ParameterSet]:
+    """Return (name, value, other arguments) of each value of the table."""
+    rows = []
+    for name, values in table.items():
         for number, value in enumerate(values):
             value, others = value if isinstance(value, tuple) else (value, {})
-            found.append(pytest.param(keyword, value, others, id=f"{keyword}-{number}"))
-    return found
+            rows.append(pytest.param(name, value, others, id=f"{name}-{number}"))
+    return rows
 
 
-@pytest.mark.parametrize(("keyword", "value", "others"), rows({"logits": MATRIX, **WRONG}))
-def test_given_logits(keyword, value, others):
-    names = ("logits", "labels", "old_log_probs", "advantages", "document_index")
-    given = dict(zip(names, CASE.tensors, strict=True))
-    refused(policy_loss, given | others | {keyword: value}, keyword)
-
-
-@pytest.mark.parametrize(("keyword", "value", "others"), rows(OF_HEAD | SHARED) + rows(OF_TEACHER))
-def test_the_head(keyword, value, others):
-    names = ("hidden", "lm_head_weight", "labels", "old_log_probs", "advantages", "document_index")
-    given = dict(zip(names, (HIDDEN, WEIGHT, *CASE.tensors[1:]), strict=True))
-    refused(linear_policy_loss, given | others | {keyword: value}, keyword)
-
-
-def refused(function, arguments, keyword):
-    """By one line that names the keyword."""
-    with pytest.raises(ValueError, match=rf"^[^\n]*{keyword}[^\n]*$"):
+def assert_refused(function: Callable, arguments: dict, name: str) -> None:
+    """Assert that the function refuses the arguments in one line that has the name."""
+    with pytest.raises(ValueError, match=rf"^[^\n]*{name}[^\n]*$"):
         function(**arguments)
 
 
-def test_what_is_right_is_taken():
-    """Whole and other numbers of numpy's too; the least of each."""
+@pytest.mark.parametrize(("name", "value", "others"), parameters({"logits": NOT_A_MATRIX, **WRONG}))
+def test_policy_loss_refuses_a_wrong_argument_by_its_name(name, value, others):
+    names = ("logits", "labels", "old_log_probs", "advantages", "document_index")
+    arguments = dict(zip(names, CASE.tensors, strict=True))
+    assert_refused(policy_loss, arguments | others | {name: value}, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others"),
+    parameters(WRONG_FOR_THE_HEAD | LAST_OF_WRONG) + parameters(WRONG_FOR_THE_TEACHER),
+)
+def test_linear_policy_loss_refuses_a_wrong_argument_by_its_name(name, value, others):
+    names = ("hidden", "lm_head_weight", "labels", "old_log_probs", "advantages", "document_index")
+    arguments = dict(zip(names, (HIDDEN, WEIGHT, *CASE.tensors[1:]), strict=True))
+    assert_refused(linear_policy_loss, arguments | others | {name: value}, name)
+
+
+def test_numbers_of_numpy_and_torch_and_int32_indices_are_accepted():
     totals = StepTotals(
         np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 0, 20], dtype=torch.int32)
     )
@@ -139,25 +158,27 @@ def test_what_is_right_is_taken():
         "aggregation": "constant",
         "divisor": np.float32(8),
         "totals": totals,
+        "group_index": CASE.group_index.int(),
     }
-    options["group_index"] = CASE.group_index.int()
     expected = policy_loss(
         *CASE.tensors, aggregation="constant", divisor=8.0, totals=StepTotals(9, 40, 0)
     )
     logits, labels, old, advantages, index = CASE.tensors
-    found = policy_loss(logits, labels.int(), old, advantages, index.int(), **options)
-    assert found.loss == expected.loss
-    options = {
-        "aggregation": "constant",
-        "reducer": lambda totals, mask, **_: mask / totals.num_tokens,
-    }
-    found = policy_loss(*CASE.tensors, loss="grpo", divisor=8, **options)
-    assert found.loss == policy_loss(*CASE.tensors, loss="grpo", **options).loss
+    out = policy_loss(logits, labels.int(), old, advantages, index.int(), **options)
+    assert out.loss == expected.loss
 
 
-def test_documents_are_numbered_from_0_unless_their_number_is_given():
-    """The documents of 1-based numbers would be one too many, and the loss too small."""
-    right, index = policy_loss(*CASE.tensors), CASE.document_index
+def test_with_a_reducer_the_divisor_does_not_matter():
+    options = {"loss": "grpo", "aggregation": "constant", "reducer": token_mean}
+    with_divisor = policy_loss(*CASE.tensors, divisor=8, **options)
+    assert with_divisor.loss == policy_loss(*CASE.tensors, **options).loss
+
+
+def test_documents_are_numbered_from_0_unless_num_documents_says_otherwise():
+    """With numbers from 1 on there would be one document too many, and the loss would be too
+    small."""
+    expected = policy_loss(*CASE.tensors)
+    index = CASE.document_index
     gap = torch.where(index > 2, index + 2, index)
     for numbers, last, missing in ((index + 1, 6, 0), (index + 3, 8, 0), (gap, 7, 3)):
         message = (
@@ -166,12 +187,16 @@ def test_documents_are_numbered_from_0_unless_their_number_is_given():
         )
         with pytest.raises(ValueError, match=message):
             policy_loss(*CASE.tensors[:4], numbers)
-        asked_for = policy_loss(*CASE.tensors[:4], numbers, num_documents=last + 1)
-        assert float(asked_for.loss) == pytest.approx(float(right.loss) * 6 / (last + 1), rel=1e-14)
-    # A document without a trained token is one of the step's; padding may lie before document 0, or
-    # carry -1.
+        out = policy_loss(*CASE.tensors[:4], numbers, num_documents=last + 1)
+        expected_loss = float(expected.loss) * 6 / (last + 1)
+        assert float(out.loss) == pytest.approx(expected_loss, rel=1e-14)
+
+
+def test_padding_may_have_the_document_number_minus_1():
+    """A document without a trained token counts as a document of the step."""
+    expected = policy_loss(*CASE.tensors)
     padded = [torch.cat([x[:2], x]) for x in CASE.tensors[:4]]
     padded[1][:2] = -1
-    found = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), index]))
-    assert float(found.loss) == float(right.loss)
-    assert int(right.totals.num_documents) == 6
+    out = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), CASE.document_index]))
+    assert float(out.loss) == float(expected.loss)
+    assert int(expected.totals.num_documents) == 6

@@ -8,19 +8,20 @@ import pytest
 import torch
 import triton.language as tl
 from builders.losses import DEVICE
+from torch import Tensor
 from triton.runtime import interpreter
 
 from pgtoolkit.kernels import triton_attention
 from pgtoolkit.kernels.triton_attention import attend
 
 ROOM = 300
+"""Places of the cache."""
 
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
-    """The interpreter multiplies the bits of bfloat16 as if they were integers: as float32 they are
-    what they are."""
-    right = interpreter.InterpreterBuilder.create_dot
+    """Let the interpreter multiply bfloat16 as float32: it would multiply the bits as integers."""
+    original = interpreter.InterpreterBuilder.create_dot
 
     def as_float32(x):
         if x.dtype.scalar != tl.bfloat16:
@@ -30,14 +31,16 @@ def products_of_bfloat16(monkeypatch):
         )
 
     def create_dot(self, a, b, *others):
-        return right(self, as_float32(a), as_float32(b), *others)
+        return original(self, as_float32(a), as_float32(b), *others)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def inputs(rows, heads, groups, width, dtype):
-    """query, key, value, keys, values; the first three as one product gives them: rows lie
-    apart."""
+def inputs(rows: int, heads: int, groups: int, width: int, dtype: torch.dtype) -> tuple:
+    """Return query, key, value, and the cache's keys and values.
+
+    The first three are parts of one product, so their rows lie apart in memory.
+    """
     generator = torch.Generator().manual_seed(5)
     fused = torch.randn(rows, 1, (heads + 2 * groups) * width, generator=generator).to(
         DEVICE, dtype
@@ -48,23 +51,32 @@ def inputs(rows, heads, groups, width, dtype):
     return query, key, value, *cache
 
 
-def expected(query, key, value, keys, values, positions, scaling, window):
-    """Query by query and key by key, in float64."""
+def attention_in_loops(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Return the attention of each query over keys one by one, in float64: (rows, heads, width)."""
     rows, heads, _, width = query.shape
-    repeats, out = heads // keys.shape[1], torch.zeros(rows, heads, width, dtype=torch.float64)
+    heads_per_group = heads // keys.shape[1]
+    out = torch.zeros(rows, heads, width, dtype=torch.float64)
     for row, position in enumerate(positions.tolist()):
+        first = 0 if window is None else max(0, position + 1 - window)
         for head in range(heads):
-            own = head // repeats
-            first = 0 if window is None else max(0, position + 1 - window)
-            all_keys = [*keys[row, own, first:position], key[row, own, 0]]
-            all_values = [*values[row, own, first:position], value[row, own, 0]]
+            group = head // heads_per_group
+            all_keys = [*keys[row, group, first:position], key[row, group, 0]]
+            all_values = [*values[row, group, first:position], value[row, group, 0]]
             products = torch.stack(
                 [(query[row, head, 0].double() * k.double()).sum() for k in all_keys]
             )
             shares = (scaling * products).softmax(0)
-            out[row, head] = sum(
-                share * v.double() for share, v in zip(shares, all_values, strict=True)
-            ).cpu()
+            for share, v in zip(shares, all_values, strict=True):
+                out[row, head] += (share * v.double()).cpu()
     return out
 
 
@@ -80,21 +92,23 @@ def expected(query, key, value, keys, values, positions, scaling, window):
         (2, 2, 5, 1, torch.bfloat16, 3e-2),
     ],
 )
-def test_a_token_sees_its_row_up_to_itself(
+def test_a_token_attends_to_its_row_up_to_itself_and_no_further_than_the_window(
     monkeypatch, programs, heads, groups, width, window, dtype, tolerance
 ):
-    """By one program a row and key-value head, and by several, of which some have nothing to
-    read."""
+    """One program reads a row and key-value head, or several do, some of which have nothing to
+    read. The kernel also writes the token's key and value into the cache."""
     monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
     monkeypatch.setattr(triton_attention, "_FEWEST_PLACES", 70)
-    _, key, value, keys, values = given = inputs(4, heads, groups, width, dtype)
+    query, key, value, keys, values = inputs(4, heads, groups, width, dtype)
     positions = torch.tensor([0, 1, 150, ROOM - 1], device=DEVICE)
-    want = expected(*given, positions, 0.3, window)
-    for row, position in enumerate(positions.tolist()):  # what is not seen is read by nobody
-        keys[row, :, position:], values[row, :, position:] = torch.nan, torch.nan
-    found = attend(*given, positions, 0.3, window)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double().cpu(), want, rtol=0, atol=tolerance)
+    expected = attention_in_loops(query, key, value, keys, values, positions, 0.3, window)
+    for row, position in enumerate(positions.tolist()):
+        # Places after the token must not be read.
+        keys[row, :, position:] = torch.nan
+        values[row, :, position:] = torch.nan
+    out = attend(query, key, value, keys, values, positions, 0.3, window)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
     for row, position in enumerate(positions.tolist()):
         assert torch.equal(keys[row, :, position], key[row, :, 0])
         assert torch.equal(values[row, :, position], value[row, :, 0])
@@ -102,8 +116,9 @@ def test_a_token_sees_its_row_up_to_itself(
         assert keys[row, :, :position].isfinite().all()
 
 
-def test_what_is_no_number_shows():
-    given = inputs(2, 2, 1, 16, torch.float32)
-    given[3][1, 0, 7] = torch.nan
-    found = attend(*given, torch.tensor([9, 9], device=DEVICE), 0.25, None)
-    assert found.isfinite().all(-1).tolist() == [[True, True], [False, False]]
+def test_a_nan_in_the_cache_reaches_the_attention_of_its_row_alone():
+    query, key, value, keys, values = inputs(2, 2, 1, 16, torch.float32)
+    keys[1, 0, 7] = torch.nan
+    positions = torch.tensor([9, 9], device=DEVICE)
+    out = attend(query, key, value, keys, values, positions, 0.25, None)
+    assert out.isfinite().all(-1).tolist() == [[True, True], [False, False]]
