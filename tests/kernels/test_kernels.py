@@ -19,6 +19,7 @@ from builders.losses import (
     PENALTIES,
     TEMPERATURE,
     TYPICAL_LOSSES,
+    Case,
     Choice,
     Result,
     assert_results_close,
@@ -28,6 +29,7 @@ from builders.losses import (
     relative_error,
     result_of,
 )
+from torch import Tensor
 
 from pgtoolkit import policy_loss
 from pgtoolkit.batch import StepTotals
@@ -35,45 +37,55 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import losses, torch_passes
 from pgtoolkit.losses.families import Grpo, family_of
 
-WAYS = ("given", "overwritten", "fused")
+INPUTS = ("given", "overwritten", "fused")
+"""Logits that stay, logits whose memory takes the gradient, and hidden states with a head."""
 SOME_CORRECTIONS = (None, "token truncated", "off policy")
-"""None, one known before the forward pass, and one after it, with which coefficients are not by
-token."""
+"""None, one known before the forward pass, and one known after it, whose coefficients belong to
+documents."""
 BY_TRITON = covering(
-    [*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3), (False, True)
+    [*FAMILIES],
+    PENALTIES,
+    AGGREGATIONS,
+    LEVELS,
+    INPUTS,
+    SOME_CORRECTIONS,
+    (0.0, 0.3),
+    (False, True),
 )
 
 
 @pytest.mark.parametrize(
-    ("family", "kl", "aggregation", "level", "way", "correction", "entropy", "trajectories"),
+    ("family", "kl", "aggregation", "level", "inputs", "correction", "entropy", "trajectories"),
     BY_TRITON,
     ids=[", ".join(map(str, row)) for row in BY_TRITON],
 )
 def test_triton_matches_reference(
-    family, kl, aggregation, level, way, correction, entropy, trajectories, monkeypatch
+    family, kl, aggregation, level, inputs, correction, entropy, trajectories, monkeypatch
 ):
-    """Any two of these, in float32; the head in chunks of seven rows, as on a GPU."""
-    problem = make_head_case(11 if way == "given" else 6, dtype=torch.float32)
+    """Every pair of these choices, in float32; the head in chunks of seven rows, as on a GPU."""
+    problem = make_head_case(11 if inputs == "given" else 6, dtype=torch.float32)
     choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
-    wanted = problem.by_reference(choice, way == "fused")
-    if way == "fused":
+    expected = problem.by_reference(choice, inputs == "fused")
+    if inputs == "fused":
         choose = losses.choose_implementation
         monkeypatch.setattr(
-            losses, "choose_implementation", lambda _, *given: choose("triton", *given)
+            losses, "choose_implementation", lambda _, *others: choose("triton", *others)
         )
         monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 7)
-        found = problem.by_fused_head(choice, 3.0)
+        result = problem.by_fused_head(choice, 3.0)
     else:
-        found = of_logits(problem.case, choice, torch.float32, "triton", way == "overwritten")
-    assert_results_close(found, wanted, 2e-4, gradient_tolerance=2e-5)
+        overwrite = inputs == "overwritten"
+        result = result_of_logits(problem.case, choice, torch.float32, "triton", overwrite)
+    assert_results_close(result, expected, 2e-4, gradient_tolerance=2e-5)
 
 
-def of_logits(case, choice, dtype, impl, overwrite=False):
-    """By `policy_loss`, of logits of this dtype, whose memory may take the gradient."""
-    precise, leaf = (
-        torch.promote_types(dtype, torch.float32),
-        case.logits.to(DEVICE, dtype).requires_grad_(),
-    )
+def result_of_logits(
+    case: Case, choice: Choice, dtype: torch.dtype, impl: str, overwrite: bool = False
+) -> Result:
+    """Return what `policy_loss` makes of logits of this dtype, whose memory may take the
+    gradient."""
+    precise = torch.promote_types(dtype, torch.float32)
+    leaf = case.logits.to(DEVICE, dtype).requires_grad_()
     options = {"impl": impl, "overwrite_logits": overwrite, "temperature": TEMPERATURE}
     options |= choice.step(case, precise, device=DEVICE)
     return result_of(policy_loss(leaf * 1, *case.on_device(precise), **options), [leaf], 3.0)
@@ -83,50 +95,44 @@ def of_logits(case, choice, dtype, impl, overwrite=False):
 @pytest.mark.parametrize(
     ("choice", "dtype"),
     [
-        *(
-            (Choice("cispo", aggregation="constant"), dtype)
-            for dtype in (torch.float32, torch.float16)
-        ),
-        *(
-            (Choice("gspo", kl="k3_ratio"), torch.bfloat16),
-            (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16),
-        ),
-        *(
-            (Choice("gspo", kl="full_reverse"), torch.bfloat16),
-            (Choice("grpo", kl="full_forward"), torch.float16),
-        ),
+        (Choice("cispo", aggregation="constant"), torch.float32),
+        (Choice("cispo", aggregation="constant"), torch.float16),
+        (Choice("gspo", kl="k3_ratio"), torch.bfloat16),
+        (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16),
+        (Choice("gspo", kl="full_reverse"), torch.bfloat16),
+        (Choice("grpo", kl="full_forward"), torch.float16),
     ],
     ids=str,
 )
 def test_the_loss_of_rounded_logits_matches_reference(choice, dtype, impl):
-    """The loops get the same rounded logits."""
-    check(make_case(seed=12, temperature=TEMPERATURE), choice, dtype, impl)
+    """The reference gets the same rounded logits."""
+    assert_as_specified(make_case(seed=12, temperature=TEMPERATURE), choice, dtype, impl)
 
 
-def check(case, choice, dtype, impl):
+def assert_as_specified(case: Case, choice: Choice, dtype: torch.dtype, impl: str) -> None:
+    """Assert that loss, metrics and gradient of rounded logits are those of the reference."""
     specified = choice.by_reference(case, case.logits.to(dtype))
-    wanted = Result(specified.loss, specified.metrics, [specified.gradient])
+    expected = Result(specified.loss, specified.metrics, [specified.gradient])
     for overwrite in (False, True):
-        found = of_logits(case, choice, dtype, impl, overwrite)
-        assert_results_close(found, wanted, 2e-4, gradient_tolerance=1.1 * GRADIENT_ERROR[dtype])
+        result = result_of_logits(case, choice, dtype, impl, overwrite)
+        assert_results_close(result, expected, 2e-4, gradient_tolerance=1.1 * GRADIENT_ERROR[dtype])
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("loss", "shape"),
     [
-        *(("grpo", {"lengths": (1, 1)}), ("gspo", {"lengths": (9, 1), "vocabulary": 2})),
-        *(
-            ("gspo", {"lengths": (2, 3, 1), "vocabulary": 4095}),
-            ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4096}),
-        ),
+        ("grpo", {"lengths": (1, 1)}),
+        ("gspo", {"lengths": (9, 1), "vocabulary": 2}),
+        ("gspo", {"lengths": (2, 3, 1), "vocabulary": 4095}),
+        ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4096}),
         ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4098}),
     ],
     ids=str,
 )
 def test_odd_shapes_match_reference(loss, shape, impl):
     case = make_case(seed=3, temperature=TEMPERATURE, **shape)
-    check(case, Choice(loss, aggregation="token_mean"), torch.float32, impl)
+    assert_as_specified(case, Choice(loss, aggregation="token_mean"), torch.float32, impl)
 
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
@@ -134,13 +140,12 @@ def test_odd_shapes_match_reference(loss, shape, impl):
 @pytest.mark.parametrize("impl", ["triton"] if DEVICE == "cuda" else ["torch", "triton"])
 def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
     case = make_case(seed=1)
-    tensors = [
-        case.logits.to(DEVICE, torch.float32),
-        *(x.clone() for x in case.on_device(torch.float32)),
-    ]
-    tensors[1][9] = 13
+    logits = case.logits.to(DEVICE, torch.float32).requires_grad_()
+    labels, *others = case.on_device(torch.float32)
+    labels = labels.clone()
+    labels[9] = 13
     with pytest.raises(DataError, match="document 2"):
-        policy_loss(tensors[0].requires_grad_(), *tensors[1:], loss=loss, impl=impl)
+        policy_loss(logits, labels, *others, loss=loss, impl=impl)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -148,20 +153,20 @@ def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
 def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
     case = make_case(lengths=(3, 1), vocabulary=3)
     tensors = case.logits.to(DEVICE, torch.float32), *case.on_device(torch.float32)
-    trained = int((case.labels >= 0).sum())
-    for aggregation, number, message in (
+    num_trained = int((case.labels >= 0).sum())
+    for aggregation, num_tokens, message in (
         (
             "token_mean",
             0,
-            rf"totals.num_tokens needs to count at least the {trained} trained tokens",
+            rf"totals.num_tokens needs to count at least the {num_trained} trained tokens",
         ),
         (
             "prompt_mean",
-            trained,
+            num_trained,
             r"weight of a trained token is not finite: .* totals that count none",
         ),
     ):
-        totals = StepTotals(2, number, 2, 2, torch.tensor([0, 0]))
+        totals = StepTotals(2, num_tokens, 2, 2, torch.tensor([0, 0]))
         options = {
             "aggregation": aggregation,
             "group_index": case.group_index.to(DEVICE),
@@ -171,8 +176,9 @@ def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
             policy_loss(*tensors, impl=impl, **options)
 
 
-EDGE = 20.0
-LOG_RATIOS = [500.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
+CLAMP = 20.0
+"""The largest log-ratio that is not clamped."""
+LOG_RATIOS = [500.0, 21.0, CLAMP, -CLAMP, -21.0, -500.0]
 
 
 @pytest.mark.parametrize(
@@ -181,66 +187,81 @@ LOG_RATIOS = [500.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
 )
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_huge_log_ratios_stay_finite(loss, dtype, impl):
-    """Clamped to 20 on both sides, beyond which no gradient passes, not even one of e^-20; 20
-    itself is inside."""
+    """Log-ratios are clamped to 20 on both sides. Beyond that no gradient passes, not even one of
+    e^-20; 20 itself is not clamped."""
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for log_ratio, advantage in product(LOG_RATIOS, (1.0, -1.0, 0.0)):
         logits = torch.zeros(1, 2, dtype=dtype, device=DEVICE, requires_grad=True)
-        # Rounded to the steps of 20, so that the difference is 20 to the last bit.
+        # Rounded to the spacing of floats near 20, so that the difference is 20 to the last bit.
         old = torch.zeros(1, 2, dtype=dtype).log_softmax(-1)[:, 0].to(DEVICE) - log_ratio
-        tensors = zero, old, torch.tensor([advantage], dtype=dtype, device=DEVICE), zero
-        options = {"loss": loss, "epsilon_low": 0.2, "epsilon_high": 0.25, "metrics": "basic"}
-        # old ones are above 0, too
-        out = policy_loss(logits, *tensors, impl=impl, check_finite=False, **options)
+        advantages = torch.tensor([advantage], dtype=dtype, device=DEVICE)
+        out = policy_loss(
+            logits,
+            zero,
+            old,
+            advantages,
+            zero,
+            loss=loss,
+            epsilon_low=0.2,
+            epsilon_high=0.25,
+            metrics="basic",
+            impl=impl,
+            check_finite=False,  # some old log-probs are above 0
+        )
         out.loss.backward()
-        ratio = math.exp(max(-EDGE, min(EDGE, log_ratio)))
-        passes = abs(log_ratio) <= EDGE and (ratio <= 1.25 if advantage > 0 else ratio >= 0.8)
+        clamped = max(-CLAMP, min(CLAMP, log_ratio))
+        ratio = math.exp(clamped)
+        passes = abs(log_ratio) <= CLAMP and (ratio <= 1.25 if advantage > 0 else ratio >= 0.8)
         clipped = max(0.8, min(1.25, ratio))
-        value, slope = -min(ratio * advantage, clipped * advantage), -advantage * ratio * passes
         if loss == "cispo":  # a weight of the log-prob, which is that of one of two equal tokens
-            value, slope = clipped * advantage * math.log(2), -advantage * clipped
+            value = clipped * advantage * math.log(2)
+            slope = -advantage * clipped
+        else:
+            value = -min(ratio * advantage, clipped * advantage)
+            slope = -advantage * ratio * passes
         exact = {"rel": 1e-12 if dtype == torch.float64 else 4e-6, "abs": 0}
         assert float(out.loss.detach()) == pytest.approx(value, **exact)
         # The derivative of the log-prob by its own logit is one half.
         assert logits.grad[0].tolist() == pytest.approx([slope / 2, -slope / 2], **exact)
         assert float(out.metrics["ratio_new_old"]) == pytest.approx(ratio, **exact)
-        assert float(out.metrics["kl_new_old"]) == pytest.approx(
-            ratio - 1 - max(-EDGE, min(EDGE, log_ratio)), **exact
-        )
-        assert float(out.metrics["clamped_log_ratio_fraction"]) == (abs(log_ratio) > EDGE)
+        assert float(out.metrics["kl_new_old"]) == pytest.approx(ratio - 1 - clamped, **exact)
+        assert float(out.metrics["clamped_log_ratio_fraction"]) == (abs(log_ratio) > CLAMP)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_the_clip_does_not_act_at_its_bounds(loss, impl):
-    """Ratios of exactly 2 and 1/2: e to the power of the log-prob of one of two equal tokens, or of
-    minus it."""
+    """The new log-prob is that of one of two equal tokens. With twice that as the old one the ratio
+    is exactly 2, and with 0 exactly 1/2."""
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     new = policy_loss(
         torch.zeros(1, 2, device=DEVICE), zero, *torch.zeros(2, 1, device=DEVICE), zero, impl=impl
     ).log_probs
-    for ratio, old in ((2.0, 2 * new), (0.5, 0 * new)):
-        for inside in (True, False):
-            wide = {
-                "epsilon_low": 0.5 if inside else 0.499,
-                "epsilon_high": 1.0 if inside else 0.999,
-            }
-            advantage = 1.0 if ratio > 1 else -1.0
+    for ratio, old, advantage in ((2.0, 2 * new, 1.0), (0.5, 0 * new, -1.0)):
+        for epsilon_low, epsilon_high, clips in ((0.5, 1.0, False), (0.499, 0.999, True)):
             logits = torch.zeros(1, 2, device=DEVICE, requires_grad=True)
-            tensors = zero, old, torch.full((1,), advantage, device=DEVICE), zero
-            out = policy_loss(logits, *tensors, loss=loss, impl=impl, metrics="basic", **wide)
+            out = policy_loss(
+                logits,
+                zero,
+                old,
+                torch.full((1,), advantage, device=DEVICE),
+                zero,
+                loss=loss,
+                epsilon_low=epsilon_low,
+                epsilon_high=epsilon_high,
+                metrics="basic",
+                impl=impl,
+            )
             out.loss.backward()
             assert float(out.metrics["max_ratio_new_old"]) == ratio
-            assert logits.grad[0].tolist() == (
-                [-advantage * ratio / 2, advantage * ratio / 2] if inside else [0, 0]
-            )
-            found = [
-                float(out.metrics[f"clipped_{name}_fraction"]) for name in ("ratio", "low", "high")
-            ]
-            assert found == ([0, 0, 0] if inside else [1, ratio < 1, ratio > 1])
+            slope = 0 if clips else advantage * ratio / 2
+            assert logits.grad[0].tolist() == [-slope, slope]
+            assert float(out.metrics["clipped_ratio_fraction"]) == clips
+            assert float(out.metrics["clipped_low_fraction"]) == (clips and ratio < 1)
+            assert float(out.metrics["clipped_high_fraction"]) == (clips and ratio > 1)
 
 
-def test_the_logits_can_be_given_up_once():
+def test_a_second_backward_after_the_logits_were_overwritten_is_refused():
     case = make_case(seed=1)
     for loss in TYPICAL_LOSSES:
         logits = case.logits.float().to(DEVICE).requires_grad_()
@@ -258,26 +279,29 @@ def test_the_logits_can_be_given_up_once():
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_vectors_may_be_views(loss):
-    """One advantage for all tokens by expand, old log-probs with a stride: not what kernels may
-    read as they lie."""
+    """One advantage is expanded to all tokens, and the old log-probs have a stride: a kernel would
+    read both wrong as they lie in memory."""
     case = make_case(seed=2)
     labels, old, _, index = case.on_device(torch.float32)
     strided = torch.stack([old, torch.full_like(old, math.nan)], 1)[:, 0]
-    one = torch.ones(1, device=DEVICE).expand(len(old))
-    results = []
-    for tensors in ((labels, strided, one, index), (labels, old, one.clone(), index)):
+    expanded = torch.ones(1, device=DEVICE).expand(len(old))
+    gradients = []
+    for tensors in ((labels, strided, expanded, index), (labels, old, expanded.clone(), index)):
         leaf = case.logits.float().to(DEVICE).requires_grad_()
         policy_loss(leaf, *tensors, loss=FAMILIES[loss], impl="triton").loss.backward()
-        results.append(leaf.grad)
-    assert torch.equal(*results)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
 
 
 @dataclass(frozen=True)
 class Halved(Grpo):
-    """Half of the surrogate, by token: a class of its own, for which no kernel has a formula."""
+    """Half of GRPO's surrogate: a family for which no kernel has a formula."""
 
-    def surrogate(self, log_ratio, advantages, log_probs):
-        return tuple(x / 2 for x in super().surrogate(log_ratio, advantages, log_probs))
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        loss, slope = super().surrogate(log_ratio, advantages, log_probs)
+        return loss / 2, slope / 2
 
 
 @dataclass(frozen=True)
@@ -286,9 +310,9 @@ class HalvedByDocument(Halved):
 
 
 @pytest.mark.parametrize(("family", "base"), [(Halved, "grpo"), (HalvedByDocument, "gspo")])
-def test_a_family_that_no_kernel_knows(family, base):
-    """No kernel may take a family for one that it has a formula for: not even one that inherits
-    from it."""
+def test_a_family_of_the_user_has_its_own_loss_in_every_implementation(family, base):
+    """No kernel takes a family for one that it has a formula for, not even if it inherits from
+    it."""
     case = make_case()
     for impl in IMPLEMENTATIONS:
         results = []
@@ -299,9 +323,10 @@ def test_a_family_that_no_kernel_knows(family, base):
             out = policy_loss(logits, *tensors, loss=loss, **options)
             out.loss.backward()
             results.append((out.loss.detach(), out.metrics["ratio_new_old"], logits.grad))
-        halved, whole = results
-        for ours, theirs in zip(halved, (whole[0] / 2, whole[1], whole[2] / 2), strict=True):
-            assert relative_error(ours, theirs) < 1e-5
+        (half_loss, half_ratio, half_gradient), (loss, ratio, gradient) = results
+        assert relative_error(half_loss, loss / 2) < 1e-5
+        assert relative_error(half_ratio, ratio) < 1e-5
+        assert relative_error(half_gradient, gradient / 2) < 1e-5
 
 
 @pytest.mark.gpu
@@ -309,11 +334,10 @@ def test_a_family_that_no_kernel_knows(family, base):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_more_logits_than_int32_can_count(loss, dtype, columns):
-    """In one pass (of words: those of bfloat16 are half as many) and, for odd rows and `gspo`, in
-    two.
+    """The kernel makes one pass, or two for `gspo` and for rows of odd length; it reads words, of
+    which bfloat16 has half as many.
 
-    Zeros lie where an offset that went through 32 bits would point, so that a wrong number is read
-    and not nothing.
+    An offset that overflowed 32 bits would point to zeros, which are numbers too, but wrong ones.
     """
     rows = 16384
     generator = torch.Generator(DEVICE).manual_seed(0)
