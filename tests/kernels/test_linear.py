@@ -1,5 +1,5 @@
-"""The fused LM head against materialised logits: however it is cut, in every precision, for every
-parameter."""
+"""The fused LM head has the loss and gradients of materialised logits, in every precision and
+however its rows are cut."""
 
 import pytest
 import torch
@@ -21,20 +21,22 @@ from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels import losses
 
 
-def in_chunks(monkeypatch, rows, implementation="torch"):
-    """The fused head takes so many rows at a time, by these passes."""
+def limit_rows(monkeypatch: pytest.MonkeyPatch, rows: int, implementation: str) -> None:
+    """Let the fused head compute `rows` rows of logits at a time, by this implementation."""
     choose = losses.choose_implementation
     monkeypatch.setattr(
-        losses, "choose_implementation", lambda _, *given: choose(implementation, *given)
+        losses, "choose_implementation", lambda _, *others: choose(implementation, *others)
     )
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
 
 
-HALF = tuple(
-    (dtype, fp32_logits)
-    for dtype in (torch.bfloat16, torch.float16)
-    for fp32_logits in (False, True)
+HALF_PRECISION = (
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float16, False),
+    (torch.float16, True),
 )
+"""dtype, and whether logits are in float32."""
 BONUS = {"aggregation": "constant", "divisor": 1e5, "entropy_coefficient": 0.3}
 
 
@@ -42,26 +44,27 @@ BONUS = {"aggregation": "constant", "divisor": 1e5, "entropy_coefficient": 0.3}
     ("loss", "implementation", "dtype", "fp32_logits", "more"),
     [
         *(
-            (TYPICAL_LOSSES[i % 3], "torch", *kind, {})
-            for i, kind in enumerate(((torch.float32, False), *HALF))
+            (TYPICAL_LOSSES[i % 3], "torch", *precision, {})
+            for i, precision in enumerate(((torch.float32, False), *HALF_PRECISION))
         ),
+        ("grpo", "triton", torch.bfloat16, False, {}),
+        ("cispo", "triton", torch.float16, True, {}),
         *(
-            ("grpo", "triton", torch.bfloat16, False, {}),
-            ("cispo", "triton", torch.float16, True, {}),
+            (("grpo", "gspo")[i % 2], "torch", *precision, BONUS)
+            for i, precision in enumerate(HALF_PRECISION)
         ),
-        *((("grpo", "gspo")[i % 2], "torch", *kind, BONUS) for i, kind in enumerate(HALF)),
     ],
 )
-def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
-    """The clip is wide, so that rounded logits clip what exact ones do.
+def test_the_error_of_loss_and_gradients_is_that_of_the_precision(
+    loss, implementation, dtype, fp32_logits, more, monkeypatch
+):
+    """The clip is wide, so that it clips the same tokens with rounded logits as with exact ones.
 
-    With an entropy bonus a mean over the step makes coefficients that float16 has no room for: they
-    are wide until the loss is scaled.
+    With an entropy bonus and a large divisor, coefficients are too small for float16: they stay in
+    float32 until the loss is scaled by `factor`.
     """
-    wide, factor = (
-        {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0} | more,
-        more.get("divisor", 1.0),
-    )
+    wide = {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0} | more
+    factor = more.get("divisor", 1.0)
     # With logits rounded to the dtype the ratios move; float32 logits leave the rounding of the
     # gradient.
     tolerance = {
@@ -72,8 +75,9 @@ def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
     problem = make_head_case(dtype=dtype)
     expected_value, gradients, _ = problem.by_all_logits(factor, **wide)
     for rows in (4, 1000):
-        in_chunks(monkeypatch, rows, implementation)
-        hidden, weight, bias = leaves = problem.leaves()
+        limit_rows(monkeypatch, rows, implementation)
+        leaves = problem.leaves()
+        hidden, weight, bias = leaves
         options = {"bias": bias, "temperature": TEMPERATURE, "fp32_logits": fp32_logits, **wide}
         out = linear_policy_loss(hidden, weight, *problem.tensors, **options)
         (factor * out.loss).backward()
@@ -85,17 +89,17 @@ def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 1000])
-def test_num_splits_do_not_matter(num_splits):
-    problem, choice = make_head_case(), Choice("grpo")
-    wanted = problem.by_reference(choice)
+def test_the_result_does_not_depend_on_num_splits(num_splits):
+    problem = make_head_case()
+    choice = Choice("grpo")
+    expected = problem.by_reference(choice)
     for impl in ("auto", "torch"):
-        assert_results_close(
-            problem.by_fused_head(choice, num_splits=num_splits, impl=impl), wanted, 1e-12
-        )
+        result = problem.by_fused_head(choice, num_splits=num_splits, impl=impl)
+        assert_results_close(result, expected, 1e-12)
 
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
-def test_no_grad_gives_loss_and_metrics_only(loss):
+def test_without_gradients_loss_and_metrics_are_the_same(loss):
     problem = make_head_case()
     hidden, weight, bias = problem.leaves()
     options = {
@@ -114,27 +118,27 @@ def test_no_grad_gives_loss_and_metrics_only(loss):
 
 
 def test_untrained_rows_are_not_multiplied():
-    """Hidden states of NaN at untrained positions reach neither the loss nor any gradient, which is
-    0 there."""
+    """Hidden states of NaN at untrained positions reach neither the loss nor any gradient; their
+    own gradient is 0."""
     problem = make_head_case()
     for choice in map(Choice, TYPICAL_LOSSES):
-        wanted = problem.by_reference(choice)
+        expected = problem.by_reference(choice)
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
         poisoned = torch.where(untrained[:, None], torch.nan, hidden.detach()).requires_grad_()
-        given = {
+        options = {
             "bias": bias,
             "temperature": TEMPERATURE,
             **choice.step(problem.case, device=DEVICE),
         }
-        out = linear_policy_loss(poisoned, weight, *problem.tensors, **given)
-        assert_results_close(result_of(out, [poisoned, weight, bias]), wanted, 1e-12)
+        out = linear_policy_loss(poisoned, weight, *problem.tensors, **options)
+        assert_results_close(result_of(out, [poisoned, weight, bias]), expected, 1e-12)
         assert (poisoned.grad[untrained] == 0).all()
         assert (out.log_probs[untrained] == 0).all()
 
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
-def test_nothing_to_train(loss):
+def test_without_trained_tokens_loss_and_gradients_are_zero(loss):
     problem = make_head_case()
     _, old, advantages, index = problem.tensors
     for rows in (0, len(old)):
@@ -164,9 +168,8 @@ PULL = kl.KL("k3", coefficient=0.5)
     ("loss", "penalty"),
     [*((loss, None) for loss in (*TYPICAL_LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)],
 )
-def test_counts_known_on_the_host(loss, penalty):
-    """The same chunks, hence the same bits, without asking the device; refused for another number
-    of documents.
+def test_counts_of_the_host_give_the_same_bits_as_those_of_the_device(loss, penalty):
+    """With equal counts the chunks are equal. Counts of another number of documents are refused.
 
     Tokens of advantage 0 have a gradient under `kimi` and under a penalty.
     """
@@ -194,9 +197,10 @@ def test_counts_known_on_the_host(loss, penalty):
         results.append([out.loss.detach(), *(x.grad for x in leaves)])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
-    silent = (labels >= 0) & (advantages == 0)
-    assert silent.any()
-    assert bool((results[1][1].cpu()[silent] != 0).any()) is (loss == "kimi" or penalty is not None)
+    without_advantage = (labels >= 0) & (advantages == 0)
+    assert without_advantage.any()
+    has_gradient = bool((results[1][1].cpu()[without_advantage] != 0).any())
+    assert has_gradient is (loss == "kimi" or penalty is not None)
     with pytest.raises(ValueError, match="counts needs 6 documents"):
         linear_policy_loss(
             *leaves[:2], *problem.tensors, counts=DocumentCounts([1], [1]), **options
@@ -205,9 +209,8 @@ def test_counts_known_on_the_host(loss, penalty):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
-def test_deterministic(loss):
-    """Two runs on the same GPU agree to the last bit, clipped and zero-advantage documents
-    included."""
+def test_two_calls_on_a_gpu_agree_to_the_last_bit(loss):
+    """Some documents are clipped, and some have the advantage 0."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     rows, columns = 2000, 32000
     hidden = torch.randn(rows, 256, generator=generator, device=DEVICE).bfloat16()

@@ -1,7 +1,7 @@
-"""The promise: loss, gradient and metrics do not depend on how documents, tokens and vocabulary are
-cut and spread.
+"""Loss, gradient and metrics do not depend on how documents, tokens and vocabulary are spread over
+ranks and micro-batches: they are those of the reference.
 
-Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in processes.
+Ranks are threads here; `test_parallel_loss_processes.py` has some of the tests with processes.
 """
 
 import pytest
@@ -14,6 +14,7 @@ from builders.losses import (
     LEVELS,
     PENALTIES,
     Choice,
+    HeadCase,
     covering,
     make_head_case,
 )
@@ -22,17 +23,27 @@ from hypothesis import strategies as st
 
 from pgtoolkit.kernels import losses
 
-OF_LOGITS = None
-WAYS = (OF_LOGITS, 3, 100)
-"""Of given logits, or the fused head with so many rows in a chunk: shorter than most documents, and
-longer."""
-LOSSES = [*FAMILIES], [None, *CORRECTIONS], PENALTIES, AGGREGATIONS, LEVELS
-SPREAD = covering([*CUTS], *LOSSES, WAYS, (0.0, 0.3), (False, True))
+GIVEN_LOGITS = None
+CHUNKS = (GIVEN_LOGITS, 3, 100)
+"""Given logits, or the number of rows of a chunk of the fused head: fewer than most documents have,
+and more."""
+CASES = covering(
+    [*CUTS],
+    [*FAMILIES],
+    [None, *CORRECTIONS],
+    PENALTIES,
+    AGGREGATIONS,
+    LEVELS,
+    CHUNKS,
+    (0.0, 0.3),
+    (False, True),
+)
 
 
-def limit_rows(patch, rows):
-    """Ranks agree on the chunks, though their shards differ in size."""
-    if rows is not OF_LOGITS:
+def limit_rows(patch: pytest.MonkeyPatch, rows: int | None) -> None:
+    """Let the fused head compute `rows` rows of logits at a time, or fewer on small shards, so that
+    ranks have to agree."""
+    if rows is not GIVEN_LOGITS:
         patch.setattr(losses, "rows_within", lambda memory, columns, dtype: min(rows, columns))
 
 
@@ -48,30 +59,32 @@ def limit_rows(patch, rows):
         "entropy",
         "trajectories",
     ),
-    SPREAD,
-    ids=[", ".join(map(str, row)) for row in SPREAD],
+    CASES,
+    ids=[", ".join(map(str, row)) for row in CASES],
 )
-def test_however_a_step_is_spread(
+def test_a_step_spread_over_ranks_matches_the_reference(
     cut, family, correction, kl, aggregation, level, rows, entropy, trajectories, monkeypatch
 ):
-    """Any two of these; a document's or a trajectory's tokens count together, wherever they lie."""
+    """Every pair of these choices. The tokens of a document or a trajectory count together,
+    wherever they are."""
     limit_rows(monkeypatch, rows)
     choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
-    assert_matches_reference(CUTS[cut], make_head_case(), choice, rows is not OF_LOGITS)
+    assert_matches_reference(CUTS[cut], make_head_case(), choice, rows is not GIVEN_LOGITS)
 
 
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True)])
 @pytest.mark.parametrize(
     "cut", ["data 4", "sequence 4", "vocabulary 4", "data x sequence x vocabulary"]
 )
-def test_in_float32(cut, loss, fused):
+def test_a_step_spread_over_ranks_matches_the_reference_in_float32(cut, loss, fused):
     assert_matches_reference(
         CUTS[cut], make_head_case(dtype=torch.float32), Choice(loss), fused, tolerance=1e-5
     )
 
 
 @st.composite
-def spread_steps(draw):
+def spread_steps(draw: st.DrawFn) -> tuple[HeadCase, Cut]:
+    """Draw a step, and a way to spread its documents, tokens and vocabulary."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     vocabulary = draw(st.integers(1, 9))
     problem = make_head_case(draw(st.integers(0, 999)), tuple(lengths), vocabulary)
@@ -95,8 +108,9 @@ def spread_steps(draw):
         rank, number = draw(st.sampled_from(places))
         documents[rank][number].append(document)
 
-    def bounds(number, end, inner):
-        return (0, *sorted(draw(st.lists(inner, min_size=number - 1, max_size=number - 1))), end)
+    def bounds(num_parts: int, end: int, inner: st.SearchStrategy) -> tuple:
+        cuts = draw(st.lists(inner, min_size=num_parts - 1, max_size=num_parts - 1))
+        return (0, *sorted(cuts), end)
 
     return problem, Cut(
         tuple(tuple(tuple(micro_batch) for micro_batch in rank) for rank in documents),
@@ -111,15 +125,17 @@ def spread_steps(draw):
     spread_steps(),
     st.sampled_from([*FAMILIES]),
     st.sampled_from(AGGREGATIONS),
-    st.sampled_from([OF_LOGITS, 1, 4]),
+    st.sampled_from([GIVEN_LOGITS, 1, 4]),
     st.sampled_from([None, *CORRECTIONS]),
     st.booleans(),
 )
-def test_any_step_spread_anyhow(step, family, aggregation, rows, correction, trajectories):
+def test_any_step_spread_at_random_matches_the_reference(
+    step, family, aggregation, rows, correction, trajectories
+):
     problem, cut = step
     if int((problem.case.labels >= 0).sum()) == 0:
         return
     with pytest.MonkeyPatch.context() as patch:
         limit_rows(patch, rows)
         choice = Choice(family, correction, aggregation=aggregation, trajectories=trajectories)
-        assert_matches_reference(cut, problem, choice, rows is not OF_LOGITS)
+        assert_matches_reference(cut, problem, choice, rows is not GIVEN_LOGITS)

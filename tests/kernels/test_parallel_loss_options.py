@@ -1,7 +1,9 @@
-"""What ranks exchange, what they refuse, and the keywords that have to work with groups besides."""
+"""Ranks that share a step exchange no more than is documented, end together on bad data, and give
+the result of one process with each of the further keywords."""
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from builders.losses import (
     TEMPERATURE,
     TYPICAL_LOSSES,
     Choice,
+    HeadCase,
     assert_numbers_close,
     make_head_case,
 )
 from builders.threads import on_ranks
+from torch import Tensor
 
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
@@ -28,28 +32,31 @@ HEAD_CASE = make_head_case()
 TWO_BY_TWO = CUTS["sequence x vocabulary"]
 
 
-def check(cut, head_case, fused, loss, tolerance=1e-12, **options):
+def assert_as_specified(
+    cut: Cut, head_case: HeadCase, fused: bool, loss: str, tolerance: float = 1e-12, **options: Any
+) -> None:
+    """Assert that a step cut so has the results of the reference."""
     cuts.assert_matches_reference(cut, head_case, Choice(loss), fused, tolerance, **options)
 
 
 @pytest.mark.parametrize(
     "cut", ["vocabulary 2", "vocabulary 4", "sequence 4", "sequence x vocabulary"]
 )
-def test_the_head_with_all_logits_and_with_some(cut):
-    # Hidden states of NaN reach the weight's gradient where all rows are multiplied, on one rank as
-    # well.
+def test_the_head_by_all_logits_or_by_splits_matches_the_reference(cut):
+    # The padding's hidden states are NaN, and where all rows are multiplied they reach the weight's
+    # gradient, on one rank as well.
     cut = replace(CUTS[cut], padding=0)
     for loss in TYPICAL_LOSSES:
-        check(cut, HEAD_CASE, True, loss, impl="torch")
+        assert_as_specified(cut, HEAD_CASE, True, loss, impl="torch")
     for num_splits in (2, 5):
-        check(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
+        assert_as_specified(cut, HEAD_CASE, True, "grpo", num_splits=num_splits)
 
 
-def test_bfloat16_with_an_fp32_head():
-    """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum
-    over shards."""
+def test_in_bfloat16_with_an_fp32_head_only_gradients_are_rounded():
+    """Logits are exact products of rounded numbers, so that 1e-2 leaves room for the rounding of
+    gradients and of their sum over shards."""
     for loss in TYPICAL_LOSSES:
-        check(
+        assert_as_specified(
             TWO_BY_TWO,
             make_head_case(dtype=torch.bfloat16),
             True,
@@ -61,9 +68,9 @@ def test_bfloat16_with_an_fp32_head():
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
-    """Groups and trajectories spread over data ranks, one of them without a document, tokens cut in
-    two."""
+def test_without_totals_the_documents_of_all_ranks_are_the_step(loss, aggregation):
+    """Groups and trajectories are spread over data ranks, one of which has no document, and tokens
+    over two sequence ranks."""
     cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
     choice = Choice(loss, aggregation=aggregation, metrics="basic", trajectories=loss == "gspo")
     cuts.assert_matches_reference(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
@@ -71,21 +78,23 @@ def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
-def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypatch):
-    """Against one process."""
+def test_a_reducer_may_weight_the_tokens_of_a_document_differently(loss, fused, monkeypatch):
+    """Two ranks give the loss and gradient of one process."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
     case = HEAD_CASE.case
     weights = torch.rand(
         len(case.labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
 
-    def run(rank, rows, groups):
+    def loss_and_gradient(
+        rows: slice, sequence_group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
         options = {
             "reducer": lambda totals, tokens_per_document, **_: weights[rows] / totals.num_tokens,
             "loss": FAMILIES[loss],
             "temperature": TEMPERATURE,
             "num_documents": 6,
-            "sequence_group": groups,
+            "sequence_group": sequence_group,
         }
         tensors = [x[rows] for x in case.tensors[1:]]
         hidden = HEAD_CASE.hidden[rows].clone().requires_grad_()
@@ -98,38 +107,41 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
         out.loss.backward()
         return out.loss.detach(), hidden.grad
 
-    def on_rank(rank):
-        return run(rank, slice(0, 17) if rank == 0 else slice(17, None), dist.group.WORLD)
+    def on_rank(rank: int) -> tuple[Tensor, Tensor]:
+        rows = slice(0, 17) if rank == 0 else slice(17, None)
+        return loss_and_gradient(rows, dist.group.WORLD)
 
-    (first, above), (second, below) = on_ranks(2, on_rank)
-    value, gradient = run(0, slice(None), None)
-    assert_numbers_close(first + second, value, 1e-12)
-    assert_numbers_close(torch.cat([above, below]), gradient, 1e-12)
+    (loss_0, gradient_0), (loss_1, gradient_1) = on_ranks(2, on_rank)
+    expected_loss, expected_gradient = loss_and_gradient(slice(None), None)
+    assert_numbers_close(loss_0 + loss_1, expected_loss, 1e-12)
+    assert_numbers_close(torch.cat([gradient_0, gradient_1]), expected_gradient, 1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
-    """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the
-    others' sums."""
+    """All logits are near -2000. If the empty shard's maximum were 0, the sums of the others would
+    vanish beside it."""
     assert 0 in [high - low for low, high in pairwise(CUTS["vocabulary 4"].vocabulary)]
     low = replace(HEAD_CASE, bias=HEAD_CASE.bias - 2000)
-    check(CUTS["vocabulary 4"], low, fused, loss, tolerance=1e-9, check_finite=False)
+    assert_as_specified(CUTS["vocabulary 4"], low, fused, loss, tolerance=1e-9, check_finite=False)
 
 
 @pytest.mark.parametrize("cut", ["vocabulary 2", "sequence 2", "sequence x vocabulary"])
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 def test_ranks_with_room_for_different_numbers_of_rows_make_the_same_chunks(cut, loss, monkeypatch):
-    """As on GPUs of different memory, which without logits_memory_mb decides."""
+    """So it is on GPUs of different memory, which decides where logits_memory_mb is not set."""
     monkeypatch.setattr(
         losses, "rows_within", lambda memory, columns, dtype: 3 + 4 * dist.get_rank()
     )
-    check(CUTS[cut], HEAD_CASE, True, loss)
+    assert_as_specified(CUTS[cut], HEAD_CASE, True, loss)
 
 
-def collectives(monkeypatch, cut, fused, loss, rows=100, **options):
-    """The collectives that rank 0 makes in a step of one micro-batch, without those that merge the
-    metrics."""
+def num_collectives(
+    monkeypatch: pytest.MonkeyPatch, cut: Cut, fused: bool, loss: str, rows: int = 100
+) -> int:
+    """Return how many collectives rank 0 makes in a step of one micro-batch, without those that
+    merge the metrics."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     calls = []
     with monkeypatch.context() as patch:
@@ -142,7 +154,7 @@ def collectives(monkeypatch, cut, fused, loss, rows=100, **options):
                 return actual(*arguments, **keywords)
 
             patch.setattr(dist, name, counted)
-        check(cut, HEAD_CASE, fused, loss, **options)
+        assert_as_specified(cut, HEAD_CASE, fused, loss)
     merging = 2 * sum(size > 1 for axis, size in cut.sizes.items() if axis != "vocabulary")
     return len(calls) - merging
 
@@ -152,20 +164,22 @@ def test_a_call_makes_as_many_collectives_as_the_documentation_says(monkeypatch)
     vocabulary = Cut((ALL_DOCUMENTS,), vocabulary=(0, 5, 12))
     data = Cut((((0, 1, 2),), ((3, 4, 5),)))
     for loss in TYPICAL_LOSSES:
-        assert collectives(monkeypatch, data, False, loss) == 0
-        assert collectives(monkeypatch, data, True, loss) == 0
-        assert collectives(monkeypatch, vocabulary, False, loss) == 1
-        # Chunk sizes agreed upon, informative rows and others, the gradient of the hidden states.
-        assert collectives(monkeypatch, vocabulary, True, loss) == 4
-    assert collectives(monkeypatch, sequence, False, "grpo") == 1
-    assert collectives(monkeypatch, sequence, True, "grpo") == 1
-    assert collectives(monkeypatch, sequence, True, "grpo", rows=4) == 1
-    assert collectives(monkeypatch, sequence, False, "gspo") == 2
-    # Counts with advantages, lengths for the chunks, one chunk, the step.
-    assert collectives(monkeypatch, sequence, True, "gspo") == 4
+        assert num_collectives(monkeypatch, data, False, loss) == 0
+        assert num_collectives(monkeypatch, data, True, loss) == 0
+        assert num_collectives(monkeypatch, vocabulary, False, loss) == 1
+        # One for the size of chunks, one each for rows with a gradient and without, one for the
+        # gradient of the hidden states.
+        assert num_collectives(monkeypatch, vocabulary, True, loss) == 4
+    assert num_collectives(monkeypatch, sequence, False, "grpo") == 1
+    assert num_collectives(monkeypatch, sequence, True, "grpo") == 1
+    assert num_collectives(monkeypatch, sequence, True, "grpo", rows=4) == 1
+    assert num_collectives(monkeypatch, sequence, False, "gspo") == 2
+    # One each for counts with advantages, for lengths, for the chunk, and for the step.
+    assert num_collectives(monkeypatch, sequence, True, "gspo") == 4
 
 
-def test_bins_that_no_rank_overfills():
+def test_common_bins_hold_every_document_once_and_exceed_no_ranks_capacity():
+    """But for bins of a single document."""
     generator = torch.Generator().manual_seed(0)
     for count, ranks, capacity in ((0, 2, 10), (1, 4, 10), (60, 2, 300), (40, 8, 120)):
         lengths = [
@@ -174,15 +188,12 @@ def test_bins_that_no_rank_overfills():
         bins = common_bins(lengths, capacity)
         assert sorted(item for items in bins for item in items) == list(range(count))
         for items in bins:
-            assert (
-                len(items) == 1
-                or max(sum(lengths[item][rank] for item in items) for rank in range(ranks))
-                <= capacity
-            )
+            loads = [sum(lengths[item][rank] for item in items) for rank in range(ranks)]
+            assert len(items) == 1 or max(loads) <= capacity
         assert len(bins) <= 2 + 1.5 * sum(map(max, lengths)) / capacity
 
 
-def test_bad_data_on_one_rank_ends_all_before_anything_is_multiplied():
+def test_bad_data_on_one_rank_raises_an_error_on_all_of_them():
     case = HEAD_CASE.case
     old = case.old_log_probs.clone()
     old[20] = torch.nan
@@ -204,8 +215,8 @@ def test_bad_data_on_one_rank_ends_all_before_anything_is_multiplied():
 
 @pytest.mark.parametrize("loss", TYPICAL_LOSSES)
 @pytest.mark.parametrize("starts", [(0, 7), (0, 5)])
-def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
-    """Shards of six columns each that leave a gap, and that overlap."""
+def test_a_label_that_no_shard_holds_or_that_two_hold_is_an_error(starts, loss):
+    """Shards have six columns each: they leave a gap, or they overlap."""
     head_case = make_head_case(seed=12)
     case = head_case.case
 
@@ -220,5 +231,5 @@ def test_a_label_that_no_shard_holds_or_two_do(starts, loss):
                 vocabulary_start=starts[rank],
             )
 
-    assert {5, 6} <= set(case.labels.tolist())  # in the overlap, in the gap
+    assert {5, 6} <= set(case.labels.tolist())  # 5 is in the overlap, 6 in the gap
     on_ranks(2, run)

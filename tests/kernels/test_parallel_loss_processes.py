@@ -1,13 +1,15 @@
-"""The promise over ranks with Triton's kernels, whose interpreter needs processes: gloo is between
-them."""
+"""Ranks that share a step match the reference as processes, over gloo: with Triton's kernels, whose
+interpreter cannot run in threads, and under DistributedDataParallel."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from builders.cuts import CUTS, assert_ranks_match, axis_groups, evaluate_on_rank
-from builders.losses import TEMPERATURE, Choice, count_totals, make_head_case
+from builders.cuts import CUTS, Cut, assert_ranks_match, axis_groups, evaluate_on_rank
+from builders.losses import TEMPERATURE, Choice, HeadCase, count_totals, make_head_case
 from builders.processes import world
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.slow  # ranks are processes; test_parallel_loss.py has 
 TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabulary"]
 
 
-def paired(cuts):
-    """Each cut with each of two families, by turns with given logits and with the fused head."""
+def cases_of(cuts: list[str]) -> list[tuple[str, str, bool]]:
+    """Return each cut with each of two families, in turn with given logits and the fused head."""
     return [
         (cut, loss, (loss == "gspo") is (i % 2 == 0))
         for i, cut in enumerate(cuts)
@@ -26,34 +28,33 @@ def paired(cuts):
     ]
 
 
-def on_this_rank(cut, problem, choice, fused):
-    """The fused head computes as on a GPU, in chunks of four rows."""
+def result_on_rank(cut: Cut, problem: HeadCase, choice: Choice, fused: bool) -> tuple:
+    """Return what this rank computes; the fused head computes as on a GPU, in chunks of four
+    rows."""
     choose = losses.choose_implementation
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             patch.setattr(
-                losses, "choose_implementation", lambda _, *given: choose("triton", *given)
+                losses, "choose_implementation", lambda _, *others: choose("triton", *others)
             )
             patch.setattr(losses, "rows_within", lambda *_: 4)
         options = {} if fused else {"impl": "triton"}
         return evaluate_on_rank(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
 
 
-@pytest.mark.parametrize(("cut", "loss", "fused"), paired(TRITON))
-def test_triton(cut, loss, fused):
-    cut, choice, problem = (
-        CUTS[cut],
-        Choice(loss, aggregation="prompt_mean"),
-        make_head_case(dtype=torch.float32),
-    )
-    results = world(cut.world_size).run(on_this_rank, cut, problem, choice, fused)
+@pytest.mark.parametrize(("cut", "loss", "fused"), cases_of(TRITON))
+def test_processes_with_tritons_kernels_match_the_reference(cut, loss, fused):
+    cut = CUTS[cut]
+    choice = Choice(loss, aggregation="prompt_mean")
+    problem = make_head_case(dtype=torch.float32)
+    results = world(cut.world_size).run(result_on_rank, cut, problem, choice, fused)
     assert_ranks_match(results, cut, problem.by_reference(choice, fused), fused, 1e-5)
 
 
 class SmallModel(nn.Module):
     """A body of one layer, and a head whose logits are those of the case before any update."""
 
-    def __init__(self, problem, returns_logits):
+    def __init__(self, problem: HeadCase, returns_logits: bool):
         super().__init__()
         self.body = nn.Linear(
             problem.hidden.shape[1], problem.hidden.shape[1], bias=False, dtype=torch.float64
@@ -65,54 +66,73 @@ class SmallModel(nn.Module):
             self.head.weight.copy_(problem.weight)
             self.head.bias.copy_(problem.bias)
 
-    def forward(self, hidden):
+    def forward(self, hidden: Tensor) -> Tensor:
         states = self.body(hidden)
         return self.head(states) if self.returns_logits else states
 
 
-def gradients_on_two_ranks(problem, documents, loss, fused, counted):
-    """Return the gradients that the lines in docs/losses.md leave, of each rank's documents.
+@dataclass(frozen=True)
+class Ddp:
+    """One call of the loss as docs/losses.md writes it for DistributedDataParallel.
 
-    counted: with the step's totals, else by data_group.
+    with_totals: with the step's totals, else by data_group.
     """
-    model = SmallModel(problem, returns_logits=not fused)
+
+    problem: HeadCase
+    loss: str
+    fused: bool
+    with_totals: bool
+
+    def model(self) -> SmallModel:
+        return SmallModel(self.problem, returns_logits=not self.fused)
+
+
+def gradients_on_rank(call: Ddp, documents_of_ranks: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    """Return the gradients that DistributedDataParallel leaves."""
+    model = call.model()
     wrapped = DistributedDataParallel(model)
-    mine = documents[dist.get_rank()]
-    loss_of_step(
-        problem, mine, loss, fused, model, wrapped, counted, dist.group.WORLD, dist.get_world_size()
-    )
+    documents = documents_of_ranks[dist.get_rank()]
+    loss = loss_of_step(call, documents, model, wrapped, dist.group.WORLD)
+    (loss * dist.get_world_size()).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-def loss_of_step(problem, documents, loss, fused, model, called, counted, group, factor):
+def loss_of_step(
+    call: Ddp,
+    documents: tuple[int, ...],
+    model: SmallModel,
+    forward: nn.Module,
+    data_group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Return the loss of these documents. forward: the model, or what wraps it."""
+    problem = call.problem
     case = problem.case
     rows = torch.isin(case.document_index, torch.tensor(documents))
     numbers = torch.searchsorted(torch.tensor(documents), case.document_index[rows])
     vectors = case.labels[rows], case.old_log_probs[rows], case.advantages[rows], numbers
-    options = {"loss": loss, "temperature": TEMPERATURE, "num_documents": len(documents)}
-    options |= {"totals": count_totals(case)} if counted else {"data_group": group}
-    output = called(problem.hidden[rows])
-    if fused:
-        out = linear_policy_loss(
-            output, model.head.weight, *vectors, bias=model.head.bias, **options
-        )
-    else:
-        out = policy_loss(output, *vectors, **options)
-    (out.loss * factor).backward()
+    options = {"loss": call.loss, "temperature": TEMPERATURE, "num_documents": len(documents)}
+    options |= {"totals": count_totals(case)} if call.with_totals else {"data_group": data_group}
+    output = forward(problem.hidden[rows])
+    if call.fused:
+        head = model.head
+        return linear_policy_loss(output, head.weight, *vectors, bias=head.bias, **options).loss
+    return policy_loss(output, *vectors, **options).loss
 
 
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("with_totals", [False, True])
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True)])
 def test_under_distributed_data_parallel_the_loss_is_multiplied_by_the_number_of_ranks(
-    loss, fused, counted
+    loss, fused, with_totals
 ):
     """As docs/losses.md says: the mean over two ranks is then the gradient of one process with all
     documents."""
-    problem, documents = make_head_case(), ((0, 3, 4), (1, 2, 5))
-    alone = SmallModel(problem, returns_logits=not fused)
-    loss_of_step(problem, tuple(range(6)), loss, fused, alone, alone, False, None, 1)
-    expected = [parameter.grad for parameter in alone.parameters()]
+    problem = make_head_case()
+    alone = Ddp(problem, loss, fused, with_totals=False)
+    model = alone.model()
+    loss_of_step(alone, tuple(range(6)), model, model, None).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
     assert all(gradient.norm() > 1e-3 for gradient in expected)
-    for gradients in world(2).run(gradients_on_two_ranks, problem, documents, loss, fused, counted):
-        for gradient, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12)
+    call = Ddp(problem, loss, fused, with_totals)
+    for gradients in world(2).run(gradients_on_rank, call, ((0, 3, 4), (1, 2, 5))):
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)

@@ -2,10 +2,10 @@
 
 failure                                                     seen in                   test
 ----------------------------------------------------------  ------------------------  ----
-token mean per micro-batch or rank, not per step            TRL #3021, verl #5877     test_parallel_loss.py::test_however_a_step_is_spread
+token mean per micro-batch or rank, not per step            TRL #3021, verl #5877     test_parallel_loss.py::test_a_step_spread_over_ranks_matches_the_reference
 loss scaled by the number of accumulation steps             TRL #6024                 test_an_update_does_not_depend_on_the_number_of_micro_batches
 Dr. GRPO without 1/D                                        verl #3741                test_losses.py::test_every_family_has_the_values_of_the_worked_example
-Dr. GRPO's L from the padded width                          slime #2060               test_parallel_loss.py::test_however_a_step_is_spread
+Dr. GRPO's L from the padded width                          slime #2060               test_parallel_loss.py::test_a_step_spread_over_ranks_matches_the_reference
 Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_defaults_depend_on_whether_the_model_was_trained_before
 a phantom token per fully masked document                   slime                     test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token
 the same in the totals of a step                            slime                     test_steps.py::test_totals_count_what_is_masked_and_empty
@@ -16,7 +16,7 @@ the same in recorded rollouts                               slime #2090         
 GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper
 clamp computed and never read                               OpenRLHF #1293            test_kernels.py::test_huge_log_ratios_stay_finite
 padding with a segment index of its own, out of range       Fast-LLM                  test_losses.py::test_padding_may_carry_any_document_number
-one divisor step-wide, the other micro-batch-wide           Fast-LLM #520             test_parallel_loss.py::test_any_step_spread_anyhow
+one divisor step-wide, the other micro-batch-wide           Fast-LLM #520             test_parallel_loss.py::test_any_step_spread_at_random_matches_the_reference
 gradient of all but the last micro-batch lost               Fast-LLM #551             test_an_update_does_not_depend_on_the_number_of_micro_batches
 mask * exp(big) is NaN                                      NeMo-RL #4120             test_losses.py::test_masked_positions_may_hold_anything
 NaN gradient through the unselected branch of min           prime-rl #2084            test_kernels.py::test_huge_log_ratios_stay_finite
@@ -24,7 +24,7 @@ all labels of a step masked: division by zero               Fast-LLM            
 the same as a training step                                 Fast-LLM                  test_training.py::test_a_step_without_trained_tokens_is_skipped_and_counted
 extrema polluted by a placeholder 0                         Fast-LLM #494             test_a_piece_without_trained_tokens_does_not_touch_the_extrema
 entropy under vocabulary shards                             Fast-LLM #494             test_passes.py::test_vocabulary_shards_merge
-means of means in the metrics                               TRL #7047, verl #2259     test_parallel_loss.py::test_however_a_step_is_spread
+means of means in the metrics                               TRL #7047, verl #2259     test_parallel_loss.py::test_a_step_spread_over_ranks_matches_the_reference
 large integers subtracted after a cast to float32           Fast-LLM #562             test_counters_near_2_to_the_24_are_subtracted_exactly
 the fused path computes something else                      Liger #1082               test_losses.py::test_the_fused_head_matches_the_reference
 int32 overflow at long T V                                  Liger #1294               test_kernels.py::test_more_logits_than_int32_can_count
