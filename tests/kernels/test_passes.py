@@ -1,29 +1,38 @@
-"""The passes over the vocabulary against float64: every implementation, dtype and odd shape.
+"""Each pass over the vocabulary is that of float64, in every implementation and dtype and for odd
+shapes.
 
 Without a GPU the Triton kernels run under Triton's interpreter, one program after the other.
 """
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from builders.losses import DEVICE, GRADIENT_ERROR, IMPLEMENTATIONS, TEMPERATURE, relative_error
+from torch import Tensor
 
 from pgtoolkit.kernels import torch_passes, triton_passes
 
 VECTOR_ERROR = 2e-6
 
 
-def make_rows(rows, columns, dtype, seed=0):
-    """Logits with an untrained row of NaN, a row with tokens of probability 0, and a row whose
-    coefficient is 0."""
+def make_rows(
+    rows: int, columns: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, labels and coefficients.
+
+    Row 1 is not trained and NaN, row 2 has tokens of probability 0, row 3 the coefficient 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
     labels = torch.randint(0, columns, (rows,), generator=generator)
     coefficients = torch.randn(rows, generator=generator)
     if rows > 3:
-        labels[1], logits[1] = -1, math.nan
-        labels[2], logits[2, 1 : 1 + columns // 2] = 0, -math.inf
+        labels[1] = -1
+        logits[1] = math.nan
+        labels[2] = 0
+        logits[2, 1 : 1 + columns // 2] = -math.inf
         coefficients[3] = 0
     return logits.to(DEVICE), labels.to(DEVICE), coefficients.to(DEVICE)
 
@@ -33,25 +42,38 @@ def make_rows(rows, columns, dtype, seed=0):
     ("dtype", "columns"),
     [
         *((torch.float32, columns) for columns in (1, 37, 4095, 4098)),
-        *((torch.bfloat16, 37), (torch.float16, 4096)),
+        (torch.bfloat16, 37),
+        (torch.float16, 4096),
     ],
 )
 def test_triton_passes_match_float64(dtype, columns, with_entropy):
     logits, labels, coefficients = make_rows(6, columns, dtype)
-    found = triton_passes.forward(logits, labels, TEMPERATURE, with_entropy)
+    vectors = triton_passes.forward(logits, labels, TEMPERATURE, with_entropy)
     expected = torch_passes.forward(logits.double(), labels, TEMPERATURE, with_entropy)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is theirs is None or relative_error(ours, theirs) < VECTOR_ERROR
-    arguments = labels, coefficients, TEMPERATURE
-    gradient = triton_passes.backward(logits, labels, found[1], *arguments[1:])
+    assert_vectors_close(vectors, expected)
+    normalizer = vectors[1]
+    gradient = triton_passes.backward(logits, labels, normalizer, coefficients, TEMPERATURE)
     exact = torch_passes.backward(
         logits.double(), labels, expected[1], coefficients.double(), TEMPERATURE
     )
     assert relative_error(gradient, exact) < GRADIENT_ERROR[dtype]
     assert (gradient[labels < 0] == 0).all()
     assert (gradient[coefficients == 0] == 0).all()
-    in_place = triton_passes.backward(logits, labels, found[1], *arguments[1:], out=logits)
+    in_place = triton_passes.backward(
+        logits, labels, normalizer, coefficients, TEMPERATURE, out=logits
+    )
     assert torch.equal(in_place, gradient)
+
+
+def assert_vectors_close(
+    vectors: Sequence[Tensor | None], expected: Sequence[Tensor | None]
+) -> None:
+    """Assert that log-probs, normalizers and entropies are close, or missing on both sides."""
+    for vector, expected_vector in zip(vectors, expected, strict=True):
+        if vector is None or expected_vector is None:
+            assert vector is expected_vector
+        else:
+            assert relative_error(vector, expected_vector) < VECTOR_ERROR
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -59,22 +81,28 @@ def test_triton_passes_match_float64(dtype, columns, with_entropy):
     ("dtype", "score_dtype", "columns"),
     [
         *((torch.float32, torch.float32, columns) for columns in (1, 4095, 8194)),
-        *((torch.bfloat16, torch.bfloat16, 4096), (torch.float16, torch.float16, 38)),
+        (torch.bfloat16, torch.bfloat16, 4096),
+        (torch.float16, torch.float16, 38),
         (torch.float32, torch.bfloat16, 38),
     ],
 )
-def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
+def test_the_pass_that_makes_the_score_matches_float64(dtype, score_dtype, columns, with_entropy):
+    """The score is the gradient of the log-prob by the logits, whose memory it takes."""
     logits, labels, _ = make_rows(6, columns, dtype)
-    logits, labels = logits[labels >= 0].contiguous(), labels[labels >= 0]
+    trained = labels >= 0
+    logits = logits[trained].contiguous()
+    labels = labels[trained]
     exact = torch_passes.forward_score_(
         logits.double(), labels, TEMPERATURE, with_entropy, torch.float64
     )
-    found = triton_passes.forward_score_(logits, labels, TEMPERATURE, with_entropy, score_dtype)
-    assert relative_error(found[0], exact[0]) < VECTOR_ERROR
+    log_probs, entropies, score = triton_passes.forward_score_(
+        logits, labels, TEMPERATURE, with_entropy, score_dtype
+    )
+    assert relative_error(log_probs, exact[0]) < VECTOR_ERROR
     if with_entropy:
-        assert relative_error(found[1], exact[1]) < VECTOR_ERROR
-    assert found[2].dtype == score_dtype
-    assert relative_error(found[2], exact[2]) < GRADIENT_ERROR[score_dtype]
+        assert relative_error(entropies, exact[1]) < VECTOR_ERROR
+    assert score.dtype == score_dtype
+    assert relative_error(score, exact[2]) < GRADIENT_ERROR[score_dtype]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -82,16 +110,22 @@ def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
     ("dtype", "columns"),
     [(torch.float32, 1), (torch.float32, 4098), (torch.bfloat16, 37)],
 )
-def test_gradient_of_the_entropy(impl, dtype, columns):
-    """Against autograd in float64 of c log p(label) + e H, row by row; also where c alone, or e
-    alone, is 0."""
+def test_the_gradient_of_log_prob_and_entropy_is_that_of_autograd(impl, dtype, columns):
+    """Autograd differentiates c log p(label) + e H in float64, row by row. Row 3 has c = 0, row 4
+    e = 0."""
     implementation = IMPLEMENTATIONS[impl]
     logits, labels, coefficients = make_rows(6, columns, dtype)
     by_entropy = torch.linspace(-1, 1, 6, device=DEVICE)
-    by_entropy[3], by_entropy[4] = 0.4, 0.0  # row 3 has c = 0
+    by_entropy[3] = 0.4
+    by_entropy[4] = 0.0
     _, normalizer, entropy = implementation.forward(logits, labels, TEMPERATURE, True)
-    both = torch.stack([coefficients, by_entropy])
-    arguments = labels, torch.cat([normalizer, entropy[None]]), both, TEMPERATURE
+    normalizer_and_entropy = torch.cat([normalizer, entropy[None]])
+    arguments = (
+        labels,
+        normalizer_and_entropy,
+        torch.stack([coefficients, by_entropy]),
+        TEMPERATURE,
+    )
     gradient = implementation.backward(logits, *arguments)
 
     leaf = logits.double().requires_grad_()
@@ -113,19 +147,20 @@ def test_gradient_of_the_entropy(impl, dtype, columns):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extreme_logits(dtype, impl):
-    """Logits of ten thousand: the log-probs of float32 must not be what a sum near 10000 rounds
-    to."""
+def test_log_probs_of_logits_near_10000_are_exact(dtype, impl):
+    """Computed from a sum near 10000, float32 log-probs would have errors of 0.001."""
     generator = torch.Generator().manual_seed(0)
     logits = (1e4 * (2 * torch.rand(8, 40, generator=generator) - 1)).to(dtype)
     logits[0] = 1e4
     logits[1, :2] = 1e4  # a tie at the top
     labels = logits.argmax(-1)
     labels[-1] = 3
-    found = IMPLEMENTATIONS[impl].forward(logits.to(DEVICE), labels.to(DEVICE), 1.0, True)
-    expected = torch_passes.forward(logits.double(), labels, 1.0, True)
-    torch.testing.assert_close(found[0].cpu().double(), expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[2].cpu().double(), expected[2], rtol=1e-5, atol=1e-6)
+    log_probs, _, entropies = IMPLEMENTATIONS[impl].forward(
+        logits.to(DEVICE), labels.to(DEVICE), 1.0, True
+    )
+    exact_log_probs, _, exact_entropies = torch_passes.forward(logits.double(), labels, 1.0, True)
+    torch.testing.assert_close(log_probs.cpu().double(), exact_log_probs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropies.cpu().double(), exact_entropies, rtol=1e-5, atol=1e-6)
     if dtype == torch.float32:
         score = IMPLEMENTATIONS[impl].forward_score_(
             logits.clone().to(DEVICE), labels.to(DEVICE), 1.0, True, dtype
@@ -145,37 +180,31 @@ def test_vocabulary_shards_merge(impl, with_entropy):
         for low, high in cuts
     ]
     merged = torch_passes.merge_shards(parts, labels, TEMPERATURE)
-    whole = torch_passes.forward(logits.double(), labels, TEMPERATURE, with_entropy)
-    for found, expected in zip(merged, whole, strict=True):
-        assert found is expected is None or relative_error(found, expected) < VECTOR_ERROR
-    gradient = torch.cat(
-        [
-            implementation.backward(
-                logits[:, low:high], labels, merged[1], coefficients, TEMPERATURE, low
-            )
-            for low, high in cuts
-        ],
-        1,
+    expected = torch_passes.forward(logits.double(), labels, TEMPERATURE, with_entropy)
+    assert_vectors_close(merged, expected)
+    gradients = [
+        implementation.backward(
+            logits[:, low:high], labels, merged[1], coefficients, TEMPERATURE, low
+        )
+        for low, high in cuts
+    ]
+    exact = torch_passes.backward(
+        logits.double(), labels, expected[1], coefficients.double(), TEMPERATURE
     )
-    expected = torch_passes.backward(
-        logits.double(), labels, whole[1], coefficients.double(), TEMPERATURE
-    )
-    assert relative_error(gradient, expected) < 1e-5
+    assert relative_error(torch.cat(gradients, 1), exact) < 1e-5
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_strided_rows(impl):
+def test_rows_that_lie_apart_in_memory_give_the_same_and_their_surroundings_stay(impl):
     logits, labels, coefficients = make_rows(6, 50, torch.bfloat16)
     wide = torch.full((6, 130), math.nan, dtype=torch.bfloat16, device=DEVICE)
     wide[:, 14:64] = logits
     implementation = IMPLEMENTATIONS[impl]
     for view in (wide[:, 14:64], logits.T.contiguous().T):
-        for found, expected in zip(
-            implementation.forward(view, labels, 1.0, True),
-            implementation.forward(logits, labels, 1.0, True),
-            strict=True,
-        ):
-            assert relative_error(found, expected) < 1e-6
+        vectors = implementation.forward(view, labels, 1.0, True)
+        expected_vectors = implementation.forward(logits, labels, 1.0, True)
+        for vector, expected in zip(vectors, expected_vectors, strict=True):
+            assert relative_error(vector, expected) < 1e-6
     normalizer = implementation.forward(logits, labels, 1.0, False)[1]
     expected = implementation.backward(logits, labels, normalizer, coefficients, 1.0)
     view = wide[:, 14:64]
@@ -186,7 +215,7 @@ def test_strided_rows(impl):
     assert torch.isnan(wide[:, 64:]).all()
 
 
-def test_triton_refuses_what_it_cannot_do():
+def test_triton_refuses_logits_in_float64():
     with pytest.raises(ValueError, match="float32"):
         triton_passes.check_runs_on(torch.zeros(2, 3, dtype=torch.float64, device=DEVICE))
 
@@ -194,9 +223,8 @@ def test_triton_refuses_what_it_cannot_do():
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [32768, 128256, 151936, 151937, 262144, 700002])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_shared_by_programs(dtype, columns):
-    """Vocabularies of real models, whose rows several programs share; the last two take the kernels
-    that need none."""
+def test_rows_that_several_programs_share_match_float64_and_are_deterministic(dtype, columns):
+    """The vocabularies are those of real models; rows of the last two are not shared."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     rows = 600  # more rows than programs run at once
     logits = (3 * torch.randn(rows, columns, generator=generator, device=DEVICE)).to(dtype)
@@ -211,17 +239,19 @@ def test_rows_shared_by_programs(dtype, columns):
             for z, y in zip(logits.split(100), labels.split(100), strict=True)
         ]
         work = logits.clone()
-        found = triton_passes.forward_score_(work, labels, TEMPERATURE, with_entropy, dtype)
+        log_probs, entropies, score = triton_passes.forward_score_(
+            work, labels, TEMPERATURE, with_entropy, dtype
+        )
         again = triton_passes.forward_score_(
             logits.clone(), labels, TEMPERATURE, with_entropy, dtype
         )
-        assert relative_error(found[0], torch.cat([x[0] for x in exact])) < VECTOR_ERROR
+        assert relative_error(log_probs, torch.cat([x[0] for x in exact])) < VECTOR_ERROR
         if with_entropy:
-            assert relative_error(found[1], torch.cat([x[1] for x in exact])) < VECTOR_ERROR
+            assert relative_error(entropies, torch.cat([x[1] for x in exact])) < VECTOR_ERROR
         error = sum(
-            (a.double() - b[2]).norm() ** 2 for a, b in zip(found[2].split(100), exact, strict=True)
+            (a.double() - b[2]).norm() ** 2 for a, b in zip(score.split(100), exact, strict=True)
         ).sqrt()
         norm = sum(b[2].norm() ** 2 for b in exact).sqrt()
         assert float(error / norm) < GRADIENT_ERROR[dtype]
-        assert torch.equal(found[2], again[2])
-        assert torch.equal(found[0], again[0])
+        assert torch.equal(score, again[2])
+        assert torch.equal(log_probs, again[0])
