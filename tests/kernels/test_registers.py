@@ -1,14 +1,16 @@
-"""The kernels compile for a GPU (none is needed) under every family and penalty, and the one-pass
-kernel keeps its row.
+"""The kernels compile for a GPU under every family and penalty, and spill no register that they
+should keep, as NVIDIA's cuobjdump reports. No GPU is needed.
 
-One value that does not fit is read back from memory between two rows, which all programs of a row
-then wait for: 5 % of the time on an H200, and no other test would notice.
+A value that does not fit into the registers of the one-pass kernel is read back from memory between
+two rows, and all programs of a row wait for it. That takes 5 % of the time on an H200, and no other
+test would notice.
 """
 
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -132,8 +134,8 @@ BY_TOKEN = [name for name in (*EVERY_LOSS, "dual_clip", "binary_kl") if name not
 
 
 @pytest.fixture(scope="module")
-def usage_of(tmp_path_factory):
-    """What cuobjdump says of a kernel, which is compiled first."""
+def usage_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Return a function that compiles a kernel and returns cuobjdump's report on it."""
     tools = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists():
         pytest.skip("this triton brings no tools for NVIDIA's GPUs")
@@ -141,11 +143,11 @@ def usage_of(tmp_path_factory):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, "-c", COMPILE],
-        **{
-            "cwd": Path(__file__).parents[2],
-            "env": environment | {"TRITON_CACHE_DIR": str(folder)},
-        },
-        **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+        cwd=Path(__file__).parents[2],
+        env=environment | {"TRITON_CACHE_DIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
     def usage(kernel: str, family: str, kl: str = "none") -> str:
@@ -163,9 +165,9 @@ def usage_of(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kl"),
-    [*((one, "none") for one in [*BY_TOKEN, "score"]), *(("grpo", kind) for kind in KINDS)],
+    [*((name, "none") for name in [*BY_TOKEN, "score"]), *(("grpo", kind) for kind in KINDS)],
 )
-def test_nothing_is_spilled(usage_of, family, kl):
+def test_the_one_pass_kernel_spills_no_register(usage_of, family, kl):
     usage = usage_of("one_pass", family, kl)
     assert " STACK:0 " in usage, usage
 
@@ -175,32 +177,37 @@ def test_nothing_is_spilled(usage_of, family, kl):
     ("dtype", "kl"),
     [("bf16", "k3_ratio"), ("fp16", "none"), ("fp16", "k3_ratio"), ("fp32", "none")],
 )
-def test_little_is_spilled_for_a_bonus(usage_of, dtype, kl):
-    """What the entropy takes beyond the row: nothing is with four blocks a program, which takes a
-    quarter longer."""
+def test_the_one_pass_kernel_with_an_entropy_bonus_spills_at_most_24_bytes(usage_of, dtype, kl):
+    """With four blocks a program it would spill none, but take a quarter longer."""
     usage = usage_of(f"one_pass_bonus_{dtype}", "grpo", kl)
-    assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= (24 if dtype == "fp16" else 16), usage
+    assert stack_bytes(usage) <= (24 if dtype == "fp16" else 16), usage
+
+
+def stack_bytes(usage: str) -> int:
+    """Return the bytes of the stack of a thread, where registers are spilled to."""
+    return int(re.search(r" STACK:(\d+) ", usage)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernels_that_draw_compile(usage_of, dtype):
-    """The 8 bytes are of a division in float64."""
+def test_the_kernels_that_draw_spill_at_most_a_division_in_float64(usage_of, dtype):
+    """The division takes 8 bytes."""
     assert " STACK:0 " in usage_of("blocks", "none", dtype)
     usage = usage_of("draw", "none", dtype)
-    assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 8, usage
+    assert stack_bytes(usage) <= 8, usage
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [*zip(FULL_KINDS, ("bf16", "fp32"), strict=True)])
-def test_the_kernels_of_the_full_kl_compile_and_nothing_is_spilled(usage_of, kind, dtype):
+def test_the_kernels_of_the_full_kl_spill_no_register(usage_of, kind, dtype):
     usage = usage_of("divergence", kind, dtype) + usage_of("backward", kind, dtype)
     assert usage.count(" STACK:0 ") == 2, usage
 
 
 @pytest.mark.slow
-def test_the_kernels_for_attention_compile_and_nothing_is_spilled(usage_of):
-    """With and without turning queries and keys: group, parts, and which."""
+def test_the_kernels_for_attention_spill_no_register(usage_of):
+    """Sizes are the heads of a group, the parts of a row, and whether the kernel turns queries and
+    keys."""
     for sizes, dtype in (
         ("7x4x0", "bf16"),
         ("4x4x0", "fp32"),

@@ -1,8 +1,8 @@
-"""The slopes of loss families in Triton: which families have one, on and beyond the clamps, and all
-kernels on a GPU.
+"""Every loss family by token has a slope in Triton, which is that of PyTorch also where log-ratios
+are clamped. On a GPU all kernels match float64.
 
 Without a GPU the kernels run under Triton's interpreter. test_kernels.py compares them with the
-specification.
+reference.
 """
 
 import pytest
@@ -19,7 +19,7 @@ BY_TOKEN = [name for name, family in FAMILIES.items() if not family.by_document]
 def test_every_family_by_token_has_a_slope():
     for name, family in FAMILIES.items():
         assert (slope_of(family) is not None) == (name in BY_TOKEN)
-    # both of cispo have the same
+    # Both variants of cispo have the same slope.
     assert len({slope_of(FAMILIES[name]) for name in BY_TOKEN}) == len(BY_TOKEN) - 1
     assert numbers_of(FAMILIES["grpo"]) == (0.2, 0.25, 1.0, 0.0)
     assert numbers_of(FAMILIES["cispo, no lower bound"]) == (1.0, 0.2, 0.0, 0.0)
@@ -27,8 +27,8 @@ def test_every_family_by_token_has_a_slope():
 
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_slopes_of_large_log_ratios_match_those_of_pytorch(name):
-    """Beyond the clamp and at it, under advantages of both signs and of none, by labels of several
-    log-probs."""
+    """Log-ratios lie beyond the clamp of 20, on it and within; advantages have both signs or are 0;
+    labels have several log-probs."""
     log_ratio = torch.tensor(
         [25.0, 20.0, 0.25, -0.25, -20.0, -25.0], device=DEVICE
     ).repeat_interleave(6)
@@ -40,8 +40,8 @@ def test_slopes_of_large_log_ratios_match_those_of_pytorch(name):
     gradients = []
     for impl in ("triton", "torch"):
         logits = rows.clone().requires_grad_()
-        # Of two equal tokens the log-prob is the same in both implementations, and a log-ratio of
-        # 20 is 20.
+        # Two equal tokens have the same log-prob in both implementations, so that a log-ratio of 20
+        # is exactly 20.
         old = logits.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0] - log_ratio
         # The largest of the old log-probs are above 0.
         options = {
@@ -62,11 +62,10 @@ def test_slopes_of_large_log_ratios_match_those_of_pytorch(name):
     [(torch.bfloat16, 151936), (torch.float16, 4096), (torch.float32, 4097)],
 )
 @pytest.mark.parametrize("name", FAMILIES)
-def test_on_a_gpu(name, dtype, vocabulary):
-    """Rows that several programs share, that one keeps, and that are read twice: against float64 on
-    the same logits.
+def test_on_a_gpu_loss_gradient_and_metrics_match_float64(name, dtype, vocabulary):
+    """Rows are shared by several programs, kept by a single program, or read twice.
 
-    In bfloat16 under a penalty, which the first of these kernels has a formula for.
+    In bfloat16 there is also a penalty, for which the kernel of shared rows has a formula.
     """
     generator = torch.Generator(DEVICE).manual_seed(0)
     lengths = torch.tensor([37, 1, 64, 90, 8], device=DEVICE)
@@ -75,33 +74,28 @@ def test_on_a_gpu(name, dtype, vocabulary):
     labels = torch.randint(0, vocabulary, (len(index),), generator=generator, device=DEVICE)
     new = logits.double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
     scale = 0.02 if name == "vespo" else 0.15
-    old, ref = (
-        new + by * torch.randn(len(index), generator=generator, device=DEVICE)
-        for by in (scale, 0.3)
-    )
+    old = new + scale * torch.randn(len(index), generator=generator, device=DEVICE)
+    ref = new + 0.3 * torch.randn(len(index), generator=generator, device=DEVICE)
     advantages = torch.randn(len(lengths), generator=generator, device=DEVICE)[index]
     labels[::5] = -1
     options = {"loss": FAMILIES[name], "aggregation": "token_mean", "metrics": "with_entropy"}
     if dtype == torch.bfloat16:
         options["kl"] = KL(KINDS[[*FAMILIES].index(name) % 4], 0.4)
     results = []
-    for values, impl, kind in (
+    for values, impl, vector_dtype in (
         (logits, "triton", torch.float32),
         (logits.double(), "torch", torch.float64),
     ):
-        leaf, vectors = (
-            values.clone().requires_grad_(),
-            [x.float().to(kind) for x in (old, advantages, ref)],
-        )
-        given = options | ({"ref_log_probs": vectors[2]} if "kl" in options else {})
-        out = policy_loss(leaf, labels, *vectors[:2], index, impl=impl, **given)
+        leaf = values.clone().requires_grad_()
+        vectors = [x.float().to(vector_dtype) for x in (old, advantages, ref)]
+        reference = {"ref_log_probs": vectors[2]} if "kl" in options else {}
+        out = policy_loss(leaf, labels, *vectors[:2], index, impl=impl, **options, **reference)
         out.loss.backward()
         results.append((out.loss.detach(), leaf.grad, as_floats(out.metrics)))
-    (loss_found, gradient, metrics), (loss_expected, exact, wanted) = results
-    assert float(loss_found) == pytest.approx(float(loss_expected), rel=1e-4, abs=1e-5)
-    assert relative_error(gradient, exact) < GRADIENT_ERROR[dtype] * 1.5
-    # A token may lie so close to a bound that rounding of its log-prob decides: one of them, at
-    # most.
-    for key, value in wanted.items():
+    (loss, gradient, metrics), (exact_loss, exact_gradient, exact_metrics) = results
+    assert float(loss) == pytest.approx(float(exact_loss), rel=1e-4, abs=1e-5)
+    assert relative_error(gradient, exact_gradient) < GRADIENT_ERROR[dtype] * 1.5
+    # A single token may be so close to a bound that the rounding of its log-prob decides.
+    for key, value in exact_metrics.items():
         allowed = {"abs": 1 / len(labels)} if "fraction" in key else {"rel": 1e-3, "abs": 1e-4}
         assert metrics[key] == pytest.approx(value, **allowed), key

@@ -1,5 +1,5 @@
-"""The gradients of the fused LM head: where they add up, in which precision, and for which of the
-parameters."""
+"""The fused LM head adds its gradients up in float32 or wider, in the buffer that it is given, and
+for those parameters that are trained."""
 
 import math
 
@@ -21,12 +21,11 @@ from pgtoolkit.kernels.products import accumulate_matmul, linear, matmul
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weight_gradient_adds_up_over_micro_batches(dtype):
-    """Two calls add to one float32 buffer, which autograd does not see; bfloat16 sums are not
+    """Two calls add to a float32 buffer, which autograd does not see; sums of bfloat16 are not
     rounded in between."""
     problem = make_head_case(dtype=dtype)
-    total = torch.zeros(
-        12, 15, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE
-    )
+    total_dtype = torch.promote_types(dtype, torch.float32)
+    total = torch.zeros(12, 15, dtype=total_dtype, device=DEVICE)
     for _ in range(2):
         hidden, weight, _ = problem.leaves()
         out = linear_policy_loss(
@@ -61,15 +60,16 @@ def test_weight_gradient_refuses_a_scaled_loss():
         (2 * out.loss).backward()
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
-    """1024 equal tokens, one a chunk: a bfloat16 total no longer grows once it is 256 times what is
-    added."""
-    rows, ones = 1024, torch.ones(1024, 1, device=DEVICE)
+@pytest.mark.parametrize("with_buffer", [False, True])
+def test_the_weight_gradient_adds_up_in_float32_over_chunks(with_buffer):
+    """Each of 1024 equal tokens is a chunk. A total in bfloat16 would stop growing once it is 256
+    times a token's part."""
+    rows = 1024
+    ones = torch.ones(rows, 1, device=DEVICE)
     hidden = ones.bfloat16().requires_grad_()
     weight = torch.zeros(4, 1, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     zeros = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    total = torch.zeros(4, 1, device=DEVICE) if given else None
+    total = torch.zeros(4, 1, device=DEVICE) if with_buffer else None
     out = linear_policy_loss(
         hidden,
         weight,
@@ -84,18 +84,16 @@ def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
     )
     out.loss.backward()
     # The mean of -(onehot - softmax): -3/4 for the label, 1/4 for the others.
-    found = (total if given else weight.grad).double().cpu()
+    gradient = (total if with_buffer else weight.grad).double().cpu()
     expected = torch.tensor([[-0.75], [0.25], [0.25], [0.25]], dtype=torch.float64)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(gradient, expected) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
     generator = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(*shape, generator=generator).to(DEVICE, dtype)
-        for shape in ((300, 50), (50, 130))
-    )
+    a = torch.randn(300, 50, generator=generator).to(DEVICE, dtype)
+    b = torch.randn(50, 130, generator=generator).to(DEVICE, dtype)
     total = torch.full((300, 130), 100.0, device=DEVICE)
     accumulate_matmul(total, a, b, alpha=0.25)
     accumulate_matmul(total, a, b, alpha=0.25)
@@ -104,7 +102,7 @@ def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
     assert relative_error(product, a.double() @ b.double()) < 1e-6
 
 
-def test_bad_data_is_named_before_it_reaches_the_buffer():
+def test_bad_data_is_an_error_before_it_reaches_the_buffer():
     problem = make_head_case()
     labels, old, advantages, index = problem.tensors
     old = old.clone()
@@ -123,7 +121,7 @@ def test_bad_data_is_named_before_it_reaches_the_buffer():
         linear_policy_loss(hidden.requires_grad_(), weight, *problem.tensors)
 
 
-def test_frozen_weight_and_frozen_body():
+def test_a_frozen_parameter_gets_no_gradient_and_the_others_get_theirs():
     problem = make_head_case()
     _, gradients, _ = problem.by_all_logits(loss="gspo")
     for frozen in (0, 1, 2):
@@ -134,21 +132,23 @@ def test_frozen_weight_and_frozen_body():
         )
         out.loss.backward()
         for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
-            assert leaf.grad is None if i == frozen else relative_error(leaf.grad, gradient) < 1e-12
+            if i == frozen:
+                assert leaf.grad is None
+            else:
+                assert relative_error(leaf.grad, gradient) < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_weight"),
+    ("dtype", "weight_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float16, None)],
 )
-def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, of_weight):
-    """From sums in float32, or in float64 where the hidden states are; as materialised logits have
-    it."""
-    draw = torch.Generator().manual_seed(0)
-    hidden, gradient = (
-        torch.randn(300, n, generator=draw, dtype=torch.float64).to(dtype) for n in (8, 5)
-    )
-    weight = torch.randn(5, 8, generator=draw).to(of_weight or dtype).requires_grad_()
+def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, weight_dtype):
+    """Sums are in float32, or in float64 where the hidden states are, as with materialised
+    logits. A weight_dtype of None is that of the hidden states."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 8, generator=generator, dtype=torch.float64).to(dtype)
+    gradient = torch.randn(300, 5, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(5, 8, generator=generator).to(weight_dtype or dtype).requires_grad_()
     linear(hidden, weight, None, True).backward(
         gradient.to(torch.float64 if dtype == torch.float64 else torch.float32)
     )
@@ -156,10 +156,10 @@ def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, of_weig
     if dtype == torch.float64:
         assert torch.equal(weight.grad, exact.float())
     else:
-        assert relative_error(weight.grad, exact) < (1e-6 if of_weight else 4e-4)
+        assert relative_error(weight.grad, exact) < (1e-6 if weight_dtype else 4e-4)
 
 
-def test_float32_weight_under_a_bfloat16_model():
+def test_a_float32_weight_under_bfloat16_hidden_states_has_a_float32_gradient():
     problem = make_head_case(dtype=torch.bfloat16)
     hidden, weight, _ = problem.leaves()
     wide = weight.detach().float().requires_grad_()
@@ -168,5 +168,6 @@ def test_float32_weight_under_a_bfloat16_model():
     out.loss.backward(retain_graph=True)
     assert wide.grad.dtype == torch.float32
     assert torch.equal(wide.grad.bfloat16(), weight.grad)
-    with pytest.raises(RuntimeError, match="first backward"):  # the gradients are handed out once
+    # Gradients are computed with the loss, and can be used once.
+    with pytest.raises(RuntimeError, match="first backward"):
         out.loss.backward()
