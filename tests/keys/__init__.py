@@ -49,7 +49,7 @@ TESTED_ELSEWHERE = {
         [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
         + ["model/tiny.fp32_lm_head"],
         # Each of these keys accepts a single value.
-        "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
+        "config/test_golden_refusals.py::test_every_configuration_of_the_list_is_refused_or_accepted_as_it_says",
     ),
     **dict.fromkeys(
         ("accumulation.docs_per_step", "accumulation.last_step"),
