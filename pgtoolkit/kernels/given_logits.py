@@ -10,6 +10,7 @@ itself, for families whose scope is the token and that have a slope in Triton.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -147,7 +148,14 @@ class _GradientInBackward(torch.autograd.Function):
     """The loss, whose gradient by the logits is computed in the backward pass."""
 
     @staticmethod
-    def forward(ctx, loss, compute, arguments, overwrite, logits):
+    def forward(
+        ctx,
+        loss: Tensor,
+        compute: Callable[..., Tensor],
+        arguments: tuple[Tensor, Tensor, Tensor, float, Teacher | None],
+        overwrite: bool,
+        logits: Tensor,
+    ) -> Tensor:
         # `save_for_backward` would refuse logits that were overwritten in between.
         ctx.logits = logits.detach()
         ctx.compute = compute
@@ -157,7 +165,7 @@ class _GradientInBackward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream: Tensor) -> tuple[None, None, None, None, Tensor]:
         if ctx.logits is None:
             raise RuntimeError(
                 "the logits were overwritten by the first backward; call the loss again"
@@ -185,7 +193,14 @@ class GradientsFromForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, loss, gradients, scale_, can_scale, *inputs):
+    def forward(
+        ctx,
+        loss: Tensor,
+        gradients: list[Tensor | None],
+        scale_: Callable[[Tensor, Tensor], None],
+        can_scale: bool,
+        *inputs: Tensor | None,
+    ) -> Tensor:
         ctx.gradients = gradients
         ctx.scale_ = scale_
         ctx.can_scale = can_scale
@@ -194,7 +209,7 @@ class GradientsFromForward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, upstream):
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
                 "the gradients are handed out by the first backward; call the loss again"

@@ -141,7 +141,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> T
 
 class _MixedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, dtype):
+    def forward(ctx, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         return matmul(
             hidden,
@@ -150,7 +150,7 @@ class _MixedLinear(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         gradient = gradient.to(hidden.dtype)
         weight_gradient = None

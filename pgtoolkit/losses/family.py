@@ -16,23 +16,28 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from pgtoolkit.losses.checks import check_name, shown
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor
 
     from pgtoolkit.losses.documents import DocumentSums
 
-Kind = TypeVar("Kind", bound="Declared")
-"""A family or a correction."""
+Kind = TypeVar("Kind", bound="DataclassInstance")
+"""A family or a correction: a dataclass whose fields are its parameters."""
+
+Value = TypeVar("Value")
+"""The value of a parameter."""
 
 
-class Declared(Protocol):
-    """A dataclass whose fields are parameters."""
+class Option(Protocol):
+    """The chosen option of a group of the configuration, with the parameters of its class."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    @property
+    def name(self) -> str: ...
 
 
 LOG_RATIO_LIMIT = 20.0
@@ -46,14 +51,14 @@ def clamped(log_ratio: Tensor) -> Tensor:
 
 
 def parameter(
-    default: Any,
+    default: Value,
     *,
     help: str,
     least: float | None = None,
     most: float | None = None,
-    default_if: tuple[str, Any] | None = None,
-    **declared: Any,
-) -> Any:
+    default_if: tuple[str, Value] | None = None,
+    **declared: object,
+) -> Value:
     """Declare a parameter of a family or a correction.
 
     It is a field of the dataclass, and a key of the option in the configuration.
@@ -71,7 +76,7 @@ def parameter(
     return field(default=default, metadata=declared)
 
 
-def check_parameters(declared: Declared) -> None:
+def check_parameters(declared: DataclassInstance) -> None:
     """Raise ValueError for a field of a family or correction beyond its range or its names."""
     for attribute in fields(declared):
         value = getattr(declared, attribute.name)
@@ -201,7 +206,7 @@ def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
     return scope_mean(scope, values, documents)
 
 
-def configured(group: Any, classes: dict[str, type[Kind]]) -> Kind | None:
+def configured(group: Option, classes: dict[str, type[Kind]]) -> Kind | None:
     """Return the family or correction that a group of the configuration describes.
 
     group: has a name, and the fields of the class of this name as keys.

@@ -20,6 +20,8 @@ from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, has_tools, messages_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from pgtoolkit.tasks.row_files import RawRow
+
 LoadTokenizer = Callable[[], "tuple[PreTrainedTokenizerBase, Sequence[int]]"]
 """Returns a tokenizer and its end-of-sequence tokens."""
 
@@ -65,7 +67,7 @@ class Conversations:
     doubled: int = 0
     first_doubled: tuple[str, str] | None = None
 
-    def tokens(self, raw: dict[str, Any]) -> _TokenRow:
+    def tokens(self, raw: RawRow) -> _TokenRow:
         """Return token_ids and loss_mask of a row. Raises ValueError that says what is wrong with
         it.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from pgtoolkit.rollouts.group_rollouts import in_groups
 from pgtoolkit.rollouts.stages import Stopwatch
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(eq=False)
@@ -214,7 +216,7 @@ class ForwardPasses:
         distance = math.ceil(sum(document.num_tokens for document in documents) / max_tokens)
         return cut(documents[:: max(1, distance)], max_tokens)[0]
 
-    def _gathered(self, values: list[Any]) -> list[list[Any]]:
+    def _gathered(self, values: list[_Value]) -> list[list[_Value]]:
         """Return the values of each data-parallel rank, the same on all ranks to the last bit.
 
         Ranks that share a model have computed the same values; those of the first one are taken.

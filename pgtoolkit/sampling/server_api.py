@@ -18,6 +18,9 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
+Json = Any
+"""The JSON of an answer, or a part of it, which nobody has checked yet."""
+
 LOST = "Nothing that was trained is lost."
 """The last sentence of messages about a lost sampler."""
 
@@ -48,8 +51,8 @@ class Choice:
     finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     """
 
-    tokens: Any
-    log_probs: Any
+    tokens: Json
+    log_probs: Json
     finish_reason: object
     stop_text: object
 

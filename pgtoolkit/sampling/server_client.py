@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import requests
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.errors import SamplerLost, first_line
-from pgtoolkit.sampling.server_api import LOST, Call, Choice, Sampling
+from pgtoolkit.sampling.server_api import LOST, Call, Choice, Json, Sampling
 from pgtoolkit.sampling.server_process import ServerProcess
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.background import in_background
@@ -183,7 +183,7 @@ class Server:
                     f"log-prob is {log_prob:.0f}: it did not draw each of them"
                 )
 
-    def post(self, call: Call, deadline: float, tokens: int = 0) -> Any:
+    def post(self, call: Call, deadline: float, tokens: int = 0) -> Json:
         """Return the JSON of the answer, None where it is empty.
 
         tokens: number of tokens that were sent or asked for, which bounds the size of the answer.
@@ -246,7 +246,7 @@ class Server:
                     raise TimeoutError
         return answer, bytes(content)
 
-    def _content(self, path: str, answer: requests.Response, content: bytes) -> Any:
+    def _content(self, path: str, answer: requests.Response, content: bytes) -> Json:
         """Return the JSON of an answer; None where it is empty.
 
         Raises SamplerLost for any other answer.

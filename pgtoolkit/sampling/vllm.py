@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import VllmSamplerConfig
-from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
+from pgtoolkit.sampling.server_api import Call, Choice, Json, Plan, Sampling
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that chooses between vLLM's two model runners."""
@@ -98,7 +98,7 @@ class Vllm:
         stops = {"stop": sampling.stops.strings} if sampling.stops else {}
         return "/v1/completions", body | seed | stops
 
-    def choices(self, answer: Any) -> list[Choice]:
+    def choices(self, answer: Json) -> list[Choice]:
         """Return the completions of an answer, unchecked."""
         return [
             Choice(
@@ -121,7 +121,7 @@ class Vllm:
         }
         return "/v1/completions", body
 
-    def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
+    def log_probs(self, answer: Json, tokens: list[int]) -> list[float]:
         """Return the log-probs of a text's tokens from the second on.
 
         They are those before temperature and top_p.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming
@@ -80,7 +80,7 @@ class Awaited:
                 TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}"
             )
 
-    def _run(self, scores: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value:
+    def _run(self, scores: Callable[[], Coroutine[None, None, _Value]]) -> _Value:
         with self._lock:
             if self._runner is None:
                 self._runner = asyncio.Runner()

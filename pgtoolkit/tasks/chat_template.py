@@ -91,10 +91,10 @@ class ChatTemplate:
         problem = self.problem(with_system[0][:1]) if with_system else None
         if problem is not None:
             raise ValueError(f"it has a system message, and the chat template is {problem}")
-        tokens: Any = self._tokenizer.apply_chat_template(
+        encoded = self._tokenizer.apply_chat_template(
             conversations, add_generation_prompt=True, **self._arguments
         )
-        return tokens["input_ids"]
+        return cast("Mapping[str, list[list[int]]]", encoded)["input_ids"]
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """Return the messages of a prompt for the template; a text is the message of a user."""

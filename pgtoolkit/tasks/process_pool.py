@@ -110,7 +110,7 @@ class Processes:
         failed = {outcome.kind for outcome in outcomes if isinstance(outcome, Failure)}
         return {f"{self.noun}_{kind}_fraction": float(kind in failed) for kind in kinds}
 
-    def _answers(self, questions: Sequence[object]) -> list[Any]:
+    def _answers(self, questions: Sequence[object]) -> list[object]:
         idle = list(self._workers)
 
         def outcome(question: object) -> _Outcome:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import is_data_set_name
@@ -17,7 +17,7 @@ from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.hub_data import hub_files
 
 if TYPE_CHECKING:  # `pgtk check` does without pyarrow
-    from pgtoolkit.tasks.row_files import Problems
+    from pgtoolkit.tasks.row_files import Problems, RawRow
 
 _VERL = "reward_model"
 """The column in which verl keeps the answer, as `ground_truth`."""
@@ -32,9 +32,6 @@ UNUSED_TOOLS = (
 
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 """Common names of splits; nobody means all files of a folder that has several of them."""
-
-_Row = dict[str, Any]
-"""A row of a file: its columns by name."""
 
 
 def prompt_files(path: str, split: str | None, config: str | None = None) -> list[Path]:
@@ -143,7 +140,7 @@ def _is_of(file: Path, split: str) -> bool:
     return bool(name) or file.parent.name == split
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path) -> dict:
     try:
         return json_object(file)
     except (OSError, ValueError) as error:
@@ -200,7 +197,7 @@ class _PromptReader:
     keep_rows: bool
     problems: Problems
 
-    def prompt(self, row: _Row, names: Sequence[str], index: int, place: str) -> Prompt | None:
+    def prompt(self, row: RawRow, names: Sequence[str], index: int, place: str) -> Prompt | None:
         """Return the prompt of a row; None if there are problems with it, which are collected.
 
         names: of all columns. index: of the prompt.
@@ -250,7 +247,7 @@ def notes_on_columns(
     ]
 
 
-def _value(row: _Row, column: str) -> object:
+def _value(row: RawRow, column: str) -> object:
     """Return the value of a column. ValueError if the row has none."""
     value = row.get(column)
     if value is None:
@@ -258,7 +255,7 @@ def _value(row: _Row, column: str) -> object:
     return value
 
 
-def has_tools(row: _Row) -> bool:
+def has_tools(row: RawRow) -> bool:
     """Return whether a row has tools; some files keep them as JSON."""
     tools = row.get(TOOLS)
     if tools is None or isinstance(tools, str):
@@ -266,7 +263,7 @@ def has_tools(row: _Row) -> bool:
     return not hasattr(tools, "__len__") or len(tools) > 0
 
 
-def _is_of_verl(row: _Row, answer_field: str) -> bool:
+def _is_of_verl(row: RawRow, answer_field: str) -> bool:
     """Return whether a row has its answer where verl keeps it, and no other field is configured."""
     verl = row.get(_VERL)
     return (

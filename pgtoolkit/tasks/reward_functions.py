@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsFloat, cast
 
 from pgtoolkit.errors import DataError, first_line
 from pgtoolkit.system.functions import import_function
@@ -196,11 +196,11 @@ class RewardFunction:
             return Failure(NOTHING, f"returned {reward}")
         return self._number(reward)
 
-    def _batch(self, rewards: Any, count: int, logged: _Logged) -> BatchScores:
+    def _batch(self, rewards: object, count: int, logged: _Logged) -> BatchScores:
         if isinstance(rewards, Failure):
             return BatchScores([rewards] * count)
         try:
-            values = list(rewards)
+            values = list(cast("Iterable[object]", rewards))
         except TypeError:
             values = None
         if values is None or isinstance(rewards, str | bytes | dict) or len(values) != count:
@@ -280,11 +280,13 @@ class _Logged:
         self.columns[str(column)[:40]] = texts
 
 
-def as_number(value: Any) -> float:
-    """Return a value of the user's code as a number, such as a bool or a scalar of NumPy; NaN if it
-    is none."""
+def as_number(value: object) -> float:
+    """Return a value of the user's code as a number; NaN if it cannot be one.
+
+    A bool and a scalar of NumPy can.
+    """
     try:
-        return math.nan if isinstance(value, str) else float(value)
+        return math.nan if isinstance(value, str) else float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
 

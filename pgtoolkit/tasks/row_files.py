@@ -31,7 +31,7 @@ _COUNTED_BYTES = 2**30
 
 _BATCH_ROWS = 256
 
-_Row = dict[str, Any]
+RawRow = dict[str, Any]
 """A row of a file: its columns by name."""
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -152,13 +152,13 @@ class RowFile:
     def _is_wanted(self, column: str) -> bool:
         return self._columns is None or column in self._columns
 
-    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+    def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         raise NotImplementedError
 
-    def _row(self, place: int) -> _Row | str:
+    def _row(self, place: int) -> RawRow | str:
         raise NotImplementedError
 
-    def row(self, place: int) -> _Row | str:
+    def row(self, place: int) -> RawRow | str:
         try:
             return self._row(place)
         except (DataError, pa.ArrowException, OSError, IndexError) as error:
@@ -188,7 +188,7 @@ class RowFile:
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
-    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+    def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         with self._naming_the_file("JSONL file"), open(self.path, "rb") as file:
             offset = 0
             for number, line in enumerate(file, 1):
@@ -197,7 +197,7 @@ class JsonlFile(RowFile):
                     yield number, offset, _parse_line(line)
                 offset += len(line)
 
-    def _row(self, place: int) -> _Row | str:
+    def _row(self, place: int) -> RawRow | str:
         with open(self.path, "rb") as file:
             file.seek(place)
             return _parse_line(file.readline())
@@ -216,7 +216,7 @@ class ParquetFile(RowFile):
         with self._opened() as file:
             return file.schema_arrow.names
 
-    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+    def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         return _numbered(map(rows_of, self.batches()))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -239,7 +239,7 @@ class ParquetFile(RowFile):
                 return
             self.digest.update(block)
 
-    def _row(self, place: int) -> _Row | str:
+    def _row(self, place: int) -> RawRow | str:
         group = bisect.bisect_right(self._starts, place) - 1
         return self._row_group(group)[place - self._starts[group]]
 
@@ -252,7 +252,7 @@ class ParquetFile(RowFile):
             ]
         return [0, *itertools.accumulate(sizes)]
 
-    def _read_row_group(self, group: int) -> list[_Row]:
+    def _read_row_group(self, group: int) -> list[RawRow]:
         with self._opened() as file:
             table = file.read_row_group(group, self._wanted(file, group), use_threads=False)
         return [row for batch in table.to_batches() for row in rows_of(batch)]
@@ -292,7 +292,7 @@ class ArrowFile(RowFile):
     Its rows can only be read in their order.
     """
 
-    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+    def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         with self._naming_the_file("Arrow stream"), pa.memory_map(str(self.path)) as file:
             file.seek(max(0, file.size() - len(_END_OF_STREAM)))
             # Without this mark a stream could be cut off after any batch.
@@ -306,15 +306,15 @@ class ArrowFile(RowFile):
                 yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 
 
-def _numbered(batches: Iterable[list[_Row]]) -> Iterator[tuple[int, int, _Row]]:
+def _numbered(batches: Iterable[list[RawRow]]) -> Iterator[tuple[int, int, RawRow]]:
     return (
         (place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches))
     )
 
 
-def rows_of(batch: pa.RecordBatch) -> list[_Row]:
+def rows_of(batch: pa.RecordBatch) -> list[RawRow]:
     """Return the rows of a batch; lists as NumPy arrays."""
-    rows: list[_Row] = [{} for _ in range(batch.num_rows)]
+    rows: list[RawRow] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for row, value in zip(rows, _values(column), strict=True):
             row[name] = value
@@ -337,7 +337,7 @@ def _values(column: pa.Array) -> list:
     return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _parse_line(line: bytes) -> _Row | str:
+def _parse_line(line: bytes) -> RawRow | str:
     """Return the row of a line, or why it is none."""
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
@@ -353,7 +353,7 @@ def _parse_line(line: bytes) -> _Row | str:
     return row
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> _Row:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> RawRow:
     """Return a JSON object. ValueError for a key that appears twice."""
     row = dict(pairs)
     if len(row) < len(pairs):

@@ -12,7 +12,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
 from pgtoolkit.config.models import vocabulary_size
@@ -26,6 +26,8 @@ from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from pgtoolkit.losses.objective import Loss
 
 
@@ -239,7 +241,9 @@ def _has_template(model: str) -> bool:
     return bool(model_folder.load_tokenizer(model).chat_template)
 
 
-def _tokenizer_and_ends(model: Model, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
+def _tokenizer_and_ends(
+    model: Model, task: TaskConfig, seed: int
+) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Return the model's tokenizer, of transformers, and its end-of-sequence tokens.
 
     task, seed: of the run.
@@ -248,8 +252,8 @@ def _tokenizer_and_ends(model: Model, task: TaskConfig, seed: int) -> tuple[Any,
         from pgtoolkit.model.setup import character_tokenizer
         from pgtoolkit.tasks.from_config import make_task
 
-        tokenizer: Any = character_tokenizer(make_task(task, seed).alphabet)
-        return tokenizer, [tokenizer.eos_token_id]
+        tokenizer = character_tokenizer(make_task(task, seed).alphabet)
+        return tokenizer, [cast("int", tokenizer.eos_token_id)]
     tokenizer = model_folder.load_tokenizer(model.path)
     generation_config = model_folder.load_generation_config(model.path)
     return tokenizer, model_folder.end_tokens(generation_config, tokenizer)
