@@ -27,8 +27,8 @@ from pgtoolkit.training.build import build, fit, loader_of
 from pgtoolkit.training.checkpoint import reading_checkpoint
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.run_log import quieten
 from pgtoolkit.training.state import restore
-from pgtoolkit.training.train import quieten
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def evaluate_command(
 
     from pgtoolkit.training.evaluation import evaluate_policy
     from pgtoolkit.training.export import saved_state
-    from pgtoolkit.training.train import quieten
+    from pgtoolkit.training.run_log import quieten
 
     quieten()
     state = None if run_dir is None else saved_state(run_dir, command, step, best)

@@ -24,6 +24,8 @@ from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.model.lora import merge
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
@@ -50,6 +52,7 @@ from pgtoolkit.training.checkpoint import (
     settings_of,
     step_of,
 )
+from pgtoolkit.training.state import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -298,10 +301,6 @@ def _full_model(checkpoint: Path) -> PreTrainedModel:
 
 def _merged_model(config: Config, state: dict) -> PreTrainedModel:
     """Load the run's model in float32, and merge a checkpoint's adapters into its weights."""
-    from pgtoolkit.model.lora import merge
-    from pgtoolkit.model.setup import build_policy
-    from pgtoolkit.training.state import load_weights
-
     assert isinstance(config.model, HuggingFaceModelConfig)
     model_config = dataclasses.replace(config.model, dtype=NumberType.float32)
     policy = build_policy(model_config, None, on_gpu=False)

@@ -1,0 +1,160 @@
+"""Opens the directory of a run, and records the run's start or continuation there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.rules.executed import named_functions
+from pgtoolkit.config.saved import cannot_change
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import Schedule
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.runs.checksums import check_rows
+from pgtoolkit.runs.completion_files import drop_completions_after
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.modules import keep_copies
+from pgtoolkit.runs.provenance import collect
+from pgtoolkit.runs.records import read_data, read_provenance, read_status
+from pgtoolkit.runs.series import rows_until
+from pgtoolkit.system.report import shell_path
+from pgtoolkit.tracking.progress import entry
+from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
+from pgtoolkit.training.data import record_data
+from pgtoolkit.training.optimizer import learning_rate
+from pgtoolkit.training.run_log import logging_to, quieten
+
+log = logging.getLogger("pgtoolkit")
+
+
+def open_run(
+    config: Config,
+    run_dir: Path,
+    resume: bool,
+    overrides: Sequence[str],
+    layout: Layout,
+    opened: contextlib.ExitStack,
+) -> tuple[RunDirectory | None, dict | None]:
+    """Return the run directory, which only rank 0 has, and the checkpoint to continue from.
+
+    opened: closes the directory and its log.
+    """
+    run = None
+    checkpoint = None
+    with losing_ranks(layout, config.parallelism.timeout_seconds):
+        with failing_together(layout):
+            if layout.rank == 0:
+                run = opened.enter_context(RunDirectory(run_dir, new=not resume))
+                opened.enter_context(logging_to(run.path / "run.log"))
+                checkpoint = _prepare(config, run, resume, list(overrides))
+            else:
+                log.handlers = [logging.NullHandler()]
+                log.propagate = False
+                quieten()
+        checkpoint_path: Path | None = None if checkpoint is None else checkpoint["path"]
+        path = gather_objects(checkpoint_path, layout.world_group)[0]  # rank 0's
+        if layout.rank > 0 and path is not None:
+            checkpoint = read_checkpoint(path, check=False)
+    return run, checkpoint
+
+
+def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[str]) -> dict | None:
+    """Record the start of a run, or its continuation, with its configuration, code and data.
+
+    Returns the checkpoint to continue from, if there is one. Raises ConfigError or StorageError
+    before anything is changed.
+    """
+    log.info(entry("run", shell_path(run.path)))
+    checkpoint = None
+    if resume:
+        refuse_lost_checkpoint(run.path, f"pgtk resume {shell_path(run.path)}")
+        checkpoint = load_newest(run.path / "checkpoints")
+        if checkpoint is None:
+            log.info("no checkpoint was written yet: starting again from the first step")
+    step = 0 if checkpoint is None else checkpoint["step"]
+    if step > 0:
+        log.info(entry("continues", f"after step {step}"))
+    if step > config.trainer.max_steps:
+        raise ConfigError(
+            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made "
+            f"(got {step} of them). A checkpoint is continued, not cut. Use "
+            f"trainer.max_steps={step}."
+        )
+    if checkpoint is not None:
+        _refuse_another(config, run.path, checkpoint)
+    # Reading these reports damaged files before anything is changed.
+    read_status(run.path)
+    read_provenance(run.path)
+    if checkpoint is not None:
+        check_rows(run.path, checkpoint["path"])
+    num_rows, kept_bytes = rows_until(run.metrics_path, step)
+    record_data(run.path, config, None if checkpoint is None else step)
+    drift = run.write_config(plain_config(config), overrides, step)
+    modules, evaluation_modules = _named_modules(config)
+    run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
+    notes = keep_copies(run.path / "code", modules | evaluation_modules)
+    if checkpoint is not None:
+        schedule_note = _schedule_note(config, drift, checkpoint)
+        if schedule_note:
+            notes = [*notes, schedule_note]
+    for note in notes:
+        log.warning(f"note: {note}")
+    run.drop_metrics_after(step, kept_bytes)
+    drop_completions_after(run.path, step)
+    if num_rows < step:
+        log.warning(
+            f"{run.metrics_path} lacks rows of steps before the checkpoint: summary and curves "
+            "begin later."
+        )
+    return checkpoint
+
+
+def _named_modules(config: Config) -> tuple[set[str], set[str]]:
+    """Return the modules that a configuration names: of training, and of evaluations only."""
+    training_modules = set()
+    evaluation_modules = set()
+    for key, path in named_functions(config).items():
+        modules = training_modules if changes_learning(key, config) else evaluation_modules
+        modules.add(path.rpartition(".")[0])
+    return training_modules, evaluation_modules
+
+
+def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:
+    """Return a note on a decaying learning rate that a resume's trainer.max_steps changes.
+
+    drift: the changed keys, as {key: [old, new]}. None where nothing is to be noted.
+    """
+    if "trainer.max_steps" not in drift or config.optimizer.schedule == Schedule.constant:
+        return None
+    old_steps, new_steps = drift["trainer.max_steps"]
+    updates = checkpoint["num_updates"]
+    old_rate = learning_rate(config.optimizer, updates, old_steps)
+    new_rate = learning_rate(config.optimizer, updates, new_steps)
+    return (
+        f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, "
+        f"which is {new_steps} now and was {old_steps}: the next update has the learning rate "
+        f"{new_rate:.3g} instead of {old_rate:.3g}. pgtk compare does not count this run as a "
+        f"seed of one that had trainer.max_steps={new_steps} from the start."
+    )
+
+
+def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
+    """Raise ConfigError where config.yaml now describes another run than the checkpoint's."""
+    # Files of data may have moved: their contents are compared instead.
+    movable = {*read_data(run_dir)}
+    saved = json.loads(checkpoint["config"])
+    problems = [problem for _, problem in cannot_change(saved, config, movable)]
+    if problems:
+        way_out = (
+            f"{shell_path(run_dir / 'config.yaml')} has changed since the checkpoint of step "
+            f"{checkpoint['step']}: put the value back to continue this run."
+        )
+        raise ConfigError("\n".join([*problems, way_out]))
