@@ -1,5 +1,7 @@
-"""Dynamic accumulation: a module of the user's own, driven through steps that are cut anyhow,
-against plain float64."""
+"""Dynamic accumulation drives a user's module through a step, however the step is cut.
+
+Losses, gradients and weights are compared with the loops of the specification in float64.
+"""
 
 import copy
 import dataclasses
@@ -14,28 +16,35 @@ from builders.runs import CLOCK_COLUMNS
 from torch import nn
 
 import pgtoolkit
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import Document, MicroBatch, StepTotals, pack
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses import reference
-from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.frameworks import lightning
 
-VOCABULARY, RATE, DOCS_PER_STEP = 7, 0.1, 6
+VOCABULARY = 7
+RATE = 0.1
+DOCS_PER_STEP = 6
 GRPO = {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "aggregation": "sample_mean"}
 LENGTHS = (9, 2, 12, 5, 7, 1, 3, 8, 11, 4, 6, 10)
 
 
-def documents(trajectories: bool | None = None) -> list[Document]:
-    """Two steps; the last document of each is all masked, others have one, or no, trained token."""
+def documents(with_trajectories: bool = False) -> list[Document]:
+    """Return the documents of two steps.
+
+    The last document of each is all masked; others have one trained token, or none.
+    """
     draw = torch.Generator().manual_seed(0)
-    made = []
+    documents = []
     for number, length in enumerate(LENGTHS):
         mask = torch.arange(length) >= max(1, length // 3)
         if number % DOCS_PER_STEP == DOCS_PER_STEP - 1:
             mask[:] = False
-        made.append(
+        trajectory = (0, 0, None, 3, 0, 3)[number % DOCS_PER_STEP]
+        documents.append(
             Document(
                 tokens=torch.randint(0, VOCABULARY, (length,), generator=draw),
                 loss_mask=mask,
@@ -43,10 +52,10 @@ def documents(trajectories: bool | None = None) -> list[Document]:
                 advantages=2.0 * torch.randn(1, generator=draw).expand(int(mask.sum())),
                 group=number // 3,
                 name=f"document {number}",
-                trajectory=trajectories and (0, 0, None, 3, 0, 3)[number % DOCS_PER_STEP],
+                trajectory=trajectory if with_trajectories else None,
             )
         )
-    return made
+    return documents
 
 
 def model() -> nn.Module:
@@ -55,26 +64,28 @@ def model() -> nn.Module:
 
 
 def plain_training(net: nn.Module) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, by the loops of the reference over the step as one piece;
-    trains `net`."""
-    found = []
+    """Train `net` by the loops of the specification over each step in one piece.
+
+    Returns (loss, gradient norm) of each step.
+    """
+    losses_and_norms = []
     for first in range(0, len(LENGTHS), DOCS_PER_STEP):
         step = documents()[first : first + DOCS_PER_STEP]
-        whole = pack(step)
-        logits = net(whole.tokens)
-        vectors = (whole.labels, whole.old_log_probs, whole.advantages, whole.document_index)
+        packed = pack(step)
+        logits = net(packed.tokens)
+        vectors = (packed.labels, packed.old_log_probs, packed.advantages, packed.document_index)
         out = reference.policy_loss(logits.detach(), *vectors, **GRPO, num_documents=len(step))
         gradients = torch.autograd.grad(logits, list(net.parameters()), out.gradient)
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter -= RATE * min(1.0, 1.0 / float(norm + 1e-6)) * gradient
-        found.append((float(out.loss), float(norm)))
-    return found
+        losses_and_norms.append((float(out.loss), float(norm)))
+    return losses_and_norms
 
 
 def documented_code() -> str:
-    """The block of docs/losses.md, as it stands there."""
+    """Return the code of a module in docs/losses.md."""
     text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     section = text.partition("## In a Lightning module of your own")[2]
     return re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
@@ -87,7 +98,7 @@ def documented_code() -> str:
 def test_the_documented_module_trains_the_same_however_its_steps_are_cut(
     tmp_path, monkeypatch, max_tokens, counts
 ):
-    """Loss, gradient norm and weights after two steps, by Lightning's own trainer."""
+    """Loss, gradient norm and weights after two steps, by Lightning's trainer."""
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoint to the current directory
     rows = []
     monkeypatch.setattr(
@@ -118,8 +129,8 @@ def test_the_documented_module_trains_the_same_however_its_steps_are_cut(
     assert names["trainer"].global_step == names["module"].num_updates == 2
 
 
-class Small(DynamicAccumulation):
-    """As the documented one, but without clipping, and without Lightning's trainer."""
+class SmallModule(DynamicAccumulation):
+    """The documented module without clipping, and without Lightning's trainer."""
 
     loss = "gspo"
 
@@ -130,7 +141,7 @@ class Small(DynamicAccumulation):
         self.optimizers = lambda use_pl_optimizer=True: optimizer
         self.manual_backward = lambda loss: loss.backward()
 
-    def micro_batch_loss(self, micro_batch, totals):
+    def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         vectors = (
             micro_batch.labels,
             micro_batch.old_log_probs,
@@ -148,75 +159,78 @@ class Small(DynamicAccumulation):
             self.model(micro_batch.tokens), *vectors, loss=self.loss, **options
         )
 
-    def aggregation_options(self, micro_batch):
+    def aggregation_options(self, micro_batch: MicroBatch) -> dict[str, object]:
         return {"group_index": micro_batch.group_index, "aggregation": "prompt_mean"}
 
 
-class SampleMean(Small):
-    """Over trajectories of several documents."""
+class ModuleOfTrajectories(SmallModule):
+    """Takes the mean over trajectories of several documents."""
 
-    def aggregation_options(self, micro_batch):
+    def aggregation_options(self, micro_batch: MicroBatch) -> dict[str, object]:
         return {"trajectory_index": micro_batch.trajectory_index}
 
 
-def one_step(ranks, max_tokens: int, trajectories: bool) -> tuple[dict, list, list]:
-    """Metrics, gradient and weights after one step on this rank."""
-    module = SampleMean(ranks) if trajectories else Small(ranks)
-    where = ranks.rank_in("data_parallel"), ranks.size("data_parallel")
-    step = make_step(documents(trajectories or None)[:DOCS_PER_STEP], max_tokens, None, *where)
+def take_step(ranks: Layout, max_tokens: int, with_trajectories: bool) -> tuple[dict, list, list]:
+    """Return metrics, gradients and weights after one step on this rank."""
+    module = ModuleOfTrajectories(ranks) if with_trajectories else SmallModule(ranks)
+    step = make_step(
+        documents(with_trajectories)[:DOCS_PER_STEP],
+        max_tokens,
+        None,
+        ranks.rank_in("data_parallel"),
+        ranks.size("data_parallel"),
+    )
     metrics = module.training_step(step, 0)["metrics"]
     for name in ("num_micro_batches", *CLOCK_COLUMNS):
         metrics.pop(name, None)
     return metrics, [p.grad for p in module.parameters()], [p.detach() for p in module.parameters()]
 
 
-def one_step_on_a_rank(number: int, *chosen) -> tuple[dict, list, list]:
-    return one_step(layout(data_parallel=number), *chosen)
+def take_step_on_rank(
+    num_ranks: int, max_tokens: int, with_trajectories: bool
+) -> tuple[dict, list, list]:
+    return take_step(layout(data_parallel=num_ranks), max_tokens, with_trajectories)
 
 
-@pytest.mark.parametrize("trajectories", [False, True])
-@pytest.mark.parametrize(("number", "max_tokens"), [(2, 12), (4, 1000)])
-def test_any_module_is_driven_over_data_parallel_ranks(number, max_tokens, trajectories):
-    """Metrics, gradient and weights of one process; with four ranks one holds the masked document
-    alone.
-
-    The parts of a trajectory lie on several ranks.
-    """
-    expected = one_step(ONE_PROCESS, 1000, trajectories)
-    assert expected[0].get("num_trajectories") == (3 if trajectories else None)
-    for metrics, gradient, weights in world(number).run(
-        one_step_on_a_rank, number, max_tokens, trajectories
+@pytest.mark.parametrize("with_trajectories", [False, True])
+@pytest.mark.parametrize(("num_ranks", "max_tokens"), [(2, 12), (4, 1000)])
+def test_a_step_over_data_parallel_ranks_is_that_of_one_process(
+    num_ranks, max_tokens, with_trajectories
+):
+    """Of four ranks one holds the masked document alone; trajectories lie on several ranks."""
+    metrics, gradients, weights = take_step(ONE_PROCESS, 1000, with_trajectories)
+    assert metrics.get("num_trajectories") == (3 if with_trajectories else None)
+    for rank_metrics, rank_gradients, rank_weights in world(num_ranks).run(
+        take_step_on_rank, num_ranks, max_tokens, with_trajectories
     ):
-        assert metrics == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
-        torch.testing.assert_close(gradient, expected[1], rtol=1e-11, atol=1e-14)
-        torch.testing.assert_close(weights, expected[2], rtol=1e-12, atol=1e-15)
+        assert rank_metrics == pytest.approx(metrics, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(rank_gradients, gradients, rtol=1e-11, atol=1e-14)
+        torch.testing.assert_close(rank_weights, weights, rtol=1e-12, atol=1e-15)
 
 
 def test_a_step_that_is_not_finite_leaves_the_weights_of_any_module():
-    module = Small(ONE_PROCESS, None, 2)
+    module = SmallModule(ONE_PROCESS, None, 2)
     before = copy.deepcopy(module.model.state_dict())
+    good = documents()[:DOCS_PER_STEP]
     bad = documents()[:DOCS_PER_STEP]
     bad[2] = dataclasses.replace(bad[2], advantages=bad[2].advantages * math.nan)
     metrics = module.training_step(make_step(bad, 12), 0)["metrics"]
-    assert (metrics["num_skipped_steps"], module.num_updates) == (1, 0)
+    assert metrics["num_skipped_steps"] == 1
+    assert module.num_updates == 0
     with pytest.raises(NumericalError, match=r"2 steps in a row .* not finite in: document 2\.$"):
         module.training_step(make_step(bad, 12), 1)
     assert all(
         torch.equal(weight, before[name]) for name, weight in module.model.state_dict().items()
     )
-    assert (
-        module.training_step(make_step(documents()[:DOCS_PER_STEP], 12), 2)["metrics"][
-            "num_skipped_steps"
-        ]
-        == 2
-    )
+    metrics = module.training_step(make_step(good, 12), 2)["metrics"]
+    assert metrics["num_skipped_steps"] == 2
     assert module.num_updates == 1
     assert not torch.equal(module.model[2].weight, before["2.weight"])
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_that_would_average_gradients_is_refused():
-    module = Small(ONE_PROCESS)
+    module = SmallModule(ONE_PROCESS)
     module.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     with pytest.raises(
         ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"
@@ -224,15 +238,14 @@ def test_a_trainer_that_would_average_gradients_is_refused():
         module.on_fit_start()
 
 
-def test_a_step_with_and_without_old_log_probs_has_no_metric_that_compares_them():
-    """Zeros stand for those that are not known: a ratio of them is no number of the policy."""
-    module = Small(ONE_PROCESS)
+def test_metrics_of_old_log_probs_need_them_of_every_document():
+    """Unknown ones are zeros, whose ratio says nothing about the policy."""
+    module = SmallModule(ONE_PROCESS)
     module.loss = "reinforce"
-    known, unknown = (
-        documents()[:2],
-        [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]],
-    )
-    for step, compared in ((known + unknown, False), (unknown, False), (known, True)):
+    known = documents()[:2]
+    unknown = [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]]
+    for step, all_known in ((known + unknown, False), (unknown, False), (known, True)):
         metrics = module.training_step(make_step(step, 1000), 0)["metrics"]
-        assert ("ratio_new_old" in metrics, "old_logprobs" in metrics) == (compared, compared)
+        assert ("ratio_new_old" in metrics) == all_known
+        assert ("old_logprobs" in metrics) == all_known
         assert math.isfinite(metrics["new_logprobs"])

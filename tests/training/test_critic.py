@@ -1,8 +1,11 @@
-"""The critic of advantage=gae: its values, its loss and gradient, when it trains, and what is
-refused."""
+"""The critic of advantage=gae has the values, loss and gradient of the specification's loops.
+
+verl's value loss, written anew, is a second reference; runs show when the critic trains.
+"""
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,11 +25,12 @@ from builders.runs import (
     with_model,
 )
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, MicroBatch, StepTotals
 from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference_terms
-from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.rollouts.steps import StepLoader, make_step
 from pgtoolkit.training.critic import value_losses
+from pgtoolkit.training.module import PolicyGradientModule
 
 GAE = ("advantage=gae", "loss=grpo")
 LEARNING = (
@@ -37,12 +41,15 @@ LEARNING = (
 )
 
 
-def of_settings(*overrides):
+def module_with_critic(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
     return module_and_loader(*last_of_each_key(*SHORT, *LEARNING, *overrides))
 
 
-def critics_values(module, document):
-    """(N,) value of the state before each trained token, of the document alone; differentiable."""
+def values_by_critic(module: PolicyGradientModule, document: Document) -> torch.Tensor:
+    """Return (N,) values of the states before each trained token, differentiable.
+
+    The document goes through the critic alone.
+    """
     model = module.critic.body.model
     states = model.base_model(document.tokens[None]).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
@@ -68,36 +75,42 @@ def test_the_value_loss_and_its_slope_are_those_of_the_specification():
     assert 0 < int((slopes != narrow).sum()) < 400
 
 
-def slope_of(losses, values):
+def slope_of(losses: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(losses.sum(), values)[0]
 
 
-def verls_value_loss(predictions, returns, values, mask, clip):
+def value_loss_of_verl(
+    predictions: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    clip: float,
+) -> torch.Tensor:
     """Return verl's `compute_value_loss` under token-mean.
 
     Written anew after verl/trainer/ppo/core_algos.py at b178a3c.
     """
     bounded = torch.max(torch.min(predictions, values + clip), values - clip)
-    free, held = (predictions - returns) ** 2, (bounded - returns) ** 2
-    return 0.5 * (torch.max(free, held) * mask).sum() / mask.sum()
+    unclipped = (predictions - returns) ** 2
+    clipped = (bounded - returns) ** 2
+    return 0.5 * (torch.max(unclipped, clipped) * mask).sum() / mask.sum()
 
 
-def test_the_value_loss_and_its_gradient_are_verls():
+def test_the_value_loss_and_its_gradient_are_those_of_verl():
     random = torch.Generator().manual_seed(1)
     values, old, returns = torch.randn(3, 5, 40, generator=random, dtype=torch.float64)
     mask = (torch.rand(5, 40, generator=random) < 0.6).double()
     values.requires_grad_()
-    theirs = verls_value_loss(values, returns, old, mask, 0.5)
-    ours = (value_losses(values, old, returns, 0.5) * mask / mask.sum()).sum()
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
-    (expected,) = torch.autograd.grad(theirs, values)
+    expected = value_loss_of_verl(values, returns, old, mask, 0.5)
+    loss = (value_losses(values, old, returns, 0.5) * mask / mask.sum()).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, values)[0], expected, rtol=1e-12, atol=1e-15
+        slope_of(loss, values), slope_of(expected, values), rtol=1e-12, atol=1e-15
     )
 
 
-def test_every_value_is_0_at_the_start():
-    module, loader = of_settings()
+def test_every_value_is_0_and_returns_are_discounted_rewards_at_the_start():
+    module, loader = module_with_critic()
     step = next(iter(loader))
     for document in step.documents:
         assert document.values.tolist() == [0.0] * document.num_trained
@@ -108,19 +121,23 @@ def test_every_value_is_0_at_the_start():
     assert metrics["critic_grad_norm"] > 0
 
 
+def whitened(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
+
+
 @pytest.mark.parametrize(
-    "late",
+    "settings",
     [
         (),
         ("rollout.lag=3", "rollout.old_log_probs=proximal"),
         ("rollout.max_staleness=5",),
     ],
 )
-def test_values_are_the_critics_as_training_on_a_batch_begins(late):
-    """Under lag too; the whitened advantages are of the whole batch, also where its steps are
-    several."""
-    module, loader = of_settings(*late)
-    spread = []
+def test_values_are_those_of_the_critic_as_training_on_a_batch_begins(settings):
+    """Also of a batch that was sampled earlier. Advantages are whitened over the two steps of a
+    batch."""
+    module, loader = module_with_critic(*settings)
+    largest_values = []
     for number, step in enumerate(itertools.islice(loader, 8)):
         if number % 2 == 0:
             batch = [Document(**document) for document in loader.source.state_dict()["documents"]][
@@ -129,7 +146,7 @@ def test_values_are_the_critics_as_training_on_a_batch_begins(late):
             advantages = []
             for document in batch:
                 with torch.no_grad():
-                    expected = critics_values(module, document)
+                    expected = values_by_critic(module, document)
                 torch.testing.assert_close(document.values.double(), expected, rtol=0, atol=1e-6)
                 rewards = [0.0] * document.num_trained
                 rewards[-1] = document.reward
@@ -141,25 +158,24 @@ def test_values_are_the_critics_as_training_on_a_batch_begins(late):
                     [x[1] for x in advantages_and_returns.values()], abs=1e-5
                 )
                 advantages += [x[0] for x in advantages_and_returns.values()]
-            numbers = torch.tensor(advantages, dtype=torch.float64)
-            white = (numbers - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
             torch.testing.assert_close(
                 torch.cat([document.advantages for document in batch]).double(),
-                white,
+                whitened(torch.tensor(advantages, dtype=torch.float64)),
                 rtol=0,
                 atol=1e-4,
             )
-            spread.append(float(torch.cat([document.values for document in batch]).abs().max()))
+            values = torch.cat([document.values for document in batch])
+            largest_values.append(float(values.abs().max()))
         module.training_step(step, number)
     loader.source.close()
-    assert spread[0] == 0
-    assert spread[-1] > 0.01
+    assert largest_values[0] == 0
+    assert largest_values[-1] > 0.01
 
 
-def known_documents(module, seed=0):
-    """Documents of two groups with values that the critic's have moved away from, one without a
+def documents_with_values() -> list[Document]:
+    """Return documents of three groups, whose values differ from the critic's; the last has no
     trained token."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
     documents = []
     for number, (length, digits) in enumerate([(6, 3), (9, 5), (4, 2), (7, 4), (5, 0)]):
         mask = torch.arange(length) >= length - digits
@@ -180,8 +196,8 @@ def known_documents(module, seed=0):
     return documents
 
 
-def weight_of(aggregation, document, documents):
-    """w_t by its definition."""
+def weight_of(aggregation: str, document: Document, documents: list[Document]) -> float:
+    """Return w_t of a document's tokens by the definition of its aggregation."""
     tokens = sum(d.num_trained for d in documents)
     group = [d for d in documents if d.group == document.group]
     return {
@@ -194,20 +210,20 @@ def weight_of(aggregation, document, documents):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation):
+def test_the_gradient_is_that_of_the_specification_however_the_step_is_cut(aggregation):
     divisor = "aggregation.divisor=4" if aggregation == "constant" else "aggregation.divisor=null"
-    module, _ = of_settings(
+    module, _ = module_with_critic(
         f"aggregation={aggregation}", divisor, "critic.clip=0.1", "optimizer.max_grad_norm=null"
     )
     critic = module.critic
     head = critic.body.model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(2))
-    documents = known_documents(module)
+    documents = documents_with_values()
     parameters = list(critic.body.model.parameters())
     loss = torch.zeros((), dtype=torch.float64)
     total = 0.0
     for document in documents:
-        values = critics_values(module, document)
+        values = values_by_critic(module, document)
         weight = weight_of(aggregation, document, documents)
         rows = zip(
             values.tolist(), document.values.tolist(), document.returns.tolist(), strict=True
@@ -217,86 +233,90 @@ def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation)
         slopes = torch.tensor([slope for _, slope in expected], dtype=torch.float64)
         loss = loss + weight * (values * slopes).sum()
     expected = torch.autograd.grad(loss, parameters, allow_unused=True)
-    for order, room in ((documents, 100), (documents, 9), (documents[::-1], 12)):
-        step = make_step(order, room)
+    for order, max_tokens in ((documents, 100), (documents, 9), (documents[::-1], 12)):
+        step = make_step(order, max_tokens)
         metrics = critic.gradient(step.micro_batches, step.totals, None)
         assert metrics["value_loss"] == pytest.approx(total, rel=1e-9)
         for parameter, gradient in zip(parameters, expected, strict=True):
             actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             specified = torch.zeros_like(parameter) if gradient is None else gradient
             torch.testing.assert_close(actual, specified, rtol=1e-8, atol=1e-12)
-    every = torch.cat([critics_values(module, document) for document in documents]).detach()
+    values = torch.cat([values_by_critic(module, document) for document in documents]).detach()
     returns = torch.cat([document.returns for document in documents]).double()
-    assert metrics["value"] == pytest.approx(float(every.mean()), rel=1e-9)
+    assert metrics["value"] == pytest.approx(float(values.mean()), rel=1e-9)
     assert metrics["return"] == pytest.approx(float(returns.mean()), rel=1e-9)
-    variance = float(1 - (returns - every).var() / returns.var())
-    assert metrics["explained_variance"] == pytest.approx(variance, rel=1e-9)
+    explained_variance = float(1 - (returns - values).var() / returns.var())
+    assert metrics["explained_variance"] == pytest.approx(explained_variance, rel=1e-9)
 
 
-def test_what_has_no_weight_in_the_policys_loss_has_none_in_the_critics():
-    """Completions that were cut off, under rollout.truncated=mask, and those that nobody could
-    score."""
-    module, _ = of_settings("rollout.truncated=mask")
-    documents = known_documents(module)
-    kept = module.critic.gradient(*parts(documents[:1], of=documents), None)
+def micro_batches_and_totals(
+    documents: Sequence[Document], step_documents: Sequence[Document] | None = None
+) -> tuple[list[MicroBatch], StepTotals]:
+    """Return the micro-batches of documents, and the totals of a step of `step_documents`."""
+    step = make_step(documents, 100)
+    if step_documents is None:
+        return step.micro_batches, step.totals
+    return step.micro_batches, make_step(step_documents, 100).totals
+
+
+def test_documents_without_weight_in_the_loss_of_the_policy_have_none_in_the_critic():
+    """Truncated completions under rollout.truncated=mask, and completions without a score."""
+    module, _ = module_with_critic("rollout.truncated=mask")
+    documents = documents_with_values()
+    alone = micro_batches_and_totals(documents[:1], step_documents=documents)
+    expected = module.critic.gradient(*alone, None)["value_loss"]
     marked = [documents[0], *[Document(**vars(d) | {"truncated": True}) for d in documents[1:3]]]
     marked += [Document(**vars(d) | {"score_failed": True, "reward": None}) for d in documents[3:]]
-    assert module.critic.gradient(*parts(marked), None)["value_loss"] == pytest.approx(
-        kept["value_loss"], rel=1e-9
-    )
+    metrics = module.critic.gradient(*micro_batches_and_totals(marked), None)
+    assert metrics["value_loss"] == pytest.approx(expected, rel=1e-9)
 
 
-def parts(documents, of=None):
-    """The micro-batches of documents under the totals of a step."""
-    step = make_step(documents, 100)
-    return step.micro_batches, (step if of is None else make_step(of, 100)).totals
-
-
-def weights_of(model):
+def copied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-def test_the_critic_trains_alone_at_first():
-    module, loader = of_settings("critic.steps_before_policy=3")
+def test_the_critic_trains_alone_in_its_steps_before_the_policy():
+    module, loader = module_with_critic("critic.steps_before_policy=3")
     for number, step in enumerate(itertools.islice(loader, 4)):
-        policy, critic = weights_of(module.model), weights_of(module.critic.body.model)
+        policy = copied_weights(module.model)
+        critic = copied_weights(module.critic.body.model)
         metrics = module.training_step(step, number)["metrics"]
         assert ("loss" in metrics) == (number == 3)
         if number < 3:
-            assert_equal(weights_of(module.model), policy)
-        trained = weights_of(module.critic.body.model)
+            assert_equal(copied_weights(module.model), policy)
+        trained = copied_weights(module.critic.body.model)
         assert [name for name, weight in trained.items() if not weight.equal(critic[name])]
     assert (module.num_updates, module.critic.num_updates, module.num_skipped_steps) == (1, 4, 0)
-    assert not weights_of(module.model)["lm_head.weight"].equal(policy["lm_head.weight"])
+    assert not copied_weights(module.model)["lm_head.weight"].equal(policy["lm_head.weight"])
 
 
 def test_a_step_whose_value_loss_is_not_finite_changes_neither_model():
-    module, loader = of_settings()
+    module, loader = module_with_critic()
     step = next(iter(loader))
     step.micro_batches[0].returns[step.micro_batches[0].labels >= 0] = math.nan
-    policy, critic = weights_of(module.model), weights_of(module.critic.body.model)
+    policy = copied_weights(module.model)
+    critic = copied_weights(module.critic.body.model)
     metrics = module.training_step(step, 0)["metrics"]
     assert math.isfinite(metrics["loss"])
     assert math.isnan(metrics["value_loss"])
-    assert_equal(weights_of(module.model), policy)
-    assert_equal(weights_of(module.critic.body.model), critic)
+    assert_equal(copied_weights(module.model), policy)
+    assert_equal(copied_weights(module.critic.body.model), critic)
     assert (module.num_skipped_steps, module.critic.num_updates) == (1, 0)
 
 
-def test_the_policys_step_is_that_of_the_same_advantages_without_a_critic():
-    module, loader = of_settings()
+def test_the_policy_takes_the_step_of_the_same_advantages_without_a_critic():
+    module, loader = module_with_critic()
     step = next(iter(loader))
     metrics = module.training_step(step, 0)["metrics"]
-    without_critic, _ = of_settings("advantage=dr_grpo", "critic.learning_rate=0.001")
+    without_critic, _ = module_with_critic("advantage=dr_grpo", "critic.learning_rate=0.001")
     expected = without_critic.training_step(step, 0)["metrics"]
     assert metrics["grad_norm"] == expected["grad_norm"]
-    assert_equal(weights_of(module.model), weights_of(without_critic.model))
+    assert_equal(copied_weights(module.model), copied_weights(without_critic.model))
 
 
 @pytest.mark.slow
 def test_ranks_train_the_critic_as_one_process_does_and_resume(tmp_path):
-    """And a resumed one continues to the same numbers; nothing of the critic is lost where it is
-    divided."""
+    """A run resumed on the same ranks is equal to the last bit, its critic included."""
     path = save_with_tokenizer(small_llama(0), tmp_path / "model")
     settings = last_of_each_key(
         *with_model(path, *GAE, "trainer.max_steps=4", "critic.learning_rate=0.01")
@@ -316,12 +336,13 @@ def test_ranks_train_the_critic_as_one_process_does_and_resume(tmp_path):
     assert_equal(checkpoint_of(resumed, 4), checkpoint_of(on_ranks, 4))
 
 
-def test_the_critic_of_another_folder(tmp_path):
+def test_a_critic_of_another_folder_has_its_body_and_a_head_of_one_row(tmp_path):
     path, critic_path = (
         save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3)
     )
     module, _ = module_and_loader(*with_model(path, *GAE, f"critic.path={critic_path}"))
-    of_critic, of_policy = module.critic.body.model.state_dict(), module.model.state_dict()
+    of_critic = module.critic.body.model.state_dict()
+    of_policy = module.model.state_dict()
     expected = small_llama(3).state_dict()
     body = [name for name in expected if name.startswith("model.")]
     assert body
@@ -331,20 +352,21 @@ def test_the_critic_of_another_folder(tmp_path):
     assert of_critic["lm_head.weight"].shape == (1, of_policy["lm_head.weight"].shape[1])
 
 
-def test_a_conversations_turns_are_one_completion(tmp_path):
-    """Of several turns the last trained token has the reward, and those between are passed over."""
+def test_the_turns_of_a_conversation_are_one_completion(tmp_path):
+    """The last trained token of all turns has the reward; untrained tokens between turns discount
+    nothing."""
     turns = (
         "task=guess",
         "rollout.max_completion_length=24",
         "model.max_positions=128",
         "accumulation.max_tokens=256",
     )
-    kept = [
+    settings = [
         setting
         for setting in SHORT
         if not setting.startswith(("task.", "rollout.max", "accumulation.max"))
     ]
-    module, loader = module_and_loader(*kept, *GAE, *turns, "advantage.whiten=false")
+    module, loader = module_and_loader(*settings, *GAE, *turns, "advantage.whiten=false")
     step = next(iter(loader))
     gaps = 0
     for document in step.documents:
@@ -356,7 +378,7 @@ def test_a_conversations_turns_are_one_completion(tmp_path):
     assert math.isfinite(module.training_step(step, 0)["metrics"]["value_loss"])
 
 
-def test_a_run_without_a_critic_has_none_of_it(tmp_path):
+def test_a_run_without_a_critic_has_no_metrics_or_files_of_it(tmp_path):
     (row,) = metrics_of(run(tmp_path / "run", "trainer.max_steps=1"))
     assert not {"value_loss", "value", "critic_grad_norm", "critic_learning_rate"} & row.keys()
     assert checkpoint_of(tmp_path / "run", 1)["critic"] == {}
@@ -364,7 +386,7 @@ def test_a_run_without_a_critic_has_none_of_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "problem"),
+    ("settings", "problem"),
     [
         (["rollout=recorded", "rollout.path=nowhere.jsonl"], "advantage=gae needs rollout=policy"),
         (
@@ -386,6 +408,6 @@ def test_a_run_without_a_critic_has_none_of_it(tmp_path):
         (["advantage=dr_grpo", "advantage.gamma=0.9"], "advantage.gamma=0.9 needs advantage=gae"),
     ],
 )
-def test_what_a_critic_cannot_be_combined_with_is_refused(typed, problem):
-    problems = validate(config_of("advantage=gae", "loss=grpo", *typed))[1].problems
-    assert any(found.startswith(problem) for found in problems), problems
+def test_a_setting_that_excludes_a_critic_is_refused(settings, problem):
+    problems = validate(config_of("advantage=gae", "loss=grpo", *settings))[1].problems
+    assert any(text.startswith(problem) for text in problems), problems

@@ -1,10 +1,14 @@
-"""What a run reads from outside of its directory: found from anywhere, and noticed where it
-changed."""
+"""The data that a run reads from outside of its directory: found from anywhere, changes refused.
+
+Digests are compared with hashlib's; runs are resumed and exported from other directories.
+"""
 
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,9 +29,9 @@ POLICY = [setting for setting in SHORT if setting.startswith("rollout.")]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A directory with prompts, a run on them that recorded its rollouts, and the policy that it
-    left."""
+def home(tmp_path_factory) -> Path:
+    """Return a folder with prompts, a run `first` on them, its recorded rollouts and exported
+    policy, and a run `second` of this policy on these rollouts."""
     folder = tmp_path_factory.mktemp("home")
     rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,96 +58,101 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(home, tmp_path):
-    """The same, with all paths in the copy."""
+def copied_home(home, tmp_path) -> Path:
+    """Return a copy whose runs have the paths of the copy."""
     shutil.copytree(home, tmp_path / "home")
     for file in (tmp_path / "home").glob("*/config.yaml"):
         file.write_text(file.read_text().replace(str(home), str(tmp_path / "home")))
     return tmp_path / "home"
 
 
-def resume(run, *overrides):
-    """Of the first run the folder of its rollouts is typed again: it lies outside of the run."""
-    saved = (
-        [f"rollout.save_path={Path(run).parent / 'recorded'}"] if Path(run).name == "first" else []
-    )
-    return main(["resume", str(run), *overrides, *saved])
+def resume(run: Path | str, *overrides: str) -> int:
+    """Resume a run; for the first one, type the folder of its rollouts, which is not in the run."""
+    words = ["resume", str(run), *overrides]
+    if Path(run).name == "first":
+        words.append(f"rollout.save_path={Path(run).parent / 'recorded'}")
+    return main(words)
 
 
-def status_of(run):
-    return json.loads((run / "status.json").read_text())["state"]
-
-
-def test_resume_and_export_from_another_directory(copy, tmp_path, monkeypatch):
+def test_a_run_is_resumed_and_exported_from_another_directory(copied_home, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for run in ("first", "second"):
         assert resume(f"../home/{run}", "trainer.max_steps=3") == 0
-        assert [row["step"] for row in metrics_of(copy / run)] == [1, 2, 3]
+        assert [row["step"] for row in metrics_of(copied_home / run)] == [1, 2, 3]
         assert main(["export", f"../home/{run}", run]) == 0
     assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["first", "second"]
-    recorded = sorted(path.name for path in (copy / "recorded").iterdir())
+    recorded = sorted(path.name for path in (copied_home / "recorded").iterdir())
     assert recorded == ["batch-000000.parquet", "batch-000001.parquet"]
 
 
-def other_rewards(file):
+def add_prompt(file: Path) -> None:
+    with file.open("a") as opened:
+        opened.write('{"prompt": "1+1=", "answer": 2}\n')
+
+
+def raise_rewards(file: Path) -> None:
     table = pq.read_table(file)
+    rewards = pa.array([reward + 1 for reward in table["reward"].to_pylist()], pa.float64())
     column = table.schema.get_field_index("reward")
-    changed = pa.array([reward + 1 for reward in table["reward"].to_pylist()], pa.float64())
-    pq.write_table(
-        pa.table(table).set_column(column, "reward", changed).replace_schema_metadata(None), file
-    )
+    changed = table.set_column(column, "reward", rewards).replace_schema_metadata(None)
+    pq.write_table(changed, file)
+
+
+def add_empty_line(file: Path) -> None:
+    file.write_text(file.read_text() + "\n")
+
+
+class Change(NamedTuple):
+    """A change of a file that a run reads; names are relative to the folder of the run."""
+
+    run: str
+    file: str
+    change: Callable[[Path], None]
 
 
 CHANGES = {
-    "task.path": (
-        "first",
-        "prompts.jsonl",
-        lambda file: file.open("a").write('{"prompt": "1+1=", "answer": 2}\n'),
-    ),
-    "rollout.path": ("second", "recorded/batch-000000.parquet", other_rewards),
-    "model.path": (
-        "second",
-        "policy/tokenizer_config.json",
-        lambda file: file.write_text(file.read_text() + "\n"),
-    ),
+    "task.path": Change("first", "prompts.jsonl", add_prompt),
+    "rollout.path": Change("second", "recorded/batch-000000.parquet", raise_rewards),
+    "model.path": Change("second", "policy/tokenizer_config.json", add_empty_line),
 }
+"""A change of the data that each key names."""
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_changed_data_are_refused_until_they_are_accepted_once(copy, key, capsys):
-    run, name, change = CHANGES[key]
-    before = {
-        name: (copy / run / name).read_text()
-        for name in ("data.json", "config.yaml", "status.json")
-    }
-    change(copy / name)
+def test_changed_data_are_refused_until_they_are_accepted_once(copied_home, key, capsys):
+    run = copied_home / CHANGES[key].run
+    file = copied_home / CHANGES[key].file
+    change = CHANGES[key].change
+    records = [run / name for name in ("data.json", "config.yaml", "status.json")]
+    before = [record.read_text() for record in records]
+    digests_before = json.loads(before[0])[key]
+
+    change(file)
     capsys.readouterr()
-    assert resume(str(copy / run), "trainer.max_steps=3") == 2
-    path = OmegaConf.select(OmegaConf.load(copy / run / "config.yaml"), key)
+    assert resume(run, "trainer.max_steps=3") == 2
+    path = OmegaConf.select(OmegaConf.load(run / "config.yaml"), key)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"pgtk: error: {key}={path} needs the contents that the run began with (got "
-        f"{(copy / name).name} changed). Its first 2 steps were made with those. Restore them, or "
+        f"{file.name} changed). Its first 2 steps were made with those. Restore them, or "
         "use trainer.accept_changed_data=true."
     )
-    assert {name: (copy / run / name).read_text() for name in before} == before
-    assert resume(str(copy / run), "trainer.max_steps=3", "trainer.accept_changed_data=true") == 0
-    assert (
-        f"note: from step 3 on {key} has other contents: {(copy / name).name} changed."
-        in capsys.readouterr().out
-    )
-    recorded = json.loads((copy / run / "data.json").read_text())
-    assert recorded["accepted"] == [
-        {"step": 2, "before": {key: json.loads(before["data.json"])[key]}}
-    ]
-    assert metrics_of(copy / run)[-1]["step"] == 3
-    change(copy / name)
-    assert resume(str(copy / run), "trainer.max_steps=4") == 2  # accepted once, not for ever
+    assert [record.read_text() for record in records] == before
+
+    assert resume(run, "trainer.max_steps=3", "trainer.accept_changed_data=true") == 0
+    note = f"note: from step 3 on {key} has other contents: {file.name} changed."
+    assert note in capsys.readouterr().out
+    accepted = json.loads((run / "data.json").read_text())["accepted"]
+    assert accepted == [{"step": 2, "before": {key: digests_before}}]
+    assert metrics_of(run)[-1]["step"] == 3
+
+    change(file)
+    assert resume(run, "trainer.max_steps=4") == 2
 
 
-def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatch, capsys):
+def test_a_resume_takes_data_from_another_place(copied_home, tmp_path, monkeypatch, capsys):
     (tmp_path / "moved").mkdir()
-    (copy / "prompts.jsonl").rename(tmp_path / "moved" / "prompts.jsonl")
+    (copied_home / "prompts.jsonl").rename(tmp_path / "moved" / "prompts.jsonl")
     monkeypatch.chdir(tmp_path)
     assert resume("home/first") == 2
     assert "needs an existing file" in capsys.readouterr().err
@@ -154,70 +163,99 @@ def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatc
     assert resume("home/first", "task.verifier=math_verify") == 2
 
 
-def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
-    """As after a kill before the first one."""
-    shutil.rmtree(copy / "first" / "checkpoints")
-    (copy / "first" / "status.json").write_text('{"state": "running", "step": 0}')
-    CHANGES["task.path"][2](copy / "prompts.jsonl")
-    assert resume(str(copy / "first")) == 0
-    assert "accepted" not in json.loads((copy / "first" / "data.json").read_text())
+def test_a_run_without_a_checkpoint_starts_again_with_changed_data(copied_home):
+    """As after a kill before the first checkpoint."""
+    shutil.rmtree(copied_home / "first" / "checkpoints")
+    (copied_home / "first" / "status.json").write_text('{"state": "running", "step": 0}')
+    add_prompt(copied_home / "prompts.jsonl")
+    assert resume(str(copied_home / "first")) == 0
+    assert "accepted" not in json.loads((copied_home / "first" / "data.json").read_text())
 
 
-def test_large_files_are_looked_at_in_samples(tmp_path):
+def test_samples_of_a_large_file_make_its_digest(tmp_path):
+    """Changes of a byte near its ends, of 2^20 bytes in its middle, and of its length are seen."""
     file = tmp_path / "model.safetensors"
     config = config_of("model=huggingface", f"model.path={tmp_path}")
-    seen = []
     size = WHOLE_BYTES + 2**20
-    for place in (None, 0, 2**20 - 1, 2**20, WHOLE_BYTES // 2, WHOLE_BYTES, size - 1, size):
-        with open(file, "wb") as out:
-            out.truncate(size)
-            out.seek(place or 0)
-            out.write(b"" if place is None else b"x" * (2**20 if place == WHOLE_BYTES // 2 else 1))
-        seen.append(digests(config)["model.path"]["model.safetensors"])
-    assert len({one["sha256"] for one in seen}) == len(seen)
-    assert all(one["sampled"] for one in seen)
-    assert {one["bytes"] for one in seen} == {size, size + 1}
-    (tmp_path / "README.md").write_text("a model")
-    (tmp_path / ".cache").write_text("x")
+    entries = []
+    for place, data in (
+        (0, b""),
+        (0, b"x"),
+        (2**20 - 1, b"x"),
+        (2**20, b"x"),
+        (WHOLE_BYTES // 2, b"x" * 2**20),
+        (WHOLE_BYTES, b"x"),
+        (size - 1, b"x"),
+        (size, b"x"),
+    ):
+        with file.open("wb") as opened:
+            opened.truncate(size)
+            opened.seek(place)
+            opened.write(data)
+        entries.append(digests(config)["model.path"]["model.safetensors"])
+    assert len({entry["sha256"] for entry in entries}) == len(entries)
+    assert all(entry["sampled"] for entry in entries)
+    assert {entry["bytes"] for entry in entries} == {size, size + 1}
+
+
+def test_the_card_and_hidden_files_of_a_model_are_not_data(tmp_path):
+    config = config_of("model=huggingface", f"model.path={tmp_path}")
+    for name in ("model.safetensors", "README.md", ".cache"):
+        (tmp_path / name).write_text("x")
     assert list(digests(config)["model.path"]) == ["model.safetensors"]
 
 
-def test_prompts_of_conversations_are_data_too(tmp_path):
-    """Of training and of a set; without a path there are none."""
+def test_prompts_of_conversations_are_data_of_training_and_of_sets(tmp_path):
     files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
     for number, file in enumerate(files):
         file.write_text(f'{{"prompt": "{number}", "answer": 1}}\n')
-    talk = "task=conversation", "task.environment=tasks.environments_for_tests.Counting"
+    conversation = ("task=conversation", "task.environment=tasks.environments_for_tests.Counting")
     sets = f"evaluation.sets={{test: {{path: {files[1]}}}}}"
-    config = config_of(*talk, f"task.path={files[0]}", "evaluation.every=1", sets)
-    found = digests(config)
-    sums = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    assert found["task.path"] == {"train.jsonl": {"bytes": 29, "sha256": sums[0]}}
-    assert found["evaluation.sets.test.path"] == {"test.jsonl": {"bytes": 29, "sha256": sums[1]}}
-    assert digests(config_of(*talk)) == {}
+    config = config_of(*conversation, f"task.path={files[0]}", "evaluation.every=1", sets)
+    train_sum, test_sum = (hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    assert digests(config) == {
+        "task.path": {"train.jsonl": {"bytes": 29, "sha256": train_sum}},
+        "evaluation.sets.test.path": {"test.jsonl": {"bytes": 29, "sha256": test_sum}},
+    }
+    assert digests(config_of(*conversation)) == {}
 
 
-def test_paths_are_made_absolute(tmp_path, monkeypatch):
+@pytest.fixture
+def folder_with_brackets(tmp_path, monkeypatch) -> Path:
+    """Enter a folder whose name is a pattern of glob, with a folder `model`."""
     folder = tmp_path / "a[1]"
     (folder / "model").mkdir(parents=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", "/home/me")
-    config = config_of(
-        "rollout=recorded",
-        "rollout.path=data/*.jsonl",
-        "model=huggingface",
-        "model.path=Qwen/Qwen3",
-    )
-    config = absolute_paths(config)
-    assert config.rollout.path == f"{tmp_path}/a[[]1]/data/*.jsonl"
-    assert config.model.path == "Qwen/Qwen3"
-    assert config.tracking.uri == f"sqlite:///{folder}/outputs/mlflow.db"
-    config = config_of(
-        "rollout.save_path=new/${seed}", "model=huggingface", "model.path=model", "tracking=none"
-    )
-    config = absolute_paths(config)
-    assert (config.rollout.save_path, config.model.path) == (f"{folder}/new/0", f"{folder}/model")
-    assert config.tracking.uri is None
-    config = config_of("task=prompts", "task.path='~/p.jsonl'", "rollout.save_path=/x/../y")
-    config = absolute_paths(config)
-    assert (config.task.path, config.rollout.save_path) == ("/home/me/p.jsonl", "/x/../y")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "expected"),
+    [
+        ("rollout.path=data/*.jsonl", "path", "{parent}/a[[]1]/data/*.jsonl"),
+        ("rollout.save_path=new/${{seed}}", "save_path", "{parent}/a[1]/new/0"),
+        ("rollout.save_path=/x/../y", "save_path", "/x/../y"),
+    ],
+)
+def test_paths_of_rollouts_are_made_absolute(folder_with_brackets, setting, key, expected):
+    """A pattern stays a pattern, and the folder's own brackets are escaped in it."""
+    rollout = "recorded" if key == "path" else "policy"
+    config = absolute_paths(config_of(f"rollout={rollout}", setting.format()))
+    assert getattr(config.rollout, key) == expected.format(parent=folder_with_brackets.parent)
+
+
+def test_a_path_of_a_model_is_made_absolute_where_the_folder_exists(folder_with_brackets):
+    for path, expected in (
+        ("Qwen/Qwen3", "Qwen/Qwen3"),
+        ("model", f"{folder_with_brackets}/model"),
+    ):
+        config = absolute_paths(config_of("model=huggingface", f"model.path={path}"))
+        assert config.model.path == expected
+
+
+def test_paths_of_prompts_and_of_the_store_are_made_absolute(folder_with_brackets):
+    config = absolute_paths(config_of("task=prompts", "task.path='~/p.jsonl'"))
+    assert config.task.path == "/home/me/p.jsonl"
+    assert config.tracking.uri == f"sqlite:///{folder_with_brackets}/outputs/mlflow.db"
+    assert absolute_paths(config_of("tracking=none")).tracking.uri is None

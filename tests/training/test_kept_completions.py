@@ -1,7 +1,11 @@
-"""What a run keeps of the completions it trains on: which, in which files, and that it changes
-nothing else."""
+"""A run keeps completions that it trains on: which, in which files, with which numbers.
+
+Rewards and advantages are computed again from the texts; training is bit-equal without any kept.
+"""
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,36 +19,43 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.rollouts import kept_completions
 from pgtoolkit.rollouts.kept_completions import chosen
-from pgtoolkit.runs.completion_files import completion_files, read_completions
+from pgtoolkit.runs.completion_files import CompletionRow, completion_files, read_completions
 from pgtoolkit.training import recorder
 from pgtoolkit.training.train import train
 
 
-def rows_of(folder):
+def kept_rows(folder: Path) -> list[CompletionRow]:
     return [row for file in completion_files(folder) for row in read_completions(file.path)]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of six steps that keeps all it trains on, in files of four steps, which is never
-    stopped."""
+def uninterrupted(tmp_path_factory) -> Iterator[Path]:
+    """Train six steps and keep all completions, in files of four steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_completions, "STEPS_PER_FILE", 4)
         yield run(tmp_path_factory.mktemp("whole") / "run", "rollout.keep_completions=99")
 
 
-def test_rows_say_what_the_model_wrote_and_what_it_was_worth(whole):
-    files = completion_files(whole)
-    assert [(f.set, f.first, f.last) for f in files] == [("training", 1, 4), ("training", 5, 8)]
-    rows, metrics = rows_of(whole), metrics_of(whole)
+def test_kept_rows_make_up_the_metrics_of_their_steps(uninterrupted):
+    files = completion_files(uninterrupted)
+    assert [(file.set, file.first, file.last) for file in files] == [
+        ("training", 1, 4),
+        ("training", 5, 8),
+    ]
+    rows = kept_rows(uninterrupted)
     assert [row.step for row in rows] == [1 + i // 8 for i in range(48)]
     assert [row.name for row in rows] == [f"prompt {i // 4}" for i in range(48)]
-    for step, row in enumerate(metrics, start=1):
-        own = [one for one in rows if one.step == step]
-        assert sum(one.reward for one in own) / 8 == pytest.approx(row["reward"])
-        assert sum(one.tokens for one in own) / 8 == row["completion_length"]
-        assert sum(one.finish_reason == "length" for one in own) / 8 == row["truncated_fraction"]
-        assert {one.version for one in own} == {step - 1 - (step - 1) % 2}
+    for step, metrics in enumerate(metrics_of(uninterrupted), start=1):
+        of_step = [row for row in rows if row.step == step]
+        num_truncated = sum(row.finish_reason == "length" for row in of_step)
+        assert sum(row.reward for row in of_step) / 8 == pytest.approx(metrics["reward"])
+        assert sum(row.tokens for row in of_step) / 8 == metrics["completion_length"]
+        assert num_truncated / 8 == metrics["truncated_fraction"]
+        assert {row.version for row in of_step} == {step - 1 - (step - 1) % 2}
+
+
+def test_kept_rows_have_the_reward_and_advantage_of_their_texts(uninterrupted):
+    rows = kept_rows(uninterrupted)
     for i, row in enumerate(rows):
         text, end, rest = row.completion.partition("<end>")
         assert len(text) + bool(end) == row.tokens
@@ -59,54 +70,54 @@ def test_rows_say_what_the_model_wrote_and_what_it_was_worth(whole):
         assert row.prompt == row.answer[::-1] + "="
 
 
+def bytes_of_files(folder: Path) -> dict[str, bytes]:
+    return {file.path.name: file.path.read_bytes() for file in completion_files(folder)}
+
+
 @pytest.mark.parametrize("step", [0, 4, 5])
-def test_a_resumed_run_has_the_files_of_one_that_was_never_stopped(
-    whole, tmp_path, monkeypatch, step
+def test_a_resumed_run_has_the_files_of_an_uninterrupted_one(
+    uninterrupted, tmp_path, monkeypatch, step
 ):
+    """A later file of the attempt that was killed is removed."""
     monkeypatch.setattr(kept_completions, "STEPS_PER_FILE", 4)
-    stopped = copy_as_of(whole, step, tmp_path / "stopped")
-    (stopped / "completions" / "evaluation_a_000006.parquet").write_bytes(
-        b"of the attempt that was killed"
-    )
-    run(stopped, "rollout.keep_completions=99", resume=True)
-    found, expected = (
-        {file.path.name: file.path.read_bytes() for file in completion_files(f)}
-        for f in (stopped, whole)
-    )
-    assert found.keys() == expected.keys()
-    assert found == expected
+    resumed = copy_as_of(uninterrupted, step, tmp_path / "resumed")
+    (resumed / "completions" / "evaluation_a_000006.parquet").write_bytes(b"of step 6")
+    run(resumed, "rollout.keep_completions=99", resume=True)
+    assert bytes_of_files(resumed) == bytes_of_files(uninterrupted)
 
 
-def test_a_checkpoint_comes_after_the_completions_up_to_it(tmp_path, monkeypatch):
-    """So that a run that is killed right after it loses none."""
-    save, kept = recorder.save_checkpoint, []
+def test_completions_are_written_before_the_checkpoint_of_their_step(tmp_path, monkeypatch):
+    """A run that is killed right after a checkpoint loses none."""
+    save = recorder.save_checkpoint
+    steps_at_checkpoints = []
 
-    def spied(folder, state, *arguments):
-        kept.append((state["step"], [row.step for row in rows_of(folder.parent)]))
+    def record_steps_and_save(folder, state, *arguments):
+        steps = [row.step for row in kept_rows(folder.parent)]
+        steps_at_checkpoints.append((state["step"], steps))
         return save(folder, state, *arguments)
 
-    monkeypatch.setattr(recorder, "save_checkpoint", spied)
+    monkeypatch.setattr(recorder, "save_checkpoint", record_steps_and_save)
     run(
         tmp_path / "run",
         "rollout.keep_completions=1",
         "trainer.max_steps=3",
         "trainer.checkpoint_every=2",
     )
-    assert kept == [(2, [1, 2]), (3, [1, 2, 3])]
+    assert steps_at_checkpoints == [(2, [1, 2]), (3, [1, 2, 3])]
 
 
-def test_training_is_the_same_whatever_is_kept(whole, tmp_path):
+def test_keeping_completions_changes_neither_training_nor_digest(uninterrupted, tmp_path):
     without = run(tmp_path / "without", "rollout.keep_completions=0")
     assert not (without / "completions").exists()
-    assert metrics_of(without) == metrics_of(whole)
-    assert_equal(checkpoint_of(without, 6), checkpoint_of(whole, 6))
+    assert metrics_of(without) == metrics_of(uninterrupted)
+    assert_equal(checkpoint_of(without, 6), checkpoint_of(uninterrupted, 6))
     digests = {
         digest(plain_config(compose([f"rollout.keep_completions={n}"]).config)) for n in (0, 8)
     }
     assert len(digests) == 1
 
 
-def test_a_run_that_fails_keeps_those_of_its_last_steps(tmp_path):
+def test_a_run_that_fails_keeps_the_completions_of_all_its_steps(tmp_path):
     with pytest.raises(PgtoolkitError):
         run(
             tmp_path / "run",
@@ -116,24 +127,21 @@ def test_a_run_that_fails_keeps_those_of_its_last_steps(tmp_path):
         )
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
-    assert (
-        {row.step for row in rows_of(tmp_path / "run")}
-        == set(range(1, status["step"] + 1))
-        != set()
-    )
+    assert status["step"] > 0
+    assert {row.step for row in kept_rows(tmp_path / "run")} == set(range(1, status["step"] + 1))
 
 
-def test_ranks_keep_the_completions_of_all_in_one_file(tmp_path):
+def test_completions_of_all_ranks_are_kept_in_one_file(tmp_path):
     settings = [*SHORT, "trainer.max_steps=2", "rollout.keep_completions=99"]
     folder = run_on_ranks(tmp_path / "run", settings, data_parallel=2)
-    assert [(row.step, row.name) for row in rows_of(folder)] == [
+    assert [(row.step, row.name) for row in kept_rows(folder)] == [
         (1 + i // 8, f"prompt {i // 4}") for i in range(16)
     ]
     assert len(list((folder / "completions").iterdir())) == 1
 
 
-def test_what_a_reward_function_logs_of_a_completion_is_kept_with_it(tmp_path):
-    """Also of completions that wait in a checkpoint for their step."""
+def test_values_logged_by_a_reward_function_are_kept_with_their_completion(tmp_path):
+    """Also of completions that wait for their step in a checkpoint."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text(
         "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(8))
@@ -147,7 +155,7 @@ def test_what_a_reward_function_logs_of_a_completion_is_kept_with_it(tmp_path):
     for steps in (1, 2):
         config = config_of(*settings, f"trainer.max_steps={steps}", "rollout.keep_completions=99")
         train(config, tmp_path / "run", resume=steps == 2)
-    rows = rows_of(tmp_path / "run")
+    rows = kept_rows(tmp_path / "run")
     assert [row.step for row in rows] == [1] * 8 + [2] * 8
     assert [row.logged for row in rows] == [
         {"text": row.completion.partition("<end>")[0]} for row in rows
@@ -157,8 +165,8 @@ def test_what_a_reward_function_logs_of_a_completion_is_kept_with_it(tmp_path):
     assert facts(rows[0]).startswith(f"text {rows[0].logged['text']}, advantage ")
 
 
-def documents(*groups):
-    """Of each group's rewards its documents, one after the other."""
+def documents_of_groups(*groups: list[float]) -> list[Document]:
+    """Return a document for each reward of each group."""
     return [
         Document(
             torch.tensor([1, 2]),
@@ -200,10 +208,10 @@ def documents(*groups):
     ],
 )
 def test_the_best_and_worst_of_several_prompts_are_kept(count, expected):
-    """First of prompts that teach something, of each the best and the worst; the same prompts
-    whenever they come."""
-    of_step = documents([1.0, 1.0], [0.0, 1.0], [0.75, 0.0, 0.5], [0.0, 0.0])
+    """Prompts whose rewards differ come first, whatever the order of the documents."""
+    documents = documents_of_groups([1.0, 1.0], [0.0, 1.0], [0.75, 0.0, 0.5], [0.0, 0.0])
     names = {0: "a", 1: "a.jsonl:1", 2: "a.jsonl:5", 3: "b"}
-    assert [(one.group, one.reward) for one in chosen(of_step, names, count)] == expected
-    backwards = chosen(of_step[::-1], names, count)
-    assert sorted((one.group, one.reward) for one in backwards) == sorted(expected)
+    kept = chosen(documents, names, count)
+    assert [(document.group, document.reward) for document in kept] == expected
+    backwards = chosen(documents[::-1], names, count)
+    assert sorted((document.group, document.reward) for document in backwards) == sorted(expected)

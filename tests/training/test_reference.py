@@ -1,7 +1,11 @@
-"""The frozen reference of the penalty: which weights it has, over ranks, at a resume, and recorded
-instead."""
+"""The reference model of a penalty: its weights, how it moves, over ranks, and recorded instead.
+
+Distances are compared with those of the models' own logits, and with runs of one process.
+"""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +20,44 @@ from pgtoolkit.training.build import reference_of
 from pgtoolkit.training.train import train
 
 PENALTIES = ("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02")
+MOVING = (
+    "kl=k3",
+    "kl.coefficient=0.3",
+    "kl.update_every=2",
+    "kl.update_rate=0.25",
+    "optimizer.learning_rate=0.02",
+)
+"""After every other update the reference goes a quarter of the way to the policy."""
+FULL_KL_OF_ADAPTERS = (
+    "kl=full_reverse",
+    "kl.coefficient=0.3",
+    "model.lora_rank=2",
+    "optimizer.learning_rate=0.02",
+)
+WITHOUT_AGGREGATION = [setting for setting in SHORT if not setting.startswith("aggregation")]
 
 
-def llama(folder, *, seed=0, **changes):
+def llama(folder: Path, *, seed: int = 0, **changes) -> Path:
     return save_with_tokenizer(small_llama(seed, **changes), folder)
 
 
-def train_on(folder, path, *overrides):
-    """A run of the model at path, with the short settings."""
+def train_on(folder: Path, path: Path, *overrides: str) -> Path:
+    """Train the model at `path` in `folder` with the short settings."""
     config = config_of(*with_model(path, *overrides))
     assert validate(config)[1].problems == []
     train(config, folder, overrides=list(overrides))
     return folder
+
+
+def log_softmax_rows(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return (T, V) log-probs of the token after each position, at a temperature of 0.7."""
+    return (model(tokens[None]).logits[0].detach().double() / 0.7).log_softmax(-1)
+
+
+def sharpen(models: Sequence[torch.nn.Module]) -> None:
+    """Multiply the heads by 30, for distances that rounding does not hide."""
+    for model in models:
+        model.get_output_embeddings().weight.data.mul_(30)
 
 
 def test_the_first_distance_is_exactly_zero(tmp_path):
@@ -37,17 +67,8 @@ def test_the_first_distance_is_exactly_zero(tmp_path):
     assert all(0 < row["entropy"] < 2.5 for row in rows)
 
 
-def test_a_reference_moves_a_share_of_the_way_to_the_policy(tmp_path):
-    """After every other update a quarter of the way to the policy, in float32 whatever the model
-    computes in."""
-    moving = (
-        "kl=k3",
-        "kl.coefficient=0.3",
-        "kl.update_every=2",
-        "kl.update_rate=0.25",
-        "optimizer.learning_rate=0.02",
-    )
-    module, loader = module_and_loader(*SHORT, *moving)
+def test_a_reference_moves_a_share_of_the_way_to_the_policy():
+    module, loader = module_and_loader(*SHORT, *MOVING)
     expected = {name: weight.clone() for name, weight in module.reference.model.named_parameters()}
     for number, step in enumerate(loader, 1):
         module.training_step(step, number)
@@ -57,11 +78,17 @@ def test_a_reference_moves_a_share_of_the_way_to_the_policy(tmp_path):
         for name, weight in module.reference.model.named_parameters():
             torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-15)
     assert number == 6
+
+
+def test_a_moving_reference_is_kept_in_float32_whatever_the_model_computes_in(tmp_path):
     path = llama(tmp_path / "model")
-    module, _ = module_and_loader(*with_model(path, "model.dtype=bfloat16", *moving), dtype=None)
+    module, _ = module_and_loader(*with_model(path, "model.dtype=bfloat16", *MOVING), dtype=None)
     assert {weight.dtype for weight in module.reference.model.parameters()} == {torch.float32}
-    typed = with_model(path, "model.lora_rank=2", *moving)
-    (problem,) = validate(config_of(*typed))[1].problems
+
+
+def test_a_moving_reference_of_adapters_is_refused(tmp_path):
+    settings = with_model(llama(tmp_path / "model"), "model.lora_rank=2", *MOVING)
+    (problem,) = validate(config_of(*settings))[1].problems
     assert problem.startswith("kl.update_every=2 needs model.lora_rank=null (got 2).")
 
 
@@ -72,26 +99,19 @@ def test_a_reference_that_was_just_replaced_is_no_distance_away(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "more"),
+    ("sizes", "division"),
     [({"data_parallel": 2}, ("parallelism.shard=true",)), ({"tensor_parallel": 2}, ())],
-    ids=str,
+    ids=["fsdp", "tensor"],
 )
-def test_a_reference_moves_over_ranks_as_in_one_process(tmp_path, recorded, sizes, more):
-    moving = (
-        "kl=k3",
-        "kl.coefficient=0.3",
-        "kl.update_every=2",
-        "kl.update_rate=0.25",
-        "optimizer.learning_rate=0.02",
-    )
-    settings = with_model(llama(tmp_path / "base"), *moving, of=recorded)
-    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+def test_a_reference_moves_over_ranks_as_in_one_process(tmp_path, recorded, sizes, division):
+    settings = with_model(llama(tmp_path / "base"), *MOVING, of=recorded)
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *division], **sizes)
     assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
-    """The matrices of the reference are kept in bfloat16, and what computes in float32 is not."""
+    """Norms and embedding compute in float32, and the reference keeps them so."""
     path = llama(tmp_path / "model", tie_word_embeddings=tied)
     overrides = (
         path,
@@ -111,9 +131,10 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
-    """Against its own logits, by hand; the temperature is the policy's."""
-    path, reference_path = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
+def test_the_distance_to_a_reference_from_a_folder_is_that_of_its_logits(tmp_path):
+    """Both have the temperature of the rollouts."""
+    path = llama(tmp_path / "model")
+    reference_path = llama(tmp_path / "other", seed=3)
     overrides = (
         path,
         "kl=k1",
@@ -126,24 +147,20 @@ def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
     distance = module.training_step(step, 0)["metrics"]["kl_ref"]
     expected = 0.0
     for document in step.documents:
-        rows = [
-            policy.model(document.tokens[None]).logits[0, :-1]
-            for policy in (module.policy, module.reference)
-        ]
-        new, ref = ((row / 0.7).log_softmax(-1) for row in rows)
+        new = log_softmax_rows(module.policy.model, document.tokens)[:-1]
+        ref = log_softmax_rows(module.reference.model, document.tokens)[:-1]
         chosen = document.tokens[1:, None]
         gap = (ref.gather(-1, chosen) - new.gather(-1, chosen))[document.loss_mask[1:]]
-        expected += float((gap.exp() - gap - 1).detach().mean()) / len(step.documents)
-    # its norms compute in float32, whatever the weights are
+        expected += float((gap.exp() - gap - 1).mean()) / len(step.documents)
+    # The norms of the model compute in float32, whatever its weights are.
     assert distance == pytest.approx(expected, rel=1e-4)
     assert distance > 1e-3
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
-def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
-    """experiment=distillation on a policy of another architecture and width than its teacher,
-    against their logits."""
+def test_distillation_has_the_kl_over_the_vocabulary(tmp_path, kind, kernel):
+    """Against the logits of a policy and a teacher of another architecture and width."""
     teacher = llama(tmp_path / "teacher", seed=3, hidden_size=8)
     chosen = (
         f"kl={kind}",
@@ -156,29 +173,24 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
         *WITHOUT_AGGREGATION, "experiment=distillation", "model=tiny", *chosen
     )
     step = next(iter(loader))
-    # for a distance that rounding does not hide
-    for model in (module.policy.model, module.reference.model):
-        model.get_output_embeddings().weight.data.mul_(30)
-    total, mean, tokens = 0.0, 0.0, 0
+    models = (module.policy.model, module.reference.model)
+    sharpen(models)
+    distances = []  # (N,) of each document
     for document in step.documents:
-        rows = [
-            policy.model(document.tokens[None]).logits[0, :-1].double()
-            for policy in (module.policy, module.reference)
-        ]
-        p, f = ((row.detach() / 0.7).log_softmax(-1)[document.loss_mask[1:]] for row in rows)
-        values = (p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)).sum(-1)
-        total, mean, tokens = (
-            total + float(values.sum()),
-            mean + float(values.mean()),
-            tokens + len(values),
+        new, ref = (
+            log_softmax_rows(model, document.tokens)[:-1][document.loss_mask[1:]]
+            for model in models
         )
+        terms = new.exp() * (new - ref) if kind == "full_reverse" else ref.exp() * (ref - new)
+        distances.append(terms.sum(-1))
     metrics = module.training_step(step, 0)["metrics"]
-    assert metrics["loss"] == pytest.approx(2 * total / tokens, rel=1e-5)
-    assert metrics["kl_ref"] == pytest.approx(mean / len(step.documents), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(2 * float(torch.cat(distances).mean()), rel=1e-5)
+    means = [float(values.mean()) for values in distances]
+    assert metrics["kl_ref"] == pytest.approx(sum(means) / len(means), rel=1e-5)
     assert metrics["loss"] > 0.02
 
 
-def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
+def test_a_student_approaches_its_teacher(tmp_path, capsys):
     teacher = llama(tmp_path / "teacher", seed=3)
     settings = (
         "experiment=distillation",
@@ -186,39 +198,31 @@ def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
         "kl=full_reverse",
         "kl.coefficient=1",
         f"kl.reference={teacher}",
+        "trainer.max_steps=12",
+        "optimizer.learning_rate=0.02",
     )
-    more = "trainer.max_steps=12", "optimizer.learning_rate=0.02"
-    rows = metrics_of(run(tmp_path / "run", *settings, *more))
+    rows = metrics_of(run(tmp_path / "run", *settings))
     assert rows[-1]["kl_ref"] < rows[0]["kl_ref"] / 3
     assert "\ncompare " not in capsys.readouterr().out  # another loss would train the same
 
 
-def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
-    """Adapters beside frozen weights: the numbers of a copy of the base model."""
+def test_the_full_kl_to_the_model_without_its_adapters_is_that_to_a_copy_of_it(tmp_path):
     base = llama(tmp_path / "base")
-    typed = (
-        "kl=full_reverse",
-        "kl.coefficient=0.3",
-        "model.lora_rank=2",
-        "optimizer.learning_rate=0.02",
-    )
-    for name, reference in {"within": "initial", "beside": str(base)}.items():
-        train_on(tmp_path / name, base, *typed, f"kl.reference={reference}", "trainer.max_steps=3")
-    within = metrics_of(tmp_path / "within")
-    assert within[0]["kl_ref"] == 0 < within[-1]["kl_ref"]
-    assert within == metrics_of(tmp_path / "beside")
+    for name, reference in (("adapters off", "initial"), ("copy", str(base))):
+        overrides = (*FULL_KL_OF_ADAPTERS, f"kl.reference={reference}", "trainer.max_steps=3")
+        train_on(tmp_path / name, base, *overrides)
+    rows = metrics_of(tmp_path / "adapters off")
+    assert rows[0]["kl_ref"] == 0
+    assert rows[-1]["kl_ref"] > 0
+    assert rows == metrics_of(tmp_path / "copy")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [{"data_parallel": 2}, {"sequence_data_parallel": 2}], ids=str)
-def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorded, size):
-    kl = (
-        "kl=full_reverse",
-        "kl.coefficient=0.3",
-        "model.lora_rank=2",
-        "optimizer.learning_rate=0.02",
-    )
-    settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
+def test_the_full_kl_to_a_divided_model_without_its_adapters_is_that_of_one_process(
+    tmp_path, recorded, size
+):
+    settings = with_model(llama(tmp_path / "base"), *FULL_KL_OF_ADAPTERS, of=recorded)
     on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
     assert metrics_of(on_ranks)[-1]["kl_ref"] > 1e-5
     assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
@@ -226,18 +230,18 @@ def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorde
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "more"),
+    ("sizes", "division"),
     [
         ({"tensor_parallel": 2}, ("parallelism.sequence_parallel=true", "kernel=torch")),
         ({"data_parallel": 2}, ("parallelism.shard=true",)),
     ],
-    ids=str,
+    ids=["tensor", "fsdp"],
 )
-def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
-    base, teacher = llama(tmp_path / "base"), llama(tmp_path / "teacher", seed=3)
-    kl = "kl=full_forward", "kl.coefficient=0.3", f"kl.reference={teacher}"
-    settings = [*with_model(base, *kl, of=recorded)]
-    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+def test_the_full_kl_over_ranks_is_that_of_one_process(tmp_path, recorded, sizes, division):
+    teacher = llama(tmp_path / "teacher", seed=3)
+    kl = ("kl=full_forward", "kl.coefficient=0.3", f"kl.reference={teacher}")
+    settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *division], **sizes)
     assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
@@ -247,42 +251,40 @@ PROMPTED = (
     "kl.coefficient=1",
     "kl.reference_prompt='{answer}={prompt}'",
 )
-WITHOUT_AGGREGATION = [one for one in SHORT if not one.startswith("aggregation")]
 
 
 @pytest.mark.parametrize("kind", ["k3", "full_reverse"])
-def test_a_teacher_reads_another_prompt(tmp_path, kind):
-    """Longer than the policy's, and the completion's tokens after it are the same ones; against the
-    models' logits."""
+def test_a_teacher_reads_its_prompt_before_the_same_completion(tmp_path, kind):
+    """Against the logits of both models; the teacher's prompt is the longer one."""
     chosen = (
         f"kl={kind}",
         f"kl.reference={llama(tmp_path / 'teacher', seed=3)}",
         "rollout.temperature=0.7",
     )
     module, loader = module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, *chosen)
-    step, total, tokens = next(iter(loader)), 0.0, 0
-    for model in (module.policy.model, module.reference.model):
-        model.get_output_embeddings().weight.data.mul_(30)
+    step = next(iter(loader))
+    sharpen((module.policy.model, module.reference.model))
+    total = 0.0
+    num_tokens = 0
     for document in step.documents:
-        prompt, written = document.tokens[:4], document.tokens[4:]
-        read = torch.cat([prompt[:3].flip(0), prompt[3:], prompt, written])  # 428= becomes 824=428=
-        pairs = (module.policy, document.tokens), (module.reference, read)
-        rows = [
-            policy.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7
-            for policy, x in pairs
-        ]
-        p, f = (row.log_softmax(-1) for row in rows)
-        gap = (f - p).gather(-1, written[:, None])
-        values = gap.exp() - gap - 1 if kind == "k3" else p.exp() * (p - f)
-        total, tokens = total + float(values.sum()), tokens + len(written)
+        prompt = document.tokens[:4]
+        completion = document.tokens[4:]
+        # 428= becomes 824=428=
+        for_teacher = torch.cat([prompt[:3].flip(0), prompt[3:], prompt, completion])
+        places = slice(-len(completion) - 1, -1)
+        new = log_softmax_rows(module.policy.model, document.tokens)[places]
+        ref = log_softmax_rows(module.reference.model, for_teacher)[places]
+        gap = (ref - new).gather(-1, completion[:, None])
+        terms = gap.exp() - gap - 1 if kind == "k3" else new.exp() * (new - ref)
+        total += float(terms.sum())
+        num_tokens += len(completion)
     loss = module.training_step(step, 0)["metrics"]["loss"]
-    assert loss == pytest.approx(total / tokens, rel=1e-5)
+    assert loss == pytest.approx(total / num_tokens, rel=1e-5)
     assert loss > 0.1
 
 
-def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
-    """It counts in a micro-batch, and 4 + 4 tokens of prompts leave room for 4 of a completion in
-    12."""
+def test_the_prompt_of_the_teacher_counts_in_the_limits_of_tokens(tmp_path):
+    """4 + 4 tokens of prompts leave 4 tokens for a completion in 12, and too few in 11."""
     _, loader = module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, "kl.reference=initial")
     for micro_batch in next(iter(loader)).micro_batches:
         assert len(micro_batch.tokens) < len(micro_batch.for_reference.tokens) <= 24
@@ -306,19 +308,24 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
         module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
 
 
-def test_another_vocabulary_is_refused(tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     path = llama(tmp_path / "model")
-    wider, alternative = llama(tmp_path / "wider", vocab_size=14), ", or kl.reference=initial"
+    wider = llama(tmp_path / "wider", vocab_size=14)
+    alternative = ", or kl.reference=initial"
     refused = r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"
     with pytest.raises(ConfigError, match=f"{refused}.* the same family{alternative}.$"):
         module_and_loader(*with_model(path, "kl=k3", f"kl.reference={wider}"))
-    # which may not be the policy itself
+    # A teacher may not be the policy itself.
     with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):
         module_and_loader(
             *with_model(
                 path, "experiment=distillation", f"kl.reference={wider}", of=WITHOUT_AGGREGATION
             )
         )
+
+
+def test_a_reference_with_other_tokens_or_without_a_configuration_is_refused(tmp_path):
+    path = llama(tmp_path / "model")
     renamed = llama(tmp_path / "renamed")
     tokenizer = json.loads((renamed / "tokenizer.json").read_text())
     numbers = tokenizer["model"]["vocab"]
@@ -333,9 +340,9 @@ def test_another_vocabulary_is_refused(tmp_path):
         module_and_loader(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
 
 
-def rows_with_reference():
-    """Two groups of documents, each with three trained tokens whose reference log-prob is 0.3 below
-    the old one."""
+def rows_with_reference() -> list[dict]:
+    """Return rows of two groups, with three trained tokens each, whose reference log-prob is 0.3
+    below the old one."""
     return [
         {
             "token_ids": [number, 1, 10, number, 1, 2],
@@ -350,7 +357,7 @@ def rows_with_reference():
     ]
 
 
-def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
+def test_recorded_log_probs_of_a_reference_make_the_penalty_without_a_model(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
     settings = [
         "rollout=recorded",
@@ -371,18 +378,20 @@ def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
     assert torch.allclose(step.documents[0].ref_log_probs, torch.tensor([-2.8, -2.7, -2.6]))
     metrics = module.training_step(step, 0)["metrics"]
     plain, _ = module_and_loader(
-        "tracking=none", *[one for one in settings if not one.startswith("kl")], "model.num_heads=2"
+        "tracking=none",
+        *[setting for setting in settings if not setting.startswith("kl")],
+        "model.num_heads=2",
     )
     without = plain.training_step(step, 0)["metrics"]
-    # k1 of the step is the mean new log-prob less the mean reference's; without a penalty there is
-    # the metric alone.
+    # k1 of a step is its mean new log-prob minus the mean log-prob of the reference; without a
+    # penalty it is a metric only.
     assert metrics["loss"] == pytest.approx(
         without["loss"] + 2 * (metrics["new_logprobs"] + 2.7), rel=1e-6
     )
     assert without["kl_ref"] == pytest.approx(metrics["kl_ref"], rel=1e-12)
 
 
-def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
+def test_recorded_log_probs_of_a_teacher_distil_without_rewards(tmp_path):
     rows = [
         {key: x for key, x in row.items() if key not in ("reward", "advantage")}
         for row in rows_with_reference()
@@ -407,9 +416,9 @@ def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
     assert metrics["grad_norm"] > 1e-3
 
 
-def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
-    """And an entropy bonus: its last stage has the loss."""
-    settings = [one for one in recorded if not one.startswith("rollout.path")]
+def test_a_pipeline_trains_on_recorded_reference_log_probs_as_one_process_does(tmp_path, recorded):
+    """With an entropy bonus; the last stage of the pipeline has the loss."""
+    settings = [setting for setting in recorded if not setting.startswith("rollout.path")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
     settings += [
         f"rollout.path={path}",
@@ -423,5 +432,5 @@ def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
         "metrics=none",
         "rollout.epochs=3",
     ]
-    found = run_on_ranks(tmp_path / "ranks", settings, pipeline_parallel=2)
-    assert_runs_close(found, run_on_ranks(tmp_path / "one", settings))
+    on_ranks = run_on_ranks(tmp_path / "ranks", settings, pipeline_parallel=2)
+    assert_runs_close(on_ranks, run_on_ranks(tmp_path / "one", settings))
