@@ -1,6 +1,7 @@
-"""`pgtk export`: transformers loads what a run has learned, to the same logits."""
+"""`pgtk export` writes a model that transformers loads, with the logits of the code that trains."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,65 +12,75 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
+from pgtoolkit.config.schema import Config
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import train
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return run(
-        tmp_path_factory.mktemp("export") / "run", "trainer.max_steps=2", "rollout.temperature=0.5"
-    )
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "run"
+    return run(folder, "trainer.max_steps=2", "rollout.temperature=0.5")
 
 
 @torch.no_grad()
-def logits_in_training(folder, config, step, tokens):
-    """Of one document, by the code that trains, with the weights of a checkpoint."""
-    config = config
+def logits_in_training(
+    folder: Path, config: Config, step: int, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Return (T, V) logits of the code that trains, with the weights of a checkpoint."""
     policy = build_policy(config.model, "0123456789=", on_gpu=False)
     weights = checkpoint_of(folder, step)["model"]
-    # a tied head has one name of two
+    # A tied head is saved under the name of the embedding alone.
     assert weights.keys() == dict(policy.model.named_parameters()).keys()
     policy.model.load_state_dict(weights, strict=False)
     count = len(tokens)
     document = Document(
-        tokens, torch.arange(count) > 0, torch.zeros(count - 1), torch.zeros(count - 1), 0, "one"
+        tokens=tokens,
+        loss_mask=torch.arange(count) > 0,
+        old_log_probs=torch.zeros(count - 1),
+        advantages=torch.zeros(count - 1),
+        group=0,
+        name="a document",
     )
     (micro_batch,) = make_step([document], 99, {}).micro_batches
     return policy.head(policy.hidden_states(micro_batch))
 
 
 @torch.no_grad()
-def logits_loaded(folder, tokens):
+def logits_of_export(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens[None]).logits[0]
 
 
 def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp_path, capsys):
     folder = tmp_path / "a" / "model"
-    folder.mkdir(parents=True)  # an empty one is taken
+    folder.mkdir(parents=True)  # an empty folder is accepted
     assert main(["export", str(trained), str(folder)]) == 0
     assert "step 2 of" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = torch.tensor(tokenizer("12345=54321").input_ids)
     assert tokens.tolist() == [1, 2, 3, 4, 5, 10, 5, 4, 3, 2, 1]
     expected = logits_in_training(trained, config_of(*SHORT), 2, tokens)
-    assert torch.equal(logits_loaded(folder, tokens), expected)
+    assert torch.equal(logits_of_export(folder, tokens), expected)
     assert not torch.equal(expected, logits_in_training(trained, config_of(*SHORT), 1, tokens))
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
     assert tokenizer.padding_side == "left"
-    sampling = GenerationConfig.from_pretrained(folder)  # as the rollouts did
-    assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (
-        True,
-        0.5,
-        1.0,
-        0,
-    )
-    assert (sampling.max_new_tokens, sampling.eos_token_id, sampling.pad_token_id) == (4, 11, 11)
 
 
-def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch, capsys):
+def test_the_exported_model_samples_as_the_rollouts_did(trained, tmp_path):
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    sampling = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert sampling.do_sample is True
+    assert sampling.temperature == 0.5
+    assert sampling.top_p == 1.0
+    assert sampling.top_k == 0
+    assert sampling.max_new_tokens == 4
+    assert sampling.eos_token_id == 11
+    assert sampling.pad_token_id == 11
+
+
+def test_the_card_describes_the_run_and_its_code_samples(trained, tmp_path, monkeypatch, capsys):
     assert main(["export", str(trained), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -88,61 +99,70 @@ def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch
     assert prompt.isdecimal()
 
 
-def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
-    """All that an export needs is in the run; what it samples by is the run's own."""
+def test_a_model_of_a_folder_keeps_all_its_end_tokens_and_its_number_type(tmp_path):
+    """The run has all that an export needs, and its own settings of sampling."""
     save_with_tokenizer(
         small_llama(num_hidden_layers=2, tie_word_embeddings=True).bfloat16(), tmp_path / "base"
     )
     (tmp_path / "base" / "generation_config.json").write_text(
         '{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}'
     )
-    chosen = "model.gradient_checkpointing=true", "trainer.max_steps=1"
-    settings = config_of(*with_model(tmp_path / "base", *chosen))
-    train(settings, tmp_path / "run")
+    overrides = ("model.gradient_checkpointing=true", "trainer.max_steps=1")
+    config = config_of(*with_model(tmp_path / "base", *overrides))
+    train(config, tmp_path / "run")
     tokens = torch.tensor([1, 2, 3, 10, 3, 2, 1])
-    expected = logits_in_training(tmp_path / "run", settings, 1, tokens)
+    expected = logits_in_training(tmp_path / "run", config, 1, tokens)
     shutil.rmtree(tmp_path / "base")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     sampling = GenerationConfig.from_pretrained(tmp_path / "model")
-    assert (sampling.eos_token_id, sampling.repetition_penalty) == ([11, 3, 7], None)
-    step = tmp_path / "run" / "checkpoints" / "step-000001"
-    assert (
-        AutoModelForCausalLM.from_pretrained(step).dtype == torch.bfloat16
-    )  # as it is to be used; float32 in the file
-    assert torch.equal(
-        AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32)(tokens[None]).logits[0],
-        expected,
-    )
-    weights, trained = (
-        load_file(tmp_path / "model" / "model.safetensors"),
-        checkpoint_of(tmp_path / "run", 1)["model"],
-    )
+    assert sampling.eos_token_id == [11, 3, 7]
+    assert sampling.repetition_penalty is None
+
+    # The checkpoint has float32 in its file, and says that the model is used in bfloat16.
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert torch.equal(model(tokens[None]).logits[0], expected)
+
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    trained = checkpoint_of(tmp_path / "run", 1)["model"]
     assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
-    # a folder of this machine
+    # A folder of this machine says nothing to others.
     assert "base_model" not in (tmp_path / "model" / "README.md").read_text()
 
 
-def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):
-    def refused(*arguments, status=2):
-        assert main(["export", *map(str, arguments)]) == status
-        said = capsys.readouterr().err
-        assert len(said.splitlines()) == 1
-        return said
-
+@pytest.mark.parametrize(
+    ("run", "folder", "status", "message"),
+    [
+        ("nowhere", "model", 2, "got nowhere: no such folder"),
+        (
+            "trained",
+            "full",
+            2,
+            "needs a new or empty folder (got one with 1 entry). Nothing is overwritten.",
+        ),
+        ("trained", "full/file", 2, "(got a file)"),
+        ("trained", "full/file/model", 6, "cannot be read or written"),
+        ("without checkpoint", "model", 2, "needs a checkpoint (got none)"),
+        ("without a key", "model", 2, "does not fit this version of pgtoolkit"),
+    ],
+)
+def test_an_export_is_refused_in_one_line_and_writes_nothing(
+    trained, tmp_path, capsys, monkeypatch, run, folder, status, message
+):
     monkeypatch.chdir(tmp_path)
-    assert "got nowhere: no such folder" in refused("nowhere", "model")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "needs a new or empty folder (got one with 1 entry). Nothing is overwritten." in refused(
-        trained, "full"
-    )
-    assert "(got a file)" in refused(trained, "full/file")
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "config.yaml").write_text((trained / "config.yaml").read_text())
-    assert "needs a checkpoint (got none)" in refused("begun", "model")
-    assert "cannot be read or written" in refused(trained, "full/file/model", status=6)
-    shutil.copytree(trained, "old")
-    config = (trained / "config.yaml").read_text().replace("  max_bad_steps: 3\n", "")
-    (tmp_path / "old" / "config.yaml").write_text(config)
-    assert "does not fit this version of pgtoolkit" in refused("old", "model")
+    (tmp_path / "trained").symlink_to(trained)
+    config = (trained / "config.yaml").read_text()
+    (tmp_path / "without checkpoint").mkdir()
+    (tmp_path / "without checkpoint" / "config.yaml").write_text(config)
+    if run == "without a key":
+        shutil.copytree(trained, run)
+        changed = config.replace("  max_bad_steps: 3\n", "")
+        assert changed != config
+        (tmp_path / run / "config.yaml").write_text(changed)
+    assert main(["export", run, folder]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
     assert not (tmp_path / "model").exists()

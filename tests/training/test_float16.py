@@ -1,9 +1,14 @@
-"""float16: its scaled loss, steps whose gradient overflows, and a sampler of another type."""
+"""Training in float16: the scaled loss, steps whose gradient overflows, samplers of other types.
+
+Gradients are compared with those of float32, resumed runs with uninterrupted ones bit for bit.
+"""
 
 import copy
 import dataclasses
 import functools
 import math
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,6 +30,7 @@ from pgtoolkit.ranks.gradients import scale_gradients
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.build import build
 from pgtoolkit.training.loss_scale import LossScale
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
 
 HALF = "model.dtype=float16"
@@ -32,81 +38,94 @@ TOO_LARGE = 2.0**40
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(tmp_path_factory) -> Path:
     model = small_llama(3, num_hidden_layers=2, hidden_size=32, tie_word_embeddings=True)
     return save_with_tokenizer(model, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory):
+def untied(tmp_path_factory) -> Path:
     model = small_llama(3, num_hidden_layers=2, hidden_size=32)
     return save_with_tokenizer(model, tmp_path_factory.mktemp("untied"))
 
 
-def module_of(path, *overrides):
+def module_of(path: Path, *overrides: str) -> PolicyGradientModule:
     return module_and_loader(
         *with_model(path, "optimizer.max_grad_norm=null", *overrides), dtype=None
     )[0]
 
 
-def gradient_of(module, max_tokens=24, factor=1.0):
-    """The gradient of a step that makes no update: as the optimizer would take it."""
+def metrics_and_gradient(
+    module: PolicyGradientModule, max_tokens: int = 24, factor: float = 1.0
+) -> tuple[dict, torch.Tensor]:
+    """Return metrics of a step without an update, and the gradient that the optimizer would take.
+
+    factor: multiplies the advantages.
+    """
     documents = [dataclasses.replace(d, advantages=factor * d.advantages) for d in some_documents()]
     module.optimizer.step = lambda closure=None: None
     metrics = module.training_step(make_step(documents, max_tokens, {}), 0)["metrics"]
     return metrics, torch.cat([p.grad.flatten() for p in module.parameters()])
 
 
-def relative(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def relative_difference(x: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((x - expected).norm() / expected.norm())
+
+
+def scale_overflows_and_skipped(module: PolicyGradientModule) -> tuple[float, int, int]:
+    scale = module.loss_scale
+    return scale.value, scale.num_overflows, module.num_skipped_steps
 
 
 @pytest.mark.parametrize("kernel", ["fused_linear", "torch"])
 def test_the_gradient_is_that_of_float32_but_for_rounding(llama, untied, kernel):
-    """Also where head and embedding are one matrix, whose parts of the gradient come on two
-    ways."""
+    """Also where head and embedding are one matrix, whose gradient has two parts."""
     for path in (llama, untied):
-        exact, expected = gradient_of(module_of(path, "model.dtype=float32", f"kernel={kernel}"))
-        metrics, found = gradient_of(module_of(path, HALF, f"kernel={kernel}"))
-        assert relative(found, expected) < 2e-3
-        assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-3, abs=1e-4)
+        expected_metrics, expected = metrics_and_gradient(
+            module_of(path, "model.dtype=float32", f"kernel={kernel}")
+        )
+        metrics, gradient = metrics_and_gradient(module_of(path, HALF, f"kernel={kernel}"))
+        assert relative_difference(gradient, expected) < 2e-3
+        assert metrics["loss"] == pytest.approx(expected_metrics["loss"], rel=1e-3, abs=1e-4)
         # The norm is that of the gradient itself, not of the scaled one.
-        assert metrics["grad_norm"] == pytest.approx(float(found.double().norm()), rel=1e-5)
-        assert (metrics["loss_scale"], metrics["num_overflows"]) == (65536, 0)
-        assert "loss_scale" not in exact
+        assert metrics["grad_norm"] == pytest.approx(float(gradient.double().norm()), rel=1e-5)
+        assert metrics["loss_scale"] == 65536
+        assert metrics["num_overflows"] == 0
+        assert "loss_scale" not in expected_metrics
 
 
-def test_small_gradients_are_kept_by_the_scale(untied):
-    """Of advantages of 1e-4: without a scale most of the body's gradient is below float16's
-    smallest number."""
-    _, expected = gradient_of(module_of(untied, "model.dtype=float32"), factor=1e-4)
+def test_the_scale_keeps_small_gradients(untied):
+    """At advantages of 1e-4 and without a scale, most of the body's gradient is below the smallest
+    number of float16."""
+    _, expected = metrics_and_gradient(module_of(untied, "model.dtype=float32"), factor=1e-4)
     errors = []
     for value in (1.0, 65536.0):
         module = module_of(untied, HALF)
         module.loss_scale.value = value
-        errors.append(relative(gradient_of(module, factor=1e-4)[1], expected))
+        _, gradient = metrics_and_gradient(module, factor=1e-4)
+        errors.append(relative_difference(gradient, expected))
     assert errors[0] > 0.03
     assert errors[1] < 3e-3
 
 
-def test_a_step_is_the_same_however_it_is_cut(untied):
-    whole_metrics, whole = gradient_of(module_of(untied, HALF), max_tokens=1000)
+def test_the_gradient_does_not_depend_on_the_cut(untied):
+    expected_metrics, expected = metrics_and_gradient(module_of(untied, HALF), max_tokens=1000)
     for max_tokens in (24, 14):
-        metrics, found = gradient_of(module_of(untied, HALF), max_tokens=max_tokens)
-        assert metrics["num_micro_batches"] > whole_metrics["num_micro_batches"]
-        assert relative(found, whole) < 1e-3
-        assert metrics["grad_norm"] == pytest.approx(whole_metrics["grad_norm"], rel=1e-3)
+        metrics, gradient = metrics_and_gradient(module_of(untied, HALF), max_tokens=max_tokens)
+        assert metrics["num_micro_batches"] > expected_metrics["num_micro_batches"]
+        assert relative_difference(gradient, expected) < 1e-3
+        assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=1e-3)
 
 
-def test_a_scale_of_a_power_of_2_changes_no_bit_within_the_range(untied):
+def test_another_power_of_2_as_scale_gives_the_same_gradient_within_the_range(untied):
     module = module_of(untied, HALF)
     state = copy.deepcopy(module.state_dict())
     gradients = []
     for value in (2.0**14, 2.0**15):
         module.load_state_dict(state)
         module.loss_scale.value = value
-        gradients.append(gradient_of(module)[1])
-    # smaller ones were subnormal in float16
+        gradients.append(metrics_and_gradient(module)[1])
+    # Smaller ones are subnormal in float16.
     large = gradients[0].abs() > 1e-4 * gradients[0].abs().max()
     torch.testing.assert_close(gradients[0][large], gradients[1][large], rtol=1e-3, atol=0)
 
@@ -133,30 +152,26 @@ def test_an_overflow_changes_no_weight_and_halves_the_scale_until_there_is_none(
 
 
 def test_a_gradient_that_no_scale_makes_finite_ends_the_run(untied):
-    """At a scale of 1 it is no overflow; nor is one where the loss itself is not finite."""
+    """An infinite gradient at a scale of 1 is a bad step, not an overflow."""
     module = module_of(untied, HALF, "trainer.max_bad_steps=2")
     module.loss_scale.value = 2.0
     documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
-    module.training_step(make_step(documents, 24, {}), 0)
-    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (
-        1,
-        1,
-        0,
-    )
-    module.training_step(make_step(documents, 24, {}), 0)
-    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (
-        1,
-        1,
-        1,
-    )
+    step = make_step(documents, 24, {})
+    module.training_step(step, 0)
+    assert scale_overflows_and_skipped(module) == (1, 1, 0)
+    module.training_step(step, 0)
+    assert scale_overflows_and_skipped(module) == (1, 1, 1)
     with pytest.raises(NumericalError):
-        module.training_step(make_step(documents, 24, {}), 0)
+        module.training_step(step, 0)
+
+
+def test_a_loss_that_is_not_finite_is_a_bad_step_and_keeps_the_scale(untied):
     module = module_of(untied, HALF)
     documents = [
         dataclasses.replace(d, advantages=math.nan * d.advantages) for d in some_documents()
     ]
     module.training_step(make_step(documents, 24, {}), 0)
-    assert (module.loss_scale.value, module.num_skipped_steps) == (65536, 1)
+    assert scale_overflows_and_skipped(module) == (65536, 0, 1)
 
 
 def test_the_scale_doubles_after_2000_finite_steps_in_a_row():
@@ -166,20 +181,29 @@ def test_the_scale_doubles_after_2000_finite_steps_in_a_row():
     assert scale.fall()
     for _ in range(1999):
         scale.rise()
-    assert (scale.value, scale.num_overflows) == (32768, 1)
+    assert scale.value == 32768
+    assert scale.num_overflows == 1
     scale.rise()
     assert scale.value == 65536
-    other = LossScale()
-    other.load_state_dict(scale.state_dict())
-    assert other == scale
 
 
-def test_a_gradient_is_clipped_by_its_own_norm(untied):
-    free, unclipped = gradient_of(module_of(untied, HALF))
-    limit = free["grad_norm"] / 4
-    metrics, found = gradient_of(module_of(untied, HALF, f"optimizer.max_grad_norm={limit}"))
-    assert metrics["grad_norm"] == pytest.approx(free["grad_norm"])
-    torch.testing.assert_close(found, unclipped / 4, rtol=1e-4, atol=1e-9)
+def test_a_scale_is_equal_after_it_was_saved_and_loaded():
+    scale = LossScale()
+    assert scale.fall()
+    scale.rise()
+    loaded = LossScale()
+    assert loaded != scale
+    loaded.load_state_dict(scale.state_dict())
+    assert loaded == scale
+
+
+def test_a_gradient_is_clipped_by_the_norm_without_the_scale(untied):
+    unclipped_metrics, unclipped = metrics_and_gradient(module_of(untied, HALF))
+    norm = unclipped_metrics["grad_norm"]
+    module = module_of(untied, HALF, f"optimizer.max_grad_norm={norm / 4}")
+    metrics, gradient = metrics_and_gradient(module)
+    assert metrics["grad_norm"] == pytest.approx(norm)
+    torch.testing.assert_close(gradient, unclipped / 4, rtol=1e-4, atol=1e-9)
 
 
 def test_a_resume_is_bit_equal_after_and_before_overflows(untied, tmp_path, monkeypatch):
@@ -187,25 +211,22 @@ def test_a_resume_is_bit_equal_after_and_before_overflows(untied, tmp_path, monk
         "pgtoolkit.training.module.LossScale", functools.partial(LossScale, 2.0**25)
     )
     settings = with_model(untied, HALF)
-    whole = tmp_path / "whole"
-    train(config_of(*settings), whole)
-    rows = metrics_of(whole)
+    uninterrupted = tmp_path / "uninterrupted"
+    train(config_of(*settings), uninterrupted)
+    rows = metrics_of(uninterrupted)
     overflows = [row["num_overflows"] for row in rows]
     assert overflows[0] == 1
     assert overflows[-1] < 5
     for step in (1, 5):
-        resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
+        resumed = copy_as_of(uninterrupted, step, tmp_path / f"from {step}")
         train(config_of(*settings), resumed, resume=True)
         assert metrics_of(resumed) == rows
-        assert_equal(checkpoint_of(resumed, 6), checkpoint_of(whole, 6))
+        assert_equal(checkpoint_of(resumed, 6), checkpoint_of(uninterrupted, 6))
 
 
-def test_a_sampler_of_another_type_is_further_away(untied, llama):
-    """The mean distance of the sampler's log-probs from the trainer's, by the number types of the
-    two."""
-
-    def gap(path, dtype, of_sampler):
-        settings = with_model(path, f"model.dtype={dtype}", f"sampler.dtype={of_sampler}")
+def test_a_sampler_of_another_number_type_has_log_probs_further_from_the_trainers(untied, llama):
+    def mean_distance(path: Path, dtype: str, sampler_dtype: str) -> float:
+        settings = with_model(path, f"model.dtype={dtype}", f"sampler.dtype={sampler_dtype}")
         module, loader = build(config_of(*settings, "rollout.prompts_per_batch=8"))
         source = loader.source
         documents = [source.document(place) for place in range(source.batch_size)]
@@ -215,19 +236,26 @@ def test_a_sampler_of_another_type_is_further_away(untied, llama):
             trained.append(module.log_probs(micro_batch)[micro_batch.labels >= 0])
         return float((sampled - torch.cat(trained)).abs().mean())
 
-    same = gap(untied, "float16", "auto")
-    assert gap(untied, "float16", "float16") == same
-    assert gap(untied, "float16", "bfloat16") > 4 * same
-    assert gap(untied, "float32", "auto") < same / 20
-    assert gap(llama, "float32", "bfloat16") > 4 * gap(llama, "float32", "float16")
+    same = mean_distance(untied, "float16", "auto")
+    assert mean_distance(untied, "float16", "float16") == same
+    assert mean_distance(untied, "float16", "bfloat16") > 4 * same
+    assert mean_distance(untied, "float32", "auto") < same / 20
+    of_float16 = mean_distance(llama, "float32", "float16")
+    assert mean_distance(llama, "float32", "bfloat16") > 4 * of_float16
 
 
-def of_two_ranks(path, how, poison):
-    """Of a step on this rank: gradient norm, scale, overflows, whether the weights stay.
+class StepOnRank(NamedTuple):
+    grad_norm: float
+    loss_scale: float
+    num_overflows: int
+    weights_are_unchanged: bool
 
-    poison: whether the gradient of rank 1 alone overflows.
-    """
-    settings = with_model(path, HALF, f"parallelism={how}", "parallelism.data_parallel=2")
+
+def step_on_rank(path: str, parallelism: str, overflows: bool) -> StepOnRank:
+    """Take a step on this rank; with `overflows`, the gradient of rank 1 alone is infinite."""
+    settings = with_model(
+        Path(path), HALF, f"parallelism={parallelism}", "parallelism.data_parallel=2"
+    )
     ranks = layout(data_parallel=2)
     module, _ = build(config_of(*settings), layout=ranks)
     optimizer = module.configure_optimizers()
@@ -235,26 +263,28 @@ def of_two_ranks(path, how, poison):
     module.manual_backward = lambda loss: loss.backward()
     documents = some_documents()
     step = make_step(documents, 24, {}, ranks.rank_in("data_parallel"), 2)
-    if poison and ranks.rank == 1:
+    if overflows and ranks.rank == 1:
         scaled = module.scaled
         module.scaled = lambda loss: scaled(loss) * 2.0**40
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     metrics = module.training_step(step, 0)["metrics"]
-    same = all(torch.equal(p, before[name]) for name, p in module.named_parameters())
-    return metrics["grad_norm"], module.loss_scale.value, module.loss_scale.num_overflows, same
+    unchanged = all(torch.equal(p, before[name]) for name, p in module.named_parameters())
+    scale = module.loss_scale
+    return StepOnRank(metrics["grad_norm"], scale.value, scale.num_overflows, unchanged)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(untied, how):
-    for poison in (False, True):
-        results = world(2).run(of_two_ranks, str(untied), how, poison)
-        for norm, value, overflows, same in results:
-            assert math.isfinite(norm) is not poison
-            assert (value, overflows, same) == ((32768, 1, True) if poison else (65536, 0, False))
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(untied, parallelism):
+    for step in world(2).run(step_on_rank, str(untied), parallelism, False):
+        assert math.isfinite(step.grad_norm)
+        assert step[1:] == (65536, 0, False)
+    for step in world(2).run(step_on_rank, str(untied), parallelism, True):
+        assert not math.isfinite(step.grad_norm)
+        assert step[1:] == (32768, 1, True)
 
 
-def test_gradients_are_multiplied_in_place_and_missing_ones_left_out():
+def test_gradients_are_scaled_in_place_where_parameters_have_one():
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     parameters[0].grad = torch.tensor([1.0, 2.0, math.inf])
     scale_gradients(parameters, 0.5)

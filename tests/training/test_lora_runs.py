@@ -1,7 +1,10 @@
-"""Runs under LoRA: resumed, spread over ranks, exported; what their checkpoints hold, and who can
-load them."""
+"""Runs under LoRA: resumed, over ranks, exported, and their checkpoints as peft loads them.
+
+References are uninterrupted runs, runs of one process, a copy of the base model, and W + s B A.
+"""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,34 +30,34 @@ LORA = ("model.lora_rank=2", "model.lora_alpha=6", "optimizer.learning_rate=0.05
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory) -> Path:
     model = small_llama(3, num_hidden_layers=2, tie_word_embeddings=True).bfloat16()
     return save_with_tokenizer(model, tmp_path_factory.mktemp("base"))
 
 
-def settings(base, *overrides):
+def settings_of(base: Path, *overrides: str) -> list[str]:
     return with_model(base, *LORA, "trainer.max_steps=4", *overrides)
 
 
 @pytest.fixture(scope="module")
-def trained(base, tmp_path_factory):
+def trained(base, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    train(config_of(*settings(base)), folder)
+    train(config_of(*settings_of(base)), folder)
     return folder
 
 
-def newest(run):
+def newest_checkpoint(run: Path) -> Path:
     return run / "checkpoints" / "step-000004"
 
 
 @torch.no_grad()
-def logits(model):
+def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=TOKENS).logits
 
 
 @torch.no_grad()
-def logits_in_training(base, run):
-    """By the code that trains, with the adapters of the newest checkpoint."""
+def logits_in_training(base: Path, run: Path) -> torch.Tensor:
+    """Return the logits of the code that trains, with the adapters of the newest checkpoint."""
     policy = build_policy(model_config(base, lora_rank=2, lora_alpha=6.0), None, False)
     load_weights(policy, load_newest(run / "checkpoints"))
     return logits(policy.model)
@@ -70,77 +73,82 @@ def logits_in_training(base, run):
         ),
     ],
 )
-def test_resumed_it_is_bit_equal(base, tmp_path, changes):
-    config = config_of(*settings(base, *changes))
-    train(config, tmp_path / "whole")
-    rows = metrics_of(tmp_path / "whole")
+def test_a_resume_under_lora_is_bit_equal(base, tmp_path, changes):
+    config = config_of(*settings_of(base, *changes))
+    uninterrupted = tmp_path / "uninterrupted"
+    train(config, uninterrupted)
+    rows = metrics_of(uninterrupted)
     assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6 if changes == () else 1e-3)
     assert sum(row["grad_norm"] > 1e-6 for row in rows) >= 2
     for step in (1, 3):
-        resumed = copy_as_of(tmp_path / "whole", step, tmp_path / f"after {step}")
+        resumed = copy_as_of(uninterrupted, step, tmp_path / f"after {step}")
         train(config, resumed, resume=True)
         assert metrics_of(resumed) == rows
-        assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
-    before, after = (checkpoint_of(tmp_path / "whole", step)["model"] for step in (1, 4))
+        assert_equal(checkpoint_of(resumed, 4), checkpoint_of(uninterrupted, 4))
+    before, after = (checkpoint_of(uninterrupted, step)["model"] for step in (1, 4))
     assert all((before[name] - after[name]).abs().max() > 1e-4 for name in before)
 
 
-def test_a_checkpoint_holds_the_adapters_alone(trained):
-    path = newest(trained)
+def test_a_checkpoint_holds_the_adapters_and_their_moments_alone(trained):
+    path = newest_checkpoint(trained)
     assert {file.name for file in path.iterdir() if file.is_file()} == {
-        *(
-            "adapter_config.json",
-            "adapter_model.safetensors",
-            "generation_config.json",
-            "manifest.json",
-        ),
-        *("tokenizer.json", "tokenizer_config.json"),
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "generation_config.json",
+        "manifest.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
-    found, weights = checkpoint_of(trained, 4), load_file(path / "adapter_model.safetensors")
+    weights = load_file(path / "adapter_model.safetensors")
     assert len(weights) == 2 * 2 * 7
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    # 2 x (16 + 16) and 2 x (16 + 32) of them
-    said = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"
-    assert (trained / "run.log").read_text().count(said) == 1
+    # Adapters of rank 2 have 2 x (16 + 16) or 2 x (16 + 32) weights.
+    line = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"
+    assert (trained / "run.log").read_text().count(line) == 1
     fields = ("exp_avg", "exp_avg_sq", "step")
-    assert found["optimizer"].keys() == {f"{name}.{field}" for name in weights for field in fields}
+    moments = checkpoint_of(trained, 4)["optimizer"]
+    assert moments.keys() == {f"{name}.{field}" for name in weights for field in fields}
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (
         2 * 2 * 272 + 1500
     )
 
 
-def test_the_reference_is_the_model_without_its_adapters(base, tmp_path, capsys):
-    """The numbers of a copy of the base model, without one; also where a run goes on with adapters
-    that have moved."""
-    own = settings(base, "kl=k3", "metrics=with_entropy")
-    for name, reference in {"within": "initial", "beside": str(base)}.items():
-        train(config_of(*own, f"kl.reference={reference}"), tmp_path / name)
-    found = metrics_of(tmp_path / "within")
-    assert [row["kl_ref"] > 1e-6 for row in found] == [False, True, True, True]
-    assert found == metrics_of(tmp_path / "beside")
-    assert_equal(checkpoint_of(tmp_path / "within", 4), checkpoint_of(tmp_path / "beside", 4))
-    resumed = copy_as_of(tmp_path / "within", 2, tmp_path / "resumed")
-    train(config_of(*own), resumed, resume=True)
-    assert metrics_of(resumed) == found
-    module, _ = build(config_of(*own))
+def test_a_run_whose_reference_is_its_model_without_adapters_equals_one_with_a_copy(base, tmp_path):
+    """Also where it is resumed with adapters that have moved."""
+    settings = settings_of(base, "kl=k3", "metrics=with_entropy")
+    without_copy = tmp_path / "without copy"
+    with_copy = tmp_path / "with copy"
+    train(config_of(*settings, "kl.reference=initial"), without_copy)
+    train(config_of(*settings, f"kl.reference={base}"), with_copy)
+    rows = metrics_of(without_copy)
+    assert [row["kl_ref"] > 1e-6 for row in rows] == [False, True, True, True]
+    assert rows == metrics_of(with_copy)
+    assert_equal(checkpoint_of(without_copy, 4), checkpoint_of(with_copy, 4))
+    resumed = copy_as_of(without_copy, 2, tmp_path / "resumed")
+    train(config_of(*settings), resumed, resume=True)
+    assert metrics_of(resumed) == rows
+
+
+def test_the_reference_under_lora_takes_no_memory(base, capsys):
+    module, _ = build(config_of(*settings_of(base, "kl=k3")))
     assert module.reference is module.policy
     assert sum(weight.numel() for weight in module.parameters()) == 6480
-    chosen = (
+    overrides = (
         "model=huggingface",
         f"model.path={base}",
         *LORA,
         "kl=k3",
         "rollout.max_completion_length=16",
+        "trainer.device=cpu",
     )
-    assert main(["check", *chosen, "trainer.device=cpu"]) == 0
-    assert (
-        "memory: none, since it is the model in training without its adapters"
-        in capsys.readouterr().out
-    )
+    assert main(["check", *overrides]) == 0
+    line = "memory: none, since it is the model in training without its adapters"
+    assert line in capsys.readouterr().out
 
 
-def test_transformers_and_peft_load_a_checkpoint_as_it_lies(base, trained):
-    path, expected = newest(trained), logits_in_training(base, trained)
+def test_transformers_and_peft_load_a_checkpoint(base, trained):
+    path = newest_checkpoint(trained)
+    expected = logits_in_training(base, trained)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert (logits(plain) - expected).abs().max() > 0.02
     by_peft = PeftModel.from_pretrained(plain, path)
@@ -150,7 +158,9 @@ def test_transformers_and_peft_load_a_checkpoint_as_it_lies(base, trained):
 
 
 @torch.no_grad()
-def test_an_export_is_the_whole_model_in_its_own_number_type(base, trained, tmp_path, capsys):
+def test_an_export_is_the_model_with_its_adapters_merged_in_its_number_type(
+    base, trained, tmp_path, capsys
+):
     assert main(["export", str(trained), str(tmp_path / "model")]) == 0
     output = capsys.readouterr()
     assert "step 4 of" in output.out
@@ -175,32 +185,31 @@ def test_an_export_is_the_whole_model_in_its_own_number_type(base, trained, tmp_
     torch.testing.assert_close(logits(model), logits_in_training(base, trained), rtol=0, atol=0.02)
 
 
-def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, capsys):
-    """One number of the base model is another; the run says where it was."""
+def test_adapters_are_refused_where_the_base_model_has_changed_or_is_gone(base, tmp_path, capsys):
     shutil.copytree(base, tmp_path / "base")
-    train(config_of(*settings(tmp_path / "base", "trainer.max_steps=1")), tmp_path / "run")
+    train(config_of(*settings_of(tmp_path / "base", "trainer.max_steps=1")), tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.5
     model.save_pretrained(tmp_path / "base")
-    says = (
+    message = (
         "does not fit the configured model: its adapters were trained on other weights than "
         "model.path has now"
     )
-    # other files may hold the same weights
+    # Other files may hold the same weights, so that accepting them is not enough.
     accepted = ["trainer.max_steps=2", "trainer.accept_changed_data=true"]
     for command in (
         ["resume", tmp_path / "run", *accepted],
         ["export", tmp_path / "run", tmp_path / "m"],
     ):
         assert main([str(word) for word in command]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     shutil.rmtree(tmp_path / "base")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "m")]) == 2
     assert f"model.path={tmp_path / 'base'} needs " in capsys.readouterr().err
     assert not (tmp_path / "m").exists()
 
 
-def test_the_base_is_known_again_in_another_number_type(base, trained):
+def test_adapters_fit_the_base_model_in_any_number_type(base, trained):
     for dtype in (NumberType.float32, NumberType.bfloat16):
         policy = build_policy(
             model_config(base, dtype=dtype, lora_rank=2, lora_alpha=6.0), None, False
@@ -210,13 +219,21 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
             torch.float32,
             getattr(torch, dtype),
         }
-    for rank, says in (
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
         (None, "it holds LoRA's adapters alone"),
         (3, "lora_A.weight is of .2, 16, torch.float32., not"),
-    ):
-        policy = build_policy(model_config(base, lora_rank=rank), None, False)
-        with pytest.raises((ConfigError, ValueError), match=says):
-            load_weights(policy, load_newest(trained / "checkpoints"))
+    ],
+)
+def test_adapters_of_another_rank_and_adapters_without_lora_are_refused(
+    base, trained, rank, message
+):
+    policy = build_policy(model_config(base, lora_rank=rank), None, False)
+    with pytest.raises((ConfigError, ValueError), match=message):
+        load_weights(policy, load_newest(trained / "checkpoints"))
 
 
 @pytest.mark.slow
@@ -229,27 +246,31 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
     ],
     ids=["ddp", "fsdp in bfloat16", "sequence data and fsdp"],
 )
-def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, sizes, changes):
-    """From recorded rollouts: three steps at once, and the last two from the checkpoint of one
+def test_ranks_train_adapters_as_one_process_does_and_continue_its_run(
+    base, recorded, tmp_path, sizes, changes
+):
+    """Three steps on recorded rollouts, and the last two of them from the checkpoint of one
     process."""
-    typed = with_model(
+    settings = with_model(
         base, "aggregation=constant", "aggregation.divisor=4", *LORA, *changes, of=recorded
     )
-    one = run_on_ranks(tmp_path / "one", [one for one in typed if "shard" not in one])
-    assert [row["grad_norm"] > 1e-4 for row in metrics_of(one)] == [True] * 3
+    of_one_process = [setting for setting in settings if "shard" not in setting]
+    in_one_process = run_on_ranks(tmp_path / "one", of_one_process)
+    assert [row["grad_norm"] > 1e-4 for row in metrics_of(in_one_process)] == [True] * 3
     tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4
-    assert_runs_close(run_on_ranks(tmp_path / "ranks", typed, **sizes), one, tolerance)
-    again = copy_as_of(one, 1, tmp_path / "again")
-    run_on_ranks(again, typed, resume=True, **sizes)
-    assert_runs_close(again, one, tolerance)
-    before = checkpoint_of(again, 3)
-    config = config_of(*typed, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    world(2).run(load_and_save, config, again, sizes)
-    saved_anew = checkpoint_of(again, 3)
-    assert_equal(
-        [saved_anew["model"], saved_anew["optimizer"]], [before["model"], before["optimizer"]]
-    )
-    assert len(list((again / "checkpoints" / "step-000003").glob("*.safetensors"))) == 1
-    one_more = copy_as_of(again, 3, tmp_path / "one more")
-    run_on_ranks(one_more, [s for s in typed if "shard" not in s], resume=True)
-    assert_equal(checkpoint_of(one_more, 3)["model"], saved_anew["model"])
+    on_ranks = run_on_ranks(tmp_path / "ranks", settings, **sizes)
+    assert_runs_close(on_ranks, in_one_process, tolerance)
+    resumed = copy_as_of(in_one_process, 1, tmp_path / "resumed")
+    run_on_ranks(resumed, settings, resume=True, **sizes)
+    assert_runs_close(resumed, in_one_process, tolerance)
+
+    before = checkpoint_of(resumed, 3)
+    config = config_of(*settings, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
+    world(2).run(load_and_save, config, resumed, sizes)
+    after = checkpoint_of(resumed, 3)
+    assert_equal(after["model"], before["model"])
+    assert_equal(after["optimizer"], before["optimizer"])
+    assert len(list((resumed / "checkpoints" / "step-000003").glob("*.safetensors"))) == 1
+    loaded = copy_as_of(resumed, 3, tmp_path / "loaded")
+    run_on_ranks(loaded, of_one_process, resume=True)
+    assert_equal(checkpoint_of(loaded, 3)["model"], after["model"])

@@ -1,5 +1,7 @@
-"""What the machine lacks is refused before anything is made, by `check` and by the start, all of it
-together."""
+"""What the machine, models and data lack is refused before anything is made.
+
+`pgtk check` lists the problems, and the run's own start refuses them in the same words.
+"""
 
 import json
 import os
@@ -10,61 +12,64 @@ from pathlib import Path
 import pytest
 from builders.models import save_with_tokenizer, small_llama
 from huggingface_hub import constants
+from torch.cuda import is_available
 
 from pgtoolkit.cli import main
 
 HUGGING_FACE = ("model=huggingface", "trainer.max_steps=1", "tracking=none")
 PROMPTS = ("task=prompts", "tracking=none", "rollout.max_completion_length=7")
 
-
 ROW = {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "old_log_probs": [0, -1.0, -2.0]}
 GROUP = [ROW | {"reward": reward, "group_id": 0} for reward in (0, 1)]
 
 
 @pytest.fixture(autouse=True)
-def beside(tmp_path, monkeypatch):
+def current_folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     return tmp_path
 
 
-def refused(capsys, *arguments, status=2):
-    """What `check` and the start say alike."""
+def refusal(capsys, *arguments: str, status: int = 2) -> str:
+    """Return the error of a run's start, after checking that `check` lists the same problems and
+    neither makes a file."""
     before = set(os.listdir())
     assert main(["check", *arguments]) == 2
-    listed = capsys.readouterr().out.partition("\nProblems")[2]
+    problems = capsys.readouterr().out.partition("\nProblems")[2]
     assert main(list(arguments)) == status
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert set(os.listdir()) == before
-    for line in listed.splitlines()[1:]:
-        assert line.strip() in said
-    return said
+    for line in problems.splitlines()[1:]:
+        assert line.strip() in error
+    return error
 
 
-def test_a_gpu_that_is_not_there(capsys, monkeypatch):
-    import torch
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+
+def test_a_device_and_kernels_that_need_a_missing_gpu_are_refused(capsys, monkeypatch):
+    if is_available():
+        pytest.skip("there is a GPU")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    said = refused(capsys, "kernel=triton", "trainer.device=cuda")
+    error = refusal(capsys, "kernel=triton", "trainer.device=cuda")
     assert (
         "trainer.device=cuda needs a GPU that torch can use (got none). Its driver or torch's CUDA "
         "build is "
-    ) in said
+    ) in error
     assert (
         "kernel=triton needs a GPU (got none). Triton compiles for GPUs; TRITON_INTERPRET=1 runs "
         "its kernels"
-    ) in said
+    ) in error
 
 
-def test_a_compiler_that_is_not_there(capsys, monkeypatch):
+def test_a_compiled_model_is_refused_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = refused(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
-    assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in said
+    error = refusal(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
+    assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in error
 
 
-def test_a_check_of_the_defaults_imports_nothing_large(beside):
+def test_a_check_of_the_defaults_imports_nothing_large():
     script = (
         "import sys; from pgtoolkit.cli import main; main(['check', 'experiment=dapo']); "
         "assert not {'torch', 'numpy', 'pyarrow', 'huggingface_hub', 'mlflow', 'transformers'} & "
@@ -73,51 +78,51 @@ def test_a_check_of_the_defaults_imports_nothing_large(beside):
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
-def test_functions_that_are_not_there(capsys, beside):
-    (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    (beside / "badly_asked.py").write_text("def verify(other):\n    return 1\n")
-    both = ("task.verifier=badly_asked.verify", "aggregation=badly_asked.reduce")
-    said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *both)
+def test_functions_that_are_missing_or_take_other_parameters_are_refused(capsys, current_folder):
+    (current_folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (current_folder / "badly_asked.py").write_text("def verify(other):\n    return 1\n")
+    functions = ("task.verifier=badly_asked.verify", "aggregation=badly_asked.reduce")
+    error = refusal(capsys, *PROMPTS, "task.path=prompts.jsonl", *functions)
     parameters = "completion, answer, prompt, row"
     assert (
         f"task.verifier=badly_asked.verify needs a function with parameters among {parameters}"
-        in said
+        in error
     )
     assert (
         "aggregation=badly_asked.reduce needs a function in the module badly_asked (got no reduce)"
-        in said
+        in error
     )
 
 
-def test_prompts_that_are_not_there(capsys, beside):
-    (beside / "empty.jsonl").touch()
-    said = refused(capsys, *PROMPTS, "task.path=empty.jsonl", status=3)
-    assert said == "pgtk: error: task.path=empty.jsonl needs at least one prompt (got none).\n"
-    (beside / "wrong.jsonl").write_text('{"prompt": "1"}\n')
-    assert "1:answer: is missing" in refused(
+def test_a_file_of_prompts_that_is_empty_or_lacks_a_field_is_refused(capsys, current_folder):
+    (current_folder / "empty.jsonl").touch()
+    error = refusal(capsys, *PROMPTS, "task.path=empty.jsonl", status=3)
+    assert error == "pgtk: error: task.path=empty.jsonl needs at least one prompt (got none).\n"
+    (current_folder / "wrong.jsonl").write_text('{"prompt": "1"}\n')
+    assert "1:answer: is missing" in refusal(
         capsys, "-m", *PROMPTS, "task.path=wrong.jsonl", "seed=1,2", status=3
     )
 
 
-def test_a_pattern_has_one_group(capsys, beside):
-    (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+def test_a_pattern_of_two_groups_is_refused(capsys, current_folder):
+    (current_folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     pattern = ("task.verifier=regular_expression", "task.pattern='(a)(b)'")
-    said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
-    assert "needs task.pattern with one group (got (a)(b))." in said
+    error = refusal(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
+    assert "needs task.pattern with one group (got (a)(b))." in error
 
 
-def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
+def test_more_processes_than_the_machine_has_room_for_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    said = refused(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
+    error = refusal(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
     assert (
         "parallelism.data_parallel=33 needs at most 32 processes on this machine (got 33 of them)"
-        in said
+        in error
     )
     assert main(["check", "parallelism=ddp", "parallelism.data_parallel=32"]) == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "overrides", "says"),
+    ("rows", "overrides", "message"),
     [
         ([ROW, ROW], [], "rows.jsonl:1:reward: is missing"),
         (
@@ -150,15 +155,16 @@ def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
         ),
     ],
 )
-def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides, says):
-    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert says in refused(
-        capsys, "rollout=recorded", "rollout.path=rows.jsonl", *overrides, status=3
-    )
+def test_recorded_rows_that_cannot_be_trained_on_are_refused(
+    capsys, current_folder, rows, overrides, message
+):
+    write_rows(current_folder / "rows.jsonl", rows)
+    recorded = ("rollout=recorded", "rollout.path=rows.jsonl")
+    assert message in refusal(capsys, *recorded, *overrides, status=3)
 
 
-def test_recorded_rollouts_that_end_before_the_last_step(capsys, beside):
-    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUP * 5))
+def test_recorded_rollouts_that_end_before_the_last_step_are_noted(capsys, current_folder):
+    write_rows(current_folder / "rows.jsonl", GROUP * 5)
     recorded = (
         "rollout=recorded",
         "rollout.path=rows.jsonl",
@@ -174,53 +180,45 @@ def test_recorded_rollouts_that_end_before_the_last_step(capsys, beside):
         assert (f"{note}rollout.epochs=2." in capsys.readouterr().out) is is_noted
 
 
-def test_completions_as_long_as_all_positions(capsys):
+def test_completions_as_long_as_all_positions_of_the_model_are_refused(capsys):
     save_with_tokenizer(small_llama(), Path("model"))
-    of_folder = (*HUGGING_FACE, "model.path=model", "task.num_digits=3")
-    said = refused(capsys, *of_folder, "rollout.max_completion_length=32")
+    settings = (*HUGGING_FACE, "model.path=model", "task.num_digits=3")
+    error = refusal(capsys, *settings, "rollout.max_completion_length=32")
     assert (
         "rollout.max_completion_length=32 needs a number < 32 (got 32). Prompt and completion share"
-        in said
+        in error
     )
-    assert main(["check", *of_folder, "rollout.max_completion_length=16"]) == 0
+    assert main(["check", *settings, "rollout.max_completion_length=16"]) == 0
 
 
-def test_a_folder_of_other_rollouts(capsys, beside):
-    (beside / "rollouts").mkdir()
-    (beside / "rollouts" / "batch-0.parquet").touch()
-    said = refused(capsys, "rollout.save_path=rollouts")
+def test_rollouts_are_not_saved_into_a_folder_of_other_rollouts(capsys, current_folder):
+    (current_folder / "rollouts").mkdir()
+    (current_folder / "rollouts" / "batch-0.parquet").touch()
+    error = refusal(capsys, "rollout.save_path=rollouts")
     assert (
         "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of "
         "rollouts)."
-    ) in said
+    ) in error
 
 
-def test_what_only_later_rows_tell_is_left_to_the_run(capsys, beside):
-    rows = [row | {"group_id": number // 3} for number, row in enumerate([*GROUP * 75])]
-    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (
-        main(
-            [
-                "check",
-                "rollout=recorded",
-                "rollout.path=rows.jsonl",
-                "rollout.group_size=3",
-                "advantage=rloo",
-            ]
-        )
-        == 0
-    )
+def test_groups_that_only_rows_beyond_the_first_complete_are_left_to_the_run(
+    capsys, current_folder
+):
+    rows = [row | {"group_id": number // 3} for number, row in enumerate(GROUP * 75)]
+    write_rows(current_folder / "rows.jsonl", rows)
+    recorded = ("rollout=recorded", "rollout.path=rows.jsonl", "rollout.group_size=3")
+    assert main(["check", *recorded, "advantage=rloo"]) == 0
     assert "note:" not in capsys.readouterr().err
 
 
-def test_a_model_that_is_nowhere(capsys, monkeypatch):
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused(capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for path, says in (
+    for path, reason in (
         ("models/of/mine", "Repo id must be in the form"),
         ("models/mine", "We couldn't connect to"),
     ):
-        said = refused(capsys, *HUGGING_FACE, f"model.path={path}")
+        error = refusal(capsys, *HUGGING_FACE, f"model.path={path}")
         assert (
             f"model.path={path} needs a model that transformers can load, with its config.json "
-            f"(got {says}"
-        ) in said
+            f"(got {reason}"
+        ) in error
