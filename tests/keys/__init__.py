@@ -65,7 +65,7 @@ TESTED_ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("task/conversation.chat", "task/conversation.system_prompt"),
-        "tasks/test_chat.py::test_a_conversation_goes_through_the_template",
+        "tasks/test_chat.py::test_a_conversation_goes_through_the_template_turn_by_turn",
     ),
     **dict.fromkeys(
         [
@@ -73,27 +73,27 @@ TESTED_ELSEWHERE = {
             for name in ("reasoning_gym", "prompts", "sums")
             for key in ("chat", "system_prompt")
         ],
-        "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
+        "tasks/test_chat.py::test_a_run_trains_on_prompts_through_the_template",
     ),
     **dict.fromkeys(
         [
             f"task/{name}.chat_arguments"
             for name in ("reasoning_gym", "prompts", "conversation", "sums")
         ],
-        "tasks/test_chat.py::test_a_template_gets_its_arguments",
+        "tasks/test_chat.py::test_a_template_gets_the_arguments_of_task_chat_arguments",
     ),
-    "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_by_its_name",
+    "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_is_read_by_its_name_configuration_and_split",
     "task/prompts.verifier_concurrency": "tasks/test_reward_functions.py::"
-    "test_calls_of_an_async_function_wait_at_the_same_time",
+    "test_calls_of_an_async_function_wait_concurrently_up_to_the_limit",
     **dict.fromkeys(
         [f"task/{task}.{end}_{size}" for task, size in _DIVIDED.items() for end in ("min", "max")],
-        "tasks/test_generated.py::test_problems_are_as_large_as_asked_and_what_is_longest_is_known",
+        "tasks/test_generated.py::test_problems_have_the_configured_sizes_and_the_announced_longest_length",
     ),
     **dict.fromkeys(
         ("task/sums.num_terms", "task/sums.num_digits"),
-        "tasks/test_generated.py::test_sums_are_as_large_as_asked_and_scored_by_the_last_number",
+        "tasks/test_generated.py::test_sums_have_the_configured_size_and_are_scored_by_the_last_number",
     ),
-    "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
+    "task/reverse.num_digits": "tasks/test_tasks.py::test_the_length_of_generated_prompts_is_checked_by_the_longest",
     "advantage.path": "rollouts/test_estimators.py::test_a_users_function_gets_all_groups_of_a_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",
@@ -104,7 +104,7 @@ TESTED_ELSEWHERE = {
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
     "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_have_to_say_it_and_are_left_out",
-    "rollout/policy.stop": "tasks/test_stops.py::test_the_sampler_ends_at_a_string_and_keeps_its_log_probs",
+    "rollout/policy.stop": "tasks/test_stops.py::test_a_stop_string_changes_no_token_and_no_log_prob_before_it",
     **dict.fromkeys(
         ("rollout/recorded.epochs", "rollout/recorded.shuffle"),
         "rollouts/test_recorded.py::test_every_epoch_is_the_data_once_and_shuffled_by_groups",
@@ -135,7 +135,7 @@ TESTED_ELSEWHERE = {
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
     "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_type_is_further_away",
-    "sampler/transformers.static_cache": "tasks/test_stops.py::test_a_static_cache_looks_for_strings_every_32_tokens",
+    "sampler/transformers.static_cache": "tasks/test_stops.py::test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens",
     "sampler/vllm.executable": f"{_VLLM}::test_a_missing_program_is_one_sentence",
     "sampler/vllm.name": f"{_VLLM}::test_a_missing_program_is_one_sentence",
     "sampler/vllm.start_seconds": f"{_VLLM}::test_another_program_at_an_address_is_one_sentence",

@@ -185,7 +185,7 @@ def test_conversations_without_end_are_bounded():
     endless = f"task.environment={ENVIRONMENTS}.Endless"
     for more, ends in (
         (["task.max_turns=2", "task.options={}"], {"max_turns", "length"}),
-        (["task.max_turns=99", "task.options={says: 'abcdefghijklmnop'}"], {"length"}),
+        (["task.max_turns=99", "task.options={message: 'abcdefghijklmnop'}"], {"length"}),
     ):
         _, documents = documents_of(endless, *more)
         fractions = [{k for k in ends if d.measures[f"ended_by_{k}_fraction"]} for d in documents]

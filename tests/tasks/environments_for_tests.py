@@ -1,5 +1,7 @@
-"""Environments that behave in the ways that environments do; imported by their processes, so
-nothing large."""
+"""Environments for the tests: well-behaved ones and ones with faults.
+
+Their processes import this file: it imports nothing large.
+"""
 
 import ctypes
 import os
@@ -7,36 +9,39 @@ import time
 
 
 class Counting:
-    """Says "+" and the number of the policy's turns so far, `rounds` times; the reward is that of
-    the last message."""
+    """Answers `rounds` turns with "+" and their number; the reward is the length of the last one.
+
+    fail: a fault and the method that has it, such as "raise reply".
+    at: the last digit of the seeds whose conversations have the fault.
+    """
 
     def __init__(self, rounds=2, fail="", at=0):
-        self.rounds, self.fail, self.at = rounds, fail, at
+        self.rounds = rounds
+        self.fail = fail
+        self.at = at
 
     def start(self, prompt):
-        self.prompt, self.seen = prompt, []
-        self._maybe("start")
+        self.prompt = prompt
+        self.seen = []
+        self._fail_if_asked("start")
         return [{"role": "user", "content": f"{prompt.text}{prompt.seed % 10}="}]
 
     def reply(self, messages):
         self.seen.append(messages[-1])
-        self._maybe("reply")
-        messages.clear()  # its own copy
-        return (
-            {"role": "user", "content": f"+{len(self.seen)}"}
-            if len(self.seen) <= self.rounds
-            else None
-        )
+        self._fail_if_asked("reply")
+        messages.clear()  # It is a copy, which an environment may change.
+        if len(self.seen) > self.rounds:
+            return None
+        return {"role": "user", "content": f"+{len(self.seen)}"}
 
     def score(self, messages):
-        self._maybe("score")
+        self._fail_if_asked("score")
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         return float(len(answers[-1])), {"answers": len(answers), "seen": len(self.seen)}
 
-    def _maybe(self, method):
-        """Fails as `fail` says, in conversations whose seed ends with the digit `at`."""
-        verb, _, where = self.fail.partition(" ")
-        if where != method or self.prompt.seed % 10 != self.at:
+    def _fail_if_asked(self, method):
+        verb, _, failing_method = self.fail.partition(" ")
+        if failing_method != method or self.prompt.seed % 10 != self.at:
             return
         if verb == "raise":
             raise ValueError("broken")
@@ -49,32 +54,34 @@ class Counting:
 
 
 class Endless(Counting):
-    """Until the turns, or the room, are spent."""
+    """Answers every turn; the conversation ends by its turns or its length."""
 
-    def __init__(self, says="+"):
+    def __init__(self, message="+"):
         super().__init__()
-        self.says = says
+        self.message = message
 
     def reply(self, messages):
-        return {"role": "user", "content": self.says}
+        return {"role": "user", "content": self.message}
 
     def score(self, messages):
         return True, {}
 
 
 class Odd(Counting):
-    """Returns what `values` says, by method; starts otherwise each time with `moody`."""
+    """Returns the entry of `values` for each method; if `moody`, no two starts are the same."""
 
-    made = 0
+    num_starts = 0
 
     def __init__(self, values=None, moody=False):
         super().__init__()
-        self.values, self.moody = values or {}, moody
+        self.values = values or {}
+        self.moody = moody
 
     def start(self, prompt):
-        self.prompt, Odd.made = prompt, Odd.made + 1
-        usual = [{"role": "user", "content": str(Odd.made) if self.moody else "?"}]
-        return self.values.get("start", usual)
+        self.prompt = prompt
+        Odd.num_starts += 1
+        content = str(Odd.num_starts) if self.moody else "?"
+        return self.values.get("start", [{"role": "user", "content": content}])
 
     def reply(self, messages):
         return self.values.get("reply")
@@ -86,7 +93,7 @@ class Odd(Counting):
 
 class Unpicklable(Counting):
     def start(self, prompt):
-        self.held = lambda: None
+        self.unpicklable = lambda: None
         return super().start(prompt)
 
 

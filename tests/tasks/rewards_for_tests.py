@@ -1,13 +1,15 @@
-"""Reward functions in each form that there is; imported by the processes of verifiers, so nothing
-large."""
+"""Reward functions of every supported form.
+
+The processes of verifiers import this file: it imports nothing large.
+"""
 
 import asyncio
 import json
 import time
 import urllib.request
 
-at_once = 0
-most_at_once = 0
+num_waiting = 0
+max_waiting = 0
 
 
 def in_another_order(answer, completion):
@@ -33,7 +35,7 @@ def confused(prompt, text):
 
 
 def longest_of_the_batch(completions, level, missing=None, **others):
-    """Compares the completions of a batch, as no function of one completion can."""
+    """Give 1 to the longest completions of a batch."""
     assert missing is None
     assert sorted(others) == [
         "answer",
@@ -77,11 +79,11 @@ def too_few(completions, **others):
 
 
 async def waits(completion, answer):
-    global at_once, most_at_once
-    at_once += 1
-    most_at_once = max(most_at_once, at_once)
+    global num_waiting, max_waiting
+    num_waiting += 1
+    max_waiting = max(max_waiting, num_waiting)
     await asyncio.sleep(float(answer) / 1000)
-    at_once -= 1
+    num_waiting -= 1
     return float(completion)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,23 @@ from pgtoolkit.training.inputs import DataProblem
 from pgtoolkit.training.machine import check_machine
 
 
-def checked(tmp_path, answers, *overrides):
-    """Problems and notes of what a run with these answers would meet on this machine."""
+def checked(
+    tmp_path: Path, answers: Sequence[object], *overrides: str
+) -> tuple[list[str], list[str]]:
+    """Return the problems and notes of a run with these answers on this machine."""
     rows = [
         json.dumps({"prompt": f"{number}?", "answer": answer})
         for number, answer in enumerate(answers)
     ]
-    # a new place: what was tried is remembered by it
+    # Each call needs a new path: the outcome of a check is cached by it.
     file = Path(tempfile.mkdtemp(dir=tmp_path), "p.jsonl")
     file.write_text("\n".join(rows) + "\n")
     task = ["task=prompts", f"task.path={file}", *overrides]
     composed = compose([*task, "rollout.max_completion_length=20", "tracking=none"])
-    values, report = validated(composed)
+    config, report = validated(composed)
     assert report.problems == []
     report.notes.clear()
-    check_machine(values, report)
+    check_machine(config, report)
     return report.problems, report.notes
 
 
@@ -54,11 +57,11 @@ DIGITS = ("task.verifier=regular_expression", r"task.pattern='is (\d+)'")
         (r"(a(?:b|(?:c))d)", "acd", True),
     ],
 )
-def test_what_a_group_can_capture(pattern, answer, possible):
+def test_can_capture_says_whether_the_group_can_give_the_answer(pattern, answer, possible):
     assert can_capture(pattern, answer) is possible
 
 
-def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
+def test_answers_that_the_group_cannot_capture_are_noted(tmp_path):
     problems, notes = checked(tmp_path, ["1,234", 42, "x"], *DIGITS)
     assert problems == []
     assert notes == [
@@ -69,7 +72,7 @@ def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
     assert checked(tmp_path, ["1", 42.0, 3], *DIGITS) == ([], [])
 
 
-def test_an_answer_without_a_number_is_named(tmp_path):
+def test_answers_without_a_number_are_noted_for_last_number(tmp_path):
     problems, (note,) = checked(tmp_path, ["1,234", "none"], "task.verifier=last_number")
     assert problems == []
     assert note.startswith(
@@ -82,7 +85,7 @@ def test_an_answer_without_a_number_is_named(tmp_path):
     )
 
 
-def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
+def test_a_run_without_any_capturable_answer_is_refused(tmp_path):
     (problem,), notes = checked(tmp_path, ["x"] * 150, *DIGITS)
     assert problem == (
         r"task.pattern=is (\d+) needs answers that its group can capture (got x at p.jsonl:1, and "
@@ -91,7 +94,7 @@ def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
     )
     assert isinstance(problem, DataProblem)
     assert notes == []
-    # one far behind the first hundred
+    # One answer far behind the first hundred can be captured.
     problems, (note,) = checked(tmp_path, ["x"] * 149 + ["1"], *DIGITS)
     assert problems == []
     assert "100 of the first 100 answers" in note
@@ -106,7 +109,7 @@ def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
     )
 
 
-def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
+def test_answers_of_several_lines_are_noted_for_exact_match(tmp_path):
     solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
     problems, notes = checked(tmp_path, ["72\n", solution, solution])
     assert problems == []
@@ -117,7 +120,7 @@ def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
     ]
 
 
-def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
+def test_answers_that_math_verify_cannot_read_are_noted(tmp_path):
     pytest.importorskip("math_verify")
     problems, (note,) = checked(
         tmp_path, [r"3\sqrt{2}", "$$", "$x+1$"], "task.verifier=math_verify"
@@ -131,14 +134,14 @@ def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
     assert "needs answers that it can read (got $$ at p.jsonl:1, and no other is one)" in problem
 
 
-def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, monkeypatch):
+def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monkeypatch):
     (tmp_path / "tried_rewards.py").write_text(
         "calls = []\n"
         "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + "
         "answer + '>'\n"
         "def right(completion, answer):\n    return completion == answer\n"
         "def broken(completion, answer):\n    return {}[answer]\n"
-        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in "
+        "def of_a_batch(completions, answer, **others):\n    return [0.0 for _ in "
         "completions[1:]]\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -152,7 +155,7 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
         "p.jsonl:3 and 7 more. Only a score of 1 or more does. That is as it should be if it "
         "expects a form around the answer."
     )
-    import tried_rewards
+    import tried_rewards  # This test has written it.
 
     assert tried_rewards.calls == answers[:10]
     assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
@@ -172,11 +175,11 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
         (problem,), _ = checked(tmp_path, answers, second)
         assert f"task.verifiers.form.verifier=tried_rewards.{name} must score every text" in problem
     bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
-    # what does not say what is right need not accept an answer
+    # A verifier beside the first one need not accept an answer.
     assert checked(tmp_path, answers, bonus) == ([], [])
 
 
-def test_a_judge_that_is_down_is_one_line_before_the_run(tmp_path, monkeypatch):
+def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_functions, "WAITS", (0.01,))
     (tmp_path / "down_judge.py").write_text(
         "import urllib.request\ncalls = []\n"
@@ -191,13 +194,13 @@ def test_a_judge_that_is_down_is_one_line_before_the_run(tmp_path, monkeypatch):
         "error [Errno 111] Connection refused>). Completions would be without a score. Use it once "
         "that answers."
     )
-    import down_judge
+    import down_judge  # This test has written it.
 
-    assert down_judge.calls == ["7", "7"]  # once, and once more
+    assert down_judge.calls == ["7", "7"]  # A failed call is tried once more.
 
 
-def test_functions_in_the_form_of_trl_are_tried_as_the_run_calls_them(tmp_path, monkeypatch):
-    """Without a template completions are texts."""
+def test_functions_of_trls_form_are_tried_with_the_arguments_of_the_run(tmp_path, monkeypatch):
+    """Without a chat template completions are texts, not messages."""
     (tmp_path / "tried_batches.py").write_text(
         "seen = []\n"
         "def score(completions, prompts, completion_ids, **others):\n"
@@ -206,12 +209,12 @@ def test_functions_in_the_form_of_trl_are_tried_as_the_run_calls_them(tmp_path, 
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert checked(tmp_path, ["7", "8"], "task.verifier=tried_batches.score") == ([], [])
-    import tried_batches
+    import tried_batches  # This test has written it.
 
     assert tried_batches.seen == [(["7", "8"], ["0?", "1?"], [True, True])]
 
 
-def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
+def test_prompts_of_verl_are_read_and_ignored_columns_are_noted(tmp_path):
     truth = {"style": "rule", "ground_truth": "42"}
     row = {
         "data_source": "openai/gsm8k",
@@ -227,9 +230,9 @@ def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
         "tracking=none",
     )
     composed = compose([*settings])
-    values, report = validated(composed)
+    config, report = validated(composed)
     report.notes.clear()
-    check_machine(values, report)
+    check_machine(config, report)
     assert report.problems == []
     assert report.notes == [
         "v.jsonl has prompts as verl writes them: the answer is reward_model.ground_truth. "

@@ -1,8 +1,9 @@
-"""What stands between two turns: the tokens of the template behind an answer, whatever was drawn
-before."""
+"""`Between` writes the tokens between two turns: with those that were sampled before they make up
+the text of the chat template."""
 
 import pytest
 from tasks.test_chat import CHATML, LLAMA, tokenizer_of
+from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
@@ -11,51 +12,52 @@ from pgtoolkit.tasks.chat_template import ChatTemplate
 
 START = ({"role": "user", "content": "6 * 7?"},)
 MORE = {"role": "user", "content": "And 5?"}
-THINKING = (  # as Qwen3's: of earlier answers it leaves out what was thought
+THINKING = (  # Like Qwen3's: it leaves the thoughts of earlier answers out.
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>' + '\n' "
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
 )
 
 
-def between_of(template, system=None, end="<|im_end|>"):
+def between_of(
+    template: str | None, system: str | None = None
+) -> tuple[PreTrainedTokenizerFast, Between]:
     tokenizer = tokenizer_of(template)
     chat = ChatTemplate(tokenizer, system) if template else None
-    return tokenizer, Between(tokenizer, [tokenizer.convert_tokens_to_ids(end)], chat)
+    return tokenizer, Between(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], chat)
 
 
 @pytest.mark.parametrize(
     "template", [CHATML, LLAMA, THINKING], ids=["chatml", "with a beginning", "thinking"]
 )
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_turn_goes_on_as_the_template_writes_it(template, system):
+def test_tokens_of_two_turns_are_those_of_the_template(template, system):
     tokenizer, between = between_of(template, system)
     between.check(START)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    under = [{"role": "system", "content": system}] * (system is not None)
-    shown = [*under, *START, {"role": "assistant", "content": "42"}, MORE]
-    expected = tokenizer.apply_chat_template(shown, add_generation_prompt=True)["input_ids"]
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    beginning += START
+    messages = [*beginning, {"role": "assistant", "content": "42"}, MORE]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     drawn = tokenizer("42<|im_end|>", add_special_tokens=False).input_ids
-    begun = tokenizer.apply_chat_template([*under, *START], add_generation_prompt=True)["input_ids"]
-    if template == THINKING:  # what was thought stays where it was drawn
-        begun, drawn = begun[: -len("<think>")], drawn
-    assert begun + drawn + between.tokens(MORE, end) == expected
-    # A turn that a stop string has ended gets the template's end, which nobody has drawn.
-    assert begun + drawn[:-1] + between.tokens(MORE, drawn[-2]) == expected
+    prompt = tokenizer.apply_chat_template(beginning, add_generation_prompt=True)["input_ids"]
+    if template == THINKING:  # It leaves the <think> of earlier answers out.
+        prompt = prompt[: -len("<think>")]
+    assert prompt + drawn + between.tokens(MORE, end) == expected
+    # A turn that a stop string has ended gets the template's end, which was not sampled.
+    assert prompt + drawn[:-1] + between.tokens(MORE, drawn[-2]) == expected
 
 
-def test_another_end_that_was_drawn_is_not_doubled():
+def test_another_sampled_end_token_gets_no_second_end():
     tokenizer, _ = between_of(CHATML)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<bos>"])
     between = Between(tokenizer, ends, ChatTemplate(tokenizer))
-    assert (
-        between.tokens(MORE, ends[1])
-        == between.tokens(MORE, ends[0])
-        == between.tokens(MORE, 5)[1:]
-    )
+    after_template_end = between.tokens(MORE, ends[0])
+    assert between.tokens(MORE, ends[1]) == after_template_end
+    assert between.tokens(MORE, 5)[1:] == after_template_end
 
 
-def test_without_a_template_a_message_is_its_content():
+def test_without_a_template_a_message_is_only_its_content():
     tokenizer, between = between_of(None)
     between.check(START)
     assert between.tokens(MORE, 0) == tokenizer("And 5?", add_special_tokens=False).input_ids
@@ -94,7 +96,7 @@ NO_ANSWERS = (
     ],
     ids=["last", "counted", "hoisted", "bare", "no answers"],
 )
-def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
+def test_a_template_that_rewrites_earlier_messages_is_refused(template, got):
     _, between = between_of(template, "Be brief.")
     with pytest.raises(
         ConfigError, match=rf"{got}.*Use task\.chat=never, which writes the contents"
@@ -102,7 +104,7 @@ def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
         between.check(START)
 
 
-def test_a_role_that_the_template_lacks_names_the_message():
+def test_the_error_of_an_unknown_role_names_the_message():
     _, between = between_of(STRICT)
     between.check(START)
     with pytest.raises(
@@ -111,7 +113,7 @@ def test_a_role_that_the_template_lacks_names_the_message():
         between.tokens({"role": "tool", "content": "x"}, 0)
 
 
-def test_a_character_without_a_token_is_named():
+def test_the_error_of_a_character_without_a_token_names_it():
     between = Between(character_tokenizer("0123456789=?"), [12], None)
     with pytest.raises(
         DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles and"

@@ -1,14 +1,16 @@
-"""Prompts through chat templates: the tokens are those of apply_chat_template, and nothing is added
-or left out."""
+"""Prompts through chat templates: their tokens are those of `apply_chat_template`, and messages or
+arguments that a template would ignore are refused."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from builders.models import small_llama
-from builders.runs import SHORT, config_of, sampler_of
+from builders.runs import SHORT, config_of, last_of_each_key, sampler_of, with_model
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pgtoolkit.completion import Prompt, Request
 from pgtoolkit.config.keys import option_values
@@ -39,9 +41,11 @@ DEAF = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfo
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<bos>"]
 
 
-def tokenizer_of(template):
-    """A token per character, with those of chats; it adds that of the beginning to every text, as
-    Llama's does."""
+def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of one token for each character and for each mark of a chat.
+
+    Like Llama's it adds <bos> to every text.
+    """
     tokenizer = character_tokenizer(None)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[:2], "bos_token": "<bos>"})
     beginning = [("<bos>", tokenizer.bos_token_id)]
@@ -52,15 +56,26 @@ def tokenizer_of(template):
     return tokenizer
 
 
-def task_config(path="", **changes):
+def task_config(path: Path | str = "", **changes: object) -> PromptsTaskConfig:
     values = option_values("task", "prompts") | {"path": str(path)}
     return PromptsTaskConfig(**(values | changes))
 
 
-def encoded(tokenizer, prompts, **changes):
-    return TokenizedTask(None, tokenizer, [], chat_of(task_config(**changes), tokenizer)).encode(
-        prompts
-    )
+def encoded(
+    tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], **changes: object
+) -> list[list[int]]:
+    """Return the tokens of prompts; `changes`: of the task's configuration."""
+    chat = chat_of(task_config(**changes), tokenizer)
+    return TokenizedTask(None, tokenizer, [], chat).encode(prompts)
+
+
+def template_tokens(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]], **arguments: object
+) -> list[int]:
+    """Return the tokens of messages by transformers' own `apply_chat_template`."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **arguments)[
+        "input_ids"
+    ]
 
 
 CONVERSATION = (
@@ -69,26 +84,24 @@ CONVERSATION = (
     {"role": "assistant", "content": "Hi."},
     {"role": "user", "content": "6 * 7?"},
 )
-TEXT, TALK = Prompt("6 * 7?", "42", 0, "p:1"), Prompt("6 * 7?", "42", 1, "p:2", CONVERSATION)
-USER, SYSTEM = {"role": "user", "content": "6 * 7?"}, {"role": "system", "content": "Think first."}
+TEXT = Prompt("6 * 7?", "42", 0, "p:1")
+TALK = Prompt("6 * 7?", "42", 1, "p:2", CONVERSATION)
+USER = {"role": "user", "content": "6 * 7?"}
+SYSTEM = {"role": "system", "content": "Think first."}
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA], ids=["chatml", "with a beginning of its own"])
-def test_tokens_are_those_of_the_template(template):
+def test_tokens_of_a_prompt_are_those_of_its_template(template):
     tokenizer = tokenizer_of(template)
     for prompt, system, conversation in (
         (TEXT, None, [USER]),
         (TEXT, "Think first.", [SYSTEM, USER]),
         (TALK, None, CONVERSATION),
     ):
-        (found,) = encoded(tokenizer, [prompt], system_prompt=system)
-        expected = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True
-        )["input_ids"]
-        assert found == expected
-        beginnings = found.count(tokenizer.bos_token_id)
-        # the tokenizer would have added one more
-        assert beginnings == (1 if template == LLAMA else 0)
+        (tokens,) = encoded(tokenizer, [prompt], system_prompt=system)
+        assert tokens == template_tokens(tokenizer, conversation)
+        # The tokenizer alone would have added one more.
+        assert tokens.count(tokenizer.bos_token_id) == (1 if template == LLAMA else 0)
     assert encoded(tokenizer, [TEXT, TALK]) == [
         *encoded(tokenizer, [TEXT]),
         *encoded(tokenizer, [TALK]),
@@ -96,19 +109,17 @@ def test_tokens_are_those_of_the_template(template):
 
 
 def test_a_reference_reads_its_own_prompt_through_the_same_template():
-    """In a chat its last message; braces of a prompt are no fields; without an answer there is none
-    to show."""
-    tokenizer, template = tokenizer_of(CHATML), "{prompt} It is {answer} {{x}}."
+    """It replaces the last message of a chat; braces of a prompt are not fields; a prompt without
+    an answer is refused."""
+    tokenizer = tokenizer_of(CHATML)
+    template = "{prompt} It is {answer} {{x}}."
     task = TokenizedTask(
         None, tokenizer, chat=chat_of(task_config(), tokenizer), reference_prompt=template
     )
     last = {"role": "user", "content": "6 * 7? It is 42 {x}."}
-    found = task.encode_for_reference([TEXT, TALK])
-    for tokens, conversation in zip(found, ([last], [*CONVERSATION[:-1], last]), strict=True):
-        assert (
-            tokens
-            == tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
-        )
+    of_text, of_talk = task.encode_for_reference([TEXT, TALK])
+    assert of_text == template_tokens(tokenizer, [last])
+    assert of_talk == template_tokens(tokenizer, [*CONVERSATION[:-1], last])
     alone = TokenizedTask(None, tokenizer, reference_prompt=template)
     (tokens,) = alone.encode_for_reference([Prompt("{a}", "1", 0, "p:1")])
     assert tokenizer.decode(tokens) == "<bos>{a} It is 1 {x}."
@@ -119,16 +130,16 @@ def test_a_reference_reads_its_own_prompt_through_the_same_template():
         alone.encode_for_reference([Prompt("a", "", 0, "p:9")])
 
 
-def test_a_text_alone_where_there_is_no_template_or_never():
-    for tokenizer, chosen in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
-        (found,) = encoded(tokenizer, [TEXT], chat=chosen)
-        assert found == tokenizer("6 * 7?").input_ids
-        assert found[0] == tokenizer.bos_token_id
+def test_without_a_template_or_with_chat_never_a_prompt_is_only_its_text():
+    for tokenizer, chat in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
+        (tokens,) = encoded(tokenizer, [TEXT], chat=chat)
+        assert tokens == tokenizer("6 * 7?").input_ids
+        assert tokens[0] == tokenizer.bos_token_id
         with pytest.raises(
             DataError,
             match=r"'6 \* 7\?' at p:2 .*a list of chat messages, and there is no chat templ",
         ):
-            encoded(tokenizer, [TEXT, TALK], chat=chosen)
+            encoded(tokenizer, [TEXT, TALK], chat=chat)
 
 
 @pytest.mark.parametrize(
@@ -158,18 +169,15 @@ THINKS = (
 
 
 @pytest.mark.parametrize("task", ["prompts", "reasoning_gym", "conversation", "sums"])
-def test_a_template_gets_its_arguments(task):
+def test_a_template_gets_the_arguments_of_task_chat_arguments(task):
     tokenizer = tokenizer_of(THINKS)
     config = SCHEMAS[f"task/{task}"](
         **(option_values("task", task) | {"chat_arguments": {"enable_thinking": False}})
     )
     chat = chat_of(config, tokenizer)
-    (found,) = chat.encode([TEXT])
-    expected = tokenizer.apply_chat_template(
-        [USER], add_generation_prompt=True, enable_thinking=False
-    )["input_ids"]
-    assert found == expected
-    assert tokenizer.decode(found).endswith("assistant\n(no thoughts)")
+    (tokens,) = chat.encode([TEXT])
+    assert tokens == template_tokens(tokenizer, [USER], enable_thinking=False)
+    assert tokenizer.decode(tokens).endswith("assistant\n(no thoughts)")
     assert chat.text([USER], goes_on=True).endswith("assistant\n(no thoughts)")
     assert not tokenizer.decode(encoded(tokenizer, [TEXT])[0]).endswith("(no thoughts)")
 
@@ -191,20 +199,20 @@ def test_arguments_that_a_template_does_not_read_are_refused(template, name, got
 
 
 def test_a_row_whose_system_message_would_be_ignored_is_refused():
-    said = "it has a system message, and the chat template is one that leaves it out"
+    reason = "it has a system message, and the chat template is one that leaves it out"
     assert encoded(tokenizer_of(DEAF), [TEXT])
-    with pytest.raises(DataError, match=f"at p:2 cannot be .*: {said}"):
+    with pytest.raises(DataError, match=f"at p:2 cannot be .*: {reason}"):
         encoded(tokenizer_of(DEAF), [TEXT, TALK])
 
 
-def test_two_system_messages_are_refused_with_the_row():
+def test_a_row_with_a_second_system_message_is_refused():
     with pytest.raises(
         DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"
     ):
         encoded(tokenizer_of(CHATML), [TEXT, TALK], system_prompt="Think first.")
 
 
-def test_notes_say_what_the_template_does():
+def test_notes_name_the_end_and_the_date_that_a_template_writes():
     tokenizer = tokenizer_of(CHATML)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     used = (
@@ -224,12 +232,18 @@ def test_notes_say_what_the_template_does():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model that ends its turn with <|im_end|>, which only its generation_config.json says."""
+    """Save a model whose turns end with <|im_end|>, according to generation_config.json alone, and
+    two prompts."""
     tokenizer = tokenizer_of(CHATML)
-    end, sizes = tokenizer.convert_tokens_to_ids("<|im_end|>"), {"vocab_size": len(tokenizer)}
-    model = small_llama(**sizes, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=128)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model = small_llama(
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        max_position_embeddings=128,
+    )
     with torch.no_grad():
-        model.lm_head.weight[end] = model.lm_head.weight.mean(0) + 0.1  # so that it is met
+        # Completions shall contain this token.
+        model.lm_head.weight[end] = model.lm_head.weight.mean(0) + 0.1
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     ends = {"eos_token_id": [tokenizer.eos_token_id, end]}
@@ -239,65 +253,59 @@ def folder(tmp_path):
     return tmp_path
 
 
-def chosen(folder, *overrides):
-    short = [one for one in SHORT if not one.startswith(("model.", "task.", "accumulation.max"))]
-    own = [
-        "model=huggingface",
-        f"model.path={folder / 'model'}",
-        "task=prompts",
-        f"task.path={folder / 'p.jsonl'}",
-    ]
-    return [*short, *own, "accumulation.max_tokens=128", *overrides]
+def settings_of(folder: Path, *overrides: str, task: Sequence[str] | None = None) -> list[str]:
+    """Return the settings of a short run with the model and, if `task` is None, the prompts."""
+    left_out = ("model.", "task.", "accumulation.max")
+    short = [setting for setting in SHORT if not setting.startswith(left_out)]
+    if task is None:
+        task = ["task=prompts", f"task.path={folder / 'p.jsonl'}"]
+    settings = with_model(folder / "model", "accumulation.max_tokens=128", of=short)
+    return last_of_each_key(*settings, *task, *overrides)
 
 
-def test_the_end_of_a_turn_ends_a_completion_where_only_the_generation_config_says_so(folder):
-    module, loader = build(config_of(*chosen(folder, "rollout.max_completion_length=60")))
+def test_a_completion_ends_with_each_end_token_of_the_generation_config(folder):
+    module, loader = build(config_of(*settings_of(folder, "rollout.max_completion_length=60")))
     tokenizer = module.policy.tokenizer
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     (prompt,) = encoded(tokenizer, [TEXT])
     completions = sampler_of(loader).complete([Request(prompt, 256, 0)])
-    last = {int(one.tokens[-1]) for one in completions if one.finish_reason == "stop"}
-    assert last == set(ends)
-    assert not any(set(ends) & set(one.tokens[:-1].tolist()) for one in completions)
+    last_tokens = {
+        int(completion.tokens[-1])
+        for completion in completions
+        if completion.finish_reason == "stop"
+    }
+    assert last_tokens == set(ends)
+    for completion in completions:
+        assert not set(ends) & set(completion.tokens[:-1].tolist())
 
 
-def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
-    config = config_of(*chosen(folder, "task.system_prompt=Brief.", "trainer.max_steps=1"))
+def test_a_run_trains_on_prompts_through_the_template(folder, capsys):
+    config = config_of(*settings_of(folder, "task.system_prompt=Brief.", "trainer.max_steps=1"))
     module, loader = build(config)
     documents = next(iter(loader)).documents
     tokenizer = module.policy.tokenizer
     shown = {tokenizer.decode(document.tokens[~document.loss_mask]) for document in documents}
-    asked = (
+    shown_prompt = (
         "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert shown == {asked % "6 * 7?", asked % "7 * 7?"}
+    assert shown == {shown_prompt % "6 * 7?", shown_prompt % "7 * 7?"}
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
-    values = config
-    (place, tokens), notes = preview(values)
+    (place, tokens), notes = preview(config)
     assert notes[0].startswith("task.chat=auto: prompts go through the chat template")
     assert place.startswith("p.jsonl:")
-    assert tokens.startswith(
-        f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st"
-    )
+    ids = tokenizer(shown_prompt % "6 * 7?", add_special_tokens=False).input_ids
+    assert tokens.startswith(f"{len(ids)} tokens: '<|im_st")
 
 
-def test_a_conversation_goes_through_the_template(folder):
-    """Turn by turn: the drawn tokens as they are, and what stands between them as the template
-    writes it."""
-    talk = [
-        "task=conversation",
-        "task.environment=tasks.environments_for_tests.Counting",
-        "accumulation.max_tokens=128",
-    ]
-    own = [
-        one for one in chosen(folder, *talk) if not one.startswith(("task=prompts", "task.path"))
-    ]
-    own = [*dict.fromkeys([*own, "rollout.max_completion_length=60", "task.system_prompt=Brief."])]
-    own.remove("rollout.max_completion_length=4")
-    module, loader = build(config_of(*own))
-    documents, tokenizer = next(iter(loader)).documents, module.policy.tokenizer
+def test_a_conversation_goes_through_the_template_turn_by_turn(folder):
+    """The sampled tokens stay, and the tokens between the turns are those of the template."""
+    task = ["task=conversation", "task.environment=tasks.environments_for_tests.Counting"]
+    settings = settings_of(folder, "rollout.max_completion_length=60", task=task)
+    module, loader = build(config_of(*settings, "task.system_prompt=Brief."))
+    documents = next(iter(loader)).documents
+    tokenizer = module.policy.tokenizer
     several = [document for document in documents if document.measures["turns"] > 1]
     assert len(several) > 1
     for document in several:
@@ -307,9 +315,11 @@ def test_a_conversation_goes_through_the_template(folder):
         )
         for number, turn in enumerate(turns, 1):
             assert turn.startswith(f"+{number}<|im_end|>\n<|im_start|>assistant\n")
-        said = tokenizer.decode(document.tokens[~document.loss_mask]).split("<|im_start|>system\n")
-        assert said[1].startswith("Brief.<|im_end|>\n<|im_start|>user\n")
-        # The end of a turn was drawn; the line break behind it was not.
+        untrained = tokenizer.decode(document.tokens[~document.loss_mask])
+        assert untrained.split("<|im_start|>system\n")[1].startswith(
+            "Brief.<|im_end|>\n<|im_start|>user\n"
+        )
+        # The end of a turn was sampled; the line break after it was not.
         first = document.loss_mask.int().argmax()
         last = first + (~document.loss_mask[first:]).int().argmax() - 1
         assert int(document.tokens[last]) in loader.source.task.ends
@@ -320,11 +330,10 @@ def test_a_conversation_goes_through_the_template(folder):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
-    own.remove("task.system_prompt=Brief.")
     with pytest.raises(
         ConfigError, match=r"needs a model with a chat template .*Use task\.chat=never"
     ):
-        build(config_of(*own))
-    _, loader = build(config_of(*own, "task.chat=never"))
+        build(config_of(*settings))
+    _, loader = build(config_of(*settings, "task.chat=never"))
     (text,) = loader.source.task.encode([loader.source.task.prompt(0)])
     assert text == tokenizer(f"{seed_of(0, 0) % 10}=").input_ids

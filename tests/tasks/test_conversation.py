@@ -1,7 +1,8 @@
-"""Conversations: what an environment is asked and told, what it may do wrong, and what ends one."""
+"""Conversations: their tokens, messages and scores, faults of environments, and how they end."""
 
 import contextlib
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,72 +13,80 @@ from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.group_rollouts import as_completion
 from pgtoolkit.tasks import process_pool
+from pgtoolkit.tasks.conversation import Conversation, ConversationTask
+from pgtoolkit.tasks.environments import Guess
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
 
 COUNTING = "tasks.environments_for_tests.Counting"
 
 
-def task_of(*overrides, environment=COUNTING, seed=0):
+def task_of(*overrides: str, environment: str = COUNTING, seed: int = 0) -> ConversationTask:
     settings = ["task=conversation", f"task.environment={environment}", *overrides]
     return make_task(config_of(*settings).task, seed)
 
 
-def talk(task, texts, index=0):
-    """A conversation in which the policy says these, as long as it goes on; two tokens each, and
-    their log-prob."""
-    (one,) = task.begin([task.prompt(index)])
+def talk(task: ConversationTask, texts: Sequence[str], index: int = 0) -> Conversation:
+    """Return a conversation in which the policy answers with these texts, of two tokens each, until
+    it ends."""
+    (conversation,) = task.begin([task.prompt(index)])
     for number, text in enumerate(texts):
         written = Completion(torch.tensor([number, 9]), torch.tensor([-0.5, -1.0]), "stop", 7)
-        one.add_turn(written, text)
-        (message,) = task.reply([one])
+        conversation.add_turn(written, text)
+        (message,) = task.reply([conversation])
         if message is None:
             break
-        one.add([5, 5, 5], False, message)
-    return one
+        conversation.add([5, 5, 5], False, message)
+    return conversation
 
 
-def test_a_conversation_is_what_was_drawn_and_said():
+def test_a_conversation_has_its_sampled_and_environment_tokens_messages_and_score():
     task = task_of("task.options={rounds: 1}")
     prompt = task.prompt(3)
-    assert (prompt.seed, prompt.index, prompt.place) == (seed_of(0, 3), 3, "prompt 3")
+    assert prompt.seed == seed_of(0, 3)
+    assert prompt.index == 3
+    assert prompt.place == "prompt 3"
     assert prompt.messages == ({"role": "user", "content": f"{prompt.seed % 10}="},)
-    one = talk(task, ["a", "bc", "never"], 3)
-    found = as_completion(one)
-    assert found.tokens.tolist() == [0, 9, 5, 5, 5, 1, 9]
-    assert found.drawn.tolist() == [True, True, False, False, False, True, True]
-    assert (found.log_probs.tolist(), found.finish_reason, found.model_version) == (
-        [-0.5, -1] * 2,
-        "stop",
-        7,
-    )
-    said = ("user", prompt.text), ("assistant", "a"), ("user", "+1"), ("assistant", "bc")
-    assert [(message["role"], message["content"]) for message in one.messages] == [*said]
-    (score,) = task.score_conversations([one])
-    assert (score.reward, score.exact_match) == (2, True)
-    ends = {
+    conversation = talk(task, ["a", "bc", "never"], 3)
+    completion = as_completion(conversation)
+    assert completion.tokens.tolist() == [0, 9, 5, 5, 5, 1, 9]
+    assert completion.drawn.tolist() == [True, True, False, False, False, True, True]
+    assert completion.log_probs.tolist() == [-0.5, -1] * 2
+    assert completion.finish_reason == "stop"
+    assert completion.model_version == 7
+    assert [(message["role"], message["content"]) for message in conversation.messages] == [
+        ("user", prompt.text),
+        ("assistant", "a"),
+        ("user", "+1"),
+        ("assistant", "bc"),
+    ]
+    (score,) = task.score_conversations([conversation])
+    assert score.reward == 2
+    assert score.exact_match
+    assert score.measures == {
         "ended_by_environment_fraction": 1,
         "ended_by_max_turns_fraction": 0,
         "ended_by_length_fraction": 0,
+        "turns": 2,
+        "environment_tokens": 3,
+        "environment/answers": 2,
+        "environment/seen": 2,
     }
-    counted = {"turns": 2, "environment_tokens": 3, "environment/answers": 2, "environment/seen": 2}
-    assert score.measures == ends | counted
 
 
-def test_the_last_turn_is_answered_by_nobody():
-    """The environment is asked all the same: it may say that the conversation was over."""
-    one = talk(task_of("task.max_turns=2"), ["a", "b", "c"])
-    assert (one.turns, one.end, len(one.environment.seen), len(one.messages)) == (
-        2,
-        "max_turns",
-        2,
-        4,
-    )
-    one = talk(task_of("task.max_turns=2", "task.options={rounds: 1}"), ["a", "b", "c"])
-    assert (one.turns, one.end) == (2, "environment")
+def test_the_last_turn_gets_no_answer():
+    """The environment still gets the last turn, and may end the conversation with it."""
+    conversation = talk(task_of("task.max_turns=2"), ["a", "b", "c"])
+    assert conversation.turns == 2
+    assert conversation.end == "max_turns"
+    assert len(conversation.environment.seen) == 2
+    assert len(conversation.messages) == 4
+    conversation = talk(task_of("task.max_turns=2", "task.options={rounds: 1}"), ["a", "b", "c"])
+    assert conversation.turns == 2
+    assert conversation.end == "environment"
 
 
-def test_prompts_of_files_begin_alike_whenever_they_come(tmp_path):
+def test_a_prompt_of_a_file_starts_with_the_same_seed_in_every_pass(tmp_path):
     rows = [{"prompt": f"{i}:", "answer": i} for i in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = task_of(f"task.path={tmp_path / 'prompts.jsonl'}", seed=4)
@@ -87,13 +96,12 @@ def test_prompts_of_files_begin_alike_whenever_they_come(tmp_path):
         f"{i}:{seed_of(4, i) % 10}=" for i in range(5)
     ]
     for index in range(12):
-        found = task.prompt(index)
-        assert (found.index, found.text, found.seed) == (
-            index,
-            rows[found.place].text,
-            rows[found.place].seed,
-        )
-        assert talk(task, [], index).environment.prompt.answer == found.answer
+        prompt = task.prompt(index)
+        row = rows[prompt.place]
+        assert prompt.index == index
+        assert prompt.text == row.text
+        assert prompt.seed == row.seed
+        assert talk(task, [], index).environment.prompt.answer == prompt.answer
     assert {task.prompt(index).place for index in range(5, 10)} == {*rows}
     task.drop({1})
     assert {task.prompt(index).answer for index in range(8)} == {"0", "2", "3", "4"}
@@ -106,7 +114,7 @@ SEED = seed_of(0, 0) % 10
 @pytest.mark.parametrize(
     "more", [[], ["task.environment_processes=1", "task.environment_seconds=30"]], ids=["", "own"]
 )
-def test_an_error_says_which_prompt_and_which_method(method, more):
+def test_the_error_of_an_environment_names_the_prompt_and_the_method(method, more):
     task = task_of(f"task.options={{fail: raise {method}, at: {SEED}, rounds: 1}}", *more)
     last = {
         "start": "",
@@ -148,7 +156,7 @@ def test_an_error_says_which_prompt_and_which_method(method, more):
         ("score: [1, {a b: 1}]", r"score .* letters, digits and underscores \(got 'a b'\)"),
     ],
 )
-def test_what_is_returned_has_its_form(values, needs):
+def test_return_values_of_a_wrong_form_are_refused(values, needs):
     task = task_of(
         f"task.options={{values: {{{values}}}}}", environment="tasks.environments_for_tests.Odd"
     )
@@ -156,12 +164,13 @@ def test_what_is_returned_has_its_form(values, needs):
         task.score_conversations([talk(task, ["a"])])
 
 
-def test_measures_have_the_same_names_each_time():
+def test_measures_with_other_names_than_before_are_refused():
     task = task_of(environment="tasks.environments_for_tests.Odd")
-    one = talk(task, ["a"])
-    one.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
-    score = task.score_conversations([one])[0]
-    assert (score.reward, score.measures["environment/a"]) == (0.5, 1)
+    conversation = talk(task, ["a"])
+    conversation.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
+    score = task.score_conversations([conversation])[0]
+    assert score.reward == 0.5
+    assert score.measures["environment/a"] == 1
     with pytest.raises(
         DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"
     ):
@@ -169,10 +178,10 @@ def test_measures_have_the_same_names_each_time():
     other = task_of(environment="tasks.environments_for_tests.Odd")
     other.score_conversations([talk(other, ["a"])])
     with pytest.raises(DataError, match=r"the same names each time, here \[\] "):
-        other.score_conversations([one])
+        other.score_conversations([conversation])
 
 
-def test_a_group_answers_one_prompt():
+def test_an_environment_that_starts_differently_within_a_group_is_refused():
     with pytest.raises(
         DataError, match=r"as before, since a group answers one prompt: draw random numbers by"
     ):
@@ -203,30 +212,26 @@ def test_a_group_answers_one_prompt():
         (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
     ],
 )
-def test_a_class_that_is_none_is_refused(environment, options, needs):
+def test_an_unusable_environment_class_is_refused(environment, options, needs):
     with pytest.raises(ConfigError, match=needs):
         task_of(f"task.options={options}", environment=environment).prompt(0)
 
 
-def test_processes_give_what_this_process_gives():
-    texts, own = ["a", "bcd", "e"], ["task.environment_processes=2", "task.environment_seconds=30"]
-    here, there = task_of(), task_of(*own)
-    try:
-        (expected,), (found,) = (
-            task.score_conversations([talk(task, texts, 5)]) for task in (here, there)
-        )
-        assert found.reward == expected.reward == 1
-        assert found.measures == expected.measures | {
-            "environment_timeout_fraction": 0,
-            "environment_crash_fraction": 0,
-        }
-    finally:
-        there.close()
+def test_environments_in_processes_give_the_same_scores():
+    texts = ["a", "bcd", "e"]
+    in_process = task_of()
+    (expected,) = in_process.score_conversations([talk(in_process, texts, 5)])
+    in_processes = task_of("task.environment_processes=2", "task.environment_seconds=30")
+    with contextlib.closing(in_processes):
+        (score,) = in_processes.score_conversations([talk(in_processes, texts, 5)])
+    assert score.reward == expected.reward == 1
+    failures = {"environment_timeout_fraction": 0, "environment_crash_fraction": 0}
+    assert score.measures == expected.measures | failures
 
 
-def test_an_environment_that_processes_cannot_keep():
-    own = ["task.environment_processes=2", "task.environment_seconds=30"]
-    task = task_of(*own, environment="tasks.environments_for_tests.Unpicklable")
+def test_an_environment_that_cannot_be_pickled_is_refused_in_processes():
+    limits = ["task.environment_processes=2", "task.environment_seconds=30"]
+    task = task_of(*limits, environment="tasks.environments_for_tests.Unpicklable")
     with (
         contextlib.closing(task),
         pytest.raises(
@@ -240,22 +245,20 @@ def test_an_environment_that_processes_cannot_keep():
     ("verb", "kind"), [("sleep", "timeout"), ("crash", "crash"), ("exit", "crash")]
 )
 @pytest.mark.parametrize("method", ["reply", "score"])
-def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, method, caplog):
-    own = ["task.environment_processes=1", "task.environment_seconds=1"]
-    task = task_of(f"task.options={{fail: {verb} {method}, at: {SEED}}}", *own)
+def test_a_conversation_whose_environment_fails_ends_alone(verb, kind, method, caplog):
+    limits = ["task.environment_processes=1", "task.environment_seconds=1"]
+    task = task_of(f"task.options={{fail: {verb} {method}, at: {SEED}}}", *limits)
     other = next(index for index in range(9) if seed_of(0, index) % 10 != SEED)
-    try:
-        lost, kept = task.score_conversations(
-            [talk(task, ["a", "b", "c"], index) for index in (0, other)]
-        )
-    finally:
-        task.close()
-    assert (lost.reward, lost.exact_match, lost.failed) == (None, False, True)
-    assert (kept.reward, kept.failed) == (1, False)
-    assert (
-        lost.measures[f"environment_{kind}_fraction"],
-        kept.measures[f"environment_{kind}_fraction"],
-    ) == (1, 0)
+    with contextlib.closing(task):
+        conversations = [talk(task, ["a", "b", "c"], index) for index in (0, other)]
+        lost, kept = task.score_conversations(conversations)
+    assert lost.reward is None
+    assert not lost.exact_match
+    assert lost.failed
+    assert kept.reward == 1
+    assert not kept.failed
+    assert lost.measures[f"environment_{kind}_fraction"] == 1
+    assert kept.measures[f"environment_{kind}_fraction"] == 0
     assert lost.measures["ended_by_environment_fraction"] == 0
     assert f"note: {method} of task.environment={COUNTING} " in caplog.text
     left_out = (
@@ -264,10 +267,11 @@ def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, 
     assert f"For this reason {left_out}" in caplog.text
 
 
-def test_a_start_without_an_answer_ends_the_run(monkeypatch):
-    monkeypatch.setattr(process_pool, "START_SECONDS", 5)  # which the first call of a process has
-    own = ["task.environment_processes=1", "task.environment_seconds=0.5"]
-    task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *own)
+def test_a_start_that_takes_too_long_ends_the_run(monkeypatch):
+    # The first call of a process has this time.
+    monkeypatch.setattr(process_pool, "START_SECONDS", 5)
+    limits = ["task.environment_processes=1", "task.environment_seconds=0.5"]
+    task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *limits)
     expected = (
         r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"
     )
@@ -275,31 +279,34 @@ def test_a_start_without_an_answer_ends_the_run(monkeypatch):
         task.prompt(0)
 
 
-def test_a_number_is_found_by_halves():
+def test_bisection_wins_the_guessing_game_within_its_turns():
     task = make_task(config_of("task=guess", "task.numbers=100", "task.max_turns=7").task, 0)
     assert task.prompt(0).text == "0-99?"
     for index in range(30):
-        (one,), low, high = task.begin([task.prompt(index)]), 0, 99
-        while one.end is None:
+        (conversation,) = task.begin([task.prompt(index)])
+        low = 0
+        high = 99
+        while conversation.end is None:
             middle = (low + high) // 2
-            one.add_turn(
+            conversation.add_turn(
                 Completion(torch.tensor([0]), torch.tensor([0.0]), "stop", 0), f"is it {middle}?"
             )
-            (message,) = task.reply([one])
+            (message,) = task.reply([conversation])
             if message is not None:
-                one.add([0], False, message)
-                low, high = (
-                    (middle + 1, high) if message["content"] == "higher" else (low, middle - 1)
-                )
-        (score,) = task.score_conversations([one])
-        assert (score.reward, one.end, middle) == (1, "environment", one.environment._number)
+                conversation.add([0], False, message)
+                if message["content"] == "higher":
+                    low = middle + 1
+                else:
+                    high = middle - 1
+        (score,) = task.score_conversations([conversation])
+        assert score.reward == 1
+        assert conversation.end == "environment"
+        assert middle == conversation.environment._number
 
 
-def test_a_miss_is_worth_half_of_how_near_it_came():
-    from pgtoolkit.tasks.environments import Guess
-
+def test_a_wrong_guess_is_rewarded_by_half_of_its_nearness():
     guess = Guess(11)
     guess.start(Prompt("", "", 0, "", seed=5))
     guess._number = 4
-    for said, reward in (("4", 1), ("no", 0), ("6 or 4", 0.4), ("11", 0), ("10", 0.2), ("²", 0)):
-        assert guess.score([{"role": "assistant", "content": said}]) == (reward, {})
+    for answer, reward in (("4", 1), ("no", 0), ("6 or 4", 0.4), ("11", 0), ("10", 0.2), ("²", 0)):
+        assert guess.score([{"role": "assistant", "content": answer}]) == (reward, {})

@@ -1,7 +1,13 @@
-"""Prompts from folders of Hugging Face data sets, written here as datasets does (format_of_datasets
-compares)."""
+"""Prompts from folders of Hugging Face data sets, from chats in every kind of file, and from verl's
+columns.
+
+The folders are written here in the format of `datasets`; one test compares with those that the
+package writes.
+"""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,15 +19,18 @@ from pgtoolkit.tasks.prompt_rows import read_prompts
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "6 * 7?"}]
 
 
-def table(numbers):
+def table(numbers: Sequence[int]) -> pa.Table:
     messages = [[{"role": "user", "content": f"{i}!"}] for i in numbers]
     return pa.table(
         {"prompt": [f"{i}?" for i in numbers], "messages": messages, "answer": [*numbers]}
     )
 
 
-def save_to_disk(folder, *shards, split=None):
-    """As datasets' `save_to_disk`: Arrow streams of a few batches, and a state that names them."""
+def save_to_disk(folder: Path, *shards: list[int], split: str | None = None) -> Path:
+    """Write a folder like `save_to_disk` of `datasets`.
+
+    It holds Arrow streams of a few batches, and a state that names them.
+    """
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, numbers in zip(names, shards, strict=True):
@@ -40,7 +49,7 @@ def save_to_disk(folder, *shards, split=None):
     return folder
 
 
-def texts(path, split=None, field="prompt"):
+def texts(path: Path, split: str | None = None, field: str = "prompt") -> list[str]:
     return [row.text for row in read_prompts(str(path), split, field, "answer")]
 
 
@@ -54,11 +63,11 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_files(tmp_path):
         "data-00001-of-00002.arrow:1",
     ]
     assert {row.messages for row in rows} == {None}
-    (folder / "cache-123.arrow").write_bytes(b"what datasets leaves there")
+    (folder / "cache-123.arrow").write_bytes(b"a cache that datasets has left")
     assert texts(folder) == ["5?", "3?", "9?", "1?", "2?"]
 
 
-def test_a_saved_data_set_with_splits_needs_one(tmp_path):
+def test_a_saved_data_set_with_splits_needs_task_split(tmp_path):
     for name, numbers in (("train", [1, 2]), ("test", [3])):
         save_to_disk(tmp_path / "both" / name, numbers)
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -76,27 +85,25 @@ def test_a_saved_data_set_with_splits_needs_one(tmp_path):
 
 
 def test_a_split_that_would_be_ignored_is_refused(tmp_path):
-    own, none = (
-        save_to_disk(tmp_path / "own", [1], split="train"),
-        save_to_disk(tmp_path / "none", [1]),
-    )
-    assert texts(own, "train") == texts(own) == ["1?"]
+    train_split = save_to_disk(tmp_path / "train", [1], split="train")
+    without_split = save_to_disk(tmp_path / "without", [1])
+    assert texts(train_split, "train") == texts(train_split) == ["1?"]
     with pytest.raises(ConfigError, match=r"needs train \(got test\)"):
-        texts(own, "test")
+        texts(train_split, "test")
     with pytest.raises(ConfigError, match=r"needs null \(got train\)"):
-        texts(none, "train")
+        texts(without_split, "train")
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "1?", "answer": 1}\n')
     with pytest.raises(ConfigError, match=r"needs null \(got train\)"):
         texts(file, "train")
 
 
-def test_a_saved_data_set_that_is_not_whole(tmp_path):
+def test_an_incomplete_saved_data_set_is_refused(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [1, 2, 3, 4], [5])
     file = folder / "data-00000-of-00002.arrow"
-    whole = file.read_bytes()
-    # without its end, the first would lose no row
-    for damaged in (whole[:-8], whole[: len(whole) // 2], b""):
+    complete = file.read_bytes()
+    # The first lacks only the mark of the end, and no row.
+    for damaged in (complete[:-8], complete[: len(complete) // 2], b""):
         file.write_bytes(damaged)
         with pytest.raises(
             DataError, match=r"data-00000-of-00002\.arrow is not a complete Arrow stream"
@@ -118,8 +125,8 @@ def test_a_saved_data_set_that_is_not_whole(tmp_path):
         texts(folder)
 
 
-def hub(folder, *names):
-    """A folder as downloaded: of file i the prompt `i?`."""
+def hub(folder: Path, *names: str) -> Path:
+    """Write a folder like a download from the hub; file i has the prompt `i?`."""
     for i, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".parquet"):
@@ -159,14 +166,14 @@ def hub(folder, *names):
         ),
     ],
 )
-def test_the_split_of_a_data_set_of_the_hub_is_known_by_its_names(tmp_path, names, split, expected):
+def test_a_downloaded_split_is_recognised_by_its_file_names(tmp_path, names, split, expected):
     folder = hub(tmp_path / "hub", *names)
     assert texts(folder, split) == [f"{i}?" for i in range(expected)]
     with pytest.raises(ConfigError, match=r"task\.split=prefs with task\.path=.* needs "):
         texts(folder, "prefs")
 
 
-def test_a_folder_of_several_splits_is_not_read_as_a_whole(tmp_path):
+def test_a_folder_of_several_splits_needs_task_split(tmp_path):
     with pytest.raises(ConfigError, match=r" Use task\.split=test or task\.split=train\."):
         texts(hub(tmp_path / "flat", "train.jsonl", "test.jsonl"))
     with pytest.raises(ConfigError, match=r" Use task\.split=train\."):
@@ -174,7 +181,7 @@ def test_a_folder_of_several_splits_is_not_read_as_a_whole(tmp_path):
     assert texts(hub(tmp_path / "own", "hard.jsonl", "easy.jsonl")) == ["1?", "0?"]
 
 
-def test_several_data_sets_in_one_folder_are_not_mixed(tmp_path):
+def test_several_data_sets_in_one_folder_are_refused(tmp_path):
     folder = hub(
         tmp_path / "gsm",
         "main/train-00000-of-00001.parquet",
@@ -200,12 +207,11 @@ def test_chats_are_read_from_every_kind_of_file(tmp_path):
     pq.write_table(extra, tmp_path / "p.parquet")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": 42}) + "\n")
     (row,) = read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
-    assert (row.text, row.messages) == ("6 * 7?", tuple(CHAT))
+    assert row.text == "6 * 7?"
+    assert row.messages == tuple(CHAT)
     (row,) = read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
-    assert (row.text, row.messages) == (
-        "?",
-        (*CHAT, {"role": "user", "content": "?", "name": "me"}),
-    )
+    assert row.text == "?"
+    assert row.messages == (*CHAT, {"role": "user", "content": "?", "name": "me"})
 
 
 @pytest.mark.parametrize(
@@ -228,48 +234,41 @@ def test_chats_are_read_from_every_kind_of_file(tmp_path):
     ],
     ids=["texts", "no content", "parts", "answered", "empty"],
 )
-def test_what_is_no_chat_is_refused_with_its_row(tmp_path, prompt, reason):
+def test_prompts_that_are_not_chats_are_refused_with_their_row(tmp_path, prompt, reason):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 1}) + "\n")
     with pytest.raises(DataError) as error:
         read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
     assert f"p.jsonl:1:prompt: {reason}" in str(error.value)
 
 
-def test_folders_that_datasets_has_saved_are_read(tmp_path):
-    """What the package itself writes, where it is installed."""
+def test_folders_that_the_datasets_package_has_saved_are_read(tmp_path):
+    """The package itself writes them, if it is installed."""
     datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset(table([*range(7)]))
-    whole.save_to_disk(tmp_path / "sharded", num_shards=3)
+    complete = datasets.Dataset(table([*range(7)]))
+    complete.save_to_disk(tmp_path / "sharded", num_shards=3)
     assert texts(tmp_path / "sharded") == [f"{i}?" for i in range(7)]
-    # an order that is not that of the rows
-    chosen = whole.shuffle(seed=1).filter(lambda row: row["answer"] != 3)
+    # It stores an order other than that of the rows.
+    chosen = complete.shuffle(seed=1).filter(lambda row: row["answer"] != 3)
     chosen.save_to_disk(tmp_path / "chosen")
     assert texts(tmp_path / "chosen") == list(chosen["prompt"])
-    datasets.DatasetDict({"train": whole, "test": chosen}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": complete, "test": chosen}).save_to_disk(tmp_path / "both")
     assert texts(tmp_path / "both", "test", "messages") == [
-        one[0]["content"] for one in chosen["messages"]
+        messages[0]["content"] for messages in chosen["messages"]
     ]
     with pytest.raises(ConfigError, match="needs one of train, test"):
         texts(tmp_path / "both")
 
 
-def test_numbers_are_answers_as_a_model_writes_them(tmp_path):
-    """Whole numbers of a column of floats, as pandas makes of integers with a gap, have no
-    point."""
+def test_numeric_answers_are_written_as_a_model_writes_them(tmp_path):
+    """Integers in a column of floats, as pandas stores integers with a gap, have no point."""
     numbers = [42.0, -3.0, 0.5, 1e15, 1e22, 0.1]
     expected = ["42", "-3", "0.5", "1000000000000000", "1e+22", "0.1"]
-    for kind in (pa.float64(), pa.float32()):
-        pq.write_table(
-            pa.table({"prompt": ["?"] * 6, "answer": pa.array(numbers, kind)}),
-            tmp_path / "p.parquet",
-        )
-        found = [
-            row.answer
-            for row in read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
-        ]
-        assert found == (
-            expected if kind == pa.float64() else [*expected[:3], "999999986991104", "1e+22", "0.1"]
-        )
+    of_float32 = [*expected[:3], "999999986991104", "1e+22", "0.1"]
+    for kind, answers in ((pa.float64(), expected), (pa.float32(), of_float32)):
+        columns = {"prompt": ["?"] * 6, "answer": pa.array(numbers, kind)}
+        pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+        rows = read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
+        assert [row.answer for row in rows] == answers
     lines = [
         json.dumps({"prompt": "?", "answer": number}) for number in (42.0, 42, 3.140000104904174)
     ]
@@ -296,12 +295,12 @@ def test_the_columns_of_verl_are_read(tmp_path):
     pq.write_table(pa.table(columns | {"answer": ["1", "2"]}), tmp_path / "v.parquet")
     rows = read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "answer")
     assert [row.answer for row in rows] == ["1", "2"]
-    # another column was asked for
+    # Here another column is asked for.
     with pytest.raises(DataError, match=r"v.parquet:1:solution: is missing"):
         read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "solution")
 
 
-def test_tools_that_the_model_would_not_see_are_refused(tmp_path):
+def test_rows_with_tools_are_refused(tmp_path):
     row = {"prompt": CHAT, "answer": "42"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row | {"tools": []}))
     assert len(read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")) == 1

@@ -1,10 +1,11 @@
-"""Data sets by their names on the hub, out of the cache that datasets keeps, which is written here
-by itself."""
+"""Data sets by their names on the hub, read from the cache of `datasets`, which writes it here from
+local files."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -18,8 +19,8 @@ for config in ("main", "socratic"):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The cache after a download of two configurations, each with a training and a test split."""
+def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return variables that name a cache of two configurations, each with two splits."""
     folder = tmp_path_factory.mktemp("hub")
     source = folder / "gsm8k"
     header = ["---", "configs:"]
@@ -43,7 +44,7 @@ def cache(tmp_path_factory):
     subprocess.run(
         [sys.executable, "-c", WRITE, str(source)], env=environment, check=True, capture_output=True
     )
-    # A data set of the hub lies there below its owner's name, else alike.
+    # The folder of a data set of the hub differs only in its name.
     (folder / "cache" / "gsm8k").rename(folder / "cache" / "openai___gsm8k")
     return environment
 
@@ -72,20 +73,28 @@ for overrides in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def found(cache, tmp_path_factory):
-    """What each list of overrides comes to, without the network and with this cache."""
+def read_prompts(
+    cache_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list]:
+    """Return a function that gives (path, problems, rows) for each list of overrides, without the
+    network and with this cache."""
 
-    def look(*cases):
+    def read(*cases: list[str]) -> list:
         folder = tmp_path_factory.mktemp("empty")
         command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-        done = subprocess.run(
-            command, env=cache, cwd=folder, capture_output=True, text=True, timeout=300
+        process = subprocess.run(
+            command,
+            env=cache_environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
-        assert done.returncode == 0, done.stderr
-        assert "Hugging Face Hub" not in done.stderr  # the package is told to be quiet
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        assert process.returncode == 0, process.stderr
+        assert "Hugging Face Hub" not in process.stderr  # `datasets` itself prints nothing.
+        return [json.loads(line) for line in process.stdout.splitlines()]
 
-    return look
+    return read
 
 
 GSM8K = [
@@ -120,8 +129,8 @@ CASES = {
 }
 
 
-def test_a_data_set_by_its_name(found):
-    main, other, test = found(
+def test_a_data_set_is_read_by_its_name_configuration_and_split(read_prompts):
+    main, other, test = read_prompts(
         [*GSM8K, "task.config=main", "task.split=train"],
         [*GSM8K, "task.config=socratic", "task.split=train"],
         [*GSM8K, "task.config=main", "task.split=test"],
@@ -130,7 +139,7 @@ def test_a_data_set_by_its_name(found):
     for (path, problems, rows), (start, count) in zip(
         (main, other, test), expected.items(), strict=True
     ):
-        assert path == NAME  # from whichever directory
+        assert path == NAME
         assert problems == []
         split = start.split()[1]
         assert rows == [
@@ -139,9 +148,11 @@ def test_a_data_set_by_its_name(found):
         ]
 
 
-def test_what_is_not_there_is_refused_with_the_reason(found):
-    # The first of two paths is left out, which would be refused for itself.
-    outcomes = found(*([*GSM8K["task.path" in overrides[0] :], *overrides] for overrides in CASES))
+def test_missing_configurations_splits_and_data_sets_are_refused_with_the_reason(read_prompts):
+    # A case with a path gets no second one, which would be refused.
+    outcomes = read_prompts(
+        *([*GSM8K["task.path" in overrides[0] :], *overrides] for overrides in CASES)
+    )
     for (path, problems, rows), expected in zip(outcomes, CASES.values(), strict=True):
         assert expected in problems[0], path
         assert rows == []

@@ -1,9 +1,12 @@
-"""What is said of prompts and answers before a run: those that the tokenizer changes, repeats, or
-has no room for."""
+"""Notes before a run: prompts and answers that the tokenizer changes or repeats, and answers that
+no completion can contain."""
+
+from collections.abc import Iterator, Sequence
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, with_model
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
+from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
@@ -14,14 +17,23 @@ from pgtoolkit.training.build import build
 
 
 class Rows:
-    def __init__(self, *rows):
+    """A task of these rows: (text, answer), and messages if it is a conversation."""
+
+    def __init__(self, *rows: tuple):
         self._rows = [Prompt(*row[:2], i, f"p:{i + 1}", *row[2:]) for i, row in enumerate(rows)]
 
-    def rows(self):
+    def rows(self) -> Iterator[Prompt]:
         return iter(self._rows)
 
 
-def notes(tokenizer, rows, stop=(), longest=9, **changes):
+def notes(
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[tuple],
+    stop: Sequence[str] = (),
+    longest: int = 9,
+    **changes: object,
+) -> list[str]:
+    """Return the notes on these rows; `changes`: of the task's configuration."""
     config = task_config(**changes)
     task = TokenizedTask(
         Rows(*rows), tokenizer, [], chat_of(config, tokenizer), stop, longest=longest
@@ -29,28 +41,28 @@ def notes(tokenizer, rows, stop=(), longest=9, **changes):
     return notes_on_rows(task, config)
 
 
-def test_prompts_that_are_written_with_the_template_already():
-    asked = "<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
-    rows = [("6 * 7?", "42"), (asked, "42"), (asked, "42"), ("6?", "6", CONVERSATION)]
+def test_prompts_that_contain_marks_of_the_template_are_noted():
+    templated = "<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [("6 * 7?", "42"), (templated, "42"), (templated, "42"), ("6?", "6", CONVERSATION)]
     assert notes(tokenizer_of(CHATML), rows) == [
         "2 of the first 4 prompts hold '<|im_start|>', which the chat template writes itself, "
         "first that at p:2: they go through the template a second time. Use task.chat=never, or "
         "prompts without it."
     ]
     assert notes(tokenizer_of(CHATML), rows[:3], chat="never") == []
-    # Of a template whose marks are no special tokens.
+    # The marks of this template are not special tokens.
     words = "{% for m in messages %}{{ 'Question: ' + m['content'] + '\nAnswer:' }}{% endfor %}"
     (note,) = notes(tokenizer_of(words), [("6?", "6"), ("Question: 6?\nAnswer:", "6")])
     assert note.startswith(
         "1 of the first 2 prompts hold 'Question:', which the chat template writes itself"
     )
-    inside = [{"role": "user", "content": asked}, {"role": "user", "content": "?"}]
+    inside = [{"role": "user", "content": templated}, {"role": "user", "content": "?"}]
     (note,) = notes(tokenizer_of(LLAMA), [("?", "6", inside)])
     assert note.startswith("1 of the first 1 prompts hold '<|im_end|>'")
 
 
-def test_prompts_with_a_beginning_of_their_own():
-    """The tokenizer adds <bos> to every text."""
+def test_prompts_that_begin_with_bos_twice_are_noted():
+    """The tokenizer adds <bos> to every text, also to one that begins with it."""
     tokenizer = tokenizer_of(None)
     assert notes(tokenizer, [("6?", "6"), ("<bos>6?", "6")]) == [
         "1 of the first 2 prompts begin with <bos> twice, first that at p:2: the tokenizer adds "
@@ -58,7 +70,7 @@ def test_prompts_with_a_beginning_of_their_own():
     ]
 
 
-def test_answers_that_no_completion_can_have_as_its_text():
+def test_answers_that_no_completion_can_equal_are_noted():
     tokenizer = tokenizer_of(None)
     rows = [("?", "1234567890"), ("?", " 123456789\n"), ("?", "12 ; 34"), ("?", "<|im_start|>")]
     assert notes(tokenizer, rows) == [
@@ -73,27 +85,28 @@ def test_answers_that_no_completion_can_have_as_its_text():
         "does, and without texts of rollout.stop."
     ]
     assert len(notes(tokenizer, rows, verifier="regular_expression")) == 1
-    for verifier in ("math_verify", "mine.score"):  # to which other forms may be right as well
+    for verifier in ("math_verify", "mine.score"):  # They may accept other forms of an answer.
         assert notes(tokenizer, rows, verifier=verifier) == []
     verifiers = {"a": {"verifier": "mine.score"}, "b": {"verifier": "exact_match"}}
     assert len(notes(tokenizer, rows, verifier=None, verifiers=verifiers)) == 1
 
 
-def test_check_and_start_say_it(tmp_path, capsys, caplog):
-    folder, file = save_with_tokenizer(small_llama(), tmp_path / "model"), tmp_path / "p.jsonl"
+def test_check_and_the_start_of_a_run_print_the_notes(tmp_path, capsys, caplog):
+    folder = save_with_tokenizer(small_llama(), tmp_path / "model")
+    file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "12=", "answer": "123456"}\n{"prompt": "3=", "answer": "3"}\n')
-    tiny = [one for one in SHORT if not one.startswith("task.")]
+    tiny = [setting for setting in SHORT if not setting.startswith("task.")]
     rows = ["task=prompts", f"task.path={file}"]
-    said = "1 of the first 2 answers are longer than a completion may be"
+    note = "1 of the first 2 answers are longer than a completion may be"
     for settings in (tiny, with_model(folder, of=tiny)):
         assert main(["check", *settings, *rows]) == 0
-        assert f"{said} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
+        assert f"{note} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
     sets = f"evaluation.sets={{a: {{path: {file}}}}}"
     evaluated = "evaluation.every=6", "evaluation.max_completion_length=5", sets
     module, loader = build(config_of(*with_model(folder, *rows, *evaluated, of=tiny)))
     loader.source.close()
     module.evaluator.close()
     texts = [record.getMessage() for record in caplog.records]
-    assert any(text.startswith(f"note: {said} (rollout.max_completion_length=4)") for text in texts)
-    of_set = f"note: evaluation set a: {said} (evaluation.max_completion_length=5)"
+    assert any(text.startswith(f"note: {note} (rollout.max_completion_length=4)") for text in texts)
+    of_set = f"note: evaluation set a: {note} (evaluation.max_completion_length=5)"
     assert any(text.startswith(of_set) for text in texts)

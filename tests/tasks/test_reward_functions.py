@@ -1,16 +1,19 @@
-"""Reward functions of the user's own, called as their parameters ask: those of TRL unchanged, and
-those of servers."""
+"""Reward functions of the user: they get the arguments that their parameters name, TRL's run
+unchanged, and failures of servers that they ask are handled."""
 
 import contextlib
 import http.server
 import json
 import logging
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tasks import rewards_for_tests
 
 from pgtoolkit.completion import Completion
 from pgtoolkit.config.keys import option_values
@@ -22,6 +25,7 @@ from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.tasks import Score, Task
 
 MINE = "tasks.rewards_for_tests."
 ROWS = [
@@ -36,12 +40,14 @@ ROWS = [
 
 
 @pytest.fixture
-def task_of(tmp_path):
-    """Make the task of a file with these rows, scored by these verifiers; all are closed in the
-    end."""
+def task_of(tmp_path: Path) -> Iterator[Callable[..., Task]]:
+    """Give a function that makes the task of a file with `rows`, scored by the named verifiers.
+
+    All tasks are closed at the end.
+    """
     with contextlib.ExitStack() as stack:
 
-        def make(*names, rows=ROWS, **changes):
+        def make(*names: str, rows: Sequence[dict] = ROWS, **changes: object) -> Task:
             path = tmp_path / "rows.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             values = option_values("task", "prompts") | {"path": str(path)}
@@ -57,15 +63,14 @@ def task_of(tmp_path):
         yield make
 
 
-def scores_of(task, texts):
+def scores_of(task: Task, texts: Sequence[str]) -> list[Score]:
     """Score a text for each row, in the order of the file."""
     prompts = list(task.rows())
-    return task.scores(
-        [Response(prompt, text, True) for prompt, text in zip(prompts, texts, strict=True)]
-    )
+    responses = [Response(prompt, text, True) for prompt, text in zip(prompts, texts, strict=True)]
+    return task.scores(responses)
 
 
-def rewards_of(task, texts):
+def rewards_of(task: Task, texts: Sequence[str]) -> list[float | None]:
     return [score.reward for score in scores_of(task, texts)]
 
 
@@ -82,7 +87,7 @@ def rewards_of(task, texts):
     ],
 )
 @pytest.mark.parametrize("processes", [0, 1])
-def test_parameters_say_by_name_what_a_function_gets(task_of, name, expected, processes):
+def test_a_function_gets_the_arguments_that_its_parameters_name(task_of, name, expected, processes):
     limits = {"verifier_processes": processes, "verifier_seconds": 60 if processes else None}
     task = task_of(MINE + name, **limits)
     prompts = list(task.rows())
@@ -94,7 +99,7 @@ def test_parameters_say_by_name_what_a_function_gets(task_of, name, expected, pr
     assert [score.reward for score in task.scores(responses)] == pytest.approx(expected)
 
 
-def test_progress_is_that_of_the_weights_that_wrote_the_completions(task_of):
+def test_trainer_state_counts_the_steps_of_the_weights_that_sampled(task_of):
     task = task_of(MINE + "progress", rows=[{"prompt": "?", "answer": 1}])
     tokenized = TokenizedTask(task, character_tokenizer(None), [95], max_steps=8)
     completion = Completion(torch.tensor([0, 1]), torch.zeros(2), "length", model_version=6)
@@ -102,7 +107,7 @@ def test_progress_is_that_of_the_weights_that_wrote_the_completions(task_of):
     assert score.reward == 6 / 8 + 1
 
 
-def test_what_a_function_cannot_ask_for_is_refused(task_of):
+def test_unknown_parameters_and_missing_columns_are_refused(task_of):
     with pytest.raises(
         ConfigError, match=r"parameters among completion, answer, prompt, row.*got confused\(prompt"
     ):
@@ -115,22 +120,22 @@ def test_what_a_function_cannot_ask_for_is_refused(task_of):
         task_of(MINE + "only_even", rows=rows)
 
 
-def test_a_list_has_a_score_for_each_completion(task_of):
+def test_a_list_with_too_few_scores_is_refused(task_of):
     with pytest.raises(
         DataError, match=r"too_few must return a list of 2 scores.*\(got 1 of them\)"
     ):
         scores_of(task_of(MINE + "too_few"), ["", ""])
 
 
-def test_what_a_reward_function_logs_is_kept_under_its_name(task_of):
-    found = scores_of(task_of("exact_match", MINE + "longest_of_the_batch"), ["1", "x"])
-    assert [score.measures["verifier/v1/mean_level"] for score in found] == [3.5] * 2
-    assert [score.logged for score in found] == [{"v1/level": "3"}, {"v1/level": "4"}]
+def test_logged_values_are_kept_under_the_name_of_the_verifier(task_of):
+    scores = scores_of(task_of("exact_match", MINE + "longest_of_the_batch"), ["1", "x"])
+    assert [score.measures["verifier/v1/mean_level"] for score in scores] == [3.5] * 2
+    assert [score.logged for score in scores] == [{"v1/level": "3"}, {"v1/level": "4"}]
     alone = scores_of(task_of(MINE + "longest_of_the_batch"), ["1", "x"])
     assert [score.logged for score in alone] == [{"level": "3"}, {"level": "4"}]
 
 
-def test_a_logged_column_has_a_value_for_each_completion(task_of):
+def test_a_logged_column_with_too_few_values_is_refused(task_of):
     with pytest.raises(
         DataError,
         match=r"log_extra of .* needs 2 values of length, one for each .*\(got 1 of them\)",
@@ -138,16 +143,16 @@ def test_a_logged_column_has_a_value_for_each_completion(task_of):
         scores_of(task_of(MINE + "logs_too_few"), ["", ""])
 
 
-def test_none_is_not_scored_and_the_others_count(task_of):
-    """TRL adds up what is not None; a completion that nobody scores is left out."""
+def test_none_is_left_out_of_the_sum_of_scores(task_of):
+    """Like TRL a task adds up the other scores; without any, the completion has failed."""
     rows = [{"prompt": f"{level}?", "answer": 1, "level": level} for level in range(3)]
-    found = scores_of(task_of(MINE + "only_odd", MINE + "only_even", rows=rows), ["a", "b", "c"])
-    assert [(score.reward, score.exact_match) for score in found] == [
+    scores = scores_of(task_of(MINE + "only_odd", MINE + "only_even", rows=rows), ["a", "b", "c"])
+    assert [(score.reward, score.exact_match) for score in scores] == [
         (1.0, True),
         (0.5, False),
         (1.0, True),
     ]
-    assert [sorted(score.measures) for score in found] == [
+    assert [sorted(score.measures) for score in scores] == [
         ["reward/v1"],
         ["reward/v0"],
         ["reward/v1"],
@@ -160,7 +165,7 @@ def test_none_is_not_scored_and_the_others_count(task_of):
     ]
 
 
-def test_columns_of_parquet_are_plain_lists(task_of, tmp_path):
+def test_a_function_gets_columns_of_parquet_as_plain_lists(task_of, tmp_path):
     columns = {
         "prompt": ["a?", "bc?"],
         "answer": [1, 2],
@@ -183,8 +188,7 @@ CHAT = (
 
 
 def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
-    """Under a chat template, on completions as a sampler writes them; compared with calls as TRL's
-    trainer makes."""
+    """Sampled completions with a chat template get the scores of calls like TRL's trainer's."""
     pytest.importorskip("math_verify")
     rewards = pytest.importorskip("trl.rewards")
     (tmp_path / "trl_rewards.py").write_text(
@@ -208,7 +212,7 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
     ]
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = CHAT
-    (end,) = [tokenizer.eos_token_id]
+    end = tokenizer.eos_token_id
     task = task_of(*names, rows=rows)
     tokenized = TokenizedTask(task, tokenizer, [end], ChatTemplate(tokenizer, "Be brief."))
     texts = [
@@ -220,7 +224,7 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
     completions = [
         Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", 0) for ids in tokens
     ]
-    found = tokenized.scores(list(task.rows()), completions)
+    scores = tokenized.scores(list(task.rows()), completions)
 
     as_in_trl = {
         "prompts": [
@@ -242,40 +246,37 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
     ]
     for number, function in enumerate(functions):
         expected = function(**as_in_trl)
-        assert [score.measures.get(f"reward/v{number}") for score in found] == expected, names[
-            number
-        ]
-    # they do tell texts apart
-    assert [score.measures.get("reward/v0") for score in found] == [1.0, 0.0, None]
-    totals = [sum(value for value in score.measures.values()) for score in found]
-    assert [score.reward for score in found] == pytest.approx(totals)
+        measured = [score.measures.get(f"reward/v{number}") for score in scores]
+        assert measured == expected, names[number]
+    # The scores differ between the texts.
+    assert [score.measures.get("reward/v0") for score in scores] == [1.0, 0.0, None]
+    totals = [sum(value for value in score.measures.values()) for score in scores]
+    assert [score.reward for score in scores] == pytest.approx(totals)
 
 
-def test_calls_of_an_async_function_wait_at_the_same_time(task_of):
-    from tasks import rewards_for_tests
-
+def test_calls_of_an_async_function_wait_concurrently_up_to_the_limit(task_of):
     rows = [{"prompt": f"{number}?", "answer": 40 - number} for number in range(8)]
     for limit in (3, 100):
-        rewards_for_tests.most_at_once = 0
+        rewards_for_tests.max_waiting = 0
         task = task_of(MINE + "waits", rows=rows, verifier_concurrency=limit)
         assert rewards_of(task, "01234567") == list(range(8))
-        assert rewards_for_tests.most_at_once == min(limit, 8)
+        assert rewards_for_tests.max_waiting == min(limit, 8)
 
 
-def test_what_hangs_has_failed_and_the_rest_goes_on(task_of):
+def test_a_function_that_hangs_has_failed_and_the_others_continue(task_of):
     limits = {"verifier_processes": 1, "verifier_seconds": 0.5}
-    found = scores_of(task_of(MINE + "never", **limits), ["hang", "x"])
-    assert [(score.reward, score.failed) for score in found] == [(None, True), (1.0, False)]
-    assert [score.measures["verifier_timeout_fraction"] for score in found] == [1.0, 0.0]
+    scores = scores_of(task_of(MINE + "never", **limits), ["hang", "x"])
+    assert [(score.reward, score.failed) for score in scores] == [(None, True), (1.0, False)]
+    assert [score.measures["verifier_timeout_fraction"] for score in scores] == [1.0, 0.0]
     task = task_of(MINE + "slow_batch", **limits)
-    assert rewards_of(task, ["x", "x"]) == [1.0, 1.0]  # the first call of a process has more time
-    found = scores_of(task, ["hang", "x"])
-    assert [score.measures["verifier_timeout_fraction"] for score in found] == [1.0, 1.0]
+    assert rewards_of(task, ["x", "x"]) == [1.0, 1.0]  # The first call of a process has more time.
+    scores = scores_of(task, ["hang", "x"])
+    assert [score.measures["verifier_timeout_fraction"] for score in scores] == [1.0, 1.0]
 
 
 @pytest.fixture
 def server():
-    """A server that fails as often as its `failures` say before each answer; `calls` counts all."""
+    """Give a server that fails with each of its `failures` first; `calls` counts all calls."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -291,19 +292,19 @@ def server():
         def log_message(self, *arguments):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
-        made.calls = 0
-        made.failures = []
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        http_server.calls = 0
+        http_server.failures = []
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        yield http_server
+        http_server.shutdown()
 
 
 ASKING = ["asks_a_server", "asks_a_server_async", "asks_for_a_batch"]
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_server_is_asked_again_a_few_times(task_of, server, name, monkeypatch):
+def test_a_failing_server_is_asked_again_a_few_times(task_of, server, name, monkeypatch):
     monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
     rows = ROWS[:1]
     text = f"{server.server_port}/score"
@@ -317,7 +318,7 @@ def test_a_server_is_asked_again_a_few_times(task_of, server, name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_server_that_refuses_is_asked_once_and_named_in_one_line(task_of, server, name):
+def test_a_server_that_refuses_is_asked_once_and_refused_in_one_line(task_of, server, name):
     server.failures = [401]
     with pytest.raises(DataError) as caught:
         scores_of(task_of(MINE + name, rows=ROWS[:1]), [f"{server.server_port}/score"])
@@ -331,7 +332,7 @@ def test_a_server_that_refuses_is_asked_once_and_named_in_one_line(task_of, serv
 
 
 @pytest.mark.parametrize("name", ASKING[:2])
-def test_of_a_server_that_is_down_there_is_one_line(task_of, server, name, monkeypatch, caplog):
+def test_a_server_that_is_down_gives_one_note(task_of, server, name, monkeypatch, caplog):
     monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
     server.shutdown()
     server.server_close()
@@ -339,8 +340,8 @@ def test_of_a_server_that_is_down_there_is_one_line(task_of, server, name, monke
     rows = [{"prompt": f"{number}?", "answer": 1} for number in range(6)]
     task = task_of(MINE + name, rows=rows, verifier_concurrency=1)
     with caplog.at_level(logging.WARNING, "pgtoolkit"):
-        found = scores_of(task, texts)
-    assert all(score.failed for score in found)
+        scores = scores_of(task, texts)
+    assert all(score.failed for score in scores)
     (note,) = [record.message for record in caplog.records]
     assert (
         "could not reach the server that it asks: URLError: <urlopen error [Errno 111] Connection "

@@ -1,18 +1,23 @@
-"""Stop strings: which tokens a completion has that one of them ends, what of it is scored, with any
-sampler."""
+"""Stop strings end a completion where the shortest decoded text contains one, and cut the scored
+text."""
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from builders.models import ALPHABET, save_with_tokenizer, small_llama
-from builders.runs import SHORT, config_of, sampler_of
+from builders.runs import config_of, last_of_each_key, sampler_of, with_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Score
 from pgtoolkit.training.build import build
@@ -22,8 +27,11 @@ END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
-def byte_level():
-    """Byte-level BPE, as that of Qwen or Llama 3: tokens of parts of characters, and of several."""
+def byte_level() -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE like that of Qwen or Llama 3.
+
+    Some tokens are parts of characters, some several characters.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,9 +44,9 @@ def byte_level():
 
 
 @pytest.fixture(scope="module")
-def metaspace():
-    """Pieces with a space before them, as Llama 2's, whose decoder takes the first space of a text
-    away."""
+def metaspace() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's: pieces begin with a space, and its decoder removes the
+    first space of a text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<0x00>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
@@ -55,9 +63,11 @@ def metaspace():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
-def shortest(tokenizer, tokens, strings):
-    """The definition: the fewest tokens whose text, special tokens aside, has one of the
-    strings."""
+def num_tokens_until_stop(
+    tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int], strings: Sequence[str]
+) -> int | None:
+    """Return the smallest number of tokens whose text, without special tokens, contains one of the
+    strings; None if there is no such number."""
     for count in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
         if any(string in text for string in strings):
@@ -70,26 +80,25 @@ STRINGS = [["</answer>"], [" is"], ["ï🎉 w"], ["so s", "</"], ["world"]]
 
 @pytest.mark.parametrize("strings", STRINGS, ids=str)
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
-def test_a_completion_ends_with_the_first_token_that_completes_a_string(kind, strings, request):
+def test_a_completion_ends_at_the_first_token_that_completes_a_stop_string(kind, strings, request):
     tokenizer = request.getfixturevalue(kind)
-    stops, found = StopStrings(strings, tokenizer), 0
+    stops = StopStrings(strings, tokenizer)
+    num_ended = 0
     generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randint(1, len(tokenizer), (60,), generator=generator).tolist() for _ in range(20)
-    ]
-    for tokens in [
-        *(tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS[:4]),
-        *drawn,
-    ]:
-        end = shortest(tokenizer, tokens, strings)
+    completions = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS[:4]]
+    for _ in range(20):
+        random_tokens = torch.randint(1, len(tokenizer), (60,), generator=generator)
+        completions.append(random_tokens.tolist())
+    for tokens in completions:
+        end = num_tokens_until_stop(tokenizer, tokens, strings)
         assert stops.end(tokens) == end
-        found += end is not None
-        # a sampler sees it when it is there, and not before, by the last tokens alone
+        num_ended += end is not None
+        # The last tokens suffice for a sampler to see the end, and not before it.
         if end is not None:
             assert stops.seem_to_end([tokens[:end][-stops.window :]]) == [True]
             before = tokens[: end - 1]
             assert stops.seem_to_end([before[-stops.window :]]) == [False]
-    assert found or strings == ["world"]
+    assert num_ended > 0 or strings == ["world"]
 
 
 def test_the_text_is_cut_where_the_first_string_begins(byte_level):
@@ -101,7 +110,7 @@ def test_the_text_is_cut_where_the_first_string_begins(byte_level):
     assert not StopStrings([], byte_level)
 
 
-def test_a_special_token_is_no_text(byte_level):
+def test_a_stop_string_with_a_special_token_is_refused(byte_level):
     with pytest.raises(ConfigError) as error:
         StopStrings(["ok", f"x{END}"], byte_level)
     assert str(error.value) == (
@@ -111,24 +120,27 @@ def test_a_special_token_is_no_text(byte_level):
     )
 
 
-class Seen:
-    """A task that notes what it is asked to score."""
+class RecordingTask:
+    """A task that records the texts that it is asked to score."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.answers = []
 
-    def scores(self, responses):
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
         self.answers += [(response.text, response.finished) for response in responses]
         return [Score(0.0, False)] * len(responses)
 
 
-def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):
-    task, prompt = Seen(), Prompt("?", "", 0, "p")
+def test_the_scored_text_excludes_the_stop_string_that_the_tokens_contain(byte_level):
+    task = RecordingTask()
+    prompt = Prompt("?", "", 0, "p")
     tokenized = TokenizedTask(task, byte_level, [byte_level.eos_token_id], stop=["</answer>"])
-    completions, pieces = [], byte_level.convert_tokens_to_ids([*"so</answer>"])
+    # The last of these tokens is only the end of the string.
+    pieces = byte_level.convert_tokens_to_ids([*"so</answer>"])
+    completions = []
     for text, ending, reason in [
         ("so </answer>", [], "stop"),
-        ("", pieces, "stop"),  # whose last token is only the end of the string
+        ("", pieces, "stop"),
         ("so", [byte_level.eos_token_id], "stop"),
         ("so </answer", [], "length"),
     ]:
@@ -138,31 +150,28 @@ def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):
     assert task.answers == [("so ", True), ("so", True), ("so", True), ("so </answer", False)]
 
 
-def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
-    """Where a string of rollout.stop ends the text, it is cut there, as the text without special
-    tokens says."""
+def test_the_scored_text_contains_special_tokens_other_than_the_end(byte_level):
+    """A stop string cuts the text, also if special tokens stand within the string."""
     byte_level = copy.deepcopy(byte_level)
     byte_level.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    end, (think, done) = (
-        byte_level.eos_token_id,
-        byte_level.convert_tokens_to_ids(["<think>", "</think>"]),
-    )
+    end = byte_level.eos_token_id
+    think, done = byte_level.convert_tokens_to_ids(["<think>", "</think>"])
 
-    def ids(text):
+    def ids(text: str) -> list[int]:
         return byte_level(text, add_special_tokens=False).input_ids
 
-    written = [
+    completions = [
         ([think, *ids("so"), done, *ids(" 12"), end], "stop", "<think>so</think> 12"),
         ([*ids("1"), think, *ids("2"), end], "stop", "1<think>2"),
         ([*ids("1"), think, *ids("2")], "length", "1<think>2"),
         ([think, *ids("a think.STOP")], "stop", "<think>a think."),
-        # the string is there only without the token in it
+        # Only without the special token in it this is the stop string.
         ([think, *ids("aSTO"), done, *ids("P")], "stop", "a"),
         ([*ids("no special token"), end], "stop", "no special token"),
     ]
     for stop in ([], ["STOP"]):
         tokenized = TokenizedTask(None, byte_level, [end], stop=stop)
-        for tokens, reason, text in written:
+        for tokens, reason, text in completions:
             if stop or not text.startswith(("<think>a", "a")):
                 completion = Completion(torch.tensor(tokens), torch.zeros(len(tokens)), reason, 0)
                 assert tokenized.answer(completion) == (text, reason == "stop")
@@ -170,86 +179,82 @@ def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Llama whose tokens are the digits, `=` and the end, with equal chances, so that strings are
-    met."""
+    """Save a Llama whose tokens, the digits, `=` and the end, are about equally probable."""
     return save_with_tokenizer(small_llama(), tmp_path / "model")
 
 
-def sampler_and_policy(folder, *overrides):
-    own = [one for one in SHORT if not one.startswith(("model.", "rollout.max"))]
-    chosen = [
-        *own,
-        "model=huggingface",
-        f"model.path={folder}",
+def sampler_and_policy(folder: Path, *overrides: str) -> tuple[TransformersSampler, Policy]:
+    settings = last_of_each_key(
+        *with_model(folder),
         "rollout.max_completion_length=20",
         *overrides,
-    ]
-    chosen = list({one.partition("=")[0]: one for one in chosen}.values())
-    module, loader = build(config_of(*chosen))
+    )
+    module, loader = build(config_of(*settings))
     return sampler_of(loader), module.policy
 
 
 PROMPTS = [[4, 8, 2, 10], [9, 10], [1, 2]]
 
 
-def sampled(sampler):
+def sampled(sampler: TransformersSampler) -> list[Completion]:
     return sampler.complete([Request(prompt, 16, seed) for seed, prompt in enumerate(PROMPTS)])
 
 
 @pytest.mark.parametrize("static_cache", ["null", "true"])
-def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder, static_cache):
-    """Up to its end each completion is the one without stop strings: the same draws, the same
-    log-probs."""
-    own = f"sampler.static_cache={static_cache}"
-    plain, policy = sampler_and_policy(folder, own)
-    stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']", own)
-    tokenizer, reasons = policy.tokenizer, set()
-    for whole, cut in zip(sampled(plain), sampled(stopping), strict=True):
-        end = shortest(tokenizer, whole.tokens.tolist(), ["12", "7=", "333"])
-        reasons.add((whole.finish_reason, cut.finish_reason, end is None))
-        assert torch.equal(cut.tokens, whole.tokens[:end])
-        torch.testing.assert_close(cut.log_probs, whole.log_probs[:end], rtol=0, atol=0)
-        assert cut.finish_reason == ("stop" if end is not None else whole.finish_reason)
+def test_a_stop_string_changes_no_token_and_no_log_prob_before_it(folder, static_cache):
+    """Up to its end a completion has the tokens and log-probs of the one without stop strings."""
+    cache = f"sampler.static_cache={static_cache}"
+    plain, policy = sampler_and_policy(folder, cache)
+    stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']", cache)
+    reasons = set()
+    for uncut, cut in zip(sampled(plain), sampled(stopping), strict=True):
+        end = num_tokens_until_stop(policy.tokenizer, uncut.tokens.tolist(), ["12", "7=", "333"])
+        reasons.add((uncut.finish_reason, cut.finish_reason, end is None))
+        assert torch.equal(cut.tokens, uncut.tokens[:end])
+        torch.testing.assert_close(cut.log_probs, uncut.log_probs[:end], rtol=0, atol=0)
+        assert cut.finish_reason == ("stop" if end is not None else uncut.finish_reason)
     assert reasons >= {("length", "stop", False), ("stop", "stop", False), ("stop", "stop", True)}
 
 
-def test_a_string_that_the_prompt_begins_ends_nothing(folder):
-    """Two of the prompts end in `=`, and some of their completions begin with one of these
-    digits."""
+def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(folder):
+    """Two prompts end in `=`, and some of their completions begin with one of these digits."""
     strings = ["=1", "=2", "=3"]
     plain, policy = sampler_and_policy(folder)
     stopping, _ = sampler_and_policy(folder, f"rollout.stop={strings}")
-    begun = 0
-    for place, (whole, cut) in enumerate(zip(sampled(plain), sampled(stopping), strict=True)):
-        assert torch.equal(
-            cut.tokens, whole.tokens[: shortest(policy.tokenizer, whole.tokens.tolist(), strings)]
-        )
-        begun += place < 32 and int(whole.tokens[0]) in (1, 2, 3)
-    assert begun > 4
+    num_begun = 0
+    for place, (uncut, cut) in enumerate(zip(sampled(plain), sampled(stopping), strict=True)):
+        end = num_tokens_until_stop(policy.tokenizer, uncut.tokens.tolist(), strings)
+        assert torch.equal(cut.tokens, uncut.tokens[:end])
+        num_begun += place < 32 and int(uncut.tokens[0]) in (1, 2, 3)
+    assert num_begun > 4
 
 
-def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
-    """And at all that was written since it looked last."""
+def test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens(folder):
+    """Each time at all tokens since the last time."""
     small_llama(max_position_embeddings=256).save_pretrained(folder)
-    own = [
+    settings = [
         "sampler.static_cache=true",
         "rollout.max_completion_length=100",
         "accumulation.max_tokens=128",
     ]
     strings = ",".join(f"'{character}'" for character in ALPHABET)
-    sampler, policy = sampler_and_policy(folder, *own, f"rollout.stop=[{strings}]")
+    sampler, policy = sampler_and_policy(folder, *settings, f"rollout.stop=[{strings}]")
     passes = []
     policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
-    assert {len(one.tokens) for one in sampled(sampler)} == {1}
+    assert {len(completion.tokens) for completion in sampled(sampler)} == {1}
     assert len(passes) == 33  # not 100
-    sampler, _ = sampler_and_policy(folder, *own, "rollout.stop=['98765432101234']")
-    asked, look = [], sampler._stopped
-    sampler._stopped = lambda written, new: (
-        asked.append((written.shape[1], new)) or look(written, new)
-    )
+    sampler, _ = sampler_and_policy(folder, *settings, "rollout.stop=['98765432101234']")
+    looks = []
+    stopped = sampler._stopped
+
+    def recording(written: torch.Tensor, num_new: int) -> torch.Tensor:
+        looks.append((written.shape[1], num_new))
+        return stopped(written, num_new)
+
+    sampler._stopped = recording
     sampled(sampler)
-    assert asked[:2] == [(33, 33), (65, 32)]
+    assert looks[:2] == [(33, 33), (65, 32)]
     written = torch.tensor([[3, 3, 3, 3, *[4] * 60], [4] * 64])
-    sampler, _ = sampler_and_policy(folder, *own, "rollout.stop=['333']")
+    sampler, _ = sampler_and_policy(folder, *settings, "rollout.stop=['333']")
     assert sampler._stopped(written, 64).tolist() == [True, False]
     assert sampler._stopped(written, 32).tolist() == [False, False]

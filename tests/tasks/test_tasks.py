@@ -1,6 +1,8 @@
-"""Tasks: prompts are a function of seed and index, scores are right."""
+"""Tasks: their prompts depend only on seed and index, their scores, and the lengths of prompts."""
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,18 +19,19 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.tasks import Task
 
 
-def prompts_config(path, **changes):
+def prompts_config(path: Path, **changes: object) -> PromptsTaskConfig:
     values = option_values("task", "prompts") | {"path": str(path)}
     return PromptsTaskConfig(**(values | changes))
 
 
-def reverse(seed=0, num_digits=6):
+def reverse(seed: int = 0, num_digits: int = 6) -> Task:
     return make_task(ReverseTaskConfig(name="reverse", num_digits=num_digits), seed)
 
 
-def test_prompts_of_reverse_are_the_same_everywhere():
+def test_prompts_of_reverse_depend_only_on_seed_and_index():
     task = reverse()
     for index in (0, 1, 10**12):
         prompt = task.prompt(index)
@@ -39,7 +42,7 @@ def test_prompts_of_reverse_are_the_same_everywhere():
         assert prompt == reverse().prompt(index)
     assert len({task.prompt(index).text for index in range(100)}) > 95
     assert reverse(seed=1).prompt(0) != task.prompt(0)
-    # The same numbers on every machine and in every version: recorded runs can be repeated.
+    # Every machine and version makes the same prompts: recorded runs can be repeated.
     assert task.prompt(0).text == "896334="
     digits = "".join(task.prompt(index).answer for index in range(500))
     assert all(250 < digits.count(digit) < 350 for digit in "0123456789")
@@ -62,7 +65,7 @@ def test_reverse_scores_the_share_of_right_digits(completion, finished, right, e
     assert score.exact_match is exact
 
 
-def test_prompts_come_in_another_order_every_pass(tmp_path):
+def test_prompts_of_a_file_come_in_another_order_in_every_pass(tmp_path):
     rows = [{"question": f"{i}+1=", "solution": i + 1} for i in range(20)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.table({"question": ["é="], "solution": ["x"]}), tmp_path / "b.parquet")
@@ -71,20 +74,17 @@ def test_prompts_come_in_another_order_every_pass(tmp_path):
     assert task.num_prompts == 21
     assert task.alphabet == "".join(sorted("0123456789+=éx"))
     passes = [[task.prompt(21 * p + i) for i in range(21)] for p in range(3)]
-    texts = [[prompt.text for prompt in one] for one in passes]
-    assert (
-        sorted(texts[0])
-        == sorted(texts[1])
-        == sorted(texts[2])
-        == sorted([f"{i}+1=" for i in range(20)] + ["é="])
-    )
+    texts = [[prompt.text for prompt in prompts] for prompts in passes]
+    all_texts = sorted([f"{i}+1=" for i in range(20)] + ["é="])
+    assert [sorted(texts_of_pass) for texts_of_pass in texts] == [all_texts] * 3
     assert texts[0] != texts[1] != texts[2]
     assert make_task(config, seed=3).prompt(30) == task.prompt(30)
     assert [make_task(config, seed=4).prompt(i).text for i in range(21)] != texts[0]
     for prompt in passes[1]:
         assert task.score(prompt, prompt.answer, finished=True).exact_match
         wrong = task.score(prompt, prompt.answer + "0", finished=True)
-        assert (wrong.reward, wrong.exact_match) == (0.0, False)
+        assert wrong.reward == 0.0
+        assert not wrong.exact_match
 
 
 def test_bad_prompts_are_listed_together(tmp_path):
@@ -93,8 +93,6 @@ def test_bad_prompts_are_listed_together(tmp_path):
         '{"prompt": "a"}',
         '{"prompt": ["a"], "answer": "b"}',
         "{",
-    ]
-    lines += [
         '{"prompt": "", "answer": NaN}',
         '{"prompt": "a", "prompt": "b", "answer": "c"}',
         '{"answer": "b"',
@@ -125,41 +123,43 @@ def test_a_file_without_prompts_is_refused(tmp_path):
         make_task(prompts_config(tmp_path / "p.parquet"), 0)
 
 
-def gym_config(dataset="chain_sum", **options):
+def gym_config(dataset: str = "chain_sum", **options: object) -> ReasoningGymTaskConfig:
     values = option_values("task", "reasoning_gym") | {"dataset": dataset, "options": options}
     return ReasoningGymTaskConfig(**values)
 
 
-def test_reasoning_gym_makes_prompts_and_scores():
+def test_reasoning_gym_makes_prompts_by_seed_and_scores_them():
     pytest.importorskip("reasoning_gym")
     task = make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5)
     assert task.num_prompts == 50
     prompt = task.prompt(7)
-    assert prompt == make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5).prompt(7)
-    assert (
-        prompt.text
-        != make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=6).prompt(7).text
-    )
+    again = make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5)
+    assert prompt == again.prompt(7)
+    other_seed = make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=6)
+    assert prompt.text != other_seed.prompt(7).text
     assert task.prompt(57).text == prompt.text
     assert task.score(prompt, f" {prompt.answer}\n", finished=True).exact_match
     wrong = task.score(prompt, "no idea", finished=True)
-    assert (wrong.reward, wrong.exact_match) == (0.0, False)
-    for wrong in (gym_config("chain_sun"), gym_config(no_such_option=1), gym_config(seed=1)):
+    assert wrong.reward == 0.0
+    assert not wrong.exact_match
+    for config in (gym_config("chain_sun"), gym_config(no_such_option=1), gym_config(seed=1)):
         with pytest.raises(
             ConfigError, match="needs a data set of reasoning-gym, and options that it has"
         ):
-            make_task(wrong, 0)
+            make_task(config, 0)
 
 
-def check_lengths(task, *lengths, skip):
-    """By a tokenizer with a token per character, and one for the beginning."""
-    tokenized = TokenizedTask(
-        task, lambda texts: {"input_ids": [[99, *map(ord, text)] for text in texts]}, ends=[]
-    )
-    tokenized.check_lengths(*lengths, skip)
+def check_lengths(task: Task, max_tokens: int, max_completion_length: int, skip: bool) -> None:
+    """Check lengths with one token for each character, and one for the beginning."""
+
+    def tokenize(texts: Sequence[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[99, *map(ord, text)] for text in texts]}
+
+    TokenizedTask(task, tokenize, ends=[]).check_lengths(max_tokens, max_completion_length, skip)
 
 
-def write_prompts(path, lengths):
+def task_of_lengths(path: Path, lengths: Sequence[int]) -> Task:
+    """Return the task of a file whose prompts have these numbers of characters."""
     rows = [
         {"prompt": chr(97 + i % 26) * length, "answer": "x"} for i, length in enumerate(lengths)
     ]
@@ -167,9 +167,9 @@ def write_prompts(path, lengths):
     return make_task(prompts_config(path), seed=0)
 
 
-def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
-    task = write_prompts(tmp_path / "p.jsonl", [3] * 1500 + [9, 3, 12, 3, 8])
-    check_lengths(task, 20, 7, skip=False)  # 13 tokens, that of the beginning included
+def test_prompts_that_are_too_long_are_refused_before_sampling(tmp_path):
+    task = task_of_lengths(tmp_path / "p.jsonl", [3] * 1500 + [9, 3, 12, 3, 8])
+    check_lengths(task, 20, 7, skip=False)  # The longest has 13 tokens with that of the beginning.
     with pytest.raises(DataError) as error:
         check_lengths(task, 17, 8, skip=False)
     assert str(error.value) == (
@@ -184,7 +184,7 @@ def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
 
 def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog):
     lengths = [3, 9, 4, 9, 5, 9, 9, 9, 9, 6]
-    task = write_prompts(tmp_path / "p.jsonl", lengths)
+    task = task_of_lengths(tmp_path / "p.jsonl", lengths)
     check_lengths(task, 17, 8, skip=True)
     assert caplog.messages == [
         "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: "
@@ -208,7 +208,7 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
         check_lengths(task, 9, 8, skip=True)
 
 
-def test_the_endless_task_is_measured_by_its_digits():
+def test_the_length_of_generated_prompts_is_checked_by_the_longest():
     check_lengths(reverse(num_digits=6), 16, 8, skip=False)
     with pytest.raises(
         DataError, match=r"64 of the longest 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
@@ -217,19 +217,24 @@ def test_the_endless_task_is_measured_by_its_digits():
     assert "too_long" not in str(error.value)
 
 
-def encoded(prompts, encode, ends=()):
-    return TokenizedTask(None, lambda texts: {"input_ids": [*map(encode, texts)]}, ends).encode(
-        prompts
-    )
+def encoded(
+    prompts: Sequence[Prompt], encode: Callable[[str], list[int]], ends: Sequence[int] = ()
+) -> list[list[int]]:
+    """Return the tokens of prompts by a tokenizer whose encoding of a text is `encode`."""
+
+    def tokenize(texts: Sequence[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [encode(text) for text in texts]}
+
+    return TokenizedTask(None, tokenize, ends).encode(prompts)
 
 
-def test_prompts_do_not_end_in_an_end_of_sequence():
+def test_an_end_of_sequence_token_that_the_tokenizer_adds_to_prompts_is_removed():
     prompts = [Prompt(text, "", 0, "p") for text in ("a", "ab")]
     added = encoded(prompts, lambda text: [1, *map(ord, text), 2], ends=[2, 3])
     assert added == [[1, 97], [1, 97, 98]]
 
 
-def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
+def test_the_error_of_a_prompt_that_cannot_be_encoded_names_it(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
     with pytest.raises(
         DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"
@@ -237,7 +242,7 @@ def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
         encoded(prompts, lambda text: list(text.encode("ascii")))
 
 
-def test_the_tiny_model_says_which_characters_it_has_no_token_for():
+def test_the_error_of_the_tiny_model_names_characters_without_a_token():
     tokenized = TokenizedTask(None, character_tokenizer("0123="))
     assert tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1")]) != []
     with pytest.raises(
@@ -246,7 +251,7 @@ def test_the_tiny_model_says_which_characters_it_has_no_token_for():
         tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1"), Prompt("194=", "", 1, "p.jsonl:2")])
 
 
-def test_a_prompt_with_a_token_that_the_model_has_no_weights_of_is_named():
+def test_the_error_of_a_token_without_weights_names_the_prompt():
     prompts = [Prompt("ab", "", 0, "p.jsonl:1"), Prompt("ac", "", 1, "p.jsonl:2")]
     tokenized = TokenizedTask(
         None, lambda texts: {"input_ids": [[*map(ord, x)] for x in texts]}, vocabulary=ord("c")

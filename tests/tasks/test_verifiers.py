@@ -1,4 +1,4 @@
-"""Verifiers: what they accept, what they refuse to be made of."""
+"""Verifiers: the completions that they accept, and names and results that are refused."""
 
 import math
 
@@ -9,14 +9,14 @@ from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.verifiers import make_verifier
 
 
-def test_exact_match_ignores_white_space_around():
+def test_exact_match_ignores_white_space_around_the_answer():
     verify = make_verifier("exact_match")
     assert verify(" 42\n", "42") == 1.0
     assert verify("4 2", "42") == 0.0
     assert verify("the answer is 42", "42") == 0.0
 
 
-def test_regular_expression_compares_what_it_captured_last():
+def test_regular_expression_compares_its_last_match():
     verify = make_verifier("regular_expression", r"answer is (-?\d+)")
     assert verify("the answer is 7, no: the answer is 42.", "42") == 1.0
     assert verify("the answer is 42, no: the answer is 7.", "42") == 0.0
@@ -48,17 +48,17 @@ def test_regular_expression_compares_what_it_captured_last():
         ("none", "none", 0),
     ],
 )
-def test_the_last_number(completion, answer, expected):
+def test_last_number_compares_the_last_number_of_the_completion(completion, answer, expected):
     assert make_verifier("last_number")(completion, answer) == expected
 
 
 @pytest.mark.parametrize("name", ["no_such_name", "math.no_such_function", "math.pi"])
-def test_what_cannot_be_a_verifier(name):
+def test_a_name_that_is_not_a_function_is_refused(name):
     with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function "):
         make_verifier(name)
 
 
-def test_a_function_of_yours(tmp_path, monkeypatch):
+def test_a_users_function_gives_scores_and_bad_results_are_refused(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def same_length(completion, answer):\n    return len(completion) == len(answer)\n"
         "def partial(completion, answer):\n    return 0.25\n"
@@ -80,7 +80,7 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         make_verifier("my_rewards.text")("a", "b")
 
 
-def test_math_verify():
+def test_math_verify_accepts_an_equal_number():
     pytest.importorskip("math_verify")
     verify = make_verifier("math_verify")
     assert verify("So the result is $\\frac{1}{2}$", "0.5") == 1.0
@@ -88,8 +88,7 @@ def test_math_verify():
     assert math.isfinite(verify("no number at all", "0.5"))
 
 
-# Answers as data sets of mathematics have them, of each kind that occurs there, with one that is
-# wrong.
+# Answers of every kind in data sets of mathematics, each with a wrong one.
 BARE = [
     (r"\frac{14}{3}", r"\frac{3}{14}"),
     (r"-\frac{35}{9}", r"\frac{35}{9}"),
@@ -198,4 +197,5 @@ def test_math_verify_reads_answers_without_delimiters(answer, wrong):
 def test_math_verify_accepts_other_forms_of_an_answer(answer, right, wrong):
     pytest.importorskip("math_verify")
     verify = make_verifier("math_verify")
-    assert (verify(right, answer), verify(wrong, answer)) == (1.0, 0.0)
+    assert verify(right, answer) == 1.0
+    assert verify(wrong, answer) == 0.0

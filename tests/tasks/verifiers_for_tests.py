@@ -1,5 +1,7 @@
-"""Verifiers that behave in the ways that verifiers do; imported by their processes, so nothing
-large."""
+"""Verifiers for the tests: well-behaved ones and ones with faults.
+
+Their processes import this file: it imports nothing large.
+"""
 
 import ctypes
 import os
@@ -17,7 +19,7 @@ def length(completion, answer):
 
 
 def sometimes(completion, answer):
-    """No score for a completion that begins with a 2."""
+    """Return no score for a completion that begins with a 2."""
     return None if completion.startswith("2") else len(completion) - 5.0
 
 
@@ -29,46 +31,45 @@ is_warm = False
 
 
 def scripted(completion, answer):
-    """Does what the completion says."""
+    """Execute the completion: a verb, and its argument."""
     global is_warm
     verb, _, rest = completion.partition(" ")
     if verb == "sleep":
         time.sleep(float(rest))
-    elif verb == "cold":  # the first call of a process takes its time
+    elif verb == "cold":  # The first call of a process is slow.
         time.sleep(0 if is_warm else float(rest))
     elif verb == "none":
         return None
     elif verb == "nan":
         return float("nan")
-    elif (
-        verb == "spin"
-    ):  # in C, holding the interpreter's lock: no signal handler and no thread of Python's runs
+    elif verb == "spin":
+        # In C with the interpreter's lock held: no signal handler and no other thread runs.
         sum(range(10**12))
     elif verb == "crash":
         ctypes.string_at(0)
     elif verb == "exit":
         os._exit(int(rest))
-    elif verb == "fork":  # two processes go on from here
+    elif verb == "fork":  # Two processes return.
         os.fork()
         return float(rest)
     elif verb == "quit":
         sys.exit(rest)
     elif verb == "raise":
         raise ValueError(rest)
-    elif verb == "child":  # a process of its own, which outlives a verifier that is killed alone
+    elif verb == "child":
+        # A child process outlives a verifier that is killed alone.
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(rest, "w") as file:
             file.write(f"{os.getpid()} {child.pid}")
         sum(range(10**12))
-    elif verb == "leave":  # a process behind, in a session of its own, whose parent has ended
+    elif verb == "leave":
+        # A process in a new session, whose parent has ended.
         started = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
         with open(rest, "w") as file:
             file.write(subprocess.run(["sh", "-c", started], capture_output=True, text=True).stdout)
     elif verb == "modules":
-        return sum(
-            name in sys.modules
-            for name in ("torch", "numpy", "pyarrow", "omegaconf", "transformers")
-        )
+        large = ("torch", "numpy", "pyarrow", "omegaconf", "transformers")
+        return sum(name in sys.modules for name in large)
     elif verb == "pid":
         return os.getpid()
     is_warm = True
