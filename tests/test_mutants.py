@@ -1,5 +1,4 @@
-"""Tests of the tests: functions of the package are replaced by wrong ones (`mutants/`), and each is
-noticed.
+"""Tests of the tests: for each wrong function of `mutants/`, in place of a right one, a test fails.
 
 `pytest -m mutants` runs these alone.
 """
@@ -9,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,20 @@ from mutants import VARIABLE, all_mutants
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Imports everything once; then forks for every line that it reads, [a mutant or null, tests], and
-# writes what failed.
+# The server imports everything once. For every line that it reads, [a mutant or null, tests], it
+# forks, runs the tests, and writes the names of those that failed.
 SERVER = """
 import gc, importlib, json, os, pkgutil, sys
 import hypothesis, lightning, matplotlib.pyplot, mlflow, pytest, torch, transformers
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 import mutants, pgtoolkit
 
-# The first test that notices a mutant by an assertion ends the others; another error may be the
-# mutant's own.
+# The first test that fails by an assertion under a mutant ends the run. Other errors do not count:
+# they may come from the mutant itself.
 class Record:
     def __init__(self, is_mutant):
-        self.failed, self.is_mutant = [], is_mutant
+        self.failed = []
+        self.is_mutant = is_mutant
 
     def pytest_runtest_makereport(self, item, call):
         if call.excinfo is not None and call.excinfo.typename != "Skipped":
@@ -53,7 +54,7 @@ def run(name, tests):
 for module in pkgutil.walk_packages(pgtoolkit.__path__, "pgtoolkit."):
     importlib.import_module(module.name)
 mutants.all_mutants()
-gc.freeze()  # what a fork collects is only its own
+gc.freeze()  # Forks then collect only their own objects.
 for line in sys.stdin:
     if os.fork() == 0:
         try:
@@ -66,13 +67,14 @@ for line in sys.stdin:
 
 
 class Server:
-    """A process that runs tests under a mutant, in a fork of what has imported everything."""
+    """A process that runs tests under a mutant, in a fork of a process that has all imports."""
 
-    def __init__(self, folder):
-        self.folder, self.noticed = folder, set()
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.noticed: set[str] = set()
         site = folder / "site"
         site.mkdir()
-        # of what the tests start
+        # Processes that the tests start apply the mutant too.
         (site / "sitecustomize.py").write_text("import mutants; mutants.apply_named()\n")
         places = [str(site), str(REPOSITORY / "tests"), str(REPOSITORY)]
         environment = {
@@ -87,8 +89,8 @@ class Server:
             env=environment | {"PYTHONPATH": os.pathsep.join(places)},
         )
 
-    def run(self, name, tests):
-        """Return the tests that failed."""
+    def run(self, name: str | None, tests: Iterable[str]) -> list[str]:
+        """Run tests under a mutant (None: without); return the tests that failed."""
         (self.folder / "result.json").unlink(missing_ok=True)
         print(json.dumps([name, [*tests]]), file=self.process.stdin, flush=True)
         assert self.process.stdout.readline() == "done\n"
@@ -96,7 +98,7 @@ class Server:
         return json.loads((self.folder / "result.json").read_text())
 
     @property
-    def output(self):
+    def output(self) -> str:
         return (self.folder / "output.txt").read_text()
 
 
@@ -105,41 +107,39 @@ def server(tmp_path_factory):
     started = Server(tmp_path_factory.mktemp("mutants"))
     yield started
     assert started.noticed
-    # without a mutant they pass
+    # Without a mutant the same tests pass.
     assert started.run(None, sorted(started.noticed)) == [], started.output
     started.process.stdin.close()
     assert started.process.wait(timeout=60) == 0
 
 
-def parameters(wrong):
-    """Names of what a function takes by position, without the right one; None where it takes
+def positional_parameters(wrong: Callable) -> list[str] | None:
+    """Return the names of the target's parameters that a wrong function takes; None if it takes
     any."""
-    taken = inspect.signature(wrong).parameters.values()
-    return (
-        None
-        if any(one.kind == one.VAR_POSITIONAL for one in taken)
-        else [one.name for one in taken][1:]
-    )
+    parameters = inspect.signature(wrong).parameters.values()
+    if any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters][1:]
 
 
-def test_each_mutant_has_a_place():
-    found = all_mutants()
-    assert len({one.name for one in found}) == len(found) >= 100
-    for one in found:
-        place = one.place()[2]  # AttributeError where a name is gone: find what took its place
-        right = getattr(place, "__func__", getattr(place, "fget", place))
-        if inspect.isfunction(right) and (given := parameters(one.wrong)) is not None:
-            assert len(given) == len(inspect.signature(right).parameters), (
-                f"{one.name} takes {given}"
-            )
+def test_each_mutant_has_a_target_with_its_parameters():
+    mutants = all_mutants()
+    assert len({mutant.name for mutant in mutants}) == len(mutants) >= 100
+    for mutant in mutants:
+        target = mutant.place()[2]  # AttributeError if the name is gone: name its new place.
+        right = getattr(target, "__func__", getattr(target, "fget", target))
+        names = positional_parameters(mutant.wrong)
+        if inspect.isfunction(right) and names is not None:
+            num_parameters = len(inspect.signature(right).parameters)
+            assert len(names) == num_parameters, f"{mutant.name} takes {names}"
 
 
 @pytest.mark.mutants
-@pytest.mark.timeout(1800)  # several folders of tests, where the last of them notices
-@pytest.mark.parametrize("one", all_mutants(), ids=lambda one: one.name)
-def test_the_mistake_is_noticed(server, one):
-    assert one.name not in os.environ.get(VARIABLE, "")
-    quick = ["-m", "not slow", *one.nearest_tests()]
-    noticed = server.run(one.name, quick) or server.run(one.name, one.tests())
+@pytest.mark.timeout(1800)  # several folders of tests, if the last of them notices
+@pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
+def test_some_test_fails_under_the_mutant(server, mutant):
+    assert mutant.name not in os.environ.get(VARIABLE, "")
+    quick = ["-m", "not slow", *mutant.nearest_tests()]
+    noticed = server.run(mutant.name, quick) or server.run(mutant.name, mutant.tests())
     assert noticed, server.output
     server.noticed |= set(noticed)

@@ -1,12 +1,11 @@
-"""Wrong functions in the place of right ones, by name. Some test of their file's folders must
-notice each.
+"""Mutants: wrong functions in place of right ones, each of which must make some test fail.
 
     @mutant("ranks.gradients:sum_gradients")
-    def averages_gradients(right, parameters, group): ...
+    def gradients_are_averaged_over_ranks(right, parameters, group): ...
 
-The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as
-long as there is something of the name; what is no function, or no part of pgtoolkit, is replaced by
-the value that `wrong(right)` gives.
+The name of a mutant is a sentence that says what is wrong. The wrong function gets the right one
+before its arguments. A refactoring leaves a mutant alone as long as its target keeps its name. A
+target that is not a function, or not part of pgtoolkit, is replaced by the value of `wrong(right)`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 VARIABLE = "PGTOOLKIT_MUTANT"
-"""Names the mutant of a process and of those that it starts."""
+"""The variable that names the mutant of a process and of the processes that it starts."""
 
 FOLDERS = {
     "losses": ("losses", "kernels"),
@@ -32,13 +30,15 @@ FOLDERS = {
     "rollouts": ("rollouts", "tasks", "ranks", "losses", "training"),
     "checkpoints": ("training", "losses"),
 }
-"""File of mutants -> folders of tests that may notice them, from the first on."""
+"""The folders of tests that may notice the mutants of each file, in the order in which they run."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """wrong in the place of target, MODULE:NAME below pgtoolkit. file: of FOLDERS, where it
-    stands."""
+    """A wrong function in place of its target.
+
+    target: MODULE:NAME below pgtoolkit. file: the key of FOLDERS, the file that defines it.
+    """
 
     name: str
     target: str
@@ -52,16 +52,16 @@ class Mutant:
     def tests(self) -> list[str]:
         """Return the files of tests that may notice it."""
         tests = Path(__file__).parents[1]
-        files = [
-            file
-            for folder in FOLDERS[self.file]
-            for file in sorted((tests / folder).glob("test_*.py"))
-        ]
+        files = []
+        for folder in FOLDERS[self.file]:
+            files += sorted((tests / folder).glob("test_*.py"))
         return [str(file.relative_to(tests.parent)) for file in files]
 
     def nearest_tests(self) -> list[str]:
-        """Return those that are named after its module or name it; without any, those of its
-        module's package."""
+        """Return the files of tests that its module's name is in, or that are named after it.
+
+        If there is none, those of the folder of its package.
+        """
         package = self.module.split(".")[1]
         module = self.module.rpartition(".")[2]
         root = Path(__file__).parents[2]
@@ -70,18 +70,21 @@ class Mutant:
         of_package = [file for file in self.tests() if Path(file).parent.name == package]
         return list(dict.fromkeys(named_after + naming)) or of_package
 
-    def place(self) -> tuple[Any, str, Any]:
-        """(what has the attribute, its name, what is there); AttributeError where nothing of that
-        name is."""
-        module, path = importlib.import_module(self.module), self.target.partition(":")[2]
-        *outer, name = path.split(".")
+    def place(self) -> tuple[object, str, object]:
+        """Return the module or class with the target, the target's name, and the target.
+
+        Raises AttributeError if there is nothing of that name.
+        """
+        module = importlib.import_module(self.module)
+        *outer, name = self.target.partition(":")[2].split(".")
         owner = functools.reduce(getattr, outer, module)
         return owner, name, vars(owner)[name] if name in vars(owner) else getattr(owner, name)
 
     def apply(self) -> None:
-        """In this process, for whoever has imported it already as well."""
-        owner, name, found = self.place()
-        right = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        """Replace the target in this process, also in modules that have imported it already."""
+        owner, name, attribute = self.place()
+        is_wrapped = isinstance(attribute, staticmethod | classmethod)
+        right = attribute.__func__ if is_wrapped else attribute
         if isinstance(right, property):
             setattr(owner, name, property(functools.partial(self.wrong, right.fget)))
         elif (
@@ -89,62 +92,62 @@ class Mutant:
             and not right.__closure__
             and right.__module__ == self.module
         ):
-            _replace(right, self.wrong)
+            _replace_code(right, self.wrong)
         elif isinstance(right, types.FunctionType) and not isinstance(owner, types.ModuleType):
-            kind = type(found) if found is not right else functools.partialmethod
+            kind = type(attribute) if is_wrapped else functools.partialmethod
             setattr(owner, name, kind(functools.partial(self.wrong, right)))
         else:
-            value = (
-                functools.partial(self.wrong, right) if _takes(self.wrong) else self.wrong(right)
-            )
-            # one of Triton's interpreter, which others hold in tables
+            if _takes_arguments(self.wrong):
+                value = functools.partial(self.wrong, right)
+            else:
+                value = self.wrong(right)
             if hasattr(right, "rewriter"):
+                # A function of Triton's interpreter, which keeps references to it in tables.
                 vars(right).update(vars(value))
                 return
-            everywhere = getattr(right, "__module__", None) == self.module
-            for holder in [one for one in sys.modules.values() if everywhere and _is_ours(one)] or [
-                owner
-            ]:
-                for key, held in list(vars(holder).items()):
-                    if held is right:
-                        setattr(holder, key, value)
             setattr(owner, name, value)
+            if getattr(right, "__module__", None) == self.module:
+                _replace_in_modules(right, value)
 
 
-def _takes(wrong: Callable) -> bool:
-    """Whether it is a wrong function, or gives one."""
+def _takes_arguments(wrong: Callable) -> bool:
+    """Return whether `wrong` takes the target's arguments, and does not only give a value."""
     return len(inspect.signature(wrong).parameters) > 1
+
+
+def _replace_in_modules(right: object, value: object) -> None:
+    """Replace an object in all modules of pgtoolkit that have imported it."""
+    for module in [module for module in sys.modules.values() if _is_ours(module)]:
+        for name, attribute in list(vars(module).items()):
+            if attribute is right:
+                setattr(module, name, value)
 
 
 def _is_ours(module: types.ModuleType) -> bool:
     return getattr(module, "__name__", "").partition(".")[0] == "pgtoolkit"
 
 
-def _replace(function: types.FunctionType, wrong: Callable) -> None:
-    """Inside of the function, so that it does not matter who holds it."""
+def _replace_code(function: types.FunctionType, wrong: Callable) -> None:
+    """Replace the code of a function, which reaches everything that holds a reference to it."""
     right = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
-    right.__kwdefaults__, function.__signature__ = (
-        function.__kwdefaults__,
-        inspect.signature(function),
-    )
+    right.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(function)
     name = f"_mutated_{function.__name__}"
     function.__globals__[name] = functools.partial(wrong, right)
-    made: dict = {}
-    exec(f"def replaced(*arguments, **keywords): return {name}(*arguments, **keywords)", made)
-    function.__code__, function.__defaults__, function.__kwdefaults__ = (
-        made["replaced"].__code__,
-        None,
-        None,
-    )
+    namespace: dict = {}
+    exec(f"def replaced(*arguments, **keywords): return {name}(*arguments, **keywords)", namespace)
+    function.__code__ = namespace["replaced"].__code__
+    function.__defaults__ = None
+    function.__kwdefaults__ = None
 
 
 MUTANTS: list[Mutant] = []
 
 
 def mutant(target: str) -> Callable:
-    """The function that follows is wrong in the place of target."""
+    """Return a decorator that adds a function to MUTANTS, in place of the target."""
 
     def added(wrong: Callable) -> Callable:
         MUTANTS.append(Mutant(wrong.__name__, target, wrong, wrong.__module__.rpartition(".")[2]))
@@ -160,6 +163,7 @@ def all_mutants() -> list[Mutant]:
 
 
 def apply_named() -> None:
-    """What a process does that was started by one with a mutant."""
-    if name := os.environ.get(VARIABLE):
-        next(one for one in all_mutants() if one.name == name).apply()
+    """Apply the mutant that VARIABLE names, if it is set."""
+    name = os.environ.get(VARIABLE)
+    if name:
+        next(mutant for mutant in all_mutants() if mutant.name == name).apply()

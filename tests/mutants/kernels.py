@@ -1,5 +1,4 @@
-"""Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's
-kernels."""
+"""Mistakes in the passes over the vocabulary, the fused head and its chunks, and Triton kernels."""
 
 import copy
 
@@ -17,7 +16,7 @@ def logits_are_not_divided_by_the_temperature(right, logits, labels, temperature
 
 
 @mutant("kernels.torch_passes:forward_shard")
-def every_shard_of_the_vocabulary_begins_at_zero(
+def every_shard_of_the_vocabulary_begins_at_column_zero(
     right, logits, labels, temperature, with_entropy, vocabulary_start
 ):
     return right(logits, labels, temperature, with_entropy, 0)
@@ -31,55 +30,61 @@ def the_gradient_is_not_divided_by_the_temperature(
 
 
 @mutant("kernels.torch_passes:backward")
-def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *more, **keywords):
+def gradients_of_masked_rows_are_multiplied_by_zero_and_not_selected(
+    right, logits, labels, *more, **keywords
+):
     untrained = (labels < 0).unsqueeze(-1) & ~torch.isfinite(logits)
     return torch.where(untrained, torch.nan, right(logits, labels, *more, **keywords))
 
 
 @mutant("kernels.torch_passes:backward")
-def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients, *more, **keywords):
+def the_entropy_bonus_has_no_gradient(
+    right, logits, labels, normalizer, coefficients, *more, **keywords
+):
     return right(
         logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords
     )
 
 
 @mutant("kernels.torch_passes:divergence")
-def the_full_kl_is_the_other_one(right, logits, normalizer, teacher, *more):
+def forward_and_reverse_full_kl_are_exchanged(right, logits, normalizer, teacher, *more):
     other = "full_forward" if teacher.kind == "full_reverse" else "full_reverse"
     return right(logits, normalizer, teacher._replace(kind=other), *more)
 
 
 @mutant("kernels.torch_passes:backward")
-def the_full_kl_is_not_taken_off_its_gradient(right, *more, teacher=None, **keywords):
+def the_gradient_of_the_full_kl_lacks_the_term_of_its_value(right, *more, teacher=None, **keywords):
     if teacher is not None:
         teacher = teacher._replace(divergence=torch.zeros_like(teacher.divergence))
     return right(*more, teacher=teacher, **keywords)
 
 
 @mutant("kernels.given_logits:compared")
-def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind, ref_logits, *how):
-    return right(passes, logits, normalizer, kind, ref_logits / how[1], *how)
+def the_reference_logits_are_divided_by_the_temperature_twice(
+    right, passes, logits, normalizer, kind, ref_logits, *more
+):
+    return right(passes, logits, normalizer, kind, ref_logits / more[1], *more)
 
 
 @mutant("kernels.given_logits:VocabularyShard.divergence")
-def the_full_kl_is_of_the_columns_here(right, self, *more):
+def the_full_kl_sums_only_the_columns_of_one_shard(right, self, *more):
     return self.implementation.divergence(*more)
 
 
 @mutant("kernels.products:_MixedLinear.backward")
-def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
+def the_heads_gradient_is_summed_in_the_dtype_of_the_weight(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
-    total = (
-        (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    )
+    total = None
+    if ctx.needs_input_grad[1]:
+        total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype)
     return right(ctx, gradient)[0], total, None
 
 
 @mutant("kernels.chunks:make_plan")
-def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(
+def tokens_without_advantage_are_skipped_also_under_kimi_and_penalties(
     right, objective, *more, **keywords
 ):
-    """Where the documents' lengths are known, and nowhere else."""
+    """Only the plan of chunks is wrong, which needs the lengths of documents."""
     silent = copy.copy(objective)
     informative = objective.informative
     kind = type(
@@ -92,13 +97,13 @@ def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(
 
 
 @mutant("losses.exchange:all_sum")
-def sums_over_ranks_are_means(right, values, group):
+def sums_over_ranks_are_divided_by_the_number_of_ranks(right, values, group):
     total = right(values, group)
     return total if group is None else (total / group.size()).to(total.dtype)
 
 
 @mutant("kernels.given_logits:VocabularyShard.forward")
-def a_label_that_no_shard_holds_has_a_log_prob(
+def a_label_outside_of_every_shard_has_a_finite_log_prob(
     right, self, logits, labels, temperature, with_entropy
 ):
     log_probs, *others = right(self, logits, labels, temperature, with_entropy)
@@ -106,7 +111,7 @@ def a_label_that_no_shard_holds_has_a_log_prob(
 
 
 @mutant("kernels.triton_families:clipped")
-def the_clip_in_triton_does_not_look_at_the_sign(right):
+def the_clip_in_triton_ignores_the_sign_of_the_advantage(right):
     return _clipped_on_both_sides
 
 
@@ -117,7 +122,7 @@ def _clipped_on_both_sides(log_ratio, advantage, log_prob, below, above, dual_cl
 
 
 @mutant("kernels.triton_families:pulled_back")
-def kimi_s_pull_in_triton_has_no_gradient(right):
+def the_squared_term_of_kimi_has_no_gradient_in_triton(right):
     return _not_pulled_back
 
 
@@ -127,21 +132,21 @@ def _not_pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, 
 
 
 @mutant("kernels.triton_passes:forward_gradient")
-def triton_s_single_pass_has_no_temperature_in_its_gradient(
+def the_gradient_of_tritons_single_pass_is_not_divided_by_the_temperature(
     right, logits, labels, temperature, with_entropy, objective, out
 ):
-    found = right(logits, labels, temperature, with_entropy, objective, out)
+    result = right(logits, labels, temperature, with_entropy, objective, out)
     out.mul_(temperature)
-    return found
+    return result
 
 
 @mutant("kernels.triton_attention:attend")
-def a_window_is_a_key_too_wide(
+def an_attention_window_is_one_key_too_wide(
     right, query, key, value, keys, values, positions, scaling, window, turns
 ):
     return right(query, key, value, keys, values, positions, scaling, window and window + 1, turns)
 
 
 @mutant("kernels.triton_draw:draw_tokens")
-def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
+def tokens_are_sampled_at_temperature_one(right, logits, uniform, temperature):
     return right(logits, uniform, 1.0)

@@ -1,4 +1,4 @@
-"""Mistakes of loss families, aggregations, corrections, penalties and the metrics of the loss."""
+"""Mistakes in loss families, aggregations, corrections, penalties and the metrics of the loss."""
 
 from dataclasses import replace
 
@@ -11,55 +11,51 @@ from pgtoolkit.losses.corrections import TokenMask
 
 
 @mutant("losses.aggregation:SampleMean.denominators")
-def documents_without_a_token_are_not_counted(right, self, totals, counts, group_index):
-    return right(
-        self,
-        replace(totals, num_documents=totals.num_documents - totals.num_empty_documents),
-        counts,
-        None,
-    )
+def sample_mean_does_not_count_empty_documents(right, self, totals, counts, group_index):
+    num_documents = totals.num_documents - totals.num_empty_documents
+    return right(self, replace(totals, num_documents=num_documents), counts, None)
 
 
 @mutant("losses.aggregation:PromptMean.denominators")
-def prompt_mean_is_the_mean_of_its_documents_means(right, self, totals, counts, group_index):
+def prompt_mean_averages_the_means_of_documents(right, self, totals, counts, group_index):
     documents = torch.bincount(group_index, minlength=totals.num_groups)
     return counts * documents[group_index] * totals.num_groups
 
 
 @mutant("losses.aggregation:TokenMean.denominators")
-def tokens_of_this_piece_alone(right, self, totals, counts, group_index):
+def token_mean_divides_by_the_tokens_of_one_piece(right, self, totals, counts, group_index):
     return counts * 0 + counts.sum()
 
 
 @mutant("losses.aggregation:Constant.denominators")
-def the_constant_is_no_mean_over_documents(right, self, totals, counts, group_index):
+def constant_does_not_divide_by_the_number_of_documents(right, self, totals, counts, group_index):
     return right(self, replace(totals, num_documents=1), counts, group_index)
 
 
 @mutant("losses.aggregation:Aggregation.weights")
-def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, *indices):
+def masked_tokens_have_a_weight(right, self, totals, documents, mask, *indices):
     return right(self, totals, documents, torch.ones_like(mask), *indices)
 
 
 @mutant("losses.aggregation:Aggregation.weights")
-def a_part_of_a_trajectory_has_the_tokens_of_its_own(
+def a_document_of_a_trajectory_counts_only_its_own_tokens(
     right, self, totals, documents, mask, *indices
 ):
     return right(self, totals, documents, mask, indices[0], None)
 
 
 @mutant("batch:StepTotals.num_trajectories")
-def each_part_of_a_trajectory_is_a_sample(right, self):
+def each_document_of_a_trajectory_counts_as_a_trajectory(right, self):
     return self.num_documents
 
 
 @mutant("batch:StepTotals.num_empty_trajectories")
-def a_trajectory_is_empty_if_a_document_of_it_is(right, self):
+def a_trajectory_with_an_empty_document_counts_as_empty(right, self):
     return self.num_empty_documents
 
 
 @mutant("losses.documents:_renumbered")
-def a_trajectory_has_the_tokens_of_this_rank(right, index, counts, data_group):
+def a_trajectory_counts_only_the_tokens_of_one_rank(right, index, counts, data_group):
     return right(index, counts, None)
 
 
@@ -67,19 +63,21 @@ def a_trajectory_has_the_tokens_of_this_rank(right, index, counts, data_group):
 
 
 @mutant("losses.documents:DocumentSums.of_tokens")
-def padding_belongs_to_its_document(right, cls, document_index, mask, num_documents, group=None):
+def padding_counts_as_tokens_of_a_document(
+    right, cls, document_index, mask, num_documents, group=None
+):
     return right(
         cls, document_index.clamp(0, num_documents - 1), torch.ones_like(mask), num_documents, group
     )
 
 
 @mutant("losses.family:scope_mean")
-def a_document_has_the_advantages_of_its_tokens(right, scope, values, documents):
+def gspo_uses_the_advantage_of_each_token(right, scope, values, documents):
     return values
 
 
 @mutant("losses.family:over_scope")
-def a_product_over_the_document_is_its_mean(right, scope, values, documents):
+def a_product_over_a_document_is_a_geometric_mean(right, scope, values, documents):
     if scope == "document_sum":
         return documents.broadcast(documents.mean(values))
     return right(scope, values, documents)
@@ -89,17 +87,17 @@ def a_product_over_the_document_is_its_mean(right, scope, values, documents):
 
 
 @mutant("losses.family:clamped")
-def no_log_ratio_is_clamped(right, log_ratio):
+def log_ratios_are_not_clamped(right, log_ratio):
     return log_ratio
 
 
 @mutant("losses.families:Gspo.scope")
-def gspo_takes_the_ratio_of_the_token(right):
+def gspo_uses_the_ratio_of_each_token(right):
     return "token"
 
 
 @mutant("losses.families:_Clipped.surrogate")
-def the_upper_bound_is_the_lower_one(right, self, log_ratio, advantages, log_probs):
+def the_lower_bound_is_used_as_the_upper_one(right, self, log_ratio, advantages, log_probs):
     return right(
         replace(self, epsilon_high=self.epsilon_low or self.epsilon_high),
         log_ratio,
@@ -109,7 +107,7 @@ def the_upper_bound_is_the_lower_one(right, self, log_ratio, advantages, log_pro
 
 
 @mutant("losses.families:_Clipped.surrogate")
-def the_clip_acts_whatever_the_sign_of_the_advantage(right, self, log_ratio, advantages, log_probs):
+def the_clip_ignores_the_sign_of_the_advantage(right, self, log_ratio, advantages, log_probs):
     losses, slope = right(self, log_ratio, advantages, log_probs)
     low, high = self.bounds
     ratio = log_ratio.exp()
@@ -124,12 +122,12 @@ def a_ratio_at_the_bound_has_no_gradient(right, self, log_ratio, advantages, log
 
 
 @mutant("losses.families:Grpo.surrogate")
-def the_dual_clip_is_left_out(right, self, log_ratio, advantages, log_probs):
+def the_dual_clip_is_ignored(right, self, log_ratio, advantages, log_probs):
     return right(replace(self, dual_clip=None), log_ratio, advantages, log_probs)
 
 
 @mutant("losses.families:Sapo.surrogate")
-def sapo_takes_the_temperature_of_the_other_sign(right, self, log_ratio, advantages, log_probs):
+def sapo_uses_the_temperature_of_the_other_sign(right, self, log_ratio, advantages, log_probs):
     swapped = {
         "temperature_positive": self.temperature_negative,
         "temperature_negative": self.temperature_positive,
@@ -138,20 +136,20 @@ def sapo_takes_the_temperature_of_the_other_sign(right, self, log_ratio, advanta
 
 
 @mutant("losses.families:Gmpo.token")
-def gmpo_clips_on_both_sides(right, self, log_ratio, advantages):
+def gmpo_clips_on_both_sides_whatever_the_sign(right, self, log_ratio, advantages):
     clipped = log_ratio.clamp(-self.epsilon_low, self.epsilon_high)
     return clipped, (clipped == log_ratio).to(log_ratio.dtype)
 
 
 @mutant("losses.families:Dppo.outside")
-def dppo_compares_ratios_in_the_place_of_probabilities(
-    right, self, ratio, token_log_ratio, log_probs
-):
+def dppo_compares_ratios_in_place_of_probabilities(right, self, ratio, token_log_ratio, log_probs):
     return ratio - 1 < -self.delta_low, ratio - 1 > self.delta_high
 
 
 @mutant("losses.families:Dppo.outside")
-def the_binary_kl_is_of_the_new_to_the_old_policy(right, self, ratio, token_log_ratio, log_probs):
+def the_binary_kl_of_dppo_has_its_policies_exchanged(
+    right, self, ratio, token_log_ratio, log_probs
+):
     if self.divergence != "binary_kl":
         return right(self, ratio, token_log_ratio, log_probs)
     mirrored = replace(self, delta_low=self.delta_high, delta_high=self.delta_low)
@@ -163,7 +161,7 @@ def the_binary_kl_is_of_the_new_to_the_old_policy(right, self, ratio, token_log_
 
 
 @mutant("losses.corrections:_Bounded.factors")
-def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, advantages):
+def a_ratio_at_the_bound_of_a_mask_is_masked(right, self, log_ratio, token_log_ratio, advantages):
     values, outside = right(self, log_ratio, token_log_ratio, advantages)
     ratio = log_ratio.exp()
     outside = outside | (ratio == self.bounds[0]) | (ratio == self.bounds[1])
@@ -171,18 +169,18 @@ def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, ad
 
 
 @mutant("losses.corrections:_Bounded.factors")
-def the_ratio_is_of_sampler_to_trainer(right, self, log_ratio, token_log_ratio, advantages):
+def a_correction_uses_the_inverse_ratio(right, self, log_ratio, token_log_ratio, advantages):
     return right(self, -log_ratio, -token_log_ratio, advantages)
 
 
 @mutant("losses.corrections:Factors.of")
-def a_document_s_worst_token_goes_alone(right, cls, correction, *others):
+def only_the_worst_token_of_a_document_is_masked(right, cls, correction, *others):
     alone = TokenMask(correction.low, correction.high) if correction.by_worst else correction
     return right(cls, alone, *others)
 
 
 @mutant("losses.corrections:SequenceMask.equal_within_documents")
-def a_token_s_factor_is_its_document_s(right, self):
+def a_correction_claims_equal_factors_within_documents(right, self):
     return True
 
 
@@ -190,35 +188,35 @@ def a_token_s_factor_is_its_document_s(right, self):
 
 
 @mutant("losses.kl:KL.terms")
-def the_kl_is_of_the_reference_to_the_policy(right, self, distance, log_ratio):
+def the_kl_penalty_has_its_policies_exchanged(right, self, distance, log_ratio):
     values, slopes = right(self, -distance, log_ratio)
     return values, -slopes
 
 
 @mutant("losses.kl:Penalties.by_entropy")
-def the_entropy_is_made_small(right, self):
+def the_entropy_bonus_has_the_wrong_sign(right, self):
     return -right(self)
 
 
 @mutant("losses.kl:Penalties.with_kl")
-def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coefficients):
+def the_kl_penalty_weighs_all_tokens_equally(right, self, log_probs, losses, coefficients):
     return right(
         replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients
     )
 
 
 @mutant("losses.kl:Penalties.of_rows")
-def the_full_kl_has_no_coefficient(right, self):
+def the_full_kl_ignores_its_coefficient(right, self):
     return [*right(self)[:-1], self.weights]
 
 
 @mutant("losses.kl:Penalties.distance")
-def the_full_kl_is_half_of_what_is_shown(right, self, log_probs):
+def the_metric_of_the_full_kl_is_half_of_it(right, self, log_probs):
     return right(self, log_probs) * (1 if self.divergence is None else 0.5)
 
 
 @mutant("losses.objective:Objective.silent_without_advantage")
-def a_penalty_needs_an_advantage(right, self):
+def tokens_without_advantage_get_no_penalty(right, self):
     return self.family.silent_without_advantage
 
 
@@ -226,24 +224,24 @@ def a_penalty_needs_an_advantage(right, self):
 
 
 @mutant("losses.metrics:_Kind.finalize")
-def the_sample_size_without_its_weights(right, self, sums, maxima, num_documents):
-    found = right(self, sums, maxima, num_documents)
-    return {
-        name: value * 0.5 if name == self.sample_size else value for name, value in found.items()
-    }
+def the_effective_sample_size_is_halved(right, self, sums, maxima, num_documents):
+    metrics = right(self, sums, maxima, num_documents)
+    if self.sample_size in metrics:
+        metrics = metrics | {self.sample_size: metrics[self.sample_size] * 0.5}
+    return metrics
 
 
 @mutant("losses.metrics:MetricSums.merge")
-def extrema_of_the_last_piece(right, self, other):
+def extrema_of_a_step_are_those_of_its_last_piece(right, self, other):
     return replace(right(self, other), maxima=other.maxima)
 
 
 @mutant("losses.metrics:MetricSums.all_reduce")
-def extrema_of_one_rank(right, self, loss, group):
+def extrema_of_a_step_are_those_of_one_rank(right, self, loss, group):
     loss, sums = right(self, loss, group)
     return loss, replace(sums, maxima=self.maxima)
 
 
 @mutant("losses.measure:_maxima")
-def extrema_begin_from_zero(right, objective, values):
+def maxima_are_never_below_zero(right, objective, values):
     return right(objective, values).clamp(min=0.0)

@@ -1,10 +1,12 @@
-"""Mistakes of what ranks share: gradients, norms, documents, agreement, shards of the model."""
+"""Mistakes in the work that ranks share: gradients, norms, documents, agreement, shards."""
 
 from dataclasses import replace
 
 import torch
 
 from mutants import mutant
+from pgtoolkit.ranks.gradients import local
+from pgtoolkit.ranks.layout import ONE_PROCESS
 
 
 @mutant("ranks.gradients:sum_gradients")
@@ -17,37 +19,27 @@ def gradients_are_averaged_over_ranks(right, parameters, group):
 
 
 @mutant("ranks.gradients:_buckets")
-def gradients_beyond_the_first_bucket_stay_one_rank_s(right, gradients):
+def gradients_after_the_first_bucket_are_not_summed_over_ranks(right, gradients):
     return list(right(gradients))[:1]
 
 
 @mutant("ranks.gradients:clip_gradients")
-def the_norm_is_that_of_one_rank_s_part(right, parameters, layout, limit):
-    from pgtoolkit.ranks.layout import ONE_PROCESS
-
-    return (
-        right(list(parameters), layout, limit)
-        if layout is ONE_PROCESS
-        else _norm_here(parameters, limit)
-    )
-
-
-def _norm_here(parameters, limit):
-    from pgtoolkit.ranks.gradients import local
-
-    gradients = [local(one.grad) for one in parameters if one.grad is not None]
+def the_gradient_norm_is_that_of_one_ranks_part(right, parameters, layout, limit):
+    if layout is ONE_PROCESS:
+        return right(list(parameters), layout, limit)
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norm = torch.stack(torch._foreach_norm(gradients)).double().square().sum().sqrt()
     torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
     return norm
 
 
 @mutant("ranks.agreement:check_same")
-def ranks_may_hold_other_documents(right, layout, name, digest):
+def ranks_with_different_data_pass_the_check(right, layout, name, digest):
     return right(layout, name, 0)
 
 
 @mutant("ranks.agreement:read_once")
-def every_rank_reads_for_itself(right, layout, read, outline=None):
+def every_rank_reads_the_file_itself(right, layout, read, outline=None):
     return read()
 
 
@@ -60,11 +52,11 @@ def each_rank_counts_positions_from_zero(right, micro_batch, layout):
 
 
 @mutant("model.tensor:vocabulary_start")
-def the_head_s_shards_all_begin_at_zero(right, vocabulary, mesh):
+def all_shards_of_the_head_begin_at_column_zero(right, vocabulary, mesh):
     return 0
 
 
 @mutant("rollouts.steps:divide_among_ranks")
-def the_last_document_is_no_rank_s(right, documents, num_ranks):
+def the_last_document_of_each_rank_is_lost(right, documents, num_ranks):
     shares = right(documents, num_ranks)
     return [share[:-1] if len(share) > 1 and num_ranks > 1 else share for share in shares]

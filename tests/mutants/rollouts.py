@@ -1,4 +1,4 @@
-"""Mistakes of rewards, advantages, steps, packing, the order of data, and metrics of the data."""
+"""Mistakes in rewards, advantages, steps, packing, the order of data, and metrics of the data."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
 
 
 @mutant("rollouts.group_rollouts:without_uninformative")
-def groups_without_a_difference_stay(right, groups):
+def uninformative_groups_are_not_left_out(right, groups):
     return [replace(document, left_out=False) for document in right(groups)]
 
 
@@ -26,18 +26,21 @@ def a_prompt_retires_by_its_best_completion(right, group, least):
 
 
 @mutant("rollouts.advantages:_deviation")
-def the_deviation_is_that_of_the_population(right, rewards):
+def the_standard_deviation_divides_by_n(right, rewards):
     return right(rewards) * ((len(rewards) - 1) / len(rewards)) ** 0.5
 
 
 @mutant("rollouts.advantages:group_advantages")
 def pass_at_k_rewards_every_good_completion(right, estimator, rewards, lengths=()):
-    found = right(estimator, rewards, lengths)
-    return [abs(one) + 0.1 * (reward > 0) for one, reward in zip(found, rewards, strict=True)]
+    advantages = right(estimator, rewards, lengths)
+    return [
+        abs(advantage) + 0.1 * (reward > 0)
+        for advantage, reward in zip(advantages, rewards, strict=True)
+    ]
 
 
 @mutant("rollouts.advantages:group_advantages")
-def opo_forgets_the_lengths(right, estimator, rewards, lengths=()):
+def opo_ignores_the_lengths(right, estimator, rewards, lengths=()):
     return right("dr_grpo" if estimator == "opo" else estimator, rewards, lengths)
 
 
@@ -50,16 +53,16 @@ def reinforce_plus_plus_is_whitened_in_each_group(right, estimator, groups, rewa
 
 
 @mutant("rollouts.advantages:gdpo")
-def gdpo_adds_up_before_it_normalises(right, scores, weights):
-    total = [
-        sum(w * one for w, one in zip(weights, row, strict=True))
-        for row in zip(*scores, strict=True)
+def gdpo_sums_scores_before_it_normalises_them(right, scores, weights):
+    weighted = [
+        sum(weight * score for weight, score in zip(weights, of_completion, strict=True))
+        for of_completion in zip(*scores, strict=True)
     ]
-    return right([total], [1.0])
+    return right([weighted], [1.0])
 
 
 @mutant("rollouts.gae:gae")
-def gae_forgets_its_lambda(right, rewards, values, gamma, gae_lambda):
+def gae_ignores_its_lambda(right, rewards, values, gamma, gae_lambda):
     return right(rewards, values, gamma, 1.0)
 
 
@@ -69,19 +72,17 @@ def advantages_of_tokens_are_whitened_in_each_document(right, advantages):
 
 
 @mutant("losses.kl:KL.of_samples")
-def the_penalty_of_the_reward_is_of_the_reference_against_the_policy(
-    right, self, old_log_probs, ref_log_probs
-):
+def the_kl_in_the_reward_has_its_policies_exchanged(right, self, old_log_probs, ref_log_probs):
     return right(self, ref_log_probs, old_log_probs)
 
 
 @mutant("training.critic:value_losses")
-def values_are_not_clipped(right, values, old_values, returns, clip):
+def the_critics_values_are_not_clipped(right, values, old_values, returns, clip):
     return right(values, old_values, returns, None)
 
 
 @mutant("training.module:PolicyGradientModule._move_reference")
-def the_reference_becomes_the_policy_at_once(right, self):
+def a_moving_reference_becomes_the_policy_at_once(right, self):
     kl = self.config.kl
     self.config = replace(self.config, kl=replace(kl, update_rate=1.0))
     right(self)
@@ -89,7 +90,7 @@ def the_reference_becomes_the_policy_at_once(right, self):
 
 
 @mutant("training.loss_scale:LossScale.fall")
-def an_overflow_leaves_the_scale_as_it_is(right, self):
+def an_overflow_does_not_lower_the_loss_scale(right, self):
     value = self.value
     may_be_the_cause = right(self)
     self.value = value
@@ -97,14 +98,14 @@ def an_overflow_leaves_the_scale_as_it_is(right, self):
 
 
 @mutant("batch:pack")
-def what_was_cut_off_is_trained(right, *arguments, **keywords):
+def truncated_completions_are_trained(right, *arguments, **keywords):
     return replace(
         right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool)
     )
 
 
 @mutant("rollouts.steps:make_step")
-def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords):
+def truncated_completions_are_missing_in_the_totals(right, documents, *arguments, **keywords):
     step = right(documents, *arguments, **keywords)
     kept = right([d for d in documents if not d.truncated], *arguments, **keywords).totals
     return replace(
@@ -114,17 +115,17 @@ def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords)
 
 
 @mutant("rollouts.group_rollouts:has_signal")
-def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
+def dynamic_sampling_ignores_its_setting_and_compares_rewards(right, group, mixed):
     return right(group)
 
 
 @mutant("rollouts.group_rollouts:overlong_penalty")
-def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
-    return right(length - 1, longest, buffer, most)
+def the_overlong_penalty_begins_one_token_late(right, length, longest, buffer, penalty):
+    return right(length - 1, longest, buffer, penalty)
 
 
 @mutant("rollouts.group_rollouts:has_signal")
-def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
+def a_group_counts_as_informative_only_by_its_rewards(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
 
@@ -135,31 +136,33 @@ def a_position_predicts_its_own_token(right, *arguments, **keywords):
 
 
 @mutant("batch:pack")
-def old_log_probs_stand_one_place_late(right, *arguments, **keywords):
+def old_log_probs_are_shifted_by_one_position(right, *arguments, **keywords):
     batch = right(*arguments, **keywords)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
 
 
 @mutant("rollouts.steps:make_step")
-def the_totals_are_those_of_one_rank(right, *arguments, **keywords):
+def the_totals_of_a_step_are_those_of_one_rank(right, *arguments, **keywords):
     step = right(*arguments, **keywords)
-    held = sum(one.num_documents for one in step.micro_batches)
-    return replace(step, totals=replace(step.totals, num_documents=held))
+    num_documents = sum(micro_batch.num_documents for micro_batch in step.micro_batches)
+    return replace(step, totals=replace(step.totals, num_documents=num_documents))
 
 
 @mutant("rollouts.steps:make_step")
-def ranks_have_other_numbers_of_micro_batches(right, documents, *more, **keywords):
+def ranks_have_different_numbers_of_micro_batches(right, documents, *more, **keywords):
     step = right(documents, *more, **keywords)
-    return replace(step, micro_batches=[one for one in step.micro_batches if one.num_documents])
+    not_empty = [batch for batch in step.micro_batches if batch.num_documents > 0]
+    return replace(step, micro_batches=not_empty)
 
 
 @mutant("rollouts.step_loader:StepLoader._closes_before")
 def a_step_ends_within_a_group(right, self, position, documents):
-    kept, self.close_on_groups = self.close_on_groups, False
+    close_on_groups = self.close_on_groups
+    self.close_on_groups = False
     try:
         return right(self, position, documents)
     finally:
-        self.close_on_groups = kept
+        self.close_on_groups = close_on_groups
 
 
 @mutant("rollouts.step_loader:StepLoader._closes_before")
@@ -168,76 +171,80 @@ def a_step_ends_within_a_trajectory(right, self, position, documents):
 
 
 @mutant("rollouts.steps:trajectories_of")
-def documents_that_name_no_trajectory_are_one(right, documents):
+def documents_without_a_trajectory_share_one(right, documents):
     return [(document.trajectory is None, document.trajectory) for document in documents]
 
 
 @mutant("rollouts.steps:make_step")
-def the_tokens_of_a_trajectory_are_those_of_one_rank(right, *arguments, **keywords):
+def the_tokens_of_a_trajectory_are_counted_on_one_rank(right, *arguments, **keywords):
     step = right(*arguments, **keywords)
-    if (tokens := step.totals.tokens_per_trajectory) is None:
+    if step.totals.tokens_per_trajectory is None:
         return step
-    tokens = torch.zeros_like(tokens)
-    for one in step.micro_batches:
-        trained = torch.bincount(one.document_index[one.labels >= 0], minlength=one.num_documents)
-        tokens.index_add_(0, one.trajectory_index, trained)
+    tokens = torch.zeros_like(step.totals.tokens_per_trajectory)
+    for batch in step.micro_batches:
+        trained = batch.document_index[batch.labels >= 0]
+        counts = torch.bincount(trained, minlength=batch.num_documents)
+        tokens.index_add_(0, batch.trajectory_index, counts)
     return replace(step, totals=replace(step.totals, tokens_per_trajectory=tokens))
 
 
 @mutant("rollouts.recorded_index:first_parts")
-def each_part_of_an_attempt_is_in_the_baseline(right, rows):
+def each_document_of_a_trajectory_counts_in_the_baseline(right, rows):
     return np.arange(len(rows))
 
 
 @mutant("rollouts.data_metrics:trajectories_of")
-def each_part_of_an_attempt_has_a_reward(right, documents):
+def each_document_of_a_trajectory_counts_in_the_mean_reward(right, documents):
     return [*range(len(documents))]
 
 
 @mutant("config.counts:steps_ahead")
-def batches_are_one_step_too_old(right, rollout, accumulation):
+def asynchronous_batches_are_one_step_too_old(right, rollout, accumulation):
     ahead = right(rollout, accumulation)
     return ahead + 1 if ahead else 0
 
 
 @mutant("config.counts:steps_before")
-def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
+def a_batch_that_is_carried_over_counts_from_its_start(
+    right, number, position, batch_size, accumulation
+):
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
 @mutant("rollouts.sampled:SampledRollouts.state_dict")
-def the_next_prompt_is_asked_again_after_a_resume(right, self):
+def a_resume_begins_with_the_first_prompt(right, self):
     return right(self) | {"next_prompt": 0}
 
 
 @mutant("rollouts.forward_passes:ForwardPasses._with_training_log_probs")
-def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
+def old_log_probs_stay_those_of_the_sampler(right, self, parts, passes):
     documents = [document for part in parts for document in part]
     rescored = zip(right(self, parts, passes), documents, strict=True)
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
 @mutant("rollouts.sampled:SampledRollouts._use")
-def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number):
-    kept, self._ahead = self._ahead, 0
+def proximal_log_probs_are_computed_by_the_weights_that_sampled(right, self, number):
+    ahead = self._ahead
+    self._ahead = 0
     try:
         return right(self, number)
     finally:
-        self._ahead = kept
+        self._ahead = ahead
 
 
 @mutant("rollouts.forward_passes:_sampled")
-def nothing_stays_beside_proximal_log_probs(right, document):
+def sampling_log_probs_are_zero_beside_proximal_ones(right, document):
     return right(document) * 0
 
 
 @mutant("rollouts.forward_passes:ForwardPasses._with_on_policy")
-def two_passes_are_made_of_all_documents(right, self, groups):
+def on_policy_documents_get_a_second_forward_pass(right, self, groups):
     return groups
 
 
 @mutant("losses.objective:Objective.at")
-def new_log_probs_stand_for_the_old_ones_of_the_token_before(right, self, log_probs):
+def on_policy_old_log_probs_are_shifted_by_one_token(right, self, log_probs):
     return right(self, log_probs.roll(1))
 
 
@@ -248,36 +255,38 @@ def recorded_log_probs_are_those_of_the_sampler(right, document):
 
 
 @mutant("rollouts.data_metrics:data_metrics")
-def staleness_is_the_version_of_the_weights(right, documents, num_updates):
+def staleness_grows_with_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
 
 
 @mutant("rollouts.recorded_index:RecordedIndex.knows")
-def a_changed_file_is_taken_for_the_same(right, self, name, path):
+def a_changed_file_counts_as_unchanged(right, self, name, path):
     return True
 
 
 @mutant("rollouts.rows:Row.digest")
-def a_row_s_reward_is_no_part_of_its_checksum(right, self):
+def the_checksum_of_a_row_ignores_its_reward(right, self):
     return right(type(self)(**vars(self) | {"reward": None}))
 
 
 @mutant("rollouts.parsed_rows:_checked_vectors")
-def the_lists_of_a_batch_belong_to_the_rows_before(right, batch, rules):
+def the_lists_of_a_batch_are_shifted_by_one_row(right, batch, rules):
     return {name: rows[1:] + rows[:1] for name, rows in right(batch, rules).items()}
 
 
 @mutant("rollouts.recorded:RecordedRollouts.outline")
-def outlines_come_in_the_order_of_the_files(right, self, position):
-    order, self._order = self._order, lambda epoch: range(self.batch_size)
+def outlines_ignore_the_shuffled_order(right, self, position):
+    order = self._order
+    self._order = lambda epoch: range(self.batch_size)
     try:
         return right(self, position)
     finally:
         self._order = order
 
 
-def _masked(found, change):
-    return found | {"loss_mask": change(found["loss_mask"])}
+def _masked(row, change):
+    """Return the row with another loss mask."""
+    return row | {"loss_mask": change(row["loss_mask"])}
 
 
 @mutant("rollouts.conversations:Conversations.tokens")
@@ -288,61 +297,61 @@ def the_end_of_a_turn_is_not_trained(right, self, raw):
 
 
 @mutant("rollouts.conversations:Conversations.tokens")
-def what_follows_a_turn_is_trained(right, self, raw):
+def the_token_after_a_turn_is_trained(right, self, raw):
     return _masked(
         right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([False, *mask])]
     )
 
 
 @mutant("rollouts.conversations:Conversations.tokens")
-def the_beginning_of_a_turn_is_trained(right, self, raw):
+def the_token_before_a_turn_is_trained(right, self, raw):
     return _masked(
         right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([*mask, False])]
     )
 
 
 @mutant("rollouts.conversations:Conversations._of_chat")
-def turns_of_the_prompt_are_trained(right, self, messages, first):
+def answers_within_the_prompt_are_trained(right, self, messages, first):
     return right(self, messages, 0)
 
 
 @mutant("tasks.generated:is_held_out")
-def the_order_of_terms_makes_another_problem(right, text):
+def a_held_out_sum_is_asked_with_its_terms_in_another_order(right, text):
     return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
 
 
 @mutant("tasks.generated:ShortestPathTask._is_right")
-def only_the_worked_path_is_right(right, self, prompt, completion):
+def only_the_worked_path_counts_as_correct(right, self, prompt, completion):
     return completion == prompt.answer
 
 
 @mutant("tasks.generated:ChainSumTask._is_right")
-def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
+def a_correct_sum_counts_anywhere_in_the_completion(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
 
 
 @mutant("rollouts.group_rollouts:as_completion")
-def the_mask_of_a_conversation_begins_a_token_late(right, one):
-    found = right(one)
-    return replace(found, drawn=found.drawn.roll(1))
+def the_mask_of_a_conversation_is_shifted_by_one_token(right, conversation):
+    completion = right(conversation)
+    return replace(completion, drawn=completion.drawn.roll(1))
 
 
 @mutant("rollouts.group_rollouts:seed_of")
-def every_turn_is_drawn_by_the_same_numbers(right, seed, number):
+def every_turn_is_sampled_with_the_same_seed(right, seed, number):
     return right(seed, number & 0xFFFFFFFF)
 
 
 @mutant("tasks.conversation:Conversation.measures")
-def tokens_of_the_policy_count_as_the_environments(right, one):
-    return right(one) | {"environment_tokens": len(one.drawn)}
+def tokens_of_the_policy_count_as_environment_tokens(right, conversation):
+    return right(conversation) | {"environment_tokens": len(conversation.drawn)}
 
 
 @mutant("tasks.environments:Guess.score")
-def a_miss_is_worth_how_near_it_came(right, one, messages):
-    reward, measures = right(one, messages)
+def a_wrong_guess_is_rewarded_by_its_full_nearness(right, guess, messages):
+    reward, measures = right(guess, messages)
     return (reward if reward == 1 else 2 * reward), measures
 
 
 @mutant("rollouts.plausible:Plausibility._correlation")
-def log_probs_are_compared_at_their_own_places_alone(right, self, place):
+def shifted_log_probs_are_not_suspected(right, self, place):
     return right(self, 0)
