@@ -143,6 +143,6 @@ TESTED_ELSEWHERE = {
     "sampler/vllm.urls": f"{_VLLM}::test_another_program_at_an_address_is_one_sentence",
     "sampler/vllm.weights_folder": f"{_VLLM}::test_the_weights_of_the_folder_are_a_hugging_face_model",
     "trainer.accept_changed_data": "training/test_data.py::test_changed_data_are_refused_until_they_are_accepted_once",
-    "trainer.max_bad_steps": "training/test_training.py::test_bad_steps_count_only_in_a_row",
+    "trainer.max_bad_steps": "training/test_training.py::test_only_bad_steps_in_a_row_end_a_run",
 }
 """The ordinary test, below tests/, that shows each of these keys."""

@@ -12,7 +12,7 @@ the same in the totals of a step                            slime               
 prompt mean over local groups                               TRL, SkyRL                test_steps.py::test_groups_have_one_number_in_all_micro_batches_of_a_step
 groups assumed contiguous or of equal size                  slime #2090               test_losses.py::test_groups_may_have_any_numbers
 a missing group id becomes another aggregation              slime #2090               test_arguments.py::test_policy_loss_refuses_a_wrong_argument_by_its_name
-the same in recorded rollouts                               slime #2090               test_recorded.py::test_group_ids_and_group_size
+the same in recorded rollouts                               slime #2090               test_recorded.py::test_without_group_ids_group_size_makes_the_groups
 GSPO's ratio as exp of the sum                              TRL #5814, NeMo-RL #2269  test_family_formulas.py::test_loss_and_coefficients_are_those_of_the_paper
 clamp computed and never read                               OpenRLHF #1293            test_kernels.py::test_huge_log_ratios_stay_finite
 padding with a segment index of its own, out of range       Fast-LLM                  test_losses.py::test_padding_may_carry_any_document_number
