@@ -1,9 +1,9 @@
-"""The index of recorded rollouts: the same from every kind of file, kept beside a run, read by all
-ranks."""
+"""The index of recorded rollouts: the same for JSONL and Parquet, kept in a run directory, and all that
+outlines of documents need."""
 
-import dataclasses
 import hashlib
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,122 +19,132 @@ from pgtoolkit.rollouts.step_loader import StepLoader
 LOG_PROBS = [0.0, 0.0, -1.0, -2.0, -0.5]
 
 
-def rows():
-    """Of all fields, each missing somewhere where it may be."""
-    some = [good_row(i, f"g{i // 4}", length=5, model_version=i, id=f"row {i}") for i in range(8)]
-    some[1] |= {"sampling_log_probs": LOG_PROBS, "truncated": True, "exact_match": False}
-    some[2] |= {"ref_log_probs": LOG_PROBS, "truncated": False, "id": None}
-    some[3] |= {"loss_mask": [False] * 5, "model_version": None}
-    some[4] |= {"trajectory": 7}
-    some[6] |= {"trajectory": 7, "reward": 1.0}
-    return some
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
-    """In Parquet lists without nulls are checked together; in JSONL each row is."""
-    chosen = (
-        [row | {"ref_log_probs": LOG_PROBS, "advantage": [0, 0, 1, 0, 2]} for row in rows()]
-        if complete
-        else rows()
-    )
-    chosen = [
-        {name: x for name, x in row.items() if complete <= (name != "sampling_log_probs")}
-        for row in chosen
+def various_rows() -> list[dict]:
+    """Return rows in which every optional field stands somewhere, and is missing somewhere."""
+    rows = [
+        good_row(number, f"g{number // 4}", length=5, model_version=number, id=f"row {number}")
+        for number in range(8)
     ]
-    files = [
-        write_jsonl(
-            tmp_path / "r.jsonl",
-            [{k: x for k, x in row.items() if x is not None} for row in chosen],
-        )
+    rows[1] |= {"sampling_log_probs": LOG_PROBS, "truncated": True, "exact_match": False}
+    rows[2] |= {"ref_log_probs": LOG_PROBS, "truncated": False, "id": None}
+    rows[3] |= {"loss_mask": [False] * 5, "model_version": None}
+    rows[4] |= {"trajectory": 7}
+    rows[6] |= {"trajectory": 7, "reward": 1.0}
+    return rows
+
+
+def complete_rows() -> list[dict]:
+    """Return rows whose lists have no nulls, with all lists but sampling_log_probs."""
+    rows = []
+    for row in various_rows():
+        row.pop("sampling_log_probs", None)
+        rows.append(row | {"ref_log_probs": LOG_PROBS, "advantage": [0, 0, 1, 0, 2]})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "estimator"),
+    [(complete_rows(), "dr_grpo"), (complete_rows(), "given"), (various_rows(), "grpo")],
+    ids=["complete", "given advantages", "with nulls"],
+)
+def test_the_index_of_a_parquet_file_is_that_of_the_same_rows_in_jsonl(tmp_path, rows, estimator):
+    """Parquet's lists without nulls are checked together, those with nulls and JSONL's rows one by
+    one."""
+    without_nulls = [
+        {name: value for name, value in row.items() if value is not None} for row in rows
     ]
-    files += [write_parquet(tmp_path / "r.parquet", chosen, row_group_size=3)]
-    for estimator in ("dr_grpo", "given") if complete else ("grpo",):
-        first, second = (recorded_rollouts(file, estimator).index for file in files)
-        for name in first.rows.dtype.names:
-            if name != "place":
-                np.testing.assert_array_equal(first.rows[name], second.rows[name], err_msg=name)
-        assert first.rows["tokens"].tolist() == [5] * 8
-        assert first.rows["trained"].tolist() == [3, 3, 3, 0, 3, 3, 3, 3]
-        for index, file in zip((first, second), files, strict=True):
-            whole = file.read_bytes()
-            assert index.digests() == {
-                file.name: {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
-            }
+    jsonl = write_jsonl(tmp_path / "r.jsonl", without_nulls)
+    parquet = write_parquet(tmp_path / "r.parquet", rows, row_group_size=3)
+    of_jsonl = recorded_rollouts(jsonl, estimator).index
+    of_parquet = recorded_rollouts(parquet, estimator).index
+    for name in of_jsonl.rows.dtype.names:
+        if name != "place":
+            np.testing.assert_array_equal(of_jsonl.rows[name], of_parquet.rows[name], err_msg=name)
+    assert of_jsonl.rows["tokens"].tolist() == [5] * 8
+    assert of_jsonl.rows["trained"].tolist() == [3, 3, 3, 0, 3, 3, 3, 3]
+    for index, file in ((of_jsonl, jsonl), (of_parquet, parquet)):
+        data = file.read_bytes()
+        digest = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        assert index.digests() == {file.name: digest}
 
 
-def test_rows_of_lists_alone_can_be_trained_on(tmp_path):
-    plain = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, i > 2]} for i in range(5)]
-    rollouts = recorded_rollouts(
-        write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False
-    )
-    assert [rollouts.document(i).num_trained for i in range(5)] == [1, 1, 1, 2, 2]
+def test_rows_of_tokens_and_masks_alone_can_be_trained_on(tmp_path):
+    rows = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, number > 2]} for number in range(5)]
+    path = write_parquet(tmp_path / "r.parquet", rows)
+    rollouts = recorded_rollouts(path, "given", reads_old_log_probs=False)
+    trained = [rollouts.document(position).num_trained for position in range(5)]
+    assert trained == [1, 1, 1, 2, 2]
     assert rollouts.document(4).advantages.tolist() == [1, 1]
 
 
-def written_over(path, number):
-    """Another reward in the row, the same size and time of the last change."""
+def change_reward(path: Path, row: int) -> None:
+    """Write another reward into a row; the size and the time of the last change stay."""
     before = path.stat()
-    text = path.read_text().splitlines()
-    text[number] = text[number].replace('"reward": 0.', '"reward": 1.')
-    path.write_text("\n".join(text) + "\n")
+    lines = path.read_text().splitlines()
+    lines[row] = lines[row].replace('"reward": 0.', '"reward": 1.')
+    path.write_text("\n".join(lines) + "\n")
     assert path.stat().st_size == before.st_size
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_a_kept_index_is_used_while_the_files_are_the_same(tmp_path):
-    """And a row that is another one all the same is refused when it is read."""
-    path, run = (
-        write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)]),
-        tmp_path / "run",
-    )
-    run.mkdir()
-    made = recorded_rollouts(path, run_dir=run)
-    written_over(path, 1)
-    kept = recorded_rollouts(path, run_dir=run)
+def test_a_kept_index_is_used_while_size_and_time_of_the_files_are_the_same(tmp_path):
+    """A row that has changed nevertheless is refused when it is read."""
+    path = write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)])
+    made = recorded_rollouts(path, run_dir=tmp_path)
+    change_reward(path, 1)
+    kept = recorded_rollouts(path, run_dir=tmp_path)
     assert kept.index.rows.tobytes() == made.index.rows.tobytes()
     assert kept.document(0).reward == 0.0
     with pytest.raises(DataError, match=r"r\.jsonl was changed while it was in use"):
         kept.document(1)
     assert recorded_rollouts(path).document(1).reward == 1.25
+
+
+def test_a_kept_index_is_made_anew_for_other_rules_other_files_and_when_it_is_damaged(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)])
+    recorded_rollouts(path, run_dir=tmp_path)
     with pytest.raises(DataError, match=r"r\.jsonl:1:token_ids: has 5 tokens and at most 4 fit"):
-        recorded_rollouts(path, run_dir=run, max_tokens=4)  # other rules
+        recorded_rollouts(path, run_dir=tmp_path, max_tokens=4)
     write_jsonl(path, [good_row(i, i // 2) for i in range(6)])
-    assert recorded_rollouts(path, run_dir=run).num_documents == 6
-    (run / FILE_NAME).write_bytes((run / FILE_NAME).read_bytes()[:-100])  # as no kill leaves it
-    assert recorded_rollouts(path, run_dir=run).num_documents == 6
+    assert recorded_rollouts(path, run_dir=tmp_path).num_documents == 6
+    index = tmp_path / FILE_NAME
+    index.write_bytes(index.read_bytes()[:-100])
+    assert recorded_rollouts(path, run_dir=tmp_path).num_documents == 6
 
 
-def test_an_outline_tells_all_that_is_known_without_reading(tmp_path):
-    rollouts = recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", rows()), shuffle=True, epochs=2)
-    whole = [rollouts.document(i) for i in range(16)]
-    known = [rollouts.outline(i) for i in range(16)]
-    assert data_metrics(known, 9) == data_metrics(whole, 9)
-    for name in (
-        "num_tokens",
-        "num_trained",
-        "group",
-        "trajectory",
-        "reward",
-        "truncated",
-        "exact_match",
-    ):
-        assert [getattr(d, name) for d in known] == [getattr(d, name) for d in whole]
-    for name in ("old_log_probs", "sampling_log_probs", "ref_log_probs"):
-        assert [getattr(d, name) is None for d in known] == [
-            getattr(d, name) is None for d in whole
-        ]
-    settings = dataclasses.replace(rollouts.config)
-    assert mismatch_note(known, 3.0, settings) == mismatch_note(whole, 3.0, settings) != ""
+def test_an_outline_gives_the_metrics_of_a_document_without_reading_it(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", various_rows())
+    rollouts = recorded_rollouts(path, shuffle=True, epochs=2)
+    documents = [rollouts.document(position) for position in range(16)]
+    outlines = [rollouts.outline(position) for position in range(16)]
+    assert data_metrics(outlines, 9) == data_metrics(documents, 9)
+    note = mismatch_note(documents, 3.0, rollouts.config)
+    assert note != ""
+    assert mismatch_note(outlines, 3.0, rollouts.config) == note
+    for outline, document in zip(outlines, documents, strict=True):
+        for name in (
+            "num_tokens",
+            "num_trained",
+            "group",
+            "trajectory",
+            "reward",
+            "truncated",
+            "exact_match",
+        ):
+            assert getattr(outline, name) == getattr(document, name)
+        for name in ("old_log_probs", "sampling_log_probs", "ref_log_probs"):
+            assert (getattr(outline, name) is None) == (getattr(document, name) is None)
 
 
-def read_on_a_rank(path, bad):
-    """The rewards of this rank's documents, or the error, where a row was changed once it was
-    indexed."""
+def read_on_a_rank(path: Path, changed_row: int | None) -> list[str] | str:
+    """Return the names of this rank's documents, or the error if there is one.
+
+    changed_row: written over by the second rank, once the rows are indexed.
+    """
     ranks = layout(data_parallel=2)
     rollouts = recorded_rollouts(path, layout=ranks)
-    if bad is not None and ranks.rank == 1:
-        written_over(path, bad)
+    if changed_row is not None and ranks.rank == 1:
+        change_reward(path, changed_row)
     loader = StepLoader(rollouts, AccumulationConfig(4, 8, None, LastStep.short), False, 1, ranks)
     try:
         (step,) = loader
@@ -144,10 +154,10 @@ def read_on_a_rank(path, bad):
 
 
 @pytest.mark.slow  # ranks are processes
-def test_a_rank_reads_only_what_it_trains_on(tmp_path):
+def test_a_rank_reads_only_its_own_documents_and_all_fail_if_one_has_changed(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)])
     first, second = world(2).run(read_on_a_rank, path, None)
-    assert sorted([*first, *second]) == [f"r.jsonl:{i}" for i in range(1, 5)]
-    mine = int(second[0].partition(":")[2]) - 1
-    for message in world(2).run(read_on_a_rank, path, mine):
+    assert sorted([*first, *second]) == [f"r.jsonl:{line}" for line in range(1, 5)]
+    row_of_second = int(second[0].partition(":")[2]) - 1
+    for message in world(2).run(read_on_a_rank, path, row_of_second):
         assert message.startswith("rank 1: r.jsonl was changed while it was in use")

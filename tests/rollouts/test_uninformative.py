@@ -1,9 +1,12 @@
-"""Prompts whose completions all score the same, left out of steps: rollout.uninformative=drop."""
+"""`rollout.uninformative=drop`: groups of equal rewards are left out of steps, against the batches
+of a run that keeps them."""
 
 import pytest
 import torch
+from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, metrics_of, module_and_loader, run
 
+from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import has_signal
 
@@ -15,51 +18,58 @@ FIXED = (
 )
 
 
-def batch_of(*overrides):
-    """The first batch, in groups, and the loader of the same settings."""
+CARRY = ("accumulation.last_step=carry",)
+
+
+def first_groups(*overrides: str) -> list[list[Document]]:
+    """Return the groups of the first batch."""
     _, loader = module_and_loader(*SHORT, *overrides)
     source = loader.source
     documents = [source.document(place) for place in range(source.batch_size)]
-    return [documents[start : start + 4] for start in range(0, len(documents), 4)], loader
+    return [documents[start : start + 4] for start in range(0, len(documents), 4)]
 
 
-@pytest.mark.parametrize("accumulation", [(), FIXED, ("accumulation.last_step=carry",)])
-def test_steps_have_the_groups_that_teach_and_no_others(accumulation):
-    """In the order in which they were sampled, the same numbers of all documents counted as
-    before."""
-    groups, _ = batch_of(*accumulation)
-    wanted = [document for group in groups if has_signal(group) for document in group]
-    assert 0 < len(wanted) < 16
-    share = 1 - len(wanted) / 16
+@pytest.mark.parametrize("accumulation", [(), FIXED, CARRY])
+def test_steps_have_the_informative_groups_of_a_batch_in_their_order(accumulation):
+    """Totals count only them; the fraction of groups that are left out is that of the batch."""
+    groups = first_groups(*accumulation)
+    informative = [document for group in groups if has_signal(group) for document in group]
+    assert 0 < len(informative) < 16
+    fraction = 1 - len(informative) / 16
     _, loader = module_and_loader(*SHORT, DROP, *accumulation)
-    found, steps = [], []
+    steps = []
+    documents = []
     for step in loader:
         steps.append(step)
-        found += step.documents
-        if len(found) >= len(wanted):
+        documents += step.documents
+        if len(documents) >= len(informative):
             break
-    for document, expected in zip(found, wanted, strict=False):
+    if accumulation != CARRY:  # steps end where the batch does
+        assert len(documents) == len(informative)
+    for document, expected in zip(documents[: len(informative)], informative, strict=True):
         assert torch.equal(document.tokens, expected.tokens)
         torch.testing.assert_close(document.advantages, expected.advantages)
-        assert document.dropped_group_fraction == pytest.approx(share)
-    assert all((document.advantages != 0).any() for document in found)
-    if accumulation != ("accumulation.last_step=carry",):  # steps end where the batch does
-        assert len(found) == len(wanted)
+        assert document.dropped_group_fraction == pytest.approx(fraction)
+    assert all((document.advantages != 0).any() for document in documents)
     for step in steps:
         assert step.totals.num_documents == len(step.documents)
         assert step.totals.num_tokens == sum(document.num_trained for document in step.documents)
         assert step.totals.num_groups == len({document.group for document in step.documents})
 
 
-def test_ten_batches_without_a_difference_end_the_run(tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n' * 8)
-    never = [
-        "task=prompts",
-        f"task.path={tmp_path / 'prompts.jsonl'}",
-        "task.verifier=rollouts.test_uninformative.none",
-    ]
+def always_wrong(completion: str, answer: str) -> float:
+    """A verifier, which the next test names by its path."""
+    return 0.0
+
+
+def test_ten_batches_of_equal_rewards_end_the_run(tmp_path):
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "1", "answer": "2"}] * 8)
     _, loader = module_and_loader(
-        *[setting for setting in SHORT if not setting.startswith("task.")], *never, DROP
+        *(setting for setting in SHORT if not setting.startswith("task.")),
+        "task=prompts",
+        f"task.path={path}",
+        "task.verifier=rollouts.test_uninformative.always_wrong",
+        DROP,
     )
     with pytest.raises(
         DataError, match=r"^10 batches in a row have no prompt whose completions score differently"
@@ -68,11 +78,7 @@ def test_ten_batches_without_a_difference_end_the_run(tmp_path, capsys):
     assert loader.source.state_dict()["number"] == 9
 
 
-def none(completion, answer):
-    return 0.0
-
-
-def test_a_run_says_how_many_groups_are_left_out(tmp_path):
+def test_metrics_show_the_fraction_of_groups_that_are_left_out(tmp_path):
     rows = metrics_of(run(tmp_path / "run", DROP))
     assert max(row["dropped_group_fraction"] for row in rows) > 0
     assert all(row["zero_advantage_group_fraction"] == 0 for row in rows)
