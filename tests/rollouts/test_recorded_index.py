@@ -1,5 +1,5 @@
-"""The index of recorded rollouts: the same for JSONL and Parquet, kept in a run directory, and all that
-outlines of documents need."""
+"""The index of recorded rollouts: the same for JSONL and Parquet, kept in a run directory, and
+enough for the outlines of documents."""
 
 import hashlib
 import os

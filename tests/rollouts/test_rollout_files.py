@@ -1,4 +1,4 @@
-"""Damaged and ill-formed rollout files: refused before training, with the place and the reason."""
+"""Damaged and ill-formed rollout files are refused before training, with place and reason."""
 
 import json
 import math
@@ -7,24 +7,31 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from builders.rollout_rows import VOCABULARY_SIZE, good_row, write_jsonl, write_parquet
-from builders.rollout_rows import recorded_rollouts as load
+from builders.rollout_rows import (
+    VOCABULARY_SIZE,
+    good_row,
+    recorded_rollouts,
+    write_jsonl,
+    write_parquet,
+)
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.rows import Rules
 
-NAN, INFINITY = math.nan, math.inf
+NAN = math.nan
+INFINITY = math.inf
 
 
-def refused(path, estimator="dr_grpo", **changes):
+def refusal(path: Path, estimator: str = "dr_grpo", **options) -> str:
+    """Return the message with which recorded rollouts are refused, by exit status 3."""
     with pytest.raises(DataError) as error:
-        load(path, estimator, **changes)
+        recorded_rollouts(path, estimator, **options)
     assert error.value.exit_status == 3
     return str(error.value)
 
 
-BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the first that is trained
+BAD = {
     "token_ids": [
         (..., "is missing; the row has loss_mask"),
         ([1, 2, 3, 4, 100], "is 100 at position 4; the vocabulary is 0 to 99"),
@@ -62,75 +69,90 @@ BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the fi
     "model_version": [(0.5, "needs an integer")],
     "truncated": [(1, "needs true or false")],
 }
+"""Bad values of each field with their reasons. A value of ... means that the field is missing; the
+first trained token is at position 2."""
+
 CASES = [(field, value, reason) for field, cases in BAD.items() for value, reason in cases]
 
 
+def assert_named(message: str, row: str, reason: str) -> None:
+    """Assert that a line of the message gives this reason for this row."""
+    assert any(line.startswith(f"  {row}:") and reason in line for line in message.splitlines())
+
+
 @pytest.mark.parametrize(("field", "value", "reason"), CASES, ids=lambda value: repr(value)[:30])
-def test_every_kind_of_bad_value_is_named(tmp_path, field, value, reason):
-    """In one row among many; of a column of a Parquet file that cannot have two types, in every
-    row."""
+def test_a_bad_value_in_jsonl_is_refused_by_its_row(tmp_path, field, value, reason):
     rows = [good_row(0), good_row(1, **{field: value}), good_row(2)]
-    message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
-    assert any(line.startswith("  r.jsonl:2:") and reason in line for line in message.splitlines())
-    reason, wrong = reason.split(" (got")[0], None if value is ... else value
-    wrongs = [rows[0], good_row(1, **{field: wrong}), rows[2]]
-    try:
-        write_parquet(
-            tmp_path / "r.parquet",
-            [row | {field: True} for row in rows] if value is True else wrongs,
-        )
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        write_parquet(tmp_path / "r.parquet", [row | {field: wrong} for row in rows])
-    found = refused(tmp_path / "r.parquet").splitlines()
-    assert any(line.startswith("  r.parquet:2:") and reason.split(";")[0] in line for line in found)
+    assert_named(refusal(write_jsonl(tmp_path / "r.jsonl", rows)), "r.jsonl:2", reason)
 
 
-def test_a_row_with_any_other_value_has_another_checksum():
+@pytest.mark.parametrize(("field", "value", "reason"), CASES, ids=lambda value: repr(value)[:30])
+def test_a_bad_value_in_parquet_is_refused_by_its_row(tmp_path, field, value, reason):
+    """A column has one type: where the bad value has another, every row has it."""
+    path = tmp_path / "r.parquet"
+    rows = [good_row(0), good_row(1), good_row(2)]
+    bad = {field: None if value is ... else value}
+    if value is True:  # pyarrow would make 1 of it
+        write_parquet(path, [row | bad for row in rows])
+    else:
+        try:
+            write_parquet(path, [rows[0], rows[1] | bad, rows[2]])
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            write_parquet(path, [row | bad for row in rows])
+    # The value in parentheses, and what follows a semicolon, depend on the type of the column.
+    beginning = reason.partition(" (got")[0].partition(";")[0]
+    assert_named(refusal(path), "r.parquet:2", beginning)
+
+
+def test_the_digest_of_a_row_depends_on_every_field():
+    log_probs = [0, 0, -1, -2, -3]
     changes = [
         {},
-        {"sampling_log_probs": [0, 0, -1, -2, -3]},
+        {"sampling_log_probs": log_probs},
         {"reward": 0.75},
         {"group_id": "0"},
         {"id": "x"},
-    ]
-    changes += [
         {"loss_mask": [False, False, True, True, False]},
-        {"old_log_probs": [0, 0, -1, -2, -3]},
-    ]
-    changes += [
-        {"ref_log_probs": [0, 0, -1, -2, -3]},
+        {"old_log_probs": log_probs},
+        {"ref_log_probs": log_probs},
         {"model_version": 1},
         {"truncated": True},
         {"exact_match": True},
     ]
-    digests = [parse_row(good_row(1, **one), Rules(VOCABULARY_SIZE)).digest() for one in changes]
+    rules = Rules(VOCABULARY_SIZE)
+    digests = [parse_row(good_row(1, **change), rules).digest() for change in changes]
     assert len(set(digests)) == len(changes)
 
 
-def test_good_rows_are_not_refused(tmp_path):
-    odd = good_row(1, sampling_log_probs=[NAN, None, -2, -3, -0.5])
-    odd |= good_row(
+def test_unusual_values_that_have_a_meaning_are_accepted(tmp_path):
+    """Numbers of prompt tokens are not read, ids are made texts, and unknown fields ignored."""
+    unusual = good_row(
         1,
+        sampling_log_probs=[NAN, None, -2, -3, -0.5],
         old_log_probs=[None, NAN, -1, -1e-30, 1e-3],
         loss_mask=[0, 0, 1, 1, 1],
         reward=1,
         group_id="a",
+        id=7,
+        model_version=3,
+        truncated=False,
+        exact_match=None,
+        text="is ignored",
     )
-    odd |= {
-        "id": 7,
-        "model_version": 3,
-        "truncated": False,
-        "exact_match": None,
-        "text": "is ignored",
-    }
-    source = load(write_jsonl(tmp_path / "r.jsonl", [odd, "", good_row(2, group="a", reward=0)]))
-    first = source.document(0)
+    rows = [unusual, "", good_row(2, group="a", reward=0)]
+    rollouts = recorded_rollouts(write_jsonl(tmp_path / "r.jsonl", rows))
+    first = rollouts.document(0)
     assert first.old_log_probs.tolist() == pytest.approx([-1, -1e-30, 1e-3])
     assert first.sampling_log_probs.tolist() == [-2, -3, -0.5]
-    assert source.document(1).sampling_log_probs is None
     assert first.advantages.tolist() == [0.5, 0.5, 0.5]
-    assert (first.name, first.reward, first.model_version, first.truncated) == ("7", 1.0, 3, False)
-    assert (first.exact_match, source.document(1).name) == (None, "r.jsonl:3")
+    assert first.name == "7"
+    assert first.reward == 1.0
+    assert first.model_version == 3
+    assert first.truncated is False
+    assert first.exact_match is None
+    second = rollouts.document(1)
+    assert second.sampling_log_probs is None
+    assert second.name == "r.jsonl:3"
 
 
 @pytest.mark.parametrize(
@@ -150,33 +172,33 @@ def test_good_rows_are_not_refused(tmp_path):
     ],
     ids=range(8),
 )
-def test_lines_that_are_no_rows(tmp_path, line, reason):
-    message = refused(write_jsonl(tmp_path / "r.jsonl", [good_row(0), line, good_row(2)]))
+def test_a_line_that_is_not_a_row_is_refused(tmp_path, line, reason):
+    message = refusal(write_jsonl(tmp_path / "r.jsonl", [good_row(0), line, good_row(2)]))
     assert reason in message
     assert "r.jsonl:2" in message
 
 
 def test_the_first_ten_problems_are_listed(tmp_path):
-    rows = [good_row(i, reward=NAN if i % 2 else 0.0) for i in range(60)]
-    message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
+    rows = [good_row(number, reward=NAN if number % 2 else 0.0) for number in range(60)]
+    message = refusal(write_jsonl(tmp_path / "r.jsonl", rows))
     assert "10 problems or more" in message
-    assert [line.split(":")[1] for line in message.splitlines()[1:]] == [
-        str(2 * i) for i in range(1, 11)
-    ]
-    assert "1 problem\n" in refused(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
+    lines = [int(line.split(":")[1]) for line in message.splitlines()[1:]]
+    assert lines == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert "1 problem\n" in refusal(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
 
 
 def test_rows_beyond_the_limits_of_the_run_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [good_row(0), good_row(1, length=8)])
-    assert load(path, max_tokens=8, max_completion_length=6).num_documents == 2
-    assert "r.jsonl:2:token_ids: has 8 tokens and at most 7 fit" in refused(path, max_tokens=7)
-    assert "r.jsonl:2:loss_mask: trains 6 tokens" in refused(path, max_completion_length=5)
+    rollouts = recorded_rollouts(path, max_tokens=8, max_completion_length=6)
+    assert rollouts.num_documents == 2
+    assert "r.jsonl:2:token_ids: has 8 tokens and at most 7 fit" in refusal(path, max_tokens=7)
+    assert "r.jsonl:2:loss_mask: trains 6 tokens" in refusal(path, max_completion_length=5)
 
 
-def test_given_advantages_are_needed_and_checked(tmp_path):
-    path = tmp_path / "r.jsonl"
-    assert ":1:advantage: is missing" in refused(write_jsonl(path, [good_row()]), "given")
-    for value, reason in [
+@pytest.mark.parametrize(
+    ("advantage", "reason"),
+    [
+        (..., ":1:advantage: is missing"),
         (NAN, "finite"),
         (1e300, ":1:advantage: is 1e+300; it must lie within -1e+12 and 1e+12"),
         (
@@ -186,87 +208,102 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
         ([0, 0, 1, 1e300, 1], "position 3"),
         ([0, 0, 1, INFINITY, 1], "position 3"),
         ([1], "1 entries"),
-    ]:
-        assert reason in refused(write_jsonl(path, [good_row(advantage=value)]), "given")
-    rows = [
-        good_row(advantage=0.5, reward=...),
-        good_row(advantage=[None, NAN, 1, -2, 3], group_id=...),
-    ]
-    assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(
-        write_jsonl(path, rows), "given"
-    )
-    source = load(
-        write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs=("group_id",)
-    )
-    assert source.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
-    assert source.document(1).advantages.tolist() == [1, -2, 3]
+    ],
+)
+def test_a_bad_given_advantage_is_refused(tmp_path, advantage, reason):
+    path = write_jsonl(tmp_path / "r.jsonl", [good_row(advantage=advantage)])
+    assert reason in refusal(path, "given")
 
 
-def test_ids_are_unique(tmp_path):
+def test_given_advantages_are_of_a_document_or_of_each_token(tmp_path):
+    path = tmp_path / "r.jsonl"
+    of_document = good_row(advantage=0.5, reward=..., group_id=4)
+    of_tokens = good_row(advantage=[None, NAN, 1, -2, 3], group_id=4)
+    write_jsonl(path, [of_document, of_tokens])
+    rollouts = recorded_rollouts(path, "given", needs=("group_id",))
+    assert rollouts.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
+    assert rollouts.document(1).advantages.tolist() == [1, -2, 3]
+
+
+def test_a_group_id_that_only_some_rows_have_is_refused(tmp_path):
+    rows = [good_row(advantage=0.5), good_row(advantage=1, group_id=...)]
+    message = refusal(write_jsonl(tmp_path / "r.jsonl", rows), "given")
+    assert "r.jsonl:2:group_id: is missing; other rows have one" in message
+
+
+def test_an_id_that_two_rows_have_is_refused(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [good_row(0, id="x"), good_row(1, id="y"), good_row(2)])
     write_jsonl(tmp_path / "b.jsonl", [good_row(3, id="z"), good_row(4, id="x")])
-    assert "b.jsonl:2:id: is 'x' like that of a.jsonl:1" in refused(tmp_path)
+    assert "b.jsonl:2:id: is 'x' like that of a.jsonl:1" in refusal(tmp_path)
 
 
 def test_missing_and_empty_files_are_refused(tmp_path):
     (tmp_path / "dump.pt").write_bytes(b"")
-    assert "got a folder with dump.pt" in refused(tmp_path)
-    assert "got dump.pt" in refused(tmp_path / "dump.pt")
-    assert "needs .jsonl or .parquet files (got no such file)" in refused(
-        tmp_path / "no" / "such.jsonl"
-    )
-    assert "got no such file" in refused(tmp_path / "*.jsonl")
+    assert "got a folder with dump.pt" in refusal(tmp_path)
+    assert "got dump.pt" in refusal(tmp_path / "dump.pt")
+    missing = refusal(tmp_path / "no" / "such.jsonl")
+    assert "needs .jsonl or .parquet files (got no such file)" in missing
+    assert "got no such file" in refusal(tmp_path / "*.jsonl")
     (tmp_path / "e.jsonl").write_text("\n\n")
-    assert "at least one row (got none in e.jsonl)" in refused(tmp_path)
+    assert "at least one row (got none in e.jsonl)" in refusal(tmp_path)
     (tmp_path / "e.parquet").write_bytes(b"")
-    assert "e.parquet is not a complete Parquet file" in refused(tmp_path / "e.parquet")
+    assert "e.parquet is not a complete Parquet file" in refusal(tmp_path / "e.parquet")
 
 
-def test_a_file_cut_off_at_any_byte_is_refused(tmp_path):
-    rows = [good_row(i, id=f"é{i}") for i in range(2)]
-    whole = write_jsonl(tmp_path / "r.jsonl", rows).read_bytes()
-    first = whole.index(b"\n")
-    for length in range(1, len(whole)):
-        (tmp_path / "r.jsonl").write_bytes(whole[:length])
-        if length in (first, first + 1, len(whole) - 1):  # whole rows remain
-            assert load(tmp_path / "r.jsonl").num_documents == (1 if length <= first + 1 else 2)
+TWO_ROWS = [good_row(number, id=f"é{number}") for number in range(2)]
+
+
+def test_a_jsonl_file_cut_off_within_a_row_is_refused(tmp_path):
+    """At any byte: é has two."""
+    path = write_jsonl(tmp_path / "r.jsonl", TWO_ROWS)
+    data = path.read_bytes()
+    end_of_first = data.index(b"\n")
+    num_rows = {end_of_first: 1, end_of_first + 1: 1, len(data) - 1: 2}
+    for length in range(1, len(data)):
+        path.write_bytes(data[:length])
+        if length in num_rows:
+            assert recorded_rollouts(path).num_documents == num_rows[length]
         else:
-            assert "the file ends within this row" in refused(tmp_path / "r.jsonl")
-    whole = write_parquet(tmp_path / "r.parquet", rows).read_bytes()
-    for length in range(0, len(whole), 7):
-        (tmp_path / "r.parquet").write_bytes(whole[:length])
-        assert "not a complete Parquet file" in refused(tmp_path / "r.parquet")
+            assert "the file ends within this row" in refusal(path)
 
 
-def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
-    """Without them the file is read all the same, and a flipped bit of a number is another
-    number."""
-    rows = [good_row(i, old_log_probs=[0, 0, -0.5, -0.5, -0.5]) for i in range(2)]
-    for checksums in (True, False):
-        path = write_parquet(
-            tmp_path / "r.parquet",
-            rows,
-            checksums=checksums,
-            use_dictionary=False,
-            compression="none",
-        )
-        assert load(path).document(0).old_log_probs.tolist() == [-0.5] * 3
-        whole, number = bytearray(path.read_bytes()), struct.pack("<3d", -0.5, -0.5, -0.5)
-        whole[whole.index(number) + 6] ^= 0x10
-        path.write_bytes(whole)
-        if checksums:
-            assert "r.parquet is not a complete Parquet file, truncated or damaged" in refused(path)
-        else:
-            assert load(path).document(0).old_log_probs.tolist() == [-1.0, -0.5, -0.5]
+def test_a_parquet_file_cut_off_anywhere_is_refused(tmp_path):
+    path = write_parquet(tmp_path / "r.parquet", TWO_ROWS)
+    data = path.read_bytes()
+    for length in range(0, len(data), 7):
+        path.write_bytes(data[:length])
+        assert "not a complete Parquet file" in refusal(path)
 
 
-def test_huge_row_groups_are_refused(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "r.parquet", [good_row(i) for i in range(100)])
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_flipped_bit_is_refused_where_a_file_has_page_checksums(tmp_path, checksums):
+    """Without them a flipped bit of a number makes another number, which nobody can notice."""
+    path = write_parquet(
+        tmp_path / "r.parquet",
+        [good_row(number, old_log_probs=[0, 0, -0.5, -0.5, -0.5]) for number in range(2)],
+        checksums=checksums,
+        use_dictionary=False,
+        compression="none",
+    )
+    assert recorded_rollouts(path).document(0).old_log_probs.tolist() == [-0.5] * 3
+    data = bytearray(path.read_bytes())
+    place = data.index(struct.pack("<3d", -0.5, -0.5, -0.5))
+    data[place + 6] ^= 0x10
+    path.write_bytes(data)
+    if checksums:
+        assert "r.parquet is not a complete Parquet file, truncated or damaged" in refusal(path)
+    else:
+        assert recorded_rollouts(path).document(0).old_log_probs.tolist() == [-1.0, -0.5, -0.5]
+
+
+def test_row_groups_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "r.parquet", [good_row(number) for number in range(100)])
     monkeypatch.setattr("pgtoolkit.tasks.row_files.MAX_ROW_GROUP_BYTES", 1000)
-    assert "Row groups are read whole" in refused(path)
+    assert "Row groups are read whole" in refusal(path)
 
 
-def test_the_example_of_the_documentation(tmp_path):
-    words = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    example = words.split("```json\n")[1].split("```")[0]
-    assert load(write_jsonl(tmp_path / "r.jsonl", [example.strip()])).document(0).num_trained == 3
+def test_the_example_of_the_documentation_can_be_read(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    example = page.split("```json\n")[1].split("```")[0]
+    path = write_jsonl(tmp_path / "r.jsonl", [example.strip()])
+    assert recorded_rollouts(path).document(0).num_trained == 3
