@@ -53,10 +53,10 @@ TESTED_ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("accumulation.docs_per_step", "accumulation.last_step"),
-        "rollouts/test_steps.py::test_docs_per_step_at_the_end_of_a_batch",
+        "rollouts/test_steps.py::test_last_step_decides_on_the_documents_left_at_the_end_of_a_batch",
     ),
-    "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_what_a_step_is",
-    "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_fixed_number_of_micro_batches",
+    "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_the_documents_of_a_step",
+    "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_micro_batches_per_step_makes_steps_of_that_many_micro_batches",
     "rollout/policy.retire_at": "rollouts/test_retired.py::test_solved_prompts_are_asked_once_and_others_in_every_pass",
     "trainer.stop_at": "training/test_evaluation.py::test_a_goal_ends_the_run_which_can_be_resumed",
     **dict.fromkeys(
@@ -103,7 +103,7 @@ TESTED_ELSEWHERE = {
     ),
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
-    "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_have_to_say_it_and_are_left_out",
+    "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_must_say_whether_they_are_truncated",
     "rollout/policy.stop": "tasks/test_stops.py::test_a_stop_string_changes_no_token_and_no_log_prob_before_it",
     **dict.fromkeys(
         ("rollout/recorded.epochs", "rollout/recorded.shuffle"),

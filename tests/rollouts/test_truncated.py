@@ -1,5 +1,5 @@
-"""Completions that were cut off: `rollout.truncated=mask` gives them weights of 0, and counts
-them."""
+"""`rollout.truncated=mask`: completions that were cut off have weight 0 and still count, against
+losses and gradients by loops."""
 
 from dataclasses import replace
 
@@ -8,196 +8,233 @@ import torch
 from builders.parallel_runs import run_on_ranks
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
+from torch import Tensor
 
+from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.module import PolicyGradientModule
 
-BESIDE = ("kl=k3_ratio", "kl.coefficient=0.3", "kl.reference=initial", "entropy.coefficient=0.1")
-CHOSEN = (
-    "rollout.truncated=mask",
+MASK = "rollout.truncated=mask"
+SETTINGS = (
     "optimizer.max_grad_norm=null",
     "accumulation.max_tokens=24",
-    *BESIDE,
+    "kl=k3_ratio",
+    "kl.coefficient=0.3",
+    "kl.reference=initial",
+    "entropy.coefficient=0.1",
 )
 
 
-def documents():
-    """The second, the third and the last, which trains no token, were cut off."""
-    found = []
+def documents() -> list[Document]:
+    """Return seven documents: the second, the third and the last, which has no trained token, are
+    truncated."""
+    result = []
     for number, document in enumerate(some_documents()):
         reference = document.old_log_probs + (0.4 if number % 2 else -0.4)
-        found.append(replace(document, truncated=number in (1, 2, 6), ref_log_probs=reference))
-    return found
+        is_truncated = number in (1, 2, 6)
+        result.append(replace(document, truncated=is_truncated, ref_log_probs=reference))
+    return result
 
 
-def by_loops(module, mode, family):
-    """The loss and its gradients: every document counts, and those that were cut off add
-    nothing."""
-    step, total = documents(), 0
-    tokens_of_group = {document.group: 0 for document in step}
-    for document in step:
-        tokens_of_group[document.group] += document.num_trained
-    for document in step:
+def module_with(*overrides: str) -> PolicyGradientModule:
+    module, loader = module_and_loader(*last_of_each_key(*SHORT, *overrides))
+    loader.source.close()
+    return module
+
+
+def trained_tokens_of_groups() -> dict[int, int]:
+    tokens: dict[int, int] = {}
+    for document in documents():
+        tokens[document.group] = tokens.get(document.group, 0) + document.num_trained
+    return tokens
+
+
+def loss_and_gradients(
+    module: PolicyGradientModule, aggregation: str, family: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the loss by loops: every document counts, and truncated ones add nothing."""
+    tokens_of_group = trained_tokens_of_groups()
+    total = torch.zeros((), dtype=torch.float64)
+    for document in documents():
         if document.truncated:
             continue
-        logits = module.model(input_ids=document.tokens[None]).logits[0, :-1][
-            document.loss_mask[1:]
-        ]
-        rows = logits.log_softmax(-1)
+        logits = module.model(input_ids=document.tokens[None]).logits[0, :-1]
+        rows = logits[document.loss_mask[1:]].log_softmax(-1)
         new = rows.gather(-1, document.tokens[document.loss_mask][:, None])[:, 0]
-        old, advantage, number = (
-            document.old_log_probs.double(),
-            float(document.advantages[0]),
-            document.num_trained,
-        )
-        ratio, low, high = (new - old).exp(), 0.8, 1.2
+        old = document.old_log_probs.double()
+        ref = document.ref_log_probs.double()
+        advantage = float(document.advantages[0])
         if family == "gspo":
-            ratio, low, high = (new - old).mean().exp().expand(number), 1 - 3e-4, 1 + 4e-4
-        surrogate = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        apart = document.ref_log_probs.double() - new
-        penalty = 0.3 * (apart.exp() - apart - 1) * (new - old).exp()
-        bonus = 0.1 * (rows.exp() * rows).sum(-1)
+            ratio = (new - old).mean().exp().expand(document.num_trained)
+            clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+        else:
+            ratio = (new - old).exp()
+            clipped = ratio.clamp(0.8, 1.2)
+        surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
+        penalty = 0.3 * ((ref - new).exp() - (ref - new) - 1) * (new - old).exp()
+        negative_entropy = 0.1 * (rows.exp() * rows).sum(-1)
         weight = {
-            "sample_mean": 1 / (7 * number),
+            "sample_mean": 1 / (7 * document.num_trained),
             "prompt_mean": 1 / (3 * tokens_of_group[document.group]),
             "token_mean": 1 / sum(tokens_of_group.values()),
             "constant": 1 / (7 * 4),
-        }[mode]
-        total = total + weight * (surrogate + penalty + bonus).sum()
+        }[aggregation]
+        total = total + weight * (surrogate + penalty + negative_entropy).sum()
     return total.detach(), torch.autograd.grad(total, [*module.model.parameters()])
+
+
+def assert_trains_as_by_loops(
+    module: PolicyGradientModule,
+    step_documents: list[Document],
+    max_tokens: int,
+    aggregation: str,
+    family: str,
+) -> None:
+    """Assert that a step of these documents has the loss and the gradients by loops, and counts
+    all documents and tokens."""
+    module.reference = None  # the documents bring its log-probs
+    loss, gradients = loss_and_gradients(module, aggregation, family)
+    metrics = module.training_step(make_step(step_documents, max_tokens, {}), 0)["metrics"]
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
+    for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
+    assert metrics["num_documents"] == 7
+    assert metrics["num_tokens"] == sum(trained_tokens_of_groups().values())
 
 
 @pytest.mark.parametrize("family", ["grpo", "gspo"])
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
-@pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
-def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
-    divisor = "aggregation.divisor=4" if mode == "constant" else "aggregation.divisor=null"
-    module, loader = module_and_loader(
-        *last_of_each_key(
-            *SHORT, *CHOSEN, f"loss={family}", f"kernel={kernel}", f"aggregation={mode}", divisor
-        )
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+def test_truncated_documents_count_and_have_weight_zero(aggregation, kernel, family):
+    divisor = "4" if aggregation == "constant" else "null"
+    module = module_with(
+        MASK,
+        *SETTINGS,
+        f"loss={family}",
+        f"kernel={kernel}",
+        f"aggregation={aggregation}",
+        f"aggregation.divisor={divisor}",
     )
-    loader.source.close()
-    module.reference = None  # the documents bring its log-probs
-    loss, gradients = by_loops(module, mode, family)
-    step = make_step(documents(), 24, {})
-    metrics = module.training_step(step, 0)["metrics"]
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
-    for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
-    assert (metrics["num_documents"], metrics["num_tokens"]) == (
-        7,
-        sum(d.num_trained for d in documents()),
-    )
+    assert_trains_as_by_loops(module, documents(), 24, aggregation, family)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize(("family", "max_tokens"), [("grpo", 24), ("gspo", 1000)])
-def test_those_that_nobody_could_score_have_weight_zero_too(family, max_tokens, kernel):
-    """Whatever rollout.truncated says, in whichever micro-batches they come."""
-    chosen = [*CHOSEN[1:], "aggregation=prompt_mean", "aggregation.divisor=null"]
-    module, loader = module_and_loader(
-        *last_of_each_key(*SHORT, *chosen, f"loss={family}", f"kernel={kernel}")
+def test_documents_whose_score_failed_have_weight_zero_too(family, max_tokens, kernel):
+    """Whatever rollout.truncated is, and in whichever micro-batches they come."""
+    module = module_with(
+        *SETTINGS,
+        f"loss={family}",
+        f"kernel={kernel}",
+        "aggregation=prompt_mean",
+        "aggregation.divisor=null",
     )
-    loader.source.close()
-    module.reference = None
-    loss, gradients = by_loops(module, "prompt_mean", family)
     failed = [
-        replace(d, truncated=None, reward=None, score_failed=d.truncated) for d in documents()
+        replace(document, truncated=None, reward=None, score_failed=document.truncated)
+        for document in documents()
     ]
-    metrics = module.training_step(make_step(failed, max_tokens, {}), 0)["metrics"]
-    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
-    for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
-    assert (metrics["num_documents"], metrics["num_tokens"]) == (
-        7,
-        sum(d.num_trained for d in documents()),
-    )
+    assert_trains_as_by_loops(module, failed, max_tokens, "prompt_mean", family)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
-@pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
-def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
-    """As a piece of the step without these documents, under the totals of all, has it."""
-    chosen = (
-        f"kl={kind}",
+@pytest.mark.parametrize("kl", ["full_reverse", "full_forward"])
+def test_a_penalty_over_the_vocabulary_leaves_truncated_documents_out(kl, kernel):
+    """Loss and gradients are those of the other documents, under the totals of all."""
+    module = module_with(
+        f"kl={kl}",
         "kl.coefficient=0.3",
         "kl.reference=initial",
         "loss=gspo",
-        "rollout.truncated=mask",
+        MASK,
+        f"kernel={kernel}",
     )
-    module, loader = module_and_loader(*last_of_each_key(*SHORT, *chosen, f"kernel={kernel}"))
-    loader.source.close()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.reference.model.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    whole = make_step(documents(), 1000, {})
+    step = make_step(documents(), 1000, {})
     kept = [document for document in documents() if not document.truncated]
-    found = []
-    for micro_batch in (whole.micro_batches[0], make_step(kept, 1000, {}).micro_batches[0]):
+    results = []
+    for micro_batch in (step.micro_batches[0], make_step(kept, 1000, {}).micro_batches[0]):
         module.zero_grad()
-        out = module.micro_batch_loss(micro_batch.counted(), whole.totals)
-        out.loss.backward()
-        found.append((out.loss.detach(), [p.grad.clone() for p in module.model.parameters()]))
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-11)
-    assert found[0][1][0].abs().max() > 1e-4
+        output = module.micro_batch_loss(micro_batch.counted(), step.totals)
+        output.loss.backward()
+        gradients = [weight.grad.clone() for weight in module.model.parameters()]
+        results.append((output.loss.detach(), gradients))
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-11)
+    _, gradients = results[0]
+    assert gradients[0].abs().max() > 1e-4
+
+
+REINFORCE = (
+    "loss=reinforce",
+    "aggregation=token_mean",
+    "aggregation.divisor=null",
+    "optimizer.max_grad_norm=null",
+)
+
+
+def first_step_and_gradient(truncated: str) -> tuple[list[Document], Tensor]:
+    """Return the documents of the first step, and the gradient of the head in it."""
+    settings = last_of_each_key(*SHORT, *REINFORCE, f"rollout.truncated={truncated}")
+    module, loader = module_and_loader(*settings)
+    step = next(iter(loader))
+    loader.source.close()
+    module.training_step(step, 0)
+    return step.documents, module.policy.head.weight.grad.clone()
 
 
 def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones():
-    """Their rewards stay in the baseline: the advantages are those of all."""
-    chosen = (
-        "loss=reinforce",
-        "aggregation=token_mean",
-        "aggregation.divisor=null",
-        "optimizer.max_grad_norm=null",
-    )
-    gradients, found = {}, {}
-    for value in ("train", "mask"):
-        module, loader = module_and_loader(
-            *last_of_each_key(*SHORT, *chosen, f"rollout.truncated={value}")
-        )
-        step = next(iter(loader))
-        loader.source.close()
-        found[value] = [
-            (d.tokens.tolist(), d.reward, d.truncated, float(d.advantages[0]))
-            for d in step.documents
-        ]
-        module.training_step(step, 0)
-        gradients[value] = module.policy.head.weight.grad.clone()
-    assert found["train"] == found["mask"]
-    assert any(cut and advantage for _, _, cut, advantage in found["mask"])
-    silent = [replace(d, advantages=d.advantages * (not d.truncated)) for d in step.documents]
-    module, _ = module_and_loader(*last_of_each_key(*SHORT, *chosen))
-    module.training_step(make_step(silent, 1000, {}), 0)
-    torch.testing.assert_close(
-        gradients["mask"], module.policy.head.weight.grad, rtol=0, atol=1e-12
-    )
-    assert (gradients["train"] - gradients["mask"]).abs().max() > 1e-3
+    """The rewards of truncated completions stay in the baseline: advantages do not change."""
+    plain, plain_gradient = first_step_and_gradient("train")
+    masked, gradient = first_step_and_gradient("mask")
+    for document, expected in zip(masked, plain, strict=True):
+        assert torch.equal(document.tokens, expected.tokens)
+        assert document.reward == expected.reward
+        assert document.truncated == expected.truncated
+        assert torch.equal(document.advantages, expected.advantages)
+    assert any(document.truncated and float(document.advantages[0]) for document in masked)
 
-
-def test_two_ranks_leave_out_the_same(tmp_path):
-    chosen = [*SHORT, "loss=gspo", "rollout.truncated=mask", "trainer.max_steps=3"]
-    runs = [
-        run_on_ranks(tmp_path / str(len(sizes)), chosen, **sizes)
-        for sizes in ({}, {"data_parallel": 2})
+    module = module_with(*REINFORCE)
+    without_advantage = [
+        replace(document, advantages=document.advantages * (not document.truncated))
+        for document in masked
     ]
-    rows = [metrics_of(folder) for folder in runs]
-    for one, two in zip(*rows, strict=True):
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
-        assert one["truncated_fraction"] > 0.2
+    module.training_step(make_step(without_advantage, 1000, {}), 0)
+    expected = module.policy.head.weight.grad
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+    assert (plain_gradient - gradient).abs().max() > 1e-3
 
 
-def test_recorded_rows_have_to_say_it_and_are_left_out(tmp_path):
-    rows = [good_row(i, i // 2, token_ids=[1, 2, 3, 4, 5], truncated=i == 1) for i in range(4)]
-    chosen = ["tracking=none", "trainer.device=cpu", "rollout=recorded", "rollout.truncated=mask"]
+def test_two_ranks_mask_the_same_completions_as_one(tmp_path):
+    settings = [*SHORT, "loss=gspo", MASK, "trainer.max_steps=3"]
+    single = metrics_of(run_on_ranks(tmp_path / "single", settings))
+    two_ranks = metrics_of(run_on_ranks(tmp_path / "two ranks", settings, data_parallel=2))
+    for row, expected in zip(two_ranks, single, strict=True):
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert expected["truncated_fraction"] > 0.2
+
+
+def test_recorded_rows_must_say_whether_they_are_truncated(tmp_path):
+    rows = [
+        good_row(number, number // 2, token_ids=[1, 2, 3, 4, 5], truncated=number == 1)
+        for number in range(4)
+    ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    module, loader = module_and_loader(
-        *chosen, f"rollout.path={path}", "accumulation.docs_per_step=4"
-    )
+    settings = [
+        "tracking=none",
+        "trainer.device=cpu",
+        "rollout=recorded",
+        f"rollout.path={path}",
+        MASK,
+        "accumulation.docs_per_step=4",
+    ]
+    module, loader = module_and_loader(*settings)
     (micro_batch,) = next(iter(loader)).micro_batches
     assert micro_batch.truncated.tolist() == [False, True, False, False]
     assert module.loss.masks_truncated
     del rows[2]["truncated"]
+    write_jsonl(path, rows)
     with pytest.raises(DataError, match=r"rows.jsonl:3:truncated: is missing"):
-        module_and_loader(*chosen, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}")
+        module_and_loader(*settings)
