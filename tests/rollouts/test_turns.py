@@ -1,7 +1,10 @@
-"""Conversations as documents: tokens in, tokens out, drawn alike however turns are batched, trained
-as far as drawn."""
+"""Conversations as documents: tokens, masks, log-probs by the model's own pass, and runs
+that sample, resume and record them."""
 
 import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,34 +22,38 @@ from builders.runs import (
 )
 from builders.vllm_servers import COMMAND
 
-from pgtoolkit.batch import pack
+from pgtoolkit.batch import Document, pack
 from pgtoolkit.comparison.tokens_step import make_again
-from pgtoolkit.completion import Request
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.validate import validate
-from pgtoolkit.runs.completion_files import read_completions
+from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
 
 ENVIRONMENTS = "tasks.environments_for_tests"
-KEPT = [setting for setting in SHORT if not setting.startswith("task.")]
 STOPS = "abcdefghijklm012345"
-TALK = (
-    *(
-        "task=conversation",
-        f"task.environment={ENVIRONMENTS}.Counting",
-        "rollout.max_completion_length=16",
-    ),
-    *("accumulation.max_tokens=64", f"rollout.stop={[*STOPS]}", "rollout.keep_completions=16"),
+CONVERSATION = (
+    *(setting for setting in SHORT if not setting.startswith("task.")),
+    "task=conversation",
+    f"task.environment={ENVIRONMENTS}.Counting",
+    "rollout.max_completion_length=16",
+    "accumulation.max_tokens=64",
+    f"rollout.stop={[*STOPS]}",
+    "rollout.keep_completions=16",
     "task.options={rounds: 1}",
 )
 
 
-def documents_of(*overrides, device="cpu"):
-    """Of the first batch of small settings; larger weights, so that what was said before
-    matters."""
-    module, loader = module_and_loader(*last_of_each_key(*KEPT, *TALK, *overrides), dtype=None)
+def first_batch(
+    *overrides: str, device: str = "cpu"
+) -> tuple[PolicyGradientModule, list[Document]]:
+    """Return a module with the documents of its first batch. Its weights are larger than at the
+    start of a run, so that completions depend on the messages before them."""
+    settings = last_of_each_key(*CONVERSATION, *overrides)
+    module, loader = module_and_loader(*settings, dtype=None)
     module.to(device)
     with torch.no_grad():
         for weight in module.parameters():
@@ -58,34 +65,39 @@ def documents_of(*overrides, device="cpu"):
 
 
 @pytest.fixture(scope="module")
-def sampled():
-    return documents_of("rollout.old_log_probs=sampling")
+def sampled() -> tuple[PolicyGradientModule, list[Document]]:
+    return first_batch("rollout.old_log_probs=sampling")
 
 
-def test_a_conversation_is_one_document(sampled):
-    """Its tokens are those of the messages; what the environment said is not trained, and begins
-    after each turn."""
+def test_a_conversation_is_one_document_of_which_the_completions_are_trained(sampled):
+    """The messages of the environment, which follow each turn, are not trained."""
     module, documents = sampled
-    decode, several = module.policy.tokenizer.decode, 0
+    decode = module.policy.tokenizer.decode
+    turns_of_documents = []
     for document in documents:
-        runs, mask = [], document.loss_mask.tolist()
-        for place, drawn in enumerate(mask):
-            if not runs or mask[place - 1] != drawn:
-                runs.append([])
-            runs[-1].append(place)
-        prompt, *rest = (decode(document.tokens[places]) for places in runs)
+        tokens = document.tokens.tolist()
+        mask = document.loss_mask.tolist()
+        runs = [
+            [token for token, _ in run]
+            for _, run in itertools.groupby(zip(tokens, mask, strict=True), lambda pair: pair[1])
+        ]
+        prompt, *messages = [decode(run) for run in runs]
+        completions = messages[0::2]
+        answers = messages[1::2]
         assert prompt == f"{seed_of(0, document.group) % 10}="
-        assert rest[1::2] == [f"+{1 + i}" for i in range(len(rest) // 2)]
-        assert all(text.endswith(("<end>", *STOPS)) for text in rest[:-1:2])
-        turns, answer_tokens = (len(rest) + 1) // 2, sum(map(len, runs[2::2]))
-        assert document.measures["turns"] == document.measures["environment/answers"] == turns
-        assert document.measures["environment_tokens"] == answer_tokens == 2 * (turns - 1)
-        assert document.truncated is (document.measures["ended_by_length_fraction"] == 1)
-        assert len(document.tokens) <= 2 + 16
-        last = rest[-1].removesuffix("<end>").rstrip(STOPS)
+        assert answers == [f"+{1 + number}" for number in range(len(answers))]
+        assert all(completion.endswith(("<end>", *STOPS)) for completion in completions[:-1])
+        turns = len(completions)
+        measures = document.measures
+        assert measures["turns"] == measures["environment/answers"] == turns
+        num_answer_tokens = sum(len(run) for run in runs[2::2])
+        assert measures["environment_tokens"] == num_answer_tokens == 2 * (turns - 1)
+        assert document.truncated is (measures["ended_by_length_fraction"] == 1)
+        assert len(tokens) <= 2 + 16
+        last = messages[-1].removesuffix("<end>").rstrip(STOPS)
         assert document.reward == len(last)
-        several += turns > 1
-    assert several >= 4
+        turns_of_documents.append(turns)
+    assert sum(turns > 1 for turns in turns_of_documents) >= 4
     assert {document.truncated for document in documents} == {True, False}
 
 
@@ -93,148 +105,175 @@ def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
     module, documents = sampled
     batch = pack(documents)
     log_probs = module.log_probs(batch).cpu()[batch.labels >= 0]
-    torch.testing.assert_close(
-        log_probs, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4
-    )
+    expected = torch.cat([document.old_log_probs for document in documents])
+    torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-4)
+
+
+def assert_same_conversations(documents: list[Document], expected: list[Document]) -> None:
+    for document, expected_document in zip(documents, expected, strict=True):
+        assert torch.equal(document.tokens, expected_document.tokens)
+        assert torch.equal(document.loss_mask, expected_document.loss_mask)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "overrides",
     [
         ["sampler.max_sequences=3"],
         ["sampler.static_cache=true"],
-        ["model.max_positions=18"],
         ["task.environment_processes=2", "task.environment_seconds=30"],
     ],
-    ids=["few at once", "static", "no position to spare", "processes"],
+    ids=["few sequences", "static cache", "processes"],
 )
-def test_turns_do_not_depend_on_what_is_sampled_beside_them(sampled, more):
-    positions = any(setting.startswith("model.") for setting in more)
-    alone = "sampler.max_sequences=1"
-    _, expected = (
-        documents_of("rollout.old_log_probs=sampling", more[0], alone) if positions else sampled
-    )
-    _, documents = documents_of("rollout.old_log_probs=sampling", *more)
-    assert_equal([d.tokens for d in documents], [d.tokens for d in expected])
-    assert_equal([d.loss_mask for d in documents], [d.loss_mask for d in expected])
+def test_turns_do_not_depend_on_how_they_are_sampled(sampled, overrides):
+    _, expected = sampled
+    _, documents = first_batch("rollout.old_log_probs=sampling", *overrides)
+    assert_same_conversations(documents, expected)
+
+
+def test_turns_do_not_depend_on_their_batch_if_the_model_has_no_further_position():
+    overrides = ("rollout.old_log_probs=sampling", "model.max_positions=18")
+    _, expected = first_batch(*overrides, "sampler.max_sequences=1")
+    _, documents = first_batch(*overrides)
+    assert_same_conversations(documents, expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("static", ["true", "false"])
-def test_a_gpu_says_what_a_cpu_says(static):
-    """In float32, in a CUDA graph of each token or in `generate`, with rows that go on further than
-    others."""
-    chosen = (
+@pytest.mark.parametrize("static_cache", ["true", "false"])
+def test_a_gpu_samples_the_conversations_of_a_cpu(static_cache):
+    """In float32, by a CUDA graph for each token or by `generate`, with rows of different
+    lengths."""
+    overrides = (
         "rollout.old_log_probs=sampling",
-        f"sampler.static_cache={static}",
+        f"sampler.static_cache={static_cache}",
         "trainer.device=cpu",
     )
-    expected, on_gpu = (documents_of(*chosen, device=device)[1] for device in ("cpu", "cuda"))
-    for document, on_cpu in zip(on_gpu, expected, strict=True):
+    _, expected = first_batch(*overrides, device="cpu")
+    _, documents = first_batch(*overrides, device="cuda")
+    for document, on_cpu in zip(documents, expected, strict=True):
         assert document.tokens.tolist() == on_cpu.tokens.tolist()
         torch.testing.assert_close(document.old_log_probs, on_cpu.old_log_probs, rtol=0, atol=1e-2)
 
 
-def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):
-    calls, complete = [], TransformersSampler.complete
+def test_each_turn_is_requested_with_its_own_seed_and_the_tokens_before_it(monkeypatch):
+    """`more` says that further turns of the batch follow; the last call has no requests."""
+    complete = TransformersSampler.complete
+    calls = []
 
-    def noted(self, requests, more=False):
+    def noted_complete(
+        self: TransformersSampler, requests: list[Request], more: bool = False
+    ) -> list[Completion]:
         calls.append((requests, more))
         return complete(self, requests, more)
 
-    monkeypatch.setattr(TransformersSampler, "complete", noted)
-    _, documents = documents_of()
-    (first, _), *later, (last, more) = calls
+    monkeypatch.setattr(TransformersSampler, "complete", noted_complete)
+    _, documents = first_batch()
+    assert all(more is True for _, more in calls[:-1])
+    assert calls[-1] == ([], False)
+    first, *later = [requests for requests, _ in calls[:-1]]
     assert [request.completions for request in first] == [4] * 4
     assert [request.seed for request in first] == [seed_of(0, number) for number in range(4)]
-    assert (last, more) == ([], False)
-    assert [more for _, more in calls[:-1]] == [True] * (len(calls) - 1)
-    for turn, (requests, _) in enumerate(later, 1):
+    for turn, requests in enumerate(later, 1):
+        document_of_seed = {
+            seed_of(seed_of(0, document.group), (turn << 32) + place % 4): document
+            for place, document in enumerate(documents)
+        }
+        assert len(document_of_seed) == 16
         for request in requests:
-            places = [
-                (document.group, i % 4)
-                for i, document in enumerate(documents)
-                if request.seed == seed_of(seed_of(0, document.group), (turn << 32) + i % 4)
-            ]
-            assert len(places) == 1
-            group, place = places[0]
-            tokens = documents[4 * group + place].tokens.tolist()
+            tokens = document_of_seed[request.seed].tokens.tolist()
             assert request.tokens == tokens[: len(request.tokens)]
-            assert (request.completions, request.max_tokens) == (1, 16 - (len(request.tokens) - 2))
+            assert request.completions == 1
+            assert request.max_tokens == 16 - (len(request.tokens) - 2)
 
 
-def test_completions_that_must_end_early_are_those_of_their_own_seed():
+def test_a_shorter_limit_cuts_a_completion_off_without_changing_its_tokens():
     _, loader = module_and_loader(
-        *last_of_each_key(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"),
+        *last_of_each_key(
+            *(setting for setting in SHORT if not setting.startswith("task.")),
+            "rollout.max_completion_length=12",
+            "accumulation.max_tokens=64",
+        ),
         dtype=None,
     )
-    sampler, prompts = sampler_of(loader), [[1, 2], [3, 4, 5, 6]]
-    full = sampler.complete([Request(prompt, 2, seed) for seed, prompt in enumerate(prompts)])
-    cut = [Request(prompts[0], 2, 0, 3), Request(prompts[1], 2, 1)]
-    for completion, expected, limit in zip(
-        sampler.complete(cut), full, (3, 3, 12, 12), strict=True
-    ):
+    sampler = sampler_of(loader)
+    first = [1, 2]
+    second = [3, 4, 5, 6]
+    full = sampler.complete([Request(first, 2, 0), Request(second, 2, 1)])
+    limited = sampler.complete([Request(first, 2, 0, 3), Request(second, 2, 1)])
+    for completion, expected, limit in zip(limited, full, (3, 3, 12, 12), strict=True):
         assert torch.equal(completion.tokens, expected.tokens[:limit])
-        ended = len(expected.tokens) < limit or (
-            expected.finish_reason == "stop" and len(expected.tokens) == limit
-        )
-        assert completion.finish_reason == ("stop" if ended else "length")
+        is_complete = len(expected.tokens) <= limit and expected.finish_reason == "stop"
+        assert completion.finish_reason == ("stop" if is_complete else "length")
 
 
-def test_conversations_without_end_are_bounded():
-    endless = f"task.environment={ENVIRONMENTS}.Endless"
-    for more, ends in (
-        (["task.max_turns=2", "task.options={}"], {"max_turns", "length"}),
-        (["task.max_turns=99", "task.options={message: 'abcdefghijklmnop'}"], {"length"}),
-    ):
-        _, documents = documents_of(endless, *more)
-        fractions = [{k for k in ends if d.measures[f"ended_by_{k}_fraction"]} for d in documents]
-        assert all(len(ended_by) == 1 for ended_by in fractions)
-        assert set().union(*fractions) == ends
-        assert max(len(d.tokens) for d in documents) <= 2 + 16
-        assert max(d.measures["turns"] for d in documents) == (2 if len(ends) == 2 else 1)
-        # a message that nobody can answer is no part of it
-        assert all(d.loss_mask[-1] for d in documents)
+@pytest.mark.parametrize(
+    ("overrides", "ends", "max_turns"),
+    [
+        (["task.max_turns=2", "task.options={}"], {"max_turns", "length"}, 2),
+        (["task.max_turns=99", "task.options={message: 'abcdefghijklmnop'}"], {"length"}, 1),
+    ],
+    ids=["by turns", "by length"],
+)
+def test_endless_conversations_are_bounded_by_turns_and_by_length(overrides, ends, max_turns):
+    """A message that no completion can follow is left out of the document."""
+    _, documents = first_batch(f"task.environment={ENVIRONMENTS}.Endless", *overrides)
+    reasons = set()
+    for document in documents:
+        of_document = {end for end in ends if document.measures[f"ended_by_{end}_fraction"]}
+        assert len(of_document) == 1
+        reasons |= of_document
+        assert document.loss_mask[-1]
+    assert reasons == ends
+    assert max(len(document.tokens) for document in documents) <= 2 + 16
+    assert max(document.measures["turns"] for document in documents) == max_turns
 
 
 FULL = (
-    *("rollout.prompts_per_batch=3", "rollout.group_size=2", "accumulation.docs_per_step=3"),
+    "rollout.prompts_per_batch=3",
+    "rollout.group_size=2",
+    "accumulation.docs_per_step=3",
     "rollout.max_sampling_rounds=3",
-    *("evaluation.every=2", "evaluation.prompts_per_set=5", "evaluation.completions_per_prompt=2"),
-    *("kl=k3", "kl.coefficient=0.1", "optimizer.learning_rate=0.01", "task.options={rounds: 2}"),
+    "evaluation.every=2",
+    "evaluation.prompts_per_set=5",
+    "evaluation.completions_per_prompt=2",
+    "kl=k3",
+    "kl.coefficient=0.1",
+    "optimizer.learning_rate=0.01",
+    "task.options={rounds: 2}",
 )
-STALE = (
+ASYNCHRONOUS = (
     "rollout.max_staleness=2",
     "rollout.old_log_probs=sampling",
     "optimizer.learning_rate=0.01",
 )
 
 
-def trained(folder, *overrides, resume=False):
-    config = config_of(*KEPT, *TALK, *overrides)
+def train_in(folder: Path, *overrides: str, resume: bool = False) -> Path:
+    config = config_of(*CONVERSATION, *overrides)
     assert validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Runs of one process, by their settings."""
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function from overrides to the run directory of a run of one process with them."""
     return functools.cache(
-        lambda *settings: trained(tmp_path_factory.mktemp("one") / "run", *settings)
+        lambda *overrides: train_in(tmp_path_factory.mktemp("single") / "run", *overrides)
     )
 
 
-def rows_of(path):
-    """Completions as they were read, and seen to be of several turns."""
+def assert_kept_conversations(path: Path) -> list[CompletionRow]:
+    """Assert that some of the kept completions have several turns; return them all."""
     rows = read_completions(path)
-    assert any("+1" in row.completion for row in rows)
-    assert all(row.tokens < len(row.completion) for row in rows if "+1" in row.completion)
+    several = [row for row in rows if "+1" in row.completion]
+    assert several
+    assert all(row.tokens < len(row.completion) for row in several)
     return rows
 
 
-def test_metrics_and_kept_completions_tell_of_turns(whole):
-    rows = metrics_of(whole(*FULL))
+def test_metrics_and_kept_completions_show_the_turns(run_of):
+    run = run_of(*FULL)
+    rows = metrics_of(run)
     for row in rows:
         assert 1 <= row["turns"] <= 3
         assert row["environment_tokens"] == pytest.approx(2 * (row["turns"] - 1))
@@ -244,106 +283,111 @@ def test_metrics_and_kept_completions_tell_of_turns(whole):
         assert row["environment/answers"] == row["turns"]
     assert len({row["turns"] for row in rows}) > 1
     assert max(row["dropped_prompt_fraction"] for row in rows) > 0
-    for kept in rows_of(whole(*FULL) / "completions/steps_000001-000100.parquet"):
+    for kept in assert_kept_conversations(run / "completions/steps_000001-000100.parquet"):
         assert kept.prompt == f"{kept.prompt[0]}="
-    measured = read_evaluations(whole(*FULL))
-    assert [row["step"] for row in measured] == [0, 2, 4, 6]
-    assert all(
-        1 < row["turns"] < 3 and row["environment/answers"] == row["turns"] for row in measured
-    )
-    rows_of(whole(*FULL) / "completions/evaluation_held_out_000000.parquet")
 
 
-@pytest.mark.parametrize("settings", [FULL, STALE], ids=["full", "staleness"])
-def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path, settings):
-    cut = copy_as_of(whole(*settings), 3, tmp_path / "run")
-    trained(cut, *settings, resume=True)
-    assert metrics_of(cut) == metrics_of(whole(*settings))
-    assert_equal(*(checkpoint_of(folder, 6)["model"] for folder in (cut, whole(*settings))))
+def test_evaluations_show_the_turns(run_of):
+    run = run_of(*FULL)
+    evaluations = read_evaluations(run)
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 6]
+    for row in evaluations:
+        assert 1 < row["turns"] < 3
+        assert row["environment/answers"] == row["turns"]
+    assert_kept_conversations(run / "completions/evaluation_held_out_000000.parquet")
 
 
-def test_recorded_conversations_train_the_same(tmp_path):
-    """A batch of two updates: the first trains on it as it was sampled, the second run reads it."""
-    settings = ("trainer.max_steps=2", "optimizer.learning_rate=0.01")
-    sampled_run = trained(tmp_path / "one", *settings, f"rollout.save_path={tmp_path / 'recorded'}")
-    without = [s for s in KEPT if not s.startswith("rollout.")]
-    recorded = [
+@pytest.mark.parametrize("overrides", [FULL, ASYNCHRONOUS], ids=["full", "asynchronous"])
+def test_a_resumed_run_of_conversations_is_the_uninterrupted_one_to_the_bit(
+    run_of, tmp_path, overrides
+):
+    uninterrupted = run_of(*overrides)
+    resumed = copy_as_of(uninterrupted, 3, tmp_path / "run")
+    train_in(resumed, *overrides, resume=True)
+    assert metrics_of(resumed) == metrics_of(uninterrupted)
+    assert_equal(checkpoint_of(resumed, 6)["model"], checkpoint_of(uninterrupted, 6)["model"])
+
+
+def test_recorded_conversations_train_as_the_sampled_ones(tmp_path):
+    """A batch of two updates: one run samples it, the other reads what was recorded."""
+    overrides = ("trainer.max_steps=2", "optimizer.learning_rate=0.01")
+    folder = tmp_path / "recorded"
+    sampled_run = train_in(tmp_path / "sampled run", *overrides, f"rollout.save_path={folder}")
+    config = config_of(
+        *(setting for setting in SHORT if not setting.startswith(("task.", "rollout."))),
+        *overrides,
         "rollout=recorded",
-        f"rollout.path={tmp_path / 'recorded'}",
+        f"rollout.path={folder}",
+        "rollout.shuffle=false",
         "advantage=given",
         "task=conversation",
-    ]
-    recorded += [
         f"task.environment={ENVIRONMENTS}.Counting",
         "accumulation.max_tokens=64",
         "aggregation.divisor=16",
-    ]
-    config = config_of(*without, *settings, *recorded, "rollout.shuffle=false")
+    )
     assert validate(config)[1].problems == []
-    train(config, tmp_path / "two")
-    losses, expected = (
-        [row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one")
-    )
+    recorded_run = tmp_path / "recorded run"
+    train(config, recorded_run)
+    losses = [row["loss"] for row in metrics_of(recorded_run)]
+    expected = [row["loss"] for row in metrics_of(sampled_run)]
     assert losses == pytest.approx(expected, abs=1e-9)
-    assert_equal(*(checkpoint_of(tmp_path / name, 2)["model"] for name in ("two", "one")))
-    assert (
-        len(
-            {
-                len(document["tokens"])
-                for document in checkpoint_of(sampled_run, 2)["data"]["source"]["documents"]
-            }
-        )
-        > 1
-    )
+    last = checkpoint_of(sampled_run, 2)
+    assert_equal(checkpoint_of(recorded_run, 2)["model"], last["model"])
+    lengths = {len(document["tokens"]) for document in last["data"]["source"]["documents"]}
+    assert len(lengths) > 1
 
 
-def test_a_step_is_made_again_with_its_conversations(whole):
-    config = config_of(*KEPT, *TALK, *FULL)
-    made = make_again(config, None, 1)
-    (kept,) = [row for row in metrics_of(whole(*FULL)) if row["step"] == 1]
-    assert {name: made.metrics[name] for name in ("loss", "reward", "turns")} == pytest.approx(
-        {name: kept[name] for name in ("loss", "reward", "turns")}, rel=1e-6
-    )
+def test_pgtk_tokens_makes_a_step_of_conversations_again(run_of):
+    step = make_again(config_of(*CONVERSATION, *FULL), None, 1)
+    first = metrics_of(run_of(*FULL))[0]
+    assert first["step"] == 1
+    for name in ("loss", "reward", "turns"):
+        assert step.metrics[name] == pytest.approx(first[name], rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "sizes", "more"),
+    ("overrides", "ranks", "of_ranks"),
     [
-        (STALE, {"data_parallel": 2}, []),
+        (ASYNCHRONOUS, {"data_parallel": 2}, []),
         (FULL, {"data_parallel": 2}, ["parallelism.shard=true"]),
         (("evaluation.every=3",), {"tensor_parallel": 2}, []),
     ],
-    ids=["ddp, staleness", "fsdp", "tensor"],
+    ids=["ddp, asynchronous", "fsdp", "tensor"],
 )
-def test_ranks_make_the_run_of_one_process(whole, tmp_path, settings, sizes, more):
-    on_ranks = run_on_ranks(tmp_path / "run", [*KEPT, *TALK, *settings, *more], **sizes)
-    expected = whole(*settings)
-    assert_runs_close(on_ranks, expected, 1e-6)
+def test_ranks_train_conversations_as_one_process_does(
+    run_of, tmp_path, overrides, ranks, of_ranks
+):
+    settings = [*CONVERSATION, *overrides, *of_ranks]
+    on_ranks = run_on_ranks(tmp_path / "run", settings, **ranks)
+    single = run_of(*overrides)
+    assert_runs_close(on_ranks, single, 1e-6)
     for step in (2, 6):
-        batches = [
-            checkpoint_of(folder, step)["data"]["source"]["documents"]
-            for folder in (on_ranks, expected)
-        ]
-        assert_equal(*([document["tokens"] for document in batch] for batch in batches))
-        assert_equal(*([document["loss_mask"] for document in batch] for batch in batches))
-    for path in (expected / "completions").glob("evaluation_*"):
+        documents = checkpoint_of(on_ranks, step)["data"]["source"]["documents"]
+        expected = checkpoint_of(single, step)["data"]["source"]["documents"]
+        for name in ("tokens", "loss_mask"):
+            assert_equal(
+                [document[name] for document in documents],
+                [document[name] for document in expected],
+            )
+    for path in (single / "completions").glob("evaluation_*"):
         assert read_completions(on_ranks / "completions" / path.name) == read_completions(path)
 
 
 @pytest.mark.slow
-def test_a_server_is_asked_for_each_turn_with_its_room(tmp_path):
-    """The strict server of the tests: it refuses what vLLM would, and the trainer checks each
-    log-prob."""
-    sampler = (
+def test_a_server_is_asked_for_each_turn_with_the_tokens_that_are_left(tmp_path):
+    """The stand-in for vLLM refuses what vLLM would, and the trainer checks each log-prob."""
+    run = train_in(
+        tmp_path / "run",
         "sampler=vllm",
         f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
         "trainer.device=cpu",
+        "evaluation.every=3",
     )
-    rows = metrics_of(trained(tmp_path / "run", *sampler, "evaluation.every=3"))
+    rows = metrics_of(run)
     assert max(row["turns"] for row in rows) > 1
     for row in rows[::2]:
         assert abs(row["max_ratio_new_old"] - 1) < 1e-4
-    for document in checkpoint_of(tmp_path / "run", 1)["data"]["source"]["documents"]:
+    for document in checkpoint_of(run, 1)["data"]["source"]["documents"]:
         assert len(document["tokens"]) <= 2 + 16
         assert int(document["loss_mask"].sum()) == len(document["advantages"])

@@ -1,41 +1,47 @@
-"""Checks and faults for the tests of servers: log-probs against those of transformers, weights on
-their way, requests."""
+"""For the tests of servers: log-probs of completions against transformers, wrong weights and
+requests."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
-from pgtoolkit.completion import Request
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
 from pgtoolkit.sampling.server_api import Call, Sampling
+from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
+from pgtoolkit.training.module import PolicyGradientModule
 
 
-def update(module, size: float = 0.05) -> None:
+def update(module: PolicyGradientModule, size: float = 0.05) -> None:
+    """Add random numbers of this deviation to the weights."""
     with torch.no_grad():
         for weight in module.parameters():
             weight.add_(size * torch.randn_like(weight))
 
 
-def trained(module, prompts: list[Request], completions: list) -> Iterator[torch.Tensor]:
+def log_probs_by_transformers(
+    module: PolicyGradientModule, requests: list[Request], completions: list[Completion]
+) -> Iterator[torch.Tensor]:
     """Yield the (S, V) float32 log-probs of each completion, by transformers, with the weights that
     servers get.
 
-    prompts: the requests of the completions, in their order.
+    requests: those of the completions, in their order.
     """
     policy = module.policy
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     model = copied.model.float()
     settings = sampling_settings(policy, module.config.rollout)
-    expanded = [request for request in prompts for _ in range(request.completions)]
-    for request, completion in zip(expanded, completions, strict=True):
+    request_of_completion = [request for request in requests for _ in range(request.completions)]
+    for request, completion in zip(request_of_completion, completions, strict=True):
         text = torch.tensor([request.tokens + completion.tokens.tolist()], device=model.device)
         with torch.no_grad():
             logits = model(text).logits[0, len(request.tokens) - 1 : -1]
@@ -44,12 +50,17 @@ def trained(module, prompts: list[Request], completions: list) -> Iterator[torch
         yield logits.log_softmax(-1).cpu()
 
 
-def assert_trained(module, prompts: list[Request], completions: list) -> None:
+def assert_log_probs_of_trainer(
+    module: PolicyGradientModule, requests: list[Request], completions: list[Completion]
+) -> None:
     """Assert that log-probs are the trainer's except for rounding. From a server in bfloat16 all
     but a few are within 0.1."""
-    rows = zip(trained(module, prompts, completions), completions, strict=True)
+    rows = log_probs_by_transformers(module, requests, completions)
     expected = torch.cat(
-        [row.gather(-1, completion.tokens[:, None])[:, 0] for row, completion in rows]
+        [
+            row.gather(-1, completion.tokens[:, None])[:, 0]
+            for row, completion in zip(rows, completions, strict=True)
+        ]
     )
     actual = torch.cat([completion.log_probs for completion in completions])
     difference = (actual - expected).abs()
@@ -63,7 +74,8 @@ def assert_trained(module, prompts: list[Request], completions: list) -> None:
         assert (difference < 0.1).float().mean() > 0.95, difference
 
 
-def share_of_equal(completions: list, others: list) -> float:
+def share_of_equal(completions: list[Completion], others: list[Completion]) -> float:
+    """Return the share of completions that have the tokens of the others."""
     equal = [
         torch.equal(completion.tokens, other.tokens)
         for completion, other in zip(completions, others, strict=True)
@@ -71,32 +83,33 @@ def share_of_equal(completions: list, others: list) -> float:
     return sum(equal) / len(completions)
 
 
-ARRIVING: dict[str, Callable[[str, Any, Any], Any]] = {
+WRONG_WEIGHTS: dict[str, Callable[[str, Tensor, Tensor], Tensor]] = {
     "stale": lambda name, new, old: old,
     "half": lambda name, new, old: old if ".mlp." in name else new,
     "another model": lambda name, new, old: (
         torch.randn_like(new) * new.std() if new.ndim > 1 else new
     ),
 }
-"""Functions of a weight's name, its new and its old numbers: the numbers that a server finds in the
-folder instead of the new ones."""
+"""Functions of a weight's name, its new and its old numbers, to the numbers that are written in the
+new ones' place."""
 
 
-def spoil(monkeypatch, kind: str) -> None:
-    """Write other numbers than the new weights from now on; kind: one of ARRIVING."""
+def write_wrong_weights(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Write other numbers than the new weights from now on; kind: one of WRONG_WEIGHTS."""
     fill = WeightsFolder.fill
+    wrong = WRONG_WEIGHTS[kind]
 
-    def spoilt(self, weights):
+    def fill_with_wrong_weights(self: WeightsFolder, weights: dict[str, Tensor]) -> None:
         old = {
             name: self._rooms[name].clone().reshape(new.shape).to(new.device)
             for name, new in weights.items()
         }
-        fill(self, {name: ARRIVING[kind](name, new, old[name]) for name, new in weights.items()})
+        fill(self, {name: wrong(name, new, old[name]) for name, new in weights.items()})
 
-    monkeypatch.setattr(WeightsFolder, "fill", spoilt)
+    monkeypatch.setattr(WeightsFolder, "fill", fill_with_wrong_weights)
 
 
-ASKED = {
+WRONG_REQUESTS = {
     "more tokens": ({}, {"max_tokens": 3}, r"ends with token \d+ after \d of at most 3 tokens"),
     "fewer completions": ({"n": 1}, {}, r"it gave 1 completions instead of \d"),
     "no end but one": (
@@ -131,21 +144,23 @@ the answer."""
 
 
 @contextlib.contextmanager
-def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[int]:
+def wrong_requests(
+    sampler: ServerSampler, body_changes: dict[str, object], setting_changes: dict[str, object]
+) -> Iterator[int]:
     """Inside the block, servers are asked for something else than the sampler expects.
 
     Yields the number of a way to sample that has the expected settings.
     """
 
-    class Otherwise(Vllm):
+    class WrongRequests(Vllm):
         def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
             path, body = super().completions(request, sampler._ways[0], salt)
-            return path, body | asked
+            return path, body | body_changes
 
     before = [server._api for server in sampler._servers]
     for server in sampler._servers:
-        server._api = Otherwise()
-    sampler._ways.append(dataclasses.replace(sampler._ways[0], **expected))
+        server._api = WrongRequests()
+    sampler._ways.append(dataclasses.replace(sampler._ways[0], **setting_changes))
     yield len(sampler._ways) - 1
     for server, api in zip(sampler._servers, before, strict=True):
         server._api = api

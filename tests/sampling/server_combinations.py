@@ -1,5 +1,5 @@
-"""Whole runs with servers, in pairs of what they may be combined with: against the small server, or
-vLLM on GPUs.
+"""Runs with servers in which each pair of their options is combined, with the small server of the
+tests, or vLLM on GPUs.
 
     PGTOOLKIT_VLLM=VLLM PYTHONPATH=.:tests python tests/sampling/server_combinations.py FOLDER
 
@@ -58,8 +58,8 @@ ROWS = (
     ),
     "lora, joined, no evaluation, reference, lag, text, tied, one server, two ranks",
 )
-"""Each pair of choices stands in one of them. Two ranks on GPUs that start servers have one on each
-GPU."""
+"""Each pair of choices is in one of these rows. Two ranks on GPUs that start servers have one on
+each GPU."""
 STEPS = 6
 STOPS = ("1", "4", "7")
 _CHAT = (
@@ -67,13 +67,23 @@ _CHAT = (
     "endif %}"
 )
 _SETTINGS = (
-    *("tracking=none", "model=huggingface", "sampler=vllm", "task=prompts"),
-    *("rollout.prompts_per_batch=4", "rollout.group_size=4", "rollout.max_completion_length=8"),
-    # Rewards that differ by length alone, so that there is something to learn from.
-    *("rollout.overlong_buffer=7", "rollout.overlong_penalty=1.0", "rollout.keep_completions=16"),
-    *("accumulation.docs_per_step=8", "accumulation.max_tokens=256", f"trainer.max_steps={STEPS}"),
+    "tracking=none",
+    "model=huggingface",
+    "sampler=vllm",
+    "task=prompts",
+    "rollout.prompts_per_batch=4",
+    "rollout.group_size=4",
+    "rollout.max_completion_length=8",
+    # Rewards differ by length alone, so that there is something to learn from.
+    "rollout.overlong_buffer=7",
+    "rollout.overlong_penalty=1.0",
+    "rollout.keep_completions=16",
+    "accumulation.docs_per_step=8",
+    "accumulation.max_tokens=256",
+    f"trainer.max_steps={STEPS}",
     "optimizer.warmup_steps=0",
-    *("sampler.start_seconds=240", "sampler.answer_seconds=60"),
+    "sampler.start_seconds=240",
+    "sampler.answer_seconds=60",
 )
 _OPTIONS = f"--enforce-eager --kv-cache-memory-bytes={2**30}"
 _JOINED = (
@@ -87,32 +97,36 @@ _VARIABLES = {
 }
 
 
-def pairs(row: str) -> set:
-    """The pairs of choices that stand in it."""
-    return {*itertools.combinations(row.split(", "), 2)}
+def pairs_of(row: str) -> set[tuple[str, str]]:
+    """Return the pairs of choices in a row."""
+    return set(itertools.combinations(row.split(", "), 2))
 
 
-def all_pairs() -> set:
+def all_pairs() -> set[tuple[str, str]]:
     return {
         pair
-        for one, other in itertools.combinations(CHOICES, 2)
-        for pair in itertools.product(one, other)
+        for first, second in itertools.combinations(CHOICES, 2)
+        for pair in itertools.product(first, second)
     }
 
 
 class Combination:
-    """A row of the table, in a folder of its own. gpus: those that it may use; without any, the
+    """The run of a row, in its own folder. gpus: those that it may use; without any it has the
     small server."""
 
-    def __init__(self, row: str, folder: Path, gpus: list[int]):
-        self.chosen, self._folder, self._gpus = row.split(", "), folder, gpus
-        self._several = 2 if "two servers" in self.chosen else 1
+    def __init__(self, row: str, folder: Path, gpus: list[int]) -> None:
+        self.chosen = row.split(", ")
+        self._folder = folder
+        self._gpus = gpus
+        self._num_servers = 2 if "two servers" in self.chosen else 1
         self._dtype = "bfloat16" if gpus else "float32"
         self._program = vllm_command() if gpus else f"{COMMAND} --marks {folder}/marks-PORT"
 
     def run(self) -> dict[str, float]:
-        """Train; what was measured. AssertionError where the run does not end well, or a number is
-        off."""
+        """Train, and return what was measured.
+
+        Raises AssertionError if the run does not end well, or if a number is wrong.
+        """
         self._folder.mkdir(parents=True)
         tied = "tied" in self.chosen
         self._model = save_llama(
@@ -125,12 +139,13 @@ class Combination:
             [{"prompt": f"{number * 91 % 1000:04}=", "answer": "1"} for number in range(5)],
         )
         with ExitStack() as opened:
-            count = self._several if "joined" in self.chosen else 0
+            count = self._num_servers if "joined" in self.chosen else 0
             urls = [opened.enter_context(self._server(number)) for number in range(count)]
             for url in urls:
                 _wait_for(url)
             begin = time.monotonic()
-            overrides, directory = [*self._overrides(urls)], self._folder / "run"
+            overrides = list(self._overrides(urls))
+            directory = self._folder / "run"
             if self._gpus or "two ranks" in self.chosen:
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))}
                 command = ServerCommand(self._folder, *overrides, environment=visible)
@@ -138,7 +153,7 @@ class Combination:
                     assert command.process.wait(400) == 0, command.log.read_text()[-3000:]
                 finally:
                     command.kill()
-            else:  # in this process, which has imported all that it needs
+            else:  # in this process, which has imported already what a run needs
                 assert main([*overrides, f"hydra.run.dir={directory}"]) == 0
         return self._checked(directory) | {"seconds": round(time.monotonic() - begin)}
 
@@ -159,7 +174,7 @@ class Combination:
             )
             yield from ("sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
             on_each_gpu = len(self._gpus) if "two ranks" in self.chosen else 1
-            yield f"sampler.servers_per_gpu={max(1, self._several // max(1, on_each_gpu))}"
+            yield f"sampler.servers_per_gpu={max(1, self._num_servers // max(1, on_each_gpu))}"
         for choice in self.chosen:
             yield from {
                 "lora": ("model.lora_rank=4", "optimizer.learning_rate=0.003"),
@@ -180,7 +195,7 @@ class Combination:
 
     @contextmanager
     def _server(self, number: int) -> Iterator[str]:
-        """One that runs already, as docs/rollouts.md has it."""
+        """Run a server as docs/rollouts.md says, and yield its address."""
         reserved = reserve_port()
         port = reserved.getsockname()[1]
         command = (
@@ -207,11 +222,12 @@ class Combination:
             reserved.close()
 
     def _checked(self, directory: Path) -> dict[str, float]:
-        rows, noise = metrics_of(directory), 0.05 if self._gpus else 1e-4
+        rows = metrics_of(directory)
+        noise = 0.05 if self._gpus else 1e-4
         assert len(rows) == STEPS
         assert abs(rows[0]["ratio_new_old"] - 1) < noise
         measured = {"moved": max(abs(row["max_ratio_new_old"] - 1) for row in rows)}
-        assert measured["moved"] > 0.05  # so that old weights would be told from new ones
+        assert measured["moved"] > 0.05  # so that old weights differ visibly from new ones
         if "max_staleness" not in self.chosen:
             measured["difference"] = max(row["difference_old_sampling"] for row in rows)
             assert measured["difference"] < noise
@@ -229,7 +245,7 @@ class Combination:
             for file in (directory / "completions").glob("steps_*")
             for row in read_completions(file)
         ]
-        # of the weights that wrote the three batches
+        # The weights that wrote the three batches.
         versions = {0, 2, 4} if "in turn" in self.chosen else {0, 2}
         assert {row.version for row in kept} == versions
         if "chat and stop" in self.chosen:
@@ -237,8 +253,9 @@ class Combination:
             measured["stopped"] = sum(row.completion.endswith(STOPS) for row in kept)
             assert measured["stopped"] >= 3
             assert not any(stop in row.completion[:-1] for row in kept for stop in STOPS)
-        if marks := [file.read_text() for file in self._folder.glob("marks-*")]:
-            assert len(marks) == self._several
+        marks = [file.read_text() for file in self._folder.glob("marks-*")]
+        if marks:  # of small servers
+            assert len(marks) == self._num_servers
             assert all("/collective_rpc" in text for text in marks)
         return measured
 
@@ -255,23 +272,24 @@ def _wait_for(url: str, seconds: float = 240) -> None:
         time.sleep(0.2)
 
 
-def _told(number: int, folder: Path, gpus: int) -> tuple[bool, str]:
+def _outcome(number: int, folder: Path, num_gpus: int) -> tuple[bool, str]:
+    """Return whether the row passed, and its numbers or its error."""
     row = ROWS[number]
-    chosen = [*range(gpus)] if "two ranks" in row else [number % gpus]
+    gpus = list(range(num_gpus)) if "two ranks" in row else [number % num_gpus]
     try:
-        measured = Combination(row, folder / f"row-{number}", chosen).run()
+        measured = Combination(row, folder / f"row-{number}", gpus).run()
         return True, "  ".join(f"{name} {value:.4g}" for name, value in measured.items())
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
 
 
 def on_gpus(folder: Path) -> int:
-    """Whether a row failed. Called on a machine with two GPUs."""
+    """Run all rows on a machine with two GPUs, and return 1 if one failed, else 0."""
     count = torch.cuda.device_count()
     with ThreadPoolExecutor(len(ROWS)) as pool:
-        outcomes = [*pool.map(lambda number: _told(number, folder, count), range(len(ROWS)))]
-    for row, (passed, said) in zip(ROWS, outcomes, strict=True):
-        print(f"{'ok    ' if passed else 'FAILED'} {row}\n       {said}", flush=True)
+        outcomes = list(pool.map(lambda number: _outcome(number, folder, count), range(len(ROWS))))
+    for row, (passed, text) in zip(ROWS, outcomes, strict=True):
+        print(f"{'ok    ' if passed else 'FAILED'} {row}\n       {text}", flush=True)
     print(f"{sum(passed for passed, _ in outcomes)} of {len(ROWS)} combinations on {count} GPUs")
     return int(not all(passed for passed, _ in outcomes))
 

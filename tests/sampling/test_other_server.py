@@ -1,11 +1,12 @@
-"""Another kind of server than vLLM needs nothing but a class with its words: here those of SGLang,
-for a small server of the tests."""
+"""Another kind of server than vLLM needs only a class with its API: here that of SGLang, for a
+small server of the tests, whose log-probs are those of transformers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,20 +14,22 @@ import pytest
 from builders.runs import SHORT, config_of
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND, all_ended, processes_of
-from sampling.server_checks import assert_trained, update
+from sampling.server_checks import assert_log_probs_of_trainer, update
 
 from pgtoolkit.completion import Request
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.sampling.server_api import Call, Choice
+from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.training.build import build
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
 REQUESTS = [Request([1, 2, 3, 10], 3, seed=5), Request([4, 5, 10], 2, seed=9)]
 
 
 class SGLang:
-    """The words of SGLang, as `Vllm` has those of vLLM."""
+    """The API of SGLang, as `Vllm` has that of vLLM."""
 
     NAME = "SGLang"
     HEALTH = "/health"
@@ -38,14 +41,14 @@ class SGLang:
     VARIABLES: ClassVar[dict[str, str]] = {}
     MODULES = None
 
-    def command(self, config, folder, plan, host, port):
+    def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
         options = (
             f"--host {host} --port {port} --dtype {plan.number_type} --logprobs-mode "
             "processed_logprobs"
         )
         return [*shlex.split(config.sampler.executable), "serve", str(folder), *options.split()]
 
-    def completions(self, request, sampling, salt) -> Call:
+    def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
         settings = {
             "n": request.completions,
             "max_new_tokens": sampling.max_tokens,
@@ -58,19 +61,19 @@ class SGLang:
         body = {"input_ids": request.tokens, "sampling_params": settings, "return_logprob": True}
         return "/generate", body | {"logprob_start_len": 0}
 
-    def choices(self, answer) -> list[Choice]:
+    def choices(self, answer: list[dict]) -> list[Choice]:
         return [self._choice(completion["meta_info"]) for completion in answer]
 
     def _choice(self, information: dict) -> Choice:
-        written = information["output_token_logprobs"]
+        tokens = information["output_token_logprobs"]
         return Choice(
-            tokens=[token for _, token, _ in written],
-            log_probs=[log_prob for log_prob, _, _ in written],
+            tokens=[token for _, token, _ in tokens],
+            log_probs=[log_prob for log_prob, _, _ in tokens],
             finish_reason=information["finish_reason"]["type"],
             stop_text=information["finish_reason"].get("matched"),
         )
 
-    def scores(self, tokens, salt) -> Call:
+    def scores(self, tokens: Sequence[int], salt: str) -> Call:
         settings = {
             "n": 1,
             "max_new_tokens": 1,
@@ -84,10 +87,10 @@ class SGLang:
             "return_logprob": True,
         }
 
-    def log_probs(self, answer, tokens) -> list[float]:
+    def log_probs(self, answer: list[dict], tokens: Sequence[int]) -> list[float]:
         return [log_prob for log_prob, _, _ in answer[0]["meta_info"]["input_token_logprobs"][1:]]
 
-    def load(self, folder, config) -> Call:
+    def load(self, folder: Path, config: dict) -> Call:
         return self.LOAD, {"model_path": str(folder)}
 
     def forget(self) -> Call:
@@ -96,15 +99,15 @@ class SGLang:
     def sleep(self) -> Call:
         return "/release_memory_occupation", None
 
-    def wake(self, part) -> Call:
+    def wake(self, part: str) -> Call:
         return "/resume_memory_occupation", None
 
-    def advice(self, last_words) -> str:
+    def advice(self, last_words: str) -> str:
         return ""
 
 
 @pytest.fixture
-def sampling(tmp_path):
+def module_and_sampler(tmp_path: Path) -> Iterator[tuple[PolicyGradientModule, ServerSampler]]:
     program = COMMAND.replace("vllm_server.py", "other_server.py")
     model = save_llama(tmp_path / "model")
     config = config_of(
@@ -118,7 +121,7 @@ def sampling(tmp_path):
         "rollout.temperature=0.7",
     )
     module, loader = build(config, run_dir=tmp_path)
-    loader.source.sampler.close()  # it has the words of vLLM, and has started nothing
+    loader.source.sampler.close()  # it has the API of vLLM, and has started nothing
     settings = functools.partial(write_settings, module, merged=True)
     prompts = [request.tokens for request in REQUESTS]
     sampler = ServerSampler(
@@ -128,13 +131,13 @@ def sampling(tmp_path):
         yield module, sampler
 
 
-def test_a_class_of_words_is_all_that_another_kind_of_server_needs(sampling, tmp_path):
-    module, sampler = sampling
+def test_another_kind_of_server_needs_only_a_class_with_its_api(module_and_sampler, tmp_path):
+    module, sampler = module_and_sampler
     for version in range(3):
         sampler.publish(module.policy.weights, version)
         completions = sampler.complete(REQUESTS)
         assert [completion.model_version for completion in completions] == [version] * 5
-        assert_trained(module, REQUESTS, completions)
+        assert_log_probs_of_trainer(module, REQUESTS, completions)
         update(module)
     processes = processes_of(tmp_path)
     folder = sampler._folder.path

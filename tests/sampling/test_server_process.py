@@ -10,25 +10,27 @@ import pytest
 from pgtoolkit.sampling.server_process import reserve_port
 
 
-def test_a_port_that_is_reserved_for_a_server_is_given_to_no_other():
-    """vLLM binds it with SO_REUSEPORT, by which two servers could have it, and a connection would
-    reach either of them."""
+def test_a_reserved_port_is_given_to_no_other_server():
+    """vLLM binds its port with SO_REUSEPORT. Two servers could bind the same, and a connection
+    would reach either of them."""
 
-    def bound(port: int) -> socket.socket:
-        opened = socket.socket()
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        opened.bind(("127.0.0.1", port))
-        return opened
+    def bind_as_vllm(port: int) -> socket.socket:
+        bound = stack.enter_context(socket.socket())
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(("127.0.0.1", port))
+        return bound
 
-    with contextlib.ExitStack() as opened, reserve_port() as reserved:
+    with contextlib.ExitStack() as stack, reserve_port() as reserved:
         port = reserved.getsockname()[1]
-        assert port not in [opened.enter_context(bound(0)).getsockname()[1] for _ in range(500)]
+        free_ports = [bind_as_vllm(0).getsockname()[1] for _ in range(500)]
+        assert port not in free_ports
         with pytest.raises(OSError, match="in use"):
-            opened.enter_context(socket.socket()).bind(("127.0.0.1", port))
-        server = opened.enter_context(bound(port))
+            stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        server = bind_as_vllm(port)
         server.listen()
         server.settimeout(10)
         for _ in range(50):
-            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
-            opened.enter_context(server.accept()[0])
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection, _ = server.accept()
+            stack.enter_context(connection)

@@ -15,7 +15,7 @@ import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
-from sampling.server_checks import assert_trained, update
+from sampling.server_checks import assert_log_probs_of_trainer, update
 
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
@@ -325,7 +325,7 @@ def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extensio
     with closing(tmp_path, *more) as (module, sampler):
         for version in range(3):  # the third overwrites the second in place
             sampler.publish(module.policy.weights, version)
-            assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
+            assert_log_probs_of_trainer(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
     lines = (tmp_path / "marks").read_text().splitlines()
     calls = [line for line in lines if line.startswith("/collective_rpc")]
