@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.runs import module_and_loader
-from keys import SMALL
+from keys.small_runs import SMALL
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.evaluation_sets import powers_of_two

@@ -22,7 +22,7 @@ from builders.runs import (
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import is_solved
-from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
+from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.tasks.tasks import Score
 from pgtoolkit.training.train import train
@@ -47,7 +47,7 @@ def run_with_answers(folder: Path, answers: list[str]) -> list[str]:
     ]
 
 
-def documents_of_batch(source: PolicyRollouts, batch: int) -> list[Document]:
+def documents_of_batch(source: SampledRollouts, batch: int) -> list[Document]:
     first = batch * source.batch_size
     return [source.document(first + place) for place in range(source.batch_size)]
 
