@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from pgtoolkit import families
 
 
@@ -14,7 +16,9 @@ class Squared(families.Family):
 
     tau: float = 0.1
 
-    def surrogate(self, log_ratio, advantages, log_probs):
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         losses = -advantages * log_ratio + self.tau / 2 * log_ratio**2
         return losses, -advantages + self.tau * log_ratio
 
@@ -30,7 +34,9 @@ class SquaredByDocument(Squared):
 class WrongSlope(Squared):
     """A family whose slope is not the derivative of its loss."""
 
-    def surrogate(self, log_ratio, advantages, log_probs):
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
         return losses, slope * 1.01
 
@@ -39,7 +45,9 @@ class WrongSlope(Squared):
 class NoNumber(Squared):
     """A family that returns 0 / 0 where the advantage is 0."""
 
-    def surrogate(self, log_ratio, advantages, log_probs):
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return -advantages * log_ratio, -advantages * advantages / advantages
 
 
@@ -49,7 +57,9 @@ class FailsLater(Squared):
 
     sums: bool = False
 
-    def surrogate(self, log_ratio, advantages, log_probs):
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
         if len(log_ratio) == 1500:
             return losses, slope

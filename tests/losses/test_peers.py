@@ -62,7 +62,7 @@ from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, snapshot
 
 
-def test_the_tests_named_above_exist():
+def test_the_tests_named_in_the_table_exist():
     named = re.findall(r"(?:(test_\w+\.py)::)?(test_\w+)$", __doc__, flags=re.MULTILINE)
     assert len(named) == 29
     for file, name in named:

@@ -10,27 +10,27 @@ import sys
 import time
 
 
-def right(completion, answer):
+def right(completion: str, answer: str) -> bool:
     return completion == answer
 
 
-def length(completion, answer):
+def length(completion: str, answer: str) -> int:
     return len(completion)
 
 
-def sometimes(completion, answer):
+def sometimes(completion: str, answer: str) -> float | None:
     """Return no score for a completion that begins with a 2."""
     return None if completion.startswith("2") else len(completion) - 5.0
 
 
-def silent(completion, answer):
+def silent(completion: str, answer: str) -> None:
     return None
 
 
 is_warm = False
 
 
-def scripted(completion, answer):
+def scripted(completion: str, answer: str) -> float | None:
     """Execute the completion: a verb, and its argument."""
     global is_warm
     verb, _, rest = completion.partition(" ")
