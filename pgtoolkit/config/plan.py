@@ -87,7 +87,11 @@ def _weight(config: Config) -> tuple[str, str, str]:
     mode = AGGREGATIONS[aggregation.mode]
     if aggregation.reducer is None:
         divisor = text(aggregation.divisor)
-        return mode.equation, mode.where.format(divisor=divisor), mode.total.format(divisor=divisor)
+        return (
+            mode.equation,
+            mode.symbols.format(divisor=divisor),
+            mode.total.format(divisor=divisor),
+        )
     symbols = "a function of your own"
     if chosen(config, "aggregation") != aggregation.reducer:
         symbols = f"in the place of aggregation={aggregation.mode}"

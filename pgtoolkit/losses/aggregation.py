@@ -35,7 +35,7 @@ class Aggregation:
 
     D and N_d count trajectories; where the data names none, each document is one.
     name: as in `aggregation=`.
-    equation, where: w_t and the meaning of its symbols, for `pgtk check`.
+    equation, symbols: w_t, and the meaning of its symbols, for `pgtk check`.
     total: the sum of w_t over a step, for `pgtk check`.
     needs_groups: True if group_index is needed.
     equal_within_documents: True if the tokens of a document have the same weight, as with all
@@ -44,7 +44,7 @@ class Aggregation:
 
     name: ClassVar[str]
     equation: ClassVar[str]
-    where: ClassVar[str]
+    symbols: ClassVar[str]
     total: ClassVar[str] = "1"
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class SampleMean(Aggregation):
 
     name: ClassVar[str] = "sample_mean"
     equation: ClassVar[str] = "1 / (D N_d)"
-    where: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
+    symbols: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
 
     def denominators(
         self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
@@ -107,7 +107,7 @@ class PromptMean(Aggregation):
 
     name: ClassVar[str] = "prompt_mean"
     equation: ClassVar[str] = "1 / (G N_g)"
-    where: ClassVar[str] = "G prompts in the step, N_g trained tokens of the prompt's completions"
+    symbols: ClassVar[str] = "G prompts in the step, N_g trained tokens of the prompt's completions"
     needs_groups: ClassVar[bool] = True
 
     def denominators(
@@ -130,7 +130,7 @@ class TokenMean(Aggregation):
 
     name: ClassVar[str] = "token_mean"
     equation: ClassVar[str] = "1 / N"
-    where: ClassVar[str] = "N trained tokens in the step"
+    symbols: ClassVar[str] = "N trained tokens in the step"
 
     def denominators(
         self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
@@ -150,7 +150,7 @@ class Constant(Aggregation):
 
     name: ClassVar[str] = "constant"
     equation: ClassVar[str] = "1 / (D L)"
-    where: ClassVar[str] = "D documents in the step, L = {divisor}"
+    symbols: ClassVar[str] = "D documents in the step, L = {divisor}"
     total: ClassVar[str] = "trained tokens of a document on average / {divisor}"
 
     def __post_init__(self):

@@ -24,6 +24,7 @@ def make_objective(
     Reads tensors on the host only where the caller left sizes open. Raises ValueError for an
     aggregation without its groups, and a correction without its log-probs.
     """
+    _check_groups(tokens, totals, loss)
     family = loss.family
     aggregation = loss.aggregation
     correction = loss.correction
@@ -31,14 +32,6 @@ def make_objective(
     old_log_probs = _as_dtype(tokens.old_log_probs, dtype)
     sampling_log_probs = _as_dtype(tokens.sampling_log_probs, dtype)
     ref_log_probs = _as_dtype(tokens.ref_log_probs, dtype)
-    has_groups = tokens.group_index is not None and (
-        totals is None or totals.tokens_per_group is not None
-    )
-    if aggregation.needs_groups and not has_groups:
-        raise ValueError(
-            "aggregation='prompt_mean' needs group_index, each document's group (and totals that "
-            "count groups)"
-        )
     mask = tokens.labels >= 0
     index = tokens.document_index
     misplaced = mask & ((index < 0) | (index >= tokens.num_documents))
@@ -77,7 +70,6 @@ def make_objective(
     off_policy = None
     document_advantages = None
     factors = None
-    equal_within_documents = aggregation.equal_within_documents
     if correction is not None and correction.of_policy:
         off_policy = correction
         document_advantages = scope_mean(
@@ -90,22 +82,15 @@ def make_objective(
             )
         factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
         weights = weights * factors.values
-        equal_within_documents &= correction.equal_within_documents
     if tokens.factors is not None:
         weights = weights * torch.where(mask, tokens.factors.to(dtype), 0.0)
-        equal_within_documents = False
-    # The slope of a document's mean has the mean of the weights of its tokens. Equal weights are
-    # that mean already.
-    by_token = family.slope_of != "log_ratio" or (
-        equal_within_documents and family.scope != "document_sum"
-    )
     return Objective(
         family=family,
         mask=mask,
         old_log_probs=old_log_probs,
         advantages=advantages,
         weights=weights,
-        gradient_weights=weights if by_token else over_scope(family.scope, weights, documents),
+        gradient_weights=_gradient_weights(weights, loss, documents, tokens.factors is not None),
         documents=documents,
         totals=totals,
         penalties=penalties,
@@ -116,6 +101,39 @@ def make_objective(
         sampling_log_ratio=sampling_log_ratio,
         factors=factors,
     )
+
+
+def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None:
+    """Raise ValueError where the aggregation needs the groups of documents and has none."""
+    has_groups = tokens.group_index is not None and (
+        totals is None or totals.tokens_per_group is not None
+    )
+    if loss.aggregation.needs_groups and not has_groups:
+        raise ValueError(
+            "aggregation='prompt_mean' needs group_index, each document's group (and totals that "
+            "count groups)"
+        )
+
+
+def _gradient_weights(
+    weights: Tensor, loss: Loss, documents: DocumentSums, has_factors: bool
+) -> Tensor:
+    """Return (T,), the weight of each token's slope.
+
+    The slope of a document's mean has the mean of the weights of its tokens. Equal weights are that
+    mean already.
+    has_factors: True if `weights` contains a factor for each token.
+    """
+    family = loss.family
+    correction = loss.correction
+    equal_within_documents = loss.aggregation.equal_within_documents and not has_factors
+    if correction is not None and not correction.of_policy:
+        equal_within_documents &= correction.equal_within_documents
+    if family.slope_of != "log_ratio":
+        return weights
+    if equal_within_documents and family.scope != "document_sum":
+        return weights
+    return over_scope(family.scope, weights, documents)
 
 
 def _as_dtype(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
