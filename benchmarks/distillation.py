@@ -38,13 +38,13 @@ def main() -> None:
         f"{'':14}{'':34}{'ms':>9}{'of products':>13}{'MiB':>8}"
         f"{'loss error':>12}{'gradient error':>16}"
     )
-    few = step(*small, device)
-    many = step(*large, device)
-    hidden, weight = many[:2]
+    small_step = step(*small, device)
+    large_step = step(*large, device)
+    hidden, weight = large_step[:2]
     for kind in KINDS:
-        exact = errors_against(*few, kind)
-        errors = {name: exact(run, name) for name, run in calls(*few, kind).items()}
-        timed = calls(*many, kind)
+        exact = errors_against(*small_step, kind)
+        errors = {name: exact(run, name) for name, run in calls(*small_step, kind).items()}
+        timed = calls(*large_step, kind)
         memory = {}
         for name, run in timed.items():
             # A gradient that is there already would not count in the peak.

@@ -23,10 +23,15 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rollouts_job import BODIES, GROUP, Case, write_inputs
+
+if TYPE_CHECKING:
+    from pgtoolkit.batch import Step
 
 SIZES = {
     "ddp": "data_parallel",
@@ -249,8 +254,8 @@ def _child(folder: Path, job: list[str]) -> None:
     filled = [0.0]
     training_step = PolicyGradientModule.training_step
 
-    def timed(function):
-        def call(*arguments):
+    def timed(function: Callable) -> Callable:
+        def call(*arguments: object) -> object:
             _wait()
             started = time.perf_counter()
             result = function(*arguments)
@@ -260,7 +265,7 @@ def _child(folder: Path, job: list[str]) -> None:
 
         return call
 
-    def recorded(self, step, index):
+    def recorded(self: PolicyGradientModule, step: Step, index: int) -> dict:
         output = training_step(self, step, index)
         row = {"fill": filled[0], "peak_gb": output["metrics"].get("peak_memory_gb", 0.0)}
         with (folder / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:

@@ -20,9 +20,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from made_up_job import overrides, write_inputs
+
+if TYPE_CHECKING:
+    from pgtoolkit.batch import Step
 
 ON_GPU = torch.cuda.is_available()
 STEPS = 8 if ON_GPU else 3
@@ -112,8 +116,8 @@ def _start(
         job.append(f"parallelism.{SIZES[kind]}={number}")
     if kind == "pipeline":
         job.append("metrics=none")
-    where = folder / f"{kind}-{number}"
-    where.mkdir(exist_ok=True)
+    run_folder = folder / f"{kind}-{number}"
+    run_folder.mkdir(exist_ok=True)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "8" if ON_GPU else "1",
@@ -124,10 +128,10 @@ def _start(
     if number > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     command += [__file__, "--child", *job]
-    with (where / "output").open("w") as output:
+    with (run_folder / "output").open("w") as output:
         return subprocess.Popen(
             command,
-            cwd=where,
+            cwd=run_folder,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -135,12 +139,12 @@ def _start(
         )
 
 
-def _result(child: subprocess.Popen, where: Path) -> dict:
+def _result(child: subprocess.Popen, run_folder: Path) -> dict:
     try:
         child.wait(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-    output = (where / "output").read_text()
+    output = (run_folder / "output").read_text()
     printed = [line for line in output.splitlines() if line.startswith('{"seconds_of_steps"')]
     if not printed:
         return {"error": f"ended with {child.returncode}\n{output[-1500:]}"}
@@ -168,7 +172,7 @@ def _run_child(job: list[str]) -> int:
     peaks = []
     rank = int(os.environ.get("RANK", "0"))
 
-    def timed(self, step, index):
+    def timed(self: PolicyGradientModule, step: Step, index: int) -> dict:
         last = index == STEPS - 1
         profile = (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -210,7 +214,7 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def _shares(profile) -> dict[str, float]:
+def _shares(profile: torch.profiler.profile | None) -> dict[str, float]:
     """Return the shares of the profiled step in which rank 0's GPU did each kind of work.
 
     Where several kernels run at a time, the first kind of the result counts.

@@ -138,11 +138,9 @@ def _measured(case: Case, seconds: float) -> dict:
     }
     if seconds < 10:
         return row | {"error": "no time left"}
-    where = (
-        Path(case.folder)
-        / f"{case.trainer}-{case.sampler}-{case.length}-{case.completions}-{time.time():.0f}"
-    )
-    where.mkdir()
+    name = f"{case.trainer}-{case.sampler}-{case.length}-{case.completions}-{time.time():.0f}"
+    run_folder = Path(case.folder) / name
+    run_folder.mkdir()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     }
@@ -156,10 +154,10 @@ def _measured(case: Case, seconds: float) -> dict:
             "WORLD_SIZE": "1",
         }
     used = _GpuMemory()
-    with (where / "output").open("w") as output:
+    with (run_folder / "output").open("w") as output:
         child = subprocess.Popen(
             [sys.executable, __file__, "--child", case.as_json()],
-            cwd=where,
+            cwd=run_folder,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -175,9 +173,12 @@ def _measured(case: Case, seconds: float) -> dict:
                 time.sleep(3)
                 _kill_all_of(child)
     row["gpu_used_gb"] = used.peak()
-    result = _recorded(where) if case.trainer == "pgtoolkit" else _printed(where / "output")
+    if case.trainer == "pgtoolkit":
+        result = _recorded(run_folder)
+    else:
+        result = _printed(run_folder / "output")
     if len(result["iterations"]) < 2:
-        print((where / "output").read_text()[-1500:], flush=True)
+        print((run_folder / "output").read_text()[-1500:], flush=True)
         return row | {"error": row["error"] or f"ended with {child.returncode}"}
     later = result["iterations"][1:]
     row |= {name: statistics.median(x[name] for x in later) for name in later[0]}
@@ -191,11 +192,11 @@ def _printed(output: Path) -> dict:
     return json.loads(printed[-1]) if printed else {"iterations": []}
 
 
-def _recorded(where: Path) -> dict:
-    """Return the same from the run of pgtk in the folder."""
+def _recorded(run_folder: Path) -> dict:
+    """Return the iterations of pgtk's run in the folder."""
     rows = [
         json.loads(line)
-        for file in where.rglob("metrics.jsonl")
+        for file in run_folder.rglob("metrics.jsonl")
         for line in file.read_text().splitlines()
     ]
     ends = [row["time"] for row in rows]

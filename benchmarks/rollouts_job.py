@@ -42,7 +42,7 @@ BODIES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """A case that a process measures.
 
     trainer: pgtoolkit, trl or verl. sampler: transformers or vllm; of trl also static, transformers
         with a static cache.

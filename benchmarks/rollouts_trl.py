@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable
 
 from rollouts_job import GROUP, Case, longest_prompt, reward
 
@@ -21,7 +22,7 @@ def run(case: Case) -> None:
     iterations = []
     spent = {"generate": 0.0, "with_scores": 0.0}
 
-    def timed(method, stage: str):
+    def timed(method: Callable, stage: str) -> Callable:
         @functools.wraps(method)
         def measured(*arguments, **named):
             started = _now(on_gpu)
@@ -37,13 +38,13 @@ def run(case: Case) -> None:
 
         def on_step_end(self, *_, **__):
             now = _now(on_gpu)
-            whole = now - self.before
+            duration = now - self.before
             iterations.append(
                 {
                     "sample": spent["generate"],
                     "score": spent["with_scores"] - spent["generate"],
-                    "update": whole - spent["with_scores"],
-                    "whole": whole,
+                    "update": duration - spent["with_scores"],
+                    "whole": duration,
                 }
             )
             self.before = now

@@ -61,7 +61,9 @@ def run(case: Case) -> None:
         raise SystemExit(f"verl ended with {child.returncode}")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info=None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> float:
     """Return the job's reward, under the names by which verl asks for it."""
     return reward(solution_str)
 

@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> None:
             make(path, "grpo", 1e-3, seed, args.rows)
         for number in range(args.runs):
             configuration, seed = divmod(number, 5)
-            loss, rate = ("grpo", "gspo")[configuration % 2], 1e-6 * (1 + configuration // 2)
+            loss = ("grpo", "gspo")[configuration % 2]
+            rate = 1e-6 * (1 + configuration // 2)
             make(top / "short" / f"{number:05d}", loss, rate, seed, 200)
         bytes_of_one = (long[0] / "metrics.jsonl").stat().st_size
         print(f"{args.rows} rows, {bytes_of_one / 1e6:.0f} MB a run; {args.runs} runs of 200 rows")

@@ -37,9 +37,9 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
     Raises ConfigError for content that has no meaning.
     """
 
-    def refused(what: object, needs: str, reason: str) -> ConfigError:
+    def refused(got: object, needs: str, reason: str) -> ConfigError:
         return ConfigError(
-            refusal(f"predictions={file}", needs, what, reason, "the form of sweeps/predictions")
+            refusal(f"predictions={file}", needs, got, reason, "the form of sweeps/predictions")
         )
 
     try:
@@ -52,9 +52,8 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
         ) from error
     if "against" not in content:
         raise refused("none", "the key against", "A contrast is predicted with its base.")
-    if typed := [
-        f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None
-    ]:
+    typed = [f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None]
+    if typed:
         reason = "What was planned is compared as it was planned."
         raise ConfigError(
             refusal(typed[0], "to be left out", f"it beside {file}", reason, "what the file says")

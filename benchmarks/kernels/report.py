@@ -12,6 +12,9 @@ _HEADER = (
     f"{'extra MB':>10s}  errors"
 )
 
+_TITLES = {"logits": "given logits", "head": "LM head + loss", "families": "every family"}
+"""The title of each section in the chart."""
+
 
 def heading(section: str) -> str:
     title = {
@@ -32,13 +35,9 @@ def heading(section: str) -> str:
 
 def line(row: Row) -> str:
     unit = "GB/s" if row.section == "logits" else "TFLOP/s"
-    rate = (
-        ""
-        if row.rate is None
-        else f"{row.rate:.0f} {unit}"
-        if row.rate >= 10
-        else f"{row.rate:.2g} {unit}"
-    )
+    rate = ""
+    if row.rate is not None:
+        rate = f"{row.rate:.0f} {unit}" if row.rate >= 10 else f"{row.rate:.2g} {unit}"
     share = "" if row.share is None else f"{100 * row.share:.1f}%"
     extra = "" if row.extra_megabytes is None else f"{row.extra_megabytes:.0f}"
     errors = (
@@ -83,10 +82,7 @@ def write_chart(rows: list[Row], path: Path, title: str) -> None:
         axis.set_yticks(range(len(shown)), labels, fontsize=7)
         axis.set_xscale("log")
         axis.set_xlabel("milliseconds, forward + backward")
-        what = {"logits": "given logits", "head": "LM head + loss", "families": "every family"}[
-            section
-        ]
-        axis.set_title(f"{what}: {fewest} tokens, vocabulary {largest}", fontsize=9)
+        axis.set_title(f"{_TITLES[section]}: {fewest} tokens, vocabulary {largest}", fontsize=9)
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -128,6 +128,9 @@ def given_logits(
             extra = peak_bytes(call, device)
             model = moved / 2 if case == "half untrained" else moved
             rate = model / times[name, case] / 1e9
+            extra_megabytes = None
+            if extra is not None:
+                extra_megabytes = (extra - (0 if leaf.grad is None else logits.nbytes)) / 1e6
             yield Row(
                 "logits",
                 name,
@@ -138,9 +141,7 @@ def given_logits(
                 times[name, case] * 1e3,
                 rate,
                 rate * 1e9 / bandwidth,
-                None
-                if extra is None
-                else (extra - (0 if leaf.grad is None else logits.nbytes)) / 1e6,
+                extra_megabytes,
                 *errors,
             )
         leaf.grad = None

@@ -1,4 +1,4 @@
-"""What differs between two folders of records: failures, what is wanted, what is new, and texts."""
+"""Compares two folders of records: failures, wanted differences, additions, and texts."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from working_copy import HERE
 
 
 def allowed() -> list[tuple[re.Pattern, str]]:
-    """Patterns of allowed.txt: `PATTERN -- reason`, matched with `part/path: what differs`."""
-    lines = (
-        (HERE / "allowed.txt").read_text().splitlines() if (HERE / "allowed.txt").exists() else []
-    )
+    """Return the patterns of allowed.txt with their reasons.
+
+    A line is `PATTERN -- reason`, and a pattern is matched with `part/path: difference`.
+    """
+    file = HERE / "allowed.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
     pairs = [line.rsplit(" -- ", 1) for line in lines if line.strip() and not line.startswith("#")]
     return [(re.compile(pattern.strip()), reason) for pattern, reason in pairs]
 
 
-def compare(base: Path, out: Path, texts: bool) -> int:
-    failures, permitted, additions, changed_texts = [], [], [], []
+def compare(base: Path, out: Path, texts: bool) -> bool:
+    """Print the differences of two folders of records; return True if some are failures.
+
+    texts: True to print how texts differ.
+    """
+    failures: list[str] = []
+    permitted: list[str] = []
+    additions: list[str] = []
+    changed_texts: list[tuple[str, object, object]] = []
     rules = allowed()
 
-    def differs(path: str, what: str) -> None:
-        line = f"{path}: {what}"
+    def differs(path: str, difference: str) -> None:
+        line = f"{path}: {difference}"
         for pattern, reason in rules:
             if pattern.search(line):
                 permitted.append(f"{line}  ({reason})")
                 return
         failures.append(line)
 
-    def walk(path: str, before, now) -> None:
+    def walk(path: str, before: object, now: object) -> None:
         name = path.rpartition("/")[2]
         if name.startswith("~"):
             if before != now:
@@ -57,26 +66,18 @@ def compare(base: Path, out: Path, texts: bool) -> int:
             differs(path, f"{short(before)} -> {short(now)}")
 
     for file in sorted(base.glob("*.json")):
-        if file.stem != "about":
-            if not (out / file.name).exists():
-                failures.append(f"{file.stem}: was not recorded")
-            else:
-                walk(
-                    file.stem,
-                    json.loads(file.read_text()),
-                    json.loads((out / file.name).read_text()),
-                )
-    for path, before, now in changed_texts if texts else ():
-        print(f"--- {path}")
-        if not isinstance(before, str):
-            before, now = json.dumps(before, indent=1), json.dumps(now, indent=1)
-        print(
-            "\n".join(
-                list(difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0))[
-                    2:
-                ]
-            )
-        )
+        if file.stem == "about":
+            continue
+        other = out / file.name
+        if other.exists():
+            walk(file.stem, json.loads(file.read_text()), json.loads(other.read_text()))
+        else:
+            failures.append(f"{file.stem}: was not recorded")
+    if texts:
+        for path, before, now in changed_texts:
+            print(f"--- {path}")
+            lines = difflib.unified_diff(lines_of(before), lines_of(now), lineterm="", n=0)
+            print("\n".join(list(lines)[2:]))
     show(
         "Texts that differ (may change; --texts prints them)", [path for path, *_ in changed_texts]
     )
@@ -148,8 +149,13 @@ SETS = (
 """Lists to which something may be added."""
 
 
+def lines_of(value: object) -> list[str]:
+    text = value if isinstance(value, str) else json.dumps(value, indent=1)
+    return text.splitlines()
+
+
 def collapse(additions: list[str]) -> list[str]:
-    """A new key stands in every configuration: said once."""
+    """Return the additions, with a key that is new in every configuration only once."""
     counts: dict[str, int] = {}
     for line in additions:
         merged = re.sub(r"^configurations/[^/]*/", "configurations/*/", line)

@@ -1,15 +1,19 @@
-"""Read what is compared, with the packages of a tree's environment. Knows file formats, no module
-of pgtoolkit.
+"""Reads what is compared, with the packages of a tree's environment.
+
+It knows file formats, and no module of pgtoolkit.
 
 usage: python read.py yaml    (JSON {name: YAML text} on stdin -> JSON {name: {dotted key: value}})
        python read.py public           (imports pgtoolkit: its public names and signatures)
 """
 
+import inspect
 import json
 import sys
+from collections.abc import Iterator
 
 
-def leaves(value, path=""):
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) of everything in nested dictionaries."""
     if isinstance(value, dict) and value:
         for key, below in value.items():
             yield from leaves(below, f"{path}.{key}" if path else str(key))
@@ -17,16 +21,15 @@ def leaves(value, path=""):
         yield path, value
 
 
-def of_yaml():
-    import yaml
+def of_yaml() -> dict:
+    import yaml  # here, since `public` needs none
 
     return {name: dict(leaves(yaml.safe_load(text))) for name, text in json.load(sys.stdin).items()}
 
 
-def public():
-    import inspect
-
+def public() -> dict:
     import pgtoolkit
+    from pgtoolkit import errors
 
     names = {}
     for name in sorted(set(dir(pgtoolkit)) | set(pgtoolkit.__all__)):
@@ -40,8 +43,6 @@ def public():
             ]
             signature = "module: " + ", ".join(sorted(below))
         names[name] = signature
-    from pgtoolkit import errors
-
     statuses = {
         name: value.exit_status
         for name, value in vars(errors).items()

@@ -1,10 +1,10 @@
-"""What must not change while code is rearranged: recorded from two working copies, and compared.
-See README.md.
+"""Records of two working copies must not differ while code is rearranged: makes and compares them.
 
-usage: records.py make TREE                  make runs with the older commit, in made_by_base/
-       records.py record TREE OUT [PART...] write the records of a working copy to a folder, or some
-       parts of them records.py compare BASE OUT [--texts] print what differs; exit status 1 where
-       something must not
+See README.md. The exit status of `compare` is 1 if something differs that must not.
+
+usage: records.py make TREE                     make runs with the older commit, in made_by_base/
+       records.py record TREE OUT [PART...]     write the records of a working copy to a folder
+       records.py compare BASE OUT [--texts]    print what differs
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def save(path: Path, value: object) -> None:
 
 
 def options_of(tree: Tree) -> dict[str, list[str]]:
-    """Group -> its options, from the files of conf/."""
-    found: dict[str, list[str]] = {}
+    """Return the options of each group, by the files of conf/."""
+    options: dict[str, list[str]] = {}
     for path in sorted((tree.path / "conf").glob("**/*.yaml")):
         name = path.relative_to(tree.path / "conf").with_suffix("").as_posix()
         group, _, option = name.rpartition("/")
         if group and not option.startswith("_") and name != "hydra/pgtk":
-            found.setdefault(group, []).append(option)
-    return found
+            options.setdefault(group, []).append(option)
+    return options
 
 
 def configurations(tree: Tree) -> dict:
@@ -82,7 +82,7 @@ def configurations(tree: Tree) -> dict:
                 commands[f"{group}={name}"] = [f"{group}={name}", "--cfg", "job"]
     results = tree.calls(commands)
     texts = {name: result["out"] for name, result in results.items() if result["status"] == 0}
-    values = tree.read("yaml", given=texts)
+    values = tree.read("yaml", input=texts)
     return {name: values.get(name, {"refused": results[name]["status"]}) for name in commands}
 
 
@@ -105,7 +105,8 @@ def checks(tree: Tree) -> dict:
         commands[f"sweep {name}"] = ["check", "sweep", name]
     records = {}
     for name, result in tree.calls(commands).items():
-        problems, notes = section(result["out"], "Problems"), section(result["out"], "Notes")
+        problems = section(result["out"], "Problems")
+        notes = section(result["out"], "Notes")
         keys = [re.split(r" needs |: ", line)[0] for line in problems if line != "none"]
         records[name] = {
             "status": result["status"],
@@ -117,7 +118,8 @@ def checks(tree: Tree) -> dict:
 
 
 def section(text: str, title: str) -> list[str]:
-    lines, inside = [], False
+    lines = []
+    inside = False
     for line in text.splitlines():
         if not line.startswith(" "):
             inside = re.fullmatch(rf"{title}( \(\d+\))?", line) is not None
@@ -194,11 +196,13 @@ def public(tree: Tree) -> dict:
     """Public names with signatures, keys with type and default, names of metrics, commands with
     their options."""
     known = tree.read("public")
-    keys, meanings = {}, {}
+    keys = {}
+    meanings = {}
     for line in (tree.path / "docs/keys.md").read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
         if len(cells) == 4 and cells[0].startswith("`"):
-            keys[cells[0]], meanings[cells[0]] = [cells[1], cells[2]], cells[3]
+            keys[cells[0]] = [cells[1], cells[2]]
+            meanings[cells[0]] = cells[3]
     metrics = sorted(
         set(re.findall(r"^\| (.*?) \|", (tree.path / "docs/metrics.md").read_text(), re.M))
     )

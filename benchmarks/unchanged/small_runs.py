@@ -3,6 +3,7 @@ newer one."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -158,7 +159,8 @@ def prepare(tree: Tree) -> None:
 
 def runs(tree: Tree) -> dict:
     """Metrics and weights of runs on fixed seeds."""
-    work, records = tree.work, {}
+    work = tree.work
+    records = {}
 
     def run(name: str, *overrides: str, **options) -> None:
         dropped = tuple(options.get("without", ()))
@@ -232,7 +234,8 @@ def runs(tree: Tree) -> dict:
 
 def many(tree: Tree) -> dict:
     """Many small configurations as the jobs of one sweep, through --config-dir."""
-    work, records = tree.work, {}
+    work = tree.work
+    records = {}
     experiments = ",".join(f"gate_{name}" for name in EXPERIMENTS)
     small = [
         word
@@ -313,8 +316,6 @@ def made(tree: Tree) -> dict:
 
 def clockless(table: str) -> str:
     """A CSV file without its columns of seconds."""
-    import csv
-
     rows = list(csv.DictReader(table.splitlines()))
     return json.dumps(
         [

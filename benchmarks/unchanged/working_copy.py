@@ -13,25 +13,26 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CLOCK = {
-    *(
-        "time",
-        "tokens_per_second",
-        "peak_memory_gb",
-        "seconds",
-        "seconds_sampling",
-        "seconds_scoring",
-    ),
-    *("seconds_old_log_probs", "seconds_update"),
+    "time",
+    "tokens_per_second",
+    "peak_memory_gb",
+    "seconds",
+    "seconds_sampling",
+    "seconds_scoring",
+    "seconds_old_log_probs",
+    "seconds_update",
 }
-"""What two runs of the same seeds differ in."""
+"""Metrics in which two runs of the same seeds differ."""
 
 
 class Tree:
     """A working copy with its environment in .venv, and a folder to run its commands in."""
 
     def __init__(self, path: Path, work: Path):
-        self.path, self.work = path.resolve(), work
-        self.python, self.pgtk = self.path / ".venv/bin/python", self.path / ".venv/bin/pgtk"
+        self.path = path.resolve()
+        self.work = work
+        self.python = self.path / ".venv/bin/python"
+        self.pgtk = self.path / ".venv/bin/pgtk"
         self.environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "100",
@@ -80,7 +81,8 @@ class Tree:
 
     def calls(self, commands: dict[str, list[str]]) -> dict[str, dict]:
         """Run many short commands in forks of one process."""
-        source, target = self.work / "calls.in.json", self.work / "calls.out.json"
+        source = self.work / "calls.in.json"
+        target = self.work / "calls.out.json"
         source.write_text(
             json.dumps([{"name": name, "words": words} for name, words in commands.items()])
         )
@@ -99,12 +101,13 @@ class Tree:
             for name, result in results.items()
         }
 
-    def read(self, kind: str, *words, given: object = None):
+    def read(self, kind: str, input: object = None) -> dict:
+        """Return the result of `read.py KIND`, which gets the input as JSON."""
         done = subprocess.run(
-            [self.python, HERE / "read.py", kind, *words],
+            [self.python, HERE / "read.py", kind],
             cwd=self.work,
             env=self.environment,
-            input=json.dumps(given),
+            input=json.dumps(input),
             capture_output=True,
             text=True,
             check=False,
