@@ -28,7 +28,8 @@ from builders.runs import (
 from pgtoolkit.batch import Document, MicroBatch, StepTotals
 from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference_terms
-from pgtoolkit.rollouts.steps import StepLoader, make_step
+from pgtoolkit.rollouts.step_loader import StepLoader
+from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.critic import value_losses
 from pgtoolkit.training.module import PolicyGradientModule
 
