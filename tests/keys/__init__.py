@@ -58,10 +58,10 @@ TESTED_ELSEWHERE = {
     "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_the_documents_of_a_step",
     "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_micro_batches_per_step_makes_steps_of_that_many_micro_batches",
     "rollout/policy.retire_at": "rollouts/test_retired.py::test_solved_prompts_are_asked_once_and_others_in_every_pass",
-    "trainer.stop_at": "training/test_evaluation.py::test_a_goal_ends_the_run_which_can_be_resumed",
+    "trainer.stop_at": "training/test_evaluation.py::test_a_goal_that_is_reached_exactly_ends_the_run_which_can_be_resumed",
     **dict.fromkeys(
         ("evaluation.best", "trainer.checkpoint_every", "trainer.keep_checkpoints"),
-        "training/test_evaluation.py::test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest",
+        "training/test_evaluation.py::test_the_best_checkpoint_is_kept_beside_the_last",
     ),
     **dict.fromkeys(
         ("task/conversation.chat", "task/conversation.system_prompt"),
@@ -128,13 +128,13 @@ TESTED_ELSEWHERE = {
     "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
-    "rollout/policy.keep_completions": "training/test_kept_completions.py::test_training_is_the_same_whatever_is_kept",
+    "rollout/policy.keep_completions": "training/test_kept_completions.py::test_keeping_completions_changes_neither_training_nor_digest",
     "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_that_many_updates_old",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
-    "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_type_is_further_away",
+    "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_number_type_has_log_probs_further_from_the_trainers",
     "sampler/transformers.static_cache": "tasks/test_stops.py::test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens",
     "sampler/vllm.executable": f"{_VLLM}::test_a_missing_program_is_one_sentence",
     "sampler/vllm.name": f"{_VLLM}::test_a_missing_program_is_one_sentence",

@@ -8,8 +8,8 @@ Dr. GRPO without 1/D                                        verl #3741          
 Dr. GRPO's L from the padded width                          slime #2060               test_parallel_loss.py::test_a_step_spread_over_ranks_matches_the_reference
 Dr. GRPO's L hard-coded                                     verl #5366                test_config.py::test_defaults_depend_on_whether_the_model_was_trained_before
 a phantom token per fully masked document                   slime                     test_losses.py::test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token
-the same in the totals of a step                            slime                     test_steps.py::test_totals_count_what_is_masked_and_empty
-prompt mean over local groups                               TRL, SkyRL                test_steps.py::test_groups_have_one_number_in_all_micro_batches_of_a_step
+the same in the totals of a step                            slime                     test_steps.py::test_totals_count_documents_without_trained_tokens
+prompt mean over local groups                               TRL, SkyRL                test_steps.py::test_a_group_has_the_same_number_in_all_micro_batches_of_a_step
 groups assumed contiguous or of equal size                  slime #2090               test_losses.py::test_groups_may_have_any_numbers
 a missing group id becomes another aggregation              slime #2090               test_arguments.py::test_policy_loss_refuses_a_wrong_argument_by_its_name
 the same in recorded rollouts                               slime #2090               test_recorded.py::test_without_group_ids_group_size_makes_the_groups
@@ -30,7 +30,7 @@ the fused path computes something else                      Liger #1082         
 int32 overflow at long T V                                  Liger #1294               test_kernels.py::test_more_logits_than_int32_can_count
 segment sums by float atomics                               Fast-LLM                  test_the_same_step_twice_gives_the_same_bits
 fp32 LM head: gradient rounded before accumulation          Fast-LLM #520             test_weight_gradient.py::test_the_weight_gradient_adds_up_in_float32_over_chunks
-dynamic accumulation dies at the end of the data            Fast-LLM #520             test_steps.py::test_carry_ends_with_what_is_left
+dynamic accumulation dies at the end of the data            Fast-LLM #520             test_steps.py::test_last_step_decides_on_the_documents_left_at_the_end_of_a_batch
 
 Left out, because they need several processes: documents numbered differently on sequence shards (Fast-LLM #517), and
 a blocking all-reduce per micro-batch (Fast-LLM #520).
