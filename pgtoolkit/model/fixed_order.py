@@ -22,6 +22,11 @@ def switch(on: bool) -> None:
     _on = on
 
 
+def is_on() -> bool:
+    """Return whether `in_fixed_order` is switched on."""
+    return _on
+
+
 def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
     """Make the backward pass of `out`, of attention or an embedding, add up in the same order each
     time; return `out`.

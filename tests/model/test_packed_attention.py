@@ -10,7 +10,7 @@ from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
 
 from pgtoolkit.completion import Request
-from pgtoolkit.model import attention
+from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
 from pgtoolkit.training.build import build
 
@@ -78,6 +78,54 @@ def test_the_kernel_does_the_same(window, key_heads):
     )
     for a, b in zip(found, expected, strict=True):
         assert (a.cpu().double() - b).norm() < 1e-2 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("heads", "documents", "processors", "shares"),
+    [
+        (16, 1, 132, [12, 4]),
+        (14, 1, 132, [12, 2]),
+        (40, 1, 132, [33, 6, 1]),
+        (16, 2, 132, [11, 3, 2]),
+        (14, 1, 108, [12, 2]),
+        (12, 1, 132, [12]),  # fills the processors by itself
+        (16, 5, 132, [16]),  # 5 documents never do
+        (32, 4, 132, [32]),  # 128 programs of 132
+        (14, 85, 132, [14]),  # more documents than processors
+    ],
+)
+def test_heads_are_divided_so_that_they_fill_the_processors(heads, documents, processors, shares):
+    assert attention.shares_of_heads(heads, documents, processors) == shares
+
+
+@pytest.mark.gpu
+def test_divided_heads_do_the_same(monkeypatch):
+    """Of a long document in a fixed order: the forward pass to the last bit, gradients but for
+    rounding, and each time the same."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(4200, heads, 64, device=device, dtype=torch.bfloat16) for heads in (14, 2, 2)
+    ]
+    documents = Documents.whole([4200], 4200, device)
+    calls = []
+    shares_of_heads = attention.shares_of_heads
+
+    def noted(*sizes):
+        calls.append(shares_of_heads(*sizes))
+        return calls[-1]
+
+    monkeypatch.setattr(attention, "shares_of_heads", noted)
+    expected = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    assert not calls
+    monkeypatch.setattr(fixed_order, "_on", True)
+    found = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    assert sum(calls[0]) == 14
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b.double()).norm() < 1e-2 * b.double().norm()
+    again = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed", "qwen3", "mistral"])
