@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -72,87 +71,92 @@ for overrides in json.loads(sys.argv[1]):
 """
 
 
-@pytest.fixture(scope="module")
-def read_prompts(
-    cache_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list]:
-    """Return a function that gives (path, problems, rows) for each list of overrides, without the
-    network and with this cache."""
-
-    def read(*cases: list[str]) -> list:
-        folder = tmp_path_factory.mktemp("empty")
-        command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-        process = subprocess.run(
-            command,
-            env=cache_environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert process.returncode == 0, process.stderr
-        assert "Hugging Face Hub" not in process.stderr  # `datasets` itself prints nothing.
-        return [json.loads(line) for line in process.stdout.splitlines()]
-
-    return read
-
-
-GSM8K = [
-    f"task.path={NAME}",
+COLUMNS = (
     "task.prompt_field=question",
     "task.answer_pattern='#### (.*)'",
     "task.verifier=last_number",
+)
+GSM8K = (f"task.path={NAME}", *COLUMNS)
+READ = [
+    # configuration, split, number of prompts
+    ("main", "train", 4),
+    ("socratic", "train", 4),
+    ("main", "test", 2),
 ]
-CASES = {
+REFUSED = [
+    # overrides, a part of the problem
     (
-        "task.config=main",
-    ): f"task.split=null with task.path={NAME} with task.config=main needs one of train, test",
+        (*GSM8K, "task.config=main"),
+        f"task.split=null with task.path={NAME} with task.config=main needs one of train, test",
+    ),
     (
-        "task.config=main",
-        "task.split='train[:2]'",
-    ): f"task.split=train[:2] with task.path={NAME} with task.config=main",
-    ("task.split=train",): "Please specify which configuration to reload from the cache",
+        (*GSM8K, "task.config=main", "task.split='train[:2]'"),
+        f"task.split=train[:2] with task.path={NAME} with task.config=main",
+    ),
     (
-        "task.config=other",
-        "task.split=train",
-    ): "Available configs in the cache: ['main', 'socratic']",
+        (*GSM8K, "task.split=train"),
+        "Please specify which configuration to reload from the cache",
+    ),
     (
-        "task.path=openai/nothing",
-    ): "needs a data set of the Hugging Face hub, or of its cache on this machine (got ",
+        (*GSM8K, "task.config=other", "task.split=train"),
+        "Available configs in the cache: ['main', 'socratic']",
+    ),
     (
-        "task.path=openai/nothing.jsonl",
-    ): "task.path=openai/nothing.jsonl needs an existing file, folder or glob",
+        (*COLUMNS, "task.path=openai/nothing"),
+        "needs a data set of the Hugging Face hub, or of its cache on this machine (got ",
+    ),
     (
-        "task.path=.",
-        "task.config=main",
-    ): "task.config=main needs task.path=OWNER/NAME of a data set on the hub",
-}
+        (*COLUMNS, "task.path=openai/nothing.jsonl"),
+        "task.path=openai/nothing.jsonl needs an existing file, folder or glob",
+    ),
+    (
+        (*COLUMNS, "task.path=.", "task.config=main"),
+        "task.config=main needs task.path=OWNER/NAME of a data set on the hub",
+    ),
+]
 
 
-def test_a_data_set_is_read_by_its_name_configuration_and_split(read_prompts):
-    main, other, test = read_prompts(
-        [*GSM8K, "task.config=main", "task.split=train"],
-        [*GSM8K, "task.config=socratic", "task.split=train"],
-        [*GSM8K, "task.config=main", "task.split=test"],
+def overrides_of(config: str, split: str) -> tuple[str, ...]:
+    return (*GSM8K, f"task.config={config}", f"task.split={split}")
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    cache_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, ...], list]:
+    """Return (path, problems, rows) for all cases, by their overrides.
+
+    One process reads them all, from an empty directory, without the network and with the cache.
+    """
+    cases = [overrides_of(config, split) for config, split, _ in READ]
+    cases += [overrides for overrides, _ in REFUSED]
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
+        env=cache_environment,
+        cwd=tmp_path_factory.mktemp("empty"),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    expected = {"main train": 4, "socratic train": 4, "main test": 2}
-    for (path, problems, rows), (start, count) in zip(
-        (main, other, test), expected.items(), strict=True
-    ):
-        assert path == NAME
-        assert problems == []
-        split = start.split()[1]
-        assert rows == [
-            [f"{start} {i} + 1,233?", f"{i + 1233:,}", f"gsm8k-{split}.arrow:{i + 1}"]
-            for i in range(count)
-        ]
+    assert process.returncode == 0, process.stderr
+    assert "Hugging Face Hub" not in process.stderr  # `datasets` itself prints nothing.
+    lines = process.stdout.splitlines()
+    return {case: json.loads(line) for case, line in zip(cases, lines, strict=True)}
 
 
-def test_missing_configurations_splits_and_data_sets_are_refused_with_the_reason(read_prompts):
-    # A case with a path gets no second one, which would be refused.
-    outcomes = read_prompts(
-        *([*GSM8K["task.path" in overrides[0] :], *overrides] for overrides in CASES)
-    )
-    for (path, problems, rows), expected in zip(outcomes, CASES.values(), strict=True):
-        assert expected in problems[0], path
-        assert rows == []
+@pytest.mark.parametrize(("config", "split", "count"), READ)
+def test_a_data_set_is_read_by_its_name_configuration_and_split(outcomes, config, split, count):
+    path, problems, rows = outcomes[overrides_of(config, split)]
+    assert path == NAME
+    assert problems == []
+    assert rows == [
+        [f"{config} {split} {i} + 1,233?", f"{i + 1233:,}", f"gsm8k-{split}.arrow:{i + 1}"]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), REFUSED)
+def test_missing_configurations_splits_and_data_sets_are_refused(outcomes, overrides, problem):
+    _, problems, rows = outcomes[overrides]
+    assert problem in problems[0]
+    assert rows == []
