@@ -146,8 +146,7 @@ def _legend_title(compared: Compared) -> str:
 
 
 def _draw_intervals(axes: Axes, compared: Compared) -> None:
-    """Draw each group's runs, their mean and its interval over seeds, the first group at the
-    top."""
+    """Draw each group's runs, their mean and its interval over seeds; the first group is on top."""
     axes.set(
         xlabel=legible(f"{compared.measured}\n(a line for each run, the mean, its 95 % interval)"),
         yticks=[],
@@ -156,7 +155,7 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
     for place, (group, sample) in enumerate(
         zip(compared.groups, compared.comparisons.samples, strict=False)
     ):
-        values = compared.tested(group)
+        values = compared.tested_values(group)
         if not values:
             continue
         color = _LINES[place % len(_LINES)]["color"]
@@ -179,7 +178,7 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
             mean, -place, xerr=lengths, color=color, fmt="o", capsize=4, linewidth=1.8
         )
         bars[0].set_gid(f"interval-{place}")
-    if not any(compared.tested(group) for group in compared.groups):
+    if not any(compared.tested_values(group) for group in compared.groups):
         axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
 
 
@@ -251,7 +250,7 @@ def _draw_tried(axes: Axes, compared: Compared) -> None:
     for place, group in enumerate(compared.groups):
         style = _LINES[place % len(_LINES)]
         x = sorted(map(values.index, group.tried))
-        tested = [compared.tested(group.tried[values[position]]) for position in x]
+        tested = [compared.tested_values(group.tried[values[position]]) for position in x]
         means = [float(np.mean(numbers)) for numbers in tested]
         axes.plot(x, means, **style, marker="o", gid=f"tried-{place}")  # pyright: ignore[reportArgumentType]
         axes.fill_between(

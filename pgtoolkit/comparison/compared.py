@@ -14,8 +14,7 @@ from pgtoolkit.system.report import is_number, text
 
 
 def learned(run: Run, name: str) -> object:
-    """Return the value with which a run has learned, of a key or of another name in
-    `run.trained_with`."""
+    """Return the value with which a run learned, of a key or a name in `run.trained_with`."""
     if name not in run.trained_with:
         return run.config.get(name)
     key = key_named(name, run.config) if name in run.config else None
@@ -159,9 +158,8 @@ class Compared:
         """Return the values of a group in words, without that of the --best-of key."""
         return ", ".join(text(value) for key, value in group.values.items() if key != self.best_of)
 
-    def tested(self, group: Group) -> list[float]:
-        """Return the tested value of each counted run: documents to the threshold, area, or final
-        value."""
+    def tested_values(self, group: Group) -> list[float]:
+        """Return the tested value of each counted run: documents to the threshold, or a measure."""
         if self.by_documents:
             return self.spent(group, DOCUMENTS)
         if self.goal.measure == "area":
@@ -169,8 +167,7 @@ class Compared:
         return [run.final for run in group.reached]
 
     def spent(self, group: Group, axis: str) -> list[float]:
-        """Return what each counted run spent until it reached the threshold, at most the axis's
-        limit."""
+        """Return what each counted run spent to reach the threshold, at most the axis's limit."""
         return [min(run.to.get(axis, inf), self.limits[axis]) for run in group.reached]
 
     def arrived(self, group: Group, axis: str) -> int:

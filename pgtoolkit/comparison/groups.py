@@ -278,7 +278,7 @@ def _sample(
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
     blocks_of_runs = [_block(run, blocks) for run in group.counted]
-    values = dict(zip(blocks_of_runs, compared.tested(group), strict=True))
+    values = dict(zip(blocks_of_runs, compared.tested_values(group), strict=True))
     return Sample(values, prompts)
 
 

@@ -144,8 +144,7 @@ def needed_for(metric: str | None) -> set[str]:
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:
-    """Return (measure or None, metric) of --metric=NAME, area:NAME or final:NAME; the measure is of
-    MEASURES."""
+    """Return (a name in MEASURES or None, metric) of --metric=NAME, area:NAME or final:NAME."""
     measure, _, name = text.partition(":")
     return (measure, name) if measure in MEASURES else (None, text)
 
@@ -212,8 +211,7 @@ def goal_of(
 def _fitting_threshold(
     groups: list[list[Run]], metric: str, window: float
 ) -> tuple[float | None, str]:
-    """Return a threshold for all runs, and how it was chosen; (None, "") if no configuration
-    improves."""
+    """Return a threshold for all runs and how it was chosen; (None, "") if no group improves."""
     if not is_score(metric):
         return None, ""
     share = Goal(metric, _SHARE, "", window, (0.0, 0.0))
@@ -233,8 +231,7 @@ def _fitting_threshold(
 
 
 def _rounded(value: float, tolerance: float) -> float:
-    """Return the value rounded to three digits, or to more if the error would exceed the
-    tolerance."""
+    """Round the value to three digits, or to more if the error would exceed the tolerance."""
     digits = 3
     while digits < 17 and abs(float(f"{value:.{digits}g}") - value) > tolerance:
         digits += 1

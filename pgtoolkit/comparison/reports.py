@@ -64,7 +64,7 @@ def configurations(compared: Compared) -> list[Row]:
     pairs = {pair.second: pair for pairs in text_report.planned(compared) for pair in pairs}
     rows = []
     for place, group in enumerate(compared.groups):
-        mean, std = mean_and_std(compared.tested(group))
+        mean, std = mean_and_std(compared.tested_values(group))
         interval = mean_interval(compared.comparisons.samples[place])
         pair = pairs.get(place)
         if pair is not None:
@@ -218,7 +218,7 @@ def _json_row(compared: Compared, row: Row) -> dict[str, object]:
         "std": row.std,
         "verdict": row.verdict,
         "runs": [str(run.path) for run in group.counted],
-        "of_runs": compared.tested(group),
+        "of_runs": compared.tested_values(group),
     }
 
 

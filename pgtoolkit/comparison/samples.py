@@ -51,8 +51,7 @@ class Kept:
         return sorted({entry.step for entry in self.entries})
 
     def rows(self, step: int) -> list[CompletionRow]:
-        """Return the completions of a step, with all that was kept of them, in the order of the
-        file."""
+        """Return a step's completions with all that was kept of them, in the file's order."""
         rows: list[CompletionRow] = []
         for file in self.files:
             if file.first <= step <= file.last:
@@ -241,8 +240,7 @@ def _section(title: str, rows: list[CompletionRow], lines: int) -> list[str]:
 
 
 def _changes(shown: Samples, lines: int) -> list[str]:
-    """Return lines with how many prompts changed since the earlier step, and the largest
-    changes."""
+    """Return lines with how many prompts changed since the earlier step, and which most."""
     if any(shown.counts):
         rose, fell, stayed = shown.counts
         changed = (
@@ -387,8 +385,7 @@ def _page_row(set_name: str, row: CompletionRow) -> dict:
 
 
 def _texts(row: CompletionRow, labelled: dict[str, CompletionRow], lines: int) -> list[str]:
-    """Return lines with the row's prompt, the labelled completions, and the row's answer if it has
-    one."""
+    """Return lines with the row's prompt, the labelled completions, and the row's answer if any."""
     texts = {"prompt": row.prompt}
     texts |= {label: other.completion for label, other in labelled.items()}
     if row.answer:

@@ -194,7 +194,7 @@ class Comparisons:
             yield from self.against(first)
 
     @property
-    def tested(self) -> int:
+    def num_adjusted(self) -> int:
         """The number of pairs for which p is adjusted: those that were planned and have a p."""
         return int(np.count_nonzero(~np.isnan(self._p[self._is_planned])))
 
@@ -470,8 +470,7 @@ def seeds_needed(difference: float, variances: list[float]) -> int:
 
 
 def _power(freedom: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Return the probability that a t-test at LEVEL finds a difference of `shift` standard
-    errors."""
+    """Return a t-test's power at LEVEL for a difference of `shift` standard errors."""
     from scipy.stats import nct, t
 
     critical = t.isf(LEVEL / 2, freedom)

@@ -169,7 +169,9 @@ def question(compared: Compared) -> str:
     if tests.margin is not None:
         equal = f", and two one-sided ones for equality within {tests.margin}"
     pairs = "pairs" if tests.primary is None else "planned pairs"
-    adjusted = f", p adjusted for {tests.tested} {pairs} (Holm)" if tests.tested > 1 else ""
+    adjusted = (
+        f", p adjusted for {tests.num_adjusted} {pairs} (Holm)" if tests.num_adjusted > 1 else ""
+    )
     return (
         f"More than seed noise? {compared.measured}, t-test, {' or '.join(kinds)}, "
         f"two-sided{equal}{adjusted}:"
@@ -190,7 +192,7 @@ def tried_rows(compared: Compared) -> list[list[str]]:
             if compared.by_documents:
                 cells[value] = spent(compared, tried, DOCUMENTS)
             else:
-                mean, _ = mean_and_std(compared.tested(tried))
+                mean, _ = mean_and_std(compared.tested_values(tried))
                 cells[value] = write(mean)
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])

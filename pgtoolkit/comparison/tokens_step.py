@@ -159,8 +159,7 @@ def _in_this_process(config: Config) -> Config:
 
 
 class RecordedBatches(Source):
-    """The batches that a run has recorded, as the source of its documents by their position in the
-    run."""
+    """A run's recorded batches, as the source of its documents by their position in the run."""
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder

@@ -104,8 +104,7 @@ def _addresses(client: MlflowClient, address: str) -> str:
 
 
 def _runs(client: MlflowClient, condition: str) -> list[MlflowRun]:
-    """Return the newest runs that meet the condition, newest first, without the summaries of
-    sweeps."""
+    """Return the newest runs that meet the condition, newest first, without sweeps' summaries."""
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(
         ids, condition, max_results=1000, order_by=["attributes.start_time DESC"]

@@ -38,8 +38,7 @@ def compilation(config: Config, on_gpu: bool) -> tuple[bool, str]:
 
 
 def _tokens_per_step(config: Config) -> int:
-    """Return the most tokens of a step; a document of unknown length counts as a full
-    micro-batch."""
+    """Return the most tokens of a step. A document of unknown length fills a micro-batch."""
     max_tokens = config.accumulation.max_tokens
     document = sum(tokens or 0 for tokens in longest_document(config)) or max_tokens
     documents = documents_per_step(config)

@@ -331,8 +331,7 @@ def _metrics() -> Explained:
 
 
 def _line_of_step() -> Explained:
-    """Yield the words on the line that a run prints for each step, and the metrics that they
-    show."""
+    """Yield the words on a step's printed line, and the metrics that they show."""
     metrics = {words[0]: page for words, page in _metrics()}
     for heads, row in table_rows("metrics.md"):
         if heads[0] != "on the line":

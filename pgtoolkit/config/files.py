@@ -21,8 +21,7 @@ def config_directory() -> Path:
 
 
 def sweep_files() -> dict[str, Path]:
-    """Return name -> file of each sweep that comes with pgtoolkit, without _NAME.yaml, which others
-    include."""
+    """Return name -> file of pgtoolkit's sweeps, without those that others include (_NAME.yaml)."""
     return {file.stem: file for file in sorted(_shipped("sweeps").glob("[!_]*.yaml"))}
 
 
@@ -101,8 +100,7 @@ def _options_in(folder: Path) -> dict[str, set[str]]:
 
 
 def leading_comment(file: Path) -> str:
-    """Return the comment at the top of a YAML file, without Hydra's directive and the command to
-    run."""
+    """Return the comment at the top of a YAML file, without Hydra's directive and the command."""
     sentences = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

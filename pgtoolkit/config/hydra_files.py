@@ -142,8 +142,7 @@ def _gather_parameters(config: DictConfig) -> None:
 
 @functools.cache
 def register() -> None:
-    """Register the schemas, the resolvers of conf/ and the reader of files with Hydra, once in a
-    process."""
+    """Register the schemas, conf/'s resolvers and the reader of files with Hydra, once."""
     Plugins.instance()  # it registers Hydra's own reader of files
     SourcesRegistry.instance().types["file"] = UserFiles
     store = ConfigStore.instance()

@@ -220,8 +220,7 @@ def name_in(config: DictConfig) -> str:
 
 
 def _value(config: DictConfig, key: str) -> str | None:
-    """Return the value of a key as text; None for a missing key, and for a value that does not
-    resolve."""
+    """Return the value of a key as text; None if it is missing or does not resolve."""
     try:
         value = OmegaConf.select(config, key)
     except OmegaConfBaseException:  # `resolve` reports it
@@ -230,8 +229,7 @@ def _value(config: DictConfig, key: str) -> str | None:
 
 
 def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
-    """Set the part of the names of directories that tells the overrides. unnamed: keys to be left
-    out."""
+    """Set the part of directories' names that lists the overrides, without the keys `unnamed`."""
     form = hydra.job.config.override_dirname
     form.exclude_keys = list(unnamed)
     overrides = parse(typed_in(hydra))[0]

@@ -49,8 +49,7 @@ class Key:
     fixed_if: str = ""
     """The condition under which `fixed` holds; empty for always."""
     only_if: str = ""
-    """The condition without which the key has no effect: any value but the default is refused
-    then."""
+    """The condition without which the key has no effect; then only the default is allowed."""
     use: str = ""
     """The overrides that make `only_if` hold, where they are not the condition itself. They are
     joined by ` and `, one for each part of the condition."""
@@ -77,14 +76,12 @@ class Key:
     """Whether there are runs from before the key existed. Where their configuration lacks it, its
     default holds."""
     machine: bool = False
-    """Whether the key says how this machine computes, which may differ where a step is made
-    again."""
+    """Whether the key says how this machine computes; it may differ where a step is repeated."""
     example: str = ""
     """What to type for a key that is REQUIRED."""
     stands_for: str = ""
-    """The option that a dotted path in the place of an option chooses, with the path as the value
-    of this key: `loss=my_module.MyFamily` chooses `custom`. Empty for a key that no such path
-    sets."""
+    """The option that a dotted path in place of an option chooses, with the path as this key's
+    value: `loss=my_module.MyFamily` chooses `custom`. Empty for other keys."""
 
     @property
     def group(self) -> str:

@@ -297,7 +297,7 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
         is_checked = group in ("", key.group) and key.group not in groups_refused
         if not is_checked or not key.only_if or holds(key.only_if, c):
             continue
-        default_value = default_options()[key.group] if key.option else report.usual(key.name)
+        default_value = default_options()[key.group] if key.option else report.default_of(key.name)
         if value_of(c, key.name) in (default_value, None):
             continue
         if key.option:

@@ -211,8 +211,7 @@ def _likely_prompt(config: Config) -> int | None:
 
 
 def _longest_prompt_of(file: Path, field: str) -> int | None:
-    """Return the likely tokens of the longest prompt of a file; None if it is no small JSONL
-    file."""
+    """Return the likely tokens of a file's longest prompt; None unless it is a small JSONL file."""
     if file.suffix != ".jsonl" or not file.is_file() or file.stat().st_size > _LARGEST_FILE:
         return None
     return _longest_prompt_of_jsonl(file, field, file.stat().st_mtime_ns)

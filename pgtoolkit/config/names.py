@@ -31,8 +31,7 @@ def digest(config: dict) -> str:
 
 
 def changed(before: dict, now: dict) -> dict[str, list]:
-    """Return the keys by which two configurations learn differently: {key: [value before, value
-    now]}."""
+    """Return {key: [value before, value now]} of the keys that make two runs learn differently."""
     drift = config_drift(before, now)
     return {
         key: values
@@ -124,8 +123,7 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
 
 
 def _own_name(option: str) -> str:
-    """Return the name of an option; for own code the name of the class or function, without its
-    module."""
+    """Return the name of an option; of a dotted path only the class or function."""
     return option.rpartition(".")[2]
 
 

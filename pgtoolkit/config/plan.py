@@ -189,8 +189,7 @@ def arithmetic(config: Config) -> Iterator[str]:
 
 
 def _batch(config: Config) -> Iterator[str]:
-    """Yield the size of a batch of rollouts, which prompts it leaves out, and how early it is
-    sampled."""
+    """Yield a batch's size, the prompts that it leaves out, and how early it is sampled."""
     rollout = config.rollout
     if not isinstance(rollout, PolicyRolloutConfig):
         return

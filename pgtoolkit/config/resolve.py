@@ -79,8 +79,7 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
 
 
 def value_in(config: DictConfig, name: str) -> Any:
-    """Return the value of a key in plain types; None where it does not resolve, which `resolve`
-    refuses."""
+    """Return a key's value in plain types; None if it does not resolve (`resolve` refuses it)."""
     try:
         value = value_of(config, name)
         return plain(

@@ -283,8 +283,7 @@ class CriticConfig:
 
 
 def _schema_of(kind: type, base: type) -> type:
-    """Return the class of the keys of a family or correction: the keys of `base`, then its
-    parameters."""
+    """Return a dataclass of a family's or correction's keys: those of `base` and its parameters."""
     parameters = [
         (parameter.name, parameter.type, field(metadata=_declared_by(parameter)))
         for parameter in fields(kind)

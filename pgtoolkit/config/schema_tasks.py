@@ -221,8 +221,7 @@ class ChatTaskConfig(TaskConfig):
 
 @dataclass(frozen=True)
 class WrittenTaskConfig(ChatTaskConfig):
-    """Prompts in words that do not come from pgtoolkit: they may be too long, and their scoring may
-    fail."""
+    """Prompts that pgtoolkit did not write: they may be too long, and their scoring may fail."""
 
     max_prompt_length: int | None = key(
         default=None,

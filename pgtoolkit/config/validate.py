@@ -46,7 +46,7 @@ def validate(
     `Composed`. The configuration that is returned has other values in place of some that are
     refused, so that `pgtk check` can still show its page.
     """
-    report = Report(usual=functools.partial(default, config, choices=choices))
+    report = Report(default_of=functools.partial(default, config, choices=choices))
     for rule in rules:
         config = rule(config, report) or config
     return config, report

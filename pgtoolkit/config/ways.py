@@ -39,8 +39,7 @@ _BETWEEN_STEPS = 0.08
 
 @dataclass(frozen=True)
 class Way:
-    """A way to use GPUs. settings: what to type for it, empty for one GPU. seconds: of an
-    iteration."""
+    """A way to use GPUs. settings: what to type, empty for one GPU. seconds: of an iteration."""
 
     settings: str
     seconds: float
@@ -125,8 +124,7 @@ def _in_turn(config: Config, model_sizes: Sizes, ranks: int, memory: float) -> W
 def _with_copies(
     config: Config, model_sizes: Sizes, ranks: int, gpus: int, memory: float
 ) -> Way | None:
-    """Return the way in which the other GPUs sample from copies of the weights; None where it is
-    impossible."""
+    """Return the way whose other GPUs sample from copies of the weights, or None if impossible."""
     samplers = gpus - ranks
     if samplers % ranks or not _fits_update(config, ranks, memory):
         return None
@@ -142,8 +140,7 @@ def _with_copies(
 def _with_servers(
     config: Config, model_sizes: Sizes, ranks: int, gpus: int, memory: float
 ) -> Way | None:
-    """Return the way in which servers of vLLM sample on the other GPUs; None where it is
-    impossible."""
+    """Return the way whose other GPUs sample with servers of vLLM, or None if impossible."""
     if not _fits_update(config, ranks, memory):
         return None
     sampling = _sampling_by_vllm(config, model_sizes, gpus - ranks)
@@ -189,8 +186,7 @@ def _documents(config: Config) -> int:
 
 
 def _longest_tokens(config: Config) -> tuple[float, float]:
-    """Return the tokens of the longest prompt, known or estimated, and of the longest
-    completion."""
+    """Return the tokens of the longest prompt (perhaps estimated) and the longest completion."""
     prompt, completion = longest_document(config)
     assert completion is not None  # rollout=policy has a length
     return _PROMPT_SHARE * completion if prompt is None else prompt, completion

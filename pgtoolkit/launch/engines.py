@@ -48,8 +48,7 @@ class LocalEngine:
         self._forks = Forks(environment)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
-        """Start jobs, each by the absolute paths of its file, which `multirun` writes, and of its
-        log."""
+        """Start jobs, each given as the absolute paths of its file (of `multirun`) and its log."""
         return [self._start(file, log) for file, log in jobs]
 
     def _start(self, file: str, log: str) -> JobProcess:
@@ -251,8 +250,7 @@ class _JobOfSubmitit:
         return process.wait()
 
     def checkpoint(self, file: str, log: str) -> submitit.helpers.DelayedSubmission:
-        """Save, and queue the job again; submitit calls it when the job is preempted or out of
-        time."""
+        """Queue the job again; submitit calls it when the job is preempted or its time is up."""
         import submitit
 
         if self._process is not None:

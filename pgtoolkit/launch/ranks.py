@@ -43,7 +43,7 @@ from pgtoolkit.tracking.signals import (
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
-AFTER_WORKERS = ("running", "failed")
+_REPLACEABLE_STATES = ("running", "failed")
 """States in status.json that this process may replace once the workers have ended: it knows better
 than a worker why another one failed."""
 
@@ -110,7 +110,7 @@ def _run_workers(training: Training, count: int) -> None:
         def send_on(signal_number: int, _frame: FrameType | None) -> None:
             signals.append(signal_number)
             for worker in workers.values():
-                worker.stop(signal_number)
+                worker.send_signal(signal_number)
 
         try:
             for rank in range(count):
@@ -123,7 +123,7 @@ def _run_workers(training: Training, count: int) -> None:
         try:
             _conclude(folder, workers, signals, killed, training)
         except RankLost as error:
-            record_end(training.run_dir, "failed", f"RankLost: {error}", AFTER_WORKERS)
+            record_end(training.run_dir, "failed", f"RankLost: {error}", _REPLACEABLE_STATES)
             raise
 
 
@@ -212,7 +212,7 @@ def _wait_for_workers(workers: dict[int, Child], signals: list[int]) -> list[int
 def _terminate(processes: list[Child]) -> None:
     """Send SIGTERM to the processes, and wait a short time for them to end."""
     for process in processes:
-        process.stop(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _SECONDS_TO_END
     for process in processes:
         process.wait(max(0, deadline - time.monotonic()))
@@ -242,7 +242,7 @@ def _conclude(
     _raise_reported(errors, {rank: traceback for rank, (_, traceback) in outcomes.items()})
     if signals:
         name = signal.Signals(signals[-1]).name
-        record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
+        record_end(training.run_dir, "interrupted", name, _REPLACEABLE_STATES)
         raise StopSignal(name)
     resume = f"Continue with: {resume_command(training.run_dir)}"
     # rank -> exit status, of ranks that have ended by themselves without an outcome

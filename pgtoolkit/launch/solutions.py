@@ -48,7 +48,7 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
     composed = compose(overrides)
     config = composed.config
     default_of = functools.partial(default, config, choices=composed.choices)
-    report = Report([*composed.problems], usual=default_of)
+    report = Report([*composed.problems], default_of=default_of)
     if out.suffix != ".jsonl" or out.exists():
         report.refuse(
             setting=f"OUT={out}",

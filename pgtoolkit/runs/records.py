@@ -199,8 +199,7 @@ def storage(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise as StorageError an OSError in the block, and what the reader of a damaged file
-    raises."""
+    """Raise a StorageError for an OSError in the block, and for a damaged file."""
     with storage(path):
         try:
             yield

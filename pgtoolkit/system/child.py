@@ -128,7 +128,7 @@ class Child:
                 self._kill_group()
         return self.returncode
 
-    def stop(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to the process, if it runs. A program of ours may then save and end.
 
         number: of the signal. A guard ignores those of `_IGNORED_BY_GUARDS`.

@@ -122,8 +122,7 @@ def model_settings(path: str | Path | None) -> dict:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a completion: the tokenizer's end-of-sequence token and those in the
-    settings."""
+    """Return the ids that end a completion: the tokenizer's end token and those in the settings."""
     in_settings = generation_config.eos_token_id
     if not isinstance(in_settings, list):
         in_settings = [in_settings]

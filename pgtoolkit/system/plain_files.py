@@ -38,8 +38,7 @@ def refuse_links(run_dir: Path) -> None:
 
 
 def plain_run(text: str) -> Path:
-    """Return the path that the user typed. Raises StorageError for a run directory with links in
-    it."""
+    """Return the path that the user typed. Raise StorageError for a run directory with links."""
     path = Path(text)
     if os.path.lexists(path / "config.yaml"):
         refuse_links(path)

@@ -86,8 +86,7 @@ def _folder() -> str | None:
 
 
 def _torch_settings() -> dict[str, object]:
-    """Return settings of torch by the name of the function that sets them; {} where torch is not
-    imported."""
+    """Return torch's settings by the function that sets them; {} if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

@@ -27,12 +27,12 @@ class Report:
 
     problems: refusals, each as `refusal` writes it.
     notes: choices that are allowed but may surprise.
-    usual: returns the default of a key in this configuration.
+    default_of: returns the default of a key in this configuration.
     """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    usual: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
+    default_of: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
 
     def refuse(self, setting: str, needs: str, got: object, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""

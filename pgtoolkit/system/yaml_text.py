@@ -115,8 +115,8 @@ def _may_be_deep(data: bytes) -> bool:
 
 
 def _refuse_aliases_and_depth(text: str) -> None:
-    """Raise ValueError for an alias or a text nested too deep, by its events: reading them needs no
-    recursion."""
+    """Raise ValueError for an alias or for deep nesting, from the text's events, whose reading
+    needs no recursion."""
     import yaml
 
     depth = 0

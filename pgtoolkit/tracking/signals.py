@@ -109,8 +109,7 @@ def stop_signals_recorded(
 
 
 def raise_swallowed() -> None:
-    """Raise a StopSignal again that Python dropped, since it was raised in a finalizer such as
-    __del__."""
+    """Raise a StopSignal again if Python dropped it because a finalizer (__del__) raised it."""
     if _swallowed:
         raise _swallowed[0]
 

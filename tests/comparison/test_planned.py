@@ -95,7 +95,7 @@ def test_planned_pairs_are_with_the_base_that_differs_in_nothing_else():
     assert planned == {
         (f"grpo, {lag}", f"{loss}, {lag}") for lag in (0, 8) for loss in ("gspo", "cispo")
     }
-    assert compared.comparisons.tested == 4
+    assert compared.comparisons.num_adjusted == 4
     assert all(pair.difference > 0 for pair in compared.comparisons if not pair.exploratory)
 
 

@@ -307,5 +307,5 @@ def test_p_is_adjusted_over_planned_pairs_alone():
     assert unplanned[0, 1].adjusted_p == pytest.approx(3 * unplanned[0, 1].p)
     (alone,) = Comparisons([samples[0], samples[2]], "0.5")
     assert planned[0, 2].equal_p == pytest.approx(2 * alone.equal_p)
-    assert Comparisons(samples, None, {(0, 1), (0, 2)}).tested == 2
+    assert Comparisons(samples, None, {(0, 1), (0, 2)}).num_adjusted == 2
     assert verdict(planned[1, 2]).startswith("exploratory: ")

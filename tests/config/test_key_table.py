@@ -208,7 +208,7 @@ def test_a_value_other_than_the_default_is_refused_while_a_condition_of_the_key_
             for condition in conditions:
                 set_condition(config, condition, condition != lacking)
             report = Report(
-                usual=lambda name: default if name == key.name else value_of(config, name)
+                default_of=lambda name: default if name == key.name else value_of(config, name)
             )
             ignored(config, report)
             refusals = [text for text in report.problems if text.startswith(f"{key.name}=")]

@@ -175,7 +175,7 @@ def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypat
 def test_a_killed_process_that_forks_is_said(forks):
     waiting = start(forks, "waiting")
     waiting.stop(signal.SIGTERM)
-    forks._process.stop(signal.SIGKILL)
+    forks._process.send_signal(signal.SIGKILL)
     assert (waiting.wait(), waiting.reason) == (75, "the process that forks the jobs was ended")
     with pytest.raises(PgtoolkitError, match="the process that forks the jobs has ended"):
         start(forks, "next")

@@ -177,7 +177,7 @@ def test_a_guard_does_not_end_by_what_is_sent_to_all_processes_of_a_job(tmp_path
     """Nor is its program deaf to it: by the signal it ends here, and so does the guard then."""
     child = Child(under_guard(python(LEAVING, tmp_path / "pids", "time.sleep(600)"), 0))
     process, left = pids_in(tmp_path / "pids")
-    child.stop(number)
+    child.send_signal(number)
     time.sleep(0.2)
     assert child.poll() is None
     assert lives(process)
@@ -203,7 +203,7 @@ def test_a_program_of_ours_is_asked_before_it_is_killed(tmp_path):
     deaf = Child(python(STUBBORN, tmp_path / "pids"), log=log)
     pids = pids_in(tmp_path / "pids")
     wait_until(lambda: "begun" in log.read_text())
-    deaf.stop(signal.SIGTERM)
+    deaf.send_signal(signal.SIGTERM)
     wait_until(lambda: "asked to end" in log.read_text())
     assert (orderly.end(20), deaf.end(0.1)) == (7, -signal.SIGKILL)
     assert log.read_text().splitlines()[-1] == "saved: True"

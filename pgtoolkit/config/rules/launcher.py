@@ -18,8 +18,7 @@ it."""
 
 
 def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
-    """Refuse launchers and sweepers that are not ours or not installed, and impossible numbers of
-    jobs."""
+    """Refuse unknown or uninstalled launchers and sweepers, and impossible numbers of jobs."""
     if launcher.kind is None:
         report.refuse_value(
             key="hydra/launcher",

@@ -105,8 +105,8 @@ def correction(c: Config, report: Report) -> Config:
 
 
 def _bounds_and_factor(c: Config, report: Report) -> Config:
-    """Check the keys of a correction against each other; returns the configuration without what is
-    refused."""
+    """Check the keys of a correction against each other, and return the configuration without those
+    that are refused."""
     low = getattr(c.correction, "low", None)
     high = getattr(c.correction, "high", None)
     if low is not None and low > high:
@@ -397,8 +397,7 @@ def _model_of_reference(c: Config, report: Report) -> None:
 
 
 def _kl_in_reward(c: Config, report: Report) -> None:
-    """Refuse a penalty in the reward that samples do not have, or that the advantages would
-    lose."""
+    """Refuse a penalty in the reward if samples lack it or the advantages would lose it."""
     estimator = c.advantage.estimator
     if c.kl.kind not in REWARD_KINDS:
         report.refuse(
@@ -428,8 +427,7 @@ def _kl_in_reward(c: Config, report: Report) -> None:
 
 
 def needs_teacher(c: Config) -> bool:
-    """Return whether nothing trains but the distance from a reference that reads the same
-    prompt."""
+    """Return whether only the distance from a reference trains, which reads the same prompt."""
     has_advantage = c.advantage.estimator != "none"
     has_entropy = c.entropy.coefficient != 0
     has_own_prompt = c.kl.reference_prompt is not None
@@ -451,8 +449,7 @@ def other_vocabulary(c: Config, needs: str, got: Any) -> str:
 
 
 def _takes_reference_prompt(template: str, report: Report) -> bool:
-    """Refuse a template without {prompt} and {answer}, or with other fields, attributes or
-    widths."""
+    """Refuse a template that lacks {prompt} or {answer}, or has other fields or formats."""
     key = "kl.reference_prompt"
     try:
         fields = {field[1:] for field in string.Formatter().parse(template) if field[1] is not None}

@@ -241,7 +241,7 @@ def no_triton(got: str) -> str:
 
 
 def optimizer(c: Config, report: Report) -> None:
-    default_rate = report.usual("optimizer.learning_rate")  # for models of this kind
+    default_rate = report.default_of("optimizer.learning_rate")  # for models of this kind
     rate = c.optimizer.learning_rate
     warmup = c.optimizer.warmup_steps
     steps = c.trainer.max_steps

@@ -25,8 +25,7 @@ def sampler(c: Config, report: Report) -> None:
 
 
 def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
-    """Check the processes that sample from copies of the weights and are divided among the
-    ranks."""
+    """Check the processes that sample from copies of the weights, which the ranks share."""
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
     if sampler.gpus is not None:

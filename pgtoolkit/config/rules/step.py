@@ -54,7 +54,7 @@ def _size_of_step(c: Config, report: Report) -> None:
             reason="With docs_per_step=0 a step is a fixed number of micro-batches.",
             use="accumulation=fixed",
         )
-    default = report.usual("accumulation.micro_batches_per_step")
+    default = report.default_of("accumulation.micro_batches_per_step")
     if docs and micro_batches and micro_batches == default:  # other values are refused as ignored
         report.refuse(
             setting="accumulation=fixed",

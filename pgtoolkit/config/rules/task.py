@@ -339,7 +339,9 @@ def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
     """Apply the rules on a task to the task of a set."""
     task = held_out.task
     length = sampling(c)["max_completion_length"]
-    of_set = Report(usual=lambda name: option_values("task", task.name)[name.removeprefix("task.")])
+    of_set = Report(
+        default_of=lambda name: option_values("task", task.name)[name.removeprefix("task.")]
+    )
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
     if isinstance(task, tasks.GeneratedTaskConfig):
