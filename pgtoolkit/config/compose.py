@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -351,7 +351,9 @@ def _set_values(
     return accepted, problems
 
 
-def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
+def set_value(
+    config: DictConfig, name: str, value: object, groups: dict[str, list[str]]
+) -> list[str]:
     """Set a key; if the value is a dictionary, set the keys in it.
 
     name: of the key, or of a group. groups: group -> its options.

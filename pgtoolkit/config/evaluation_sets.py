@@ -6,9 +6,9 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from pgtoolkit.config.key import value_of
+from pgtoolkit.config.key import Dictionary, value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.schema_tasks import (
@@ -76,7 +76,7 @@ def held_out_sets(config: Config) -> list[HeldOut]:
     return sets
 
 
-def _task(config: Config, settings: dict[str, Any]) -> TaskConfig:
+def _task(config: Config, settings: Dictionary) -> TaskConfig:
     """Return the task of a set: the configured one, or another one with its defaults, and with the
     set's values in either.
 
@@ -121,13 +121,35 @@ def needs_sampler(config: Config) -> bool:
     return config.rollout.name == "policy" or is_on(config)
 
 
-def sampling(config: Config) -> dict[str, Any]:
-    """Return how the completions of an evaluation are sampled, by keys of rollout=policy."""
-    settings = {}
-    for name in ("temperature", "top_p", "max_completion_length"):
-        value = getattr(config.evaluation, name)
-        settings[name] = getattr(config.rollout, name, None) if value is None else value
-    return settings | {"stop": getattr(config.rollout, "stop", [])}
+class Sampling(TypedDict):
+    """How completions are sampled, by keys of rollout=policy.
+
+    None stands for a value that neither the evaluation nor the rollout sets.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    max_completion_length: int | None
+    stop: list[str]
+
+
+def sampling(config: Config) -> Sampling:
+    """Return how the completions of an evaluation are sampled."""
+    rollout = config.rollout
+    settings: Sampling = {
+        "temperature": getattr(rollout, "temperature", None),
+        "top_p": getattr(rollout, "top_p", None),
+        "max_completion_length": getattr(rollout, "max_completion_length", None),
+        "stop": getattr(rollout, "stop", []),
+    }
+    evaluation = config.evaluation
+    if evaluation.temperature is not None:
+        settings["temperature"] = evaluation.temperature
+    if evaluation.top_p is not None:
+        settings["top_p"] = evaluation.top_p
+    if evaluation.max_completion_length is not None:
+        settings["max_completion_length"] = evaluation.max_completion_length
+    return settings
 
 
 def sampling_in_words(config: Config) -> str:

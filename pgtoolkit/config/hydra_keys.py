@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any
 
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.types import Override
@@ -15,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.keys import is_inside
 from pgtoolkit.config.launchers import LAUNCHERS, Launcher
 from pgtoolkit.config.names import run_name
@@ -108,7 +108,7 @@ def without_effect(override: Override) -> Iterator[str]:
             yield _does_nothing(key, value)
 
 
-def _does_nothing(key: str, value: Any) -> str:
+def _does_nothing(key: str, value: object) -> str:
     """Refuse a key of Hydra that has no effect here."""
     reason = "pgtk does not read it."
     use = f"one of {', '.join(_ACTING)}"
@@ -173,7 +173,7 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
     return problems
 
 
-def _may_be_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, Any]) -> bool:
+def _may_be_in_files(path: tuple, setting: str, value: object, known: dict[tuple, object]) -> bool:
     """Return whether a file of the user's may set this value.
 
     path, setting: the key, in parts and as one types it. known: the values without the files.
@@ -191,7 +191,7 @@ def _may_be_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, A
     return is_plain and setting in _OF_FILES
 
 
-def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+def _leaves(node: object, path: tuple = ()) -> list[tuple[tuple, object]]:
     """Return (path, value) of everything in nested dictionaries and lists, empty ones included."""
     node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
     if isinstance(node, dict | list) and node:
@@ -341,7 +341,7 @@ def launcher_of(hydra: DictConfig) -> Launcher:
     )
 
 
-def settings_in(node: DictConfig, resolve: bool = False) -> dict[str, Any]:
+def settings_in(node: DictConfig, resolve: bool = False) -> Dictionary:
     """Return the keys of a launcher or a sweeper in plain types."""
     settings = OmegaConf.to_container(node, resolve=resolve)
     assert isinstance(settings, dict)

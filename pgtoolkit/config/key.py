@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 Values = TypeVar("Values", bound="DataclassInstance")
 """A configuration that is an object of dataclasses."""
 
+Dictionary = dict[str, Any]
+"""The value of a free-form key: the user's own names, and values of any type that YAML has."""
+
 
 @dataclass(frozen=True)
 class Key:

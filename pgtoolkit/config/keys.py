@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from pgtoolkit.config.defaults import REQUIRED, Computed
 from pgtoolkit.config.files import config_directory, leading_comment
-from pgtoolkit.config.key import Key, holds, parts, singles, value_of
+from pgtoolkit.config.key import Dictionary, Key, holds, parts, singles, value_of
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.functions import is_dotted_path
@@ -155,7 +155,7 @@ _TYPES = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "AutoOrBool": ("auto, true or false", lambda value: value == "auto" or isinstance(value, bool)),
     "str": ("text", lambda value: isinstance(value, str)),
-    "dict[str, Any]": ("a dictionary", lambda value: isinstance(value, dict)),
+    "Dictionary": ("a dictionary", lambda value: isinstance(value, dict)),
     "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
     "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
 }
@@ -183,11 +183,14 @@ def has_type(key: Key, value: object) -> bool:
     return value in key.names if key.names else _TYPES[kind][1](value)
 
 
-def fits(key: Key, value: Any) -> bool:
+def fits(key: Key, value: object) -> bool:
     """Return whether a key takes a value."""
     if not has_type(key, value):
         return False
-    return value is None or not key.range or key.range[0] <= value <= key.range[1]
+    if value is None or key.range is None:
+        return True
+    assert isinstance(value, int | float)  # since keys of other types have no range
+    return key.range[0] <= value <= key.range[1]
 
 
 def shown(name: str) -> str:
@@ -236,7 +239,7 @@ def _belongs(key: Key, option: str | None) -> bool:
 
 
 @functools.cache
-def option_values(group: str, option: str | None) -> dict[str, Any]:
+def option_values(group: str, option: str | None) -> Dictionary:
     """Return the default of each key of an option, as declared; empty for an option of the user's.
 
     group: "" for the keys of no group.

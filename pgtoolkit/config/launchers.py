@@ -4,7 +4,8 @@ values."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from pgtoolkit.config.key import Dictionary
 
 LAUNCHERS = ("local", "slurm", "ray_cluster")
 """The options of hydra/launcher. In an option of the user's, the key `kind` names the one on which
@@ -24,7 +25,7 @@ class Launcher:
 
     kind: str | None
     choice: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Dictionary = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,4 +53,4 @@ class Search:
 
     axes: dict[str, Axis]
     fixed: list[str]
-    settings: dict[str, Any]
+    settings: Dictionary

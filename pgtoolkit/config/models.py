@@ -3,11 +3,10 @@ number of weights."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import model_settings
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import is_whole
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -27,7 +26,7 @@ _TINY_VOCABULARY_OF_TEXTS = 97
 """Entries of the tiny model's vocabulary for texts of reasoning-gym."""
 
 
-def shape(model: ModelConfig) -> dict[str, Any]:
+def shape(model: ModelConfig) -> dict[str, object]:
     """Return the type, attention heads, key-value heads, layers and whether embedding and head are
     tied, as far as the configuration or a local config.json says."""
     if isinstance(model, TinyModelConfig):
@@ -96,7 +95,7 @@ class Sizes:
     matrix, else 1. weights: of the model, without biases.
     """
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, settings: JsonObject):
         if settings["model_type"] == "gpt2":
             names = ("n_layer", "n_embd", "n_head", "n_inner")
             matrices_of_mlp = 2

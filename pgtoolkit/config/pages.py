@@ -6,7 +6,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.defaults import Computed, SameAs, number
 from pgtoolkit.config.explain import entries
@@ -107,7 +106,7 @@ def keys_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _key_lines(key: Key, value: Any) -> Iterator[str]:
+def _key_lines(key: Key, value: object) -> Iterator[str]:
     """Yield the lines of a key: its meaning as a comment, and its value."""
     meaning = key.help
     if isinstance(value, SameAs):
@@ -134,7 +133,7 @@ def _comment(sentences: str, indent: str = "") -> list[str]:
     return lines
 
 
-def _in_yaml(value: Any) -> str:
+def _in_yaml(value: object) -> str:
     """Return a default as it stands in a file of conf/."""
     if isinstance(value, Computed):
         return value.interpolation

@@ -7,7 +7,6 @@ import glob
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import keys_of
@@ -24,7 +23,7 @@ the rollouts."""
 def absolute_paths(config: Config) -> Config:
     """Return a run's configuration with absolute paths, which mean the same files from every
     directory; relative ones are seen from this directory."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key in keys_of(config):
         value = value_of(config, key.name)
         if (key.reads or key.writes) and isinstance(value, str):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from omegaconf import DictConfig, Node, OmegaConf
@@ -239,7 +238,7 @@ def _as_value_of_key(group: str, word: str, names: list[str]) -> str | None:
     return f"{group}={option} {key}={form.format(word)}" if fits_key else None
 
 
-def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
+def options_as_keys(values: object, groups: Iterable[str]) -> str | None:
     """Refuse a file on the whole configuration that sets groups as keys, and does not choose their
     options. Returns None for other files."""
     lines = []
@@ -282,7 +281,7 @@ def incomplete(config: DictConfig) -> list[str]:
     ]
 
 
-def _name_in(config: DictConfig, group: str) -> Any:
+def _name_in(config: DictConfig, group: str) -> object:
     """Return the name of a group's option as it was written, an interpolation unresolved."""
     values = config._get_node(group)
     assert isinstance(values, DictConfig)  # a node of the class of the group's keys
@@ -291,7 +290,7 @@ def _name_in(config: DictConfig, group: str) -> Any:
     return name._value()
 
 
-def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
+def unknown_key(config: DictConfig, key: str, value: object, groups: Iterable[str]) -> str:
     """Refuse a key that the schema of the chosen options does not have."""
     if not key:
         return refusal(
@@ -329,7 +328,7 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
     return f"Unknown key {key!r}. Use {use}."
 
 
-def _key_of_other_option(config: DictConfig, keys: list[Key], value: Any) -> str:
+def _key_of_other_option(config: DictConfig, keys: list[Key], value: object) -> str:
     """Refuse a key that other options of its group have. keys: theirs, all of one name."""
     key = keys[0]
     group = key.group
@@ -356,14 +355,14 @@ def _key_of_other_option(config: DictConfig, keys: list[Key], value: Any) -> str
     )
 
 
-def _fitting(key: Key, value: Any) -> str:
+def _fitting(key: Key, value: object) -> str:
     """Return the override of a key with this value, or one that it takes."""
     if not fits(key, value) and key.names:
         value = key.names[0]
     return f"{key.name}={text(value)}"
 
 
-def unresolvable(key: str, value: Any, error: Exception) -> str:
+def unresolvable(key: str, value: object, error: Exception) -> str:
     """Refuse a value that refers to something that does not exist."""
     return (
         f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use "
@@ -371,7 +370,7 @@ def unresolvable(key: str, value: Any, error: Exception) -> str:
     )
 
 
-def wrong_type(key: Key, value: Any, default: Any) -> str:
+def wrong_type(key: Key, value: object, default: object) -> str:
     """Refuse a value that the type of its key does not allow. default: the key's."""
     better = nearest(text(value), key.names) or default
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.base import DictKeyType
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -116,10 +117,12 @@ def interpolated(config: DictConfig, values: Config) -> list[str]:
         key.name: (config[key.group] if key.group else config)._get_node(key.leaf)
         for key in keys_of(values)
     }
-    return [name for name, node in nodes.items() if "${" in _unresolved(node)]
+    return [
+        name for name, node in nodes.items() if isinstance(node, Node) and "${" in _unresolved(node)
+    ]
 
 
-def _unresolved(node: Any) -> str:
+def _unresolved(node: Node) -> str:
     return str(
         OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value()
     )
@@ -130,7 +133,7 @@ def _without_environment() -> Iterator[None]:
     """Inside the block, no interpolation reads an environment variable, however it spells the
     resolver's name."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: object) -> None:
         raise ValueError(
             "It would read an environment variable, where secrets are, into the run directory"
         )
@@ -142,7 +145,9 @@ def _without_environment() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _resolve_node(parent: DictConfig, name: Any, path: str, problems: dict[str, str]) -> Any:
+def _resolve_node(
+    parent: DictConfig, name: DictKeyType, path: str, problems: dict[str, str]
+) -> Any:
     """Return the value of a node in plain types, with everything below it.
 
     name: the node's, in its parent. path: its dotted name. problems: see `resolve`.

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of, with_values
 from pgtoolkit.config.keys import (
@@ -21,7 +20,7 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.records import leaves, plain, read_resolved
+from pgtoolkit.runs.records import Row, leaves, plain, read_resolved
 from pgtoolkit.system.report import say, text
 
 
@@ -39,7 +38,7 @@ def saved_config(run_dir: Path) -> Config:
     return with_values(absolute_paths(config), {"trainer.accept_changed_data": False})
 
 
-def typed(values: dict[str, Any], file: str) -> Config:
+def typed(values: Row, file: str) -> Config:
     """Return the configuration that was saved in a file.
 
     values: of the file, as `plain_config` made them.
@@ -50,7 +49,7 @@ def typed(values: dict[str, Any], file: str) -> Config:
     try:
         values = _completed(values, file)
         groups = _group_names()
-        typed_values: dict[str, Any] = {}
+        typed_values: Row = {}
         for field in fields(Config):
             name = field.name
             if name in groups:
@@ -72,7 +71,7 @@ def _group_names() -> list[str]:
     return list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
 
-def _schema_of(group: str, values: dict[str, Any]) -> type:
+def _schema_of(group: str, values: Row) -> type:
     """Return the class of a group's keys.
 
     Raises KeyError for an unknown option, and for a group that is missing.
@@ -80,7 +79,7 @@ def _schema_of(group: str, values: dict[str, Any]) -> type:
     return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
 
 
-def _completed(values: dict[str, Any], file: str) -> dict[str, Any]:
+def _completed(values: Row, file: str) -> Row:
     """Return the values with the defaults of keys that were added after the file was written.
 
     Raises KeyError for any other key that is missing.
@@ -104,7 +103,7 @@ def _completed(values: dict[str, Any], file: str) -> dict[str, Any]:
     return complete
 
 
-def _typed_values_of_group(group: str, values: dict[str, Any]) -> dict[str, object]:
+def _typed_values_of_group(group: str, values: Row) -> dict[str, object]:
     """Return the values of a group by their keys, in the types of these.
 
     Raises ValueError for a key that the schema of the group does not have.
@@ -138,7 +137,7 @@ def fixed_keys(config: object) -> Iterator[Key]:
             yield key
 
 
-def record_of(config: object) -> dict[str, Any]:
+def record_of(config: object) -> Row:
     """Return the part of its configuration that a checkpoint keeps.
 
     It has the values of the fixed keys, and of the keys in their conditions.
@@ -178,7 +177,7 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
                 changed_groups.add(key.group)
 
 
-def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
+def _leaves(config: object, key: Key) -> list[tuple[str, object]]:
     """Return the name of the key with its value; for a free-form key, those of its entries."""
     value = plain_value(config, key.name)
     if key.free:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pgtoolkit.config.defaults import REQUIRED, ByCondition, ByWeights, SameAs
-from pgtoolkit.config.key import Declared, Needs, Option, Refusal, key
+from pgtoolkit.config.key import Declared, Dictionary, Needs, Option, Refusal, key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
 
@@ -96,7 +96,7 @@ class CustomLossConfig(LossConfig):
         example="my_module.MyFamily",
         stands_for="custom",
     )
-    options: dict[str, Any] = key(
+    options: Dictionary = key(
         default={},
         help="Values of its fields by their names: loss.NAME=VALUE sets one.",
         free=True,
@@ -297,7 +297,7 @@ def _schema_of(kind: type, base: type) -> type:
     return schema
 
 
-def _declared_by(parameter: Field) -> dict[str, Any]:
+def _declared_by(parameter: Field) -> dict[str, object]:
     """Return what a parameter of a family or correction declares of its key."""
     declared = dict(parameter.metadata)
     if "default_if" in declared:

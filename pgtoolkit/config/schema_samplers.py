@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pgtoolkit.config.defaults import SameAs
-from pgtoolkit.config.key import Declared, Needs, Option, key
+from pgtoolkit.config.key import Declared, Dictionary, Needs, Option, key
 from pgtoolkit.config.schema_run import NumberType
 
 _STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
@@ -246,7 +246,7 @@ class EvaluationConfig:
         most=2**32 - 1,
         **_MEASURE,
     )
-    sets: dict[str, Any] = key(
+    sets: Dictionary = key(
         default={},
         help="Sets of prompts, each under a name of your choice, with the keys that differ from "
         "those of the task: {test: {path: test.jsonl}} for a file, {longer: {num_digits: 8}} for a "

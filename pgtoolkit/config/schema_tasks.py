@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pgtoolkit.config.defaults import REQUIRED
-from pgtoolkit.config.key import Needs, Option, Refusal, key
+from pgtoolkit.config.key import Dictionary, Needs, Option, Refusal, key
 
 _FAILURES_SCORE = "task.verifier_failure=score"
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -209,7 +209,7 @@ class ChatTaskConfig(TaskConfig):
         "template's own.",
         **_NEEDS_TEMPLATE,
     )
-    chat_arguments: dict[str, Any] = key(
+    chat_arguments: Dictionary = key(
         default={},
         help="Arguments of the chat template by their names, such as {enable_thinking: false}.",
         free=True,
@@ -322,7 +322,7 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
         help="Name of the data set in reasoning-gym, such as chain_sum.",
         example="chain_sum",
     )
-    options: dict[str, Any] = key(
+    options: Dictionary = key(
         default={},
         help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
         free=True,
@@ -384,7 +384,7 @@ class PromptsTaskConfig(ScoredTaskConfig):
         "verifier=regular_expression; else null.",
         only_if="task.verifiers={}",
     )
-    verifiers: dict[str, Any] = key(
+    verifiers: Dictionary = key(
         default={},
         help="Several verifiers in place of task.verifier, by names of your choice, such as "
         "{answer: {verifier: math_verify}, boxed: {verifier: my_module.boxed, weight: 0.1}}. The "
@@ -417,7 +417,7 @@ class ConversationTaskConfig(WrittenTaskConfig):
         code="function",
         example="my_module.Environment",
     )
-    options: dict[str, Any] = key(
+    options: Dictionary = key(
         default={},
         help="Keyword arguments of the class, such as {rounds: 3}.",
         free=True,

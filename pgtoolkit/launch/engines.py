@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.launch.forks import Forks, JobProcess
@@ -68,7 +69,7 @@ class RayEngine:
 
     at_a_time = sys.maxsize
 
-    def __init__(self, init: dict[str, Any], remote: dict[str, Any]):
+    def __init__(self, init: Dictionary, remote: Dictionary):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
         import ray
 
@@ -170,7 +171,7 @@ class SubmititEngine:
     at_a_time = sys.maxsize
 
     def __init__(
-        self, cluster: str, submitit_folder: str, max_num_timeout: int, parameters: dict[str, Any]
+        self, cluster: str, submitit_folder: str, max_num_timeout: int, parameters: Dictionary
     ):
         import submitit
 

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, sampling_in_words
@@ -26,6 +25,7 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
+from pgtoolkit.runs.records import Row
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
@@ -301,7 +301,7 @@ def _folder(name: str) -> Path:
             number += 1
 
 
-def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
+def render_evaluation(rows: list[Row], config: Config, model: str, folder: Path) -> str:
     """Return a table with a column of numbers for each set, and the paths of all results."""
     names = [
         name
@@ -323,7 +323,7 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
     return "\n".join([*aligned(table), "", *(f"{label:<12} {value}" for label, value in entries)])
 
 
-def _cell(row: dict[str, Any], name: str) -> str:
+def _cell(row: Row, name: str) -> str:
     value = row.get(name)
     error = row.get(f"{name}_error")
     if value is None:

@@ -195,7 +195,7 @@ def as_evaluated(config: Config) -> Config:
         "group_size": config.evaluation.completions_per_prompt,
         "old_log_probs": OldLogProbs.sampling,
     }
-    rollout = PolicyRolloutConfig(**(defaults | evaluated | sampling(config)))
+    rollout = PolicyRolloutConfig(**(defaults | evaluated | {**sampling(config)}))
     return dataclasses.replace(config, rollout=rollout)
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pgtoolkit.runs.records import reading
+from pgtoolkit.runs.records import Row, reading
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.redaction import redact
 
@@ -163,7 +163,7 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
         ]
 
 
-def _values_with_prefix(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _values_with_prefix(row: Row, prefix: str) -> Row:
     """Return the values of a row's columns that begin with a prefix, by the rest of their names."""
     return {
         name.removeprefix(prefix): value

@@ -12,10 +12,10 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pgtoolkit.runs.modules import module_digests
-from pgtoolkit.runs.records import TIME
+from pgtoolkit.runs.records import TIME, Row
 from pgtoolkit.system.redaction import SECRET_FILES, redact
 
 DIFF_LIMIT = 256 * 1024
@@ -24,12 +24,29 @@ DIFF_LIMIT = 256 * 1024
 _MAX_UNTRACKED = 100
 
 
+class Repository(TypedDict):
+    """The state of a git repository at a run's start.
+
+    diff: against the commit, at most DIFF_LIMIT characters, with secrets hidden.
+    diff_left_out: changed files with names of secrets.
+    untracked: names of files.
+    """
+
+    path: str
+    commit: str | None
+    branch: str | None
+    diff: str
+    diff_truncated: bool
+    diff_left_out: list[str]
+    untracked: list[str]
+
+
 def collect(
     argv: list[str],
     step: int = 0,
     modules: Iterable[str] = (),
     evaluation_modules: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> Row:
     """Return what is needed of this process to repeat its run, as plain JSON values.
 
     argv: the command line, usually sys.argv.
@@ -39,10 +56,8 @@ def collect(
 
     `modules` and `evaluation_modules` of the result have digests, by `module_digests`; a module
     that both import is in the first. `git` lists the repository from which the package runs (none
-    for an installed package) and that of the current directory, if it is another. Each has path,
-    commit, branch, diff (against the commit, at most DIFF_LIMIT characters, with secrets hidden),
-    diff_truncated, diff_left_out (changed files with names of secrets) and untracked (names only).
-    `gpus` come from nvidia-smi.
+    for an installed package) and that of the current directory, if it is another, each as a
+    `Repository`. `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
@@ -99,7 +114,7 @@ def _packages() -> dict[str, str]:
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
-def _repositories(package: Path, directory: Path) -> list[dict[str, Any]]:
+def _repositories(package: Path, directory: Path) -> list[Repository]:
     folders = [directory]
     # A package that is installed below some repository, as in a .venv, is not tracked by it.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
@@ -108,7 +123,7 @@ def _repositories(package: Path, directory: Path) -> list[dict[str, Any]]:
     return [_repository(top) for top in dict.fromkeys(tops) if top]
 
 
-def _repository(top: str) -> dict[str, Any]:
+def _repository(top: str) -> Repository:
     command = (
         "diff",
         "HEAD",

@@ -7,12 +7,12 @@ import functools
 import json
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.system.yaml_text import plain_yaml
@@ -21,6 +21,9 @@ _Kind = TypeVar("_Kind")
 
 Row = dict[str, Any]
 """A JSON object of a file that a run writes. Its values were checked when it was read."""
+
+Shape = type | UnionType | Callable[[object], bool] | list | dict
+"""What a value has to be, see `expect`."""
 
 STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
@@ -58,7 +61,7 @@ def read_leaves(run_dir: Path) -> Row:
 
 
 @functools.lru_cache(2**12)
-def _leaves_of_group(text: bytes) -> list[tuple[str, Any]]:
+def _leaves_of_group(text: bytes) -> list[tuple[str, object]]:
     """Return the leaves of one top-level key. Raises ValueError for any other text."""
     value = plain_yaml(text)
     if not isinstance(value, dict) or [*value] != [text.partition(b":")[0].decode()]:
@@ -214,7 +217,7 @@ def reading(path: Path) -> Iterator[None]:
             raise StorageError(f"{path} is damaged ({first_line(error)})") from error
 
 
-def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(config: dict, prefix: str = "") -> list[tuple[str, object]]:
     """Return a nested configuration as (dotted key, plain value) pairs, in order."""
     pairs = []
     for key, value in config.items():
@@ -277,7 +280,7 @@ def _read_yaml(path: Path, kind: type[_Kind]) -> _Kind:
         return value
 
 
-def expect(value: Any, shape: Any, name: str = "content") -> None:
+def expect(value: object, shape: Shape, name: str = "content") -> None:
     """Raise ValueError if a value does not have the shape that pgtk writes.
 
     shape: a type; a function that returns whether a value is right; a list with the shape of all
@@ -290,27 +293,31 @@ def expect(value: Any, shape: Any, name: str = "content") -> None:
     if not is_right:
         raise ValueError(f"its {name} is not what pgtk writes there")
     if isinstance(shape, list):
+        assert isinstance(value, list)  # since it is right
         for item in value:
             expect(item, shape[0], name)
     elif isinstance(shape, dict):
+        assert isinstance(value, dict)
         shapes = {key.strip("?"): expected for key, expected in shape.items() if key is not str}
         keys = shapes | value if str in shape else shapes
         for key in keys:
             is_optional = f"{key}?" in shape
             if key in value or not is_optional:
-                expect(value.get(key), shapes.get(key, shape.get(str)), key)
+                expect(value.get(key), shapes[key] if key in shapes else shape[str], key)
 
 
 def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def is_number(value: Any) -> bool:
-    # math.isfinite raises OverflowError for a whole number that no float can hold.
-    return type(value) in (int, float) and math.isfinite(value) is not None
+def is_number(value: object) -> TypeGuard[float]:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    math.isfinite(value)  # It raises OverflowError for a whole number that no float can hold.
+    return True
 
 
-def _is_share(value: Any) -> bool:
+def _is_share(value: object) -> bool:
     return is_number(value) and 0 <= value <= 1
 
 

@@ -7,11 +7,19 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system import report
-from pgtoolkit.system.plain_files import json_object
+from pgtoolkit.system.plain_files import JsonObject, json_object
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        PretrainedConfig,
+        PreTrainedTokenizerBase,
+        PreTrainedTokenizerFast,
+    )
 
 ADAPTER_SETTINGS = "adapter_config.json"
 _SETTINGS = (
@@ -45,7 +53,7 @@ def refused(path: str, needs: str, reason: str) -> Iterator[None]:
         ) from error
 
 
-def load_config(path: str) -> Any:
+def load_config(path: str) -> PretrainedConfig:
     """Return the model's transformers configuration.
 
     Raises ConfigError, also for adapters and damaged files that transformers would accept in
@@ -73,7 +81,7 @@ def load_config(path: str) -> Any:
         return AutoConfig.from_pretrained(os.path.expanduser(path), **how_to_load(path))
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """Return the model's tokenizer, which pads on the left. Raises ConfigError."""
     from transformers import AutoTokenizer
 
@@ -83,7 +91,7 @@ def load_tokenizer(path: str) -> Any:
         )
 
 
-def load_generation_config(path: str) -> Any:
+def load_generation_config(path: str) -> GenerationConfig:
     """Return the model's settings of sampling, from generation_config.json or, as transformers
     does, from config.json.
 
@@ -110,7 +118,7 @@ def how_to_load(path: str) -> dict[str, bool]:
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
 
 
-def model_settings(path: str | Path | None) -> dict:
+def model_settings(path: str | Path | None) -> JsonObject:
     """Return the settings of the language model in a folder's config.json; {} where `load_config`
     refuses it."""
     try:
@@ -121,7 +129,9 @@ def model_settings(path: str | Path | None) -> dict:
     return settings | text_settings if isinstance(text_settings, dict) else settings
 
 
-def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+def end_tokens(
+    generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
     """Return the ids that end a completion: the tokenizer's end token and those in the settings."""
     in_settings = generation_config.eos_token_id
     if not isinstance(in_settings, list):

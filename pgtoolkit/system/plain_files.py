@@ -14,9 +14,12 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pgtoolkit.errors import StorageError
+
+JsonObject = dict[str, Any]
+"""A JSON object, whose values may be anything."""
 
 
 def refuse_links(run_dir: Path) -> None:
@@ -122,7 +125,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def json_object(file: Path) -> dict:
+def json_object(file: Path) -> JsonObject:
     """Return the JSON object that a file of somebody else's holds; raises OSError or ValueError."""
     content = json.loads(file.read_bytes())
     if not isinstance(content, dict):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.losses.checks import is_whole
@@ -32,7 +32,7 @@ class Report:
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    default_of: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
+    default_of: Callable[[str], object] = field(default=lambda key: None, compare=False, repr=False)
 
     def refuse(self, setting: str, needs: str, got: object, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
@@ -128,7 +128,7 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
     return best
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return True if the value is a finite int or float; a bool is not."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 

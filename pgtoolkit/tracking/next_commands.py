@@ -106,7 +106,7 @@ def _typed_overrides(run_dir: str | Path) -> list[str]:
     return [f"{key}={_quoted(value)}" for key, value in values.items()]
 
 
-def _quoted(value: str | list) -> str:
+def _quoted(value: str | list[str]) -> str:
     """Return a text, or a list of them, as Hydra reads it in an override."""
     if not isinstance(value, str):
         return f"[{','.join(map(repr, value))}]"

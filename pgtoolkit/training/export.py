@@ -306,7 +306,8 @@ def _merged_model(config: Config, state: dict) -> PreTrainedModel:
     policy = build_policy(model_config, None, on_gpu=False)
     load_weights(policy, state)
     merge(policy.model)
-    dtype: torch.dtype = load_config(config.model.path).dtype or torch.float32
+    dtype = load_config(config.model.path).dtype or torch.float32
+    assert not isinstance(dtype, str)  # since transformers makes a torch.dtype of a name
     return policy.model.to(dtype)  # pyright: ignore[reportArgumentType]  (transformers' types)
 
 

@@ -7,8 +7,8 @@ are printed before a start.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.keys import default, keys_of, plain_value
@@ -19,7 +19,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say, text
 
 
-def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str]:
+def commands_not_typed(config: Config, typed: Iterable[tuple[str, object]]) -> list[str]:
     """Return a problem for each program that a run's file names and the user has not typed.
 
     typed: the keys that were typed, with their values.
@@ -72,9 +72,9 @@ def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
     return outside
 
 
-def named_commands(config: object) -> dict[str, Any]:
-    """Return key -> program with its arguments, for those that are not the default."""
-    named: dict[str, Any] = {}
+def named_commands(config: object) -> dict[str, str | list[str]]:
+    """Return key -> program, or its arguments, for those that are not the default."""
+    named: dict[str, str | list[str]] = {}
     for key in keys_of(config):
         if key.code == "command":
             value = plain_value(config, key.name)
@@ -85,7 +85,7 @@ def named_commands(config: object) -> dict[str, Any]:
 
 def named_functions(config: object) -> dict[str, str]:
     """Return key -> dotted path, for the functions and classes that a configuration names."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for key in keys_of(config):
         if key.code == "function":
             value = plain_value(config, key.name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.rules.named import installed
 from pgtoolkit.system.report import Report
@@ -37,7 +36,7 @@ def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
     _numbers_of_jobs(launcher.settings, report)
 
 
-def _numbers_of_jobs(settings: dict[str, Any], report: Report) -> None:
+def _numbers_of_jobs(settings: Dictionary, report: Report) -> None:
     n_jobs = settings.get("n_jobs")
     jobs_per_gpu = settings.get("jobs_per_gpu")
     if n_jobs is not None and n_jobs < 1:

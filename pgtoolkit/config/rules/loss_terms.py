@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from typing import Any
 
 from pgtoolkit.config.counts import samples_ahead
 from pgtoolkit.config.key import with_values
@@ -434,7 +433,7 @@ def needs_teacher(c: Config) -> bool:
     return not (has_advantage or has_entropy or has_own_prompt)
 
 
-def other_vocabulary(c: Config, needs: str, got: Any) -> str:
+def other_vocabulary(c: Config, needs: str, got: object) -> str:
     """Return the refusal of a reference whose tokens are not the policy's."""
     use = "a model of the same family"
     if not needs_teacher(c):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from typing import Any
 
 from pgtoolkit.system.functions import is_dotted_path, kind_of
 from pgtoolkit.system.report import Report
 
 
-def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
+def existing(report: Report, path: str, value: str | None, hub: bool = False) -> None:
     """Refuse the value of the key `path` where there is no such file, folder or glob.
 
     hub: a name on the hub is allowed too, and is not looked up.

@@ -13,7 +13,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
-from pgtoolkit.system.report import Report, plural, refusal, text
+from pgtoolkit.system.report import Report, is_number, plural, refusal, text
 
 
 def rollout(c: Config, report: Report) -> None:
@@ -196,7 +196,7 @@ def _note_rounded_logits(c: Config, report: Report) -> None:
     )
 
 
-def unknown_parts(model: ModelConfig, kind: str | None) -> str | None:
+def unknown_parts(model: ModelConfig, kind: object) -> str | None:
     """Return the problem with a model that is to be compiled and whose parts are not known.
 
     kind: its type; None if that is not known yet.
@@ -248,7 +248,7 @@ def optimizer(c: Config, report: Report) -> None:
     if warmup >= steps:
         settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
         report.note(f"{settings}: the run ends during warm-up.")
-    if default_rate is not None and rate >= 100 * default_rate:
+    if is_number(default_rate) and rate >= 100 * default_rate:
         report.note(
             f"optimizer.learning_rate={text(rate)} is {rate / default_rate:,.0f} times the "
             f"{text(default_rate)} that is usual for such a model: the policy may leave its clip, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pgtoolkit.config.counts import documents_per_batch, samples_ahead, tokens_at_least
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
@@ -187,7 +186,7 @@ def _pipeline(c: Config, report: Report) -> None:
 def misfits(
     sizes: Mapping[str, int],
     shard: bool,
-    known: dict[str, Any],
+    known: Mapping[str, object],
     vocabulary: int | None,
 ) -> list[str]:
     """Return the problems with spreading a model over these sizes.
@@ -205,7 +204,7 @@ def misfits(
     return [problem for problem in problems if problem is not None]
 
 
-def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: str | None) -> str | None:
+def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: object) -> str | None:
     axes = [name for name in AXES if name != "data_parallel" and sizes[name] > 1]
     spread = [f"{name}={sizes[name]}" for name in axes]
     if shard:
@@ -221,7 +220,7 @@ def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: str | None) -> 
     )
 
 
-def _misfit_of_heads(tensor: int, known: dict[str, Any]) -> str | None:
+def _misfit_of_heads(tensor: int, known: Mapping[str, object]) -> str | None:
     counts = {kind: known.get(kind) for kind in ("attention heads", "key-value heads")}
     heads = {kind: count for kind, count in counts.items() if is_whole(count) and count >= 1}
     uneven = [kind for kind, count in heads.items() if count % tensor]
@@ -251,7 +250,7 @@ def _misfit_of_vocabulary(tensor: int, vocabulary: int | None) -> str | None:
     )
 
 
-def _misfits_of_stages(stages: int, known: dict[str, Any]) -> Iterator[str]:
+def _misfits_of_stages(stages: int, known: Mapping[str, object]) -> Iterator[str]:
     setting = f"parallelism.pipeline_parallel={stages}"
     layers = known.get("layers")
     if known.get("tied") and stages > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from pgtoolkit.config import schema_tasks as tasks
 from pgtoolkit.config.evaluation_sets import (
@@ -19,7 +18,7 @@ from pgtoolkit.config.evaluation_sets import (
     sampling,
     watched,
 )
-from pgtoolkit.config.key import with_values
+from pgtoolkit.config.key import Dictionary, with_values
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
@@ -109,7 +108,7 @@ def _count_groups(pattern: str | None) -> tuple[int, str | None]:
 
 def _check_verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; return the names of those that are used."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, Dictionary] = {}
     for name, entry in task.verifiers.items():
         if _check_entry(name, entry, report):
             entries[f"verifiers.{name}."] = entry
@@ -336,9 +335,10 @@ def _check_sampling(c: Config, report: Report) -> None:
 
 
 def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
-    """Apply the rules on a task to the task of a set."""
+    """Apply the rules on a task to the task of a set. The longest length has to be known."""
     task = held_out.task
     length = sampling(c)["max_completion_length"]
+    assert length is not None
     of_set = Report(
         default_of=lambda name: option_values("task", task.name)[name.removeprefix("task.")]
     )
