@@ -154,10 +154,15 @@ def _keys_of(
     known = {shown(key): key for key in (*keys, *others)}
     for name in names:
         if name not in known:
-            listing = ", ".join(map(shown, keys)) or "none"
+            if not keys:
+                raise ConfigError(
+                    f"{option}={name} needs a key that tells the runs apart (got {name}). These "
+                    f"runs differ in no key. Use runs that do, or leave {option} out."
+                )
+            listing = ", ".join(map(shown, keys))
             raise ConfigError(
-                f"{option}={name} needs a key that tells the runs apart. These are {listing}. Use "
-                "another."
+                f"{option}={name} needs a key that tells the runs apart (got {name}). These are "
+                f"{listing}. Use {option}={shown(keys[0])}."
             )
     return [known[name] for name in names]
 

@@ -157,9 +157,11 @@ def _definition_of_reached(compared: Compared) -> list[str]:
 def question(compared: Compared) -> str:
     """Return the question that the verdicts answer, with the test that answers it."""
     if not compared.comparisons:
+        has_finished = any(group.counted for group in compared.groups)
+        number = "one" if has_finished else "no"
         return (
-            "Nothing to compare: one configuration has finished runs. Name more runs to compare "
-            "it with."
+            f"Nothing to compare: {number} configuration has finished runs. Name more runs to "
+            "compare."
         )
     tests = compared.comparisons
     kinds = sorted(

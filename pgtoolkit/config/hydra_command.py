@@ -57,9 +57,10 @@ def hydra_arguments(argv: list[str]) -> Namespace:
 
 
 def _not_understood(message: str) -> NoReturn:
-    raise ConfigError(
-        f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help."
-    )
+    reason = ""
+    if message.startswith("unrecognized"):
+        reason = "Overrides are written without dashes: loss=grpo. "
+    raise ConfigError(f"{message}. {reason}Use pgtk --help.")
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:

@@ -14,7 +14,15 @@ from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, OWN_CODE, fits, is_own_code, keys_of, values_in_words
+from pgtoolkit.config.keys import (
+    KEYS,
+    OWN_CODE,
+    existing_key,
+    fits,
+    is_own_code,
+    keys_of,
+    values_in_words,
+)
 from pgtoolkit.config.own_code import keys_set
 from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
@@ -38,6 +46,9 @@ _NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 ALSO_CALLED = {"ppo": "loss=grpo"}
 """Name that the field has for an option -> our name of it."""
+
+_VALUES_ALSO_CALLED = {"gpu": "cuda"}
+"""Name that the field has for a value -> our name of it."""
 
 _TAKES_VALUE = {
     "model": ("huggingface", "model.path", "{}"),
@@ -105,7 +116,9 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     if without_secret != typed:
         return holds_secret(without_secret)
     if override.is_delete():
-        use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
+        use = f"{key}={'OPTION' if key in groups else 'VALUE'} to change it"
+        if "none" in groups.get(key, ()):
+            use = f"{key}=none"
         return refusal(
             setting=typed,
             needs="to keep the key",
@@ -262,7 +275,8 @@ def incomplete(config: DictConfig) -> list[str]:
     in its place. Returns at most one problem."""
     names_of_schemas = {changeable(schema): name for name, schema in SCHEMAS.items()}
     wrong = []
-    for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
+    groups = dict.fromkeys(name.partition("/")[0] for name in SCHEMAS)
+    for group in groups:
         kind = OmegaConf.get_type(config, group) if group in config else None
         name_of_schema = "" if kind is None else names_of_schemas.get(kind, "")
         group_of_schema, _, option = name_of_schema.partition("/")
@@ -270,13 +284,16 @@ def incomplete(config: DictConfig) -> list[str]:
             wrong.append(group)
     if not wrong:
         return []
+    use = f"defaults: [config, override /{wrong[0]}: OPTION, _self_]"
+    if len(wrong) == len(groups):
+        use = "defaults: [config, _self_] at the file's top"
     return [
         refusal(
             setting="the configuration",
             needs="the keys of an option in every group",
             got=f"none in {', '.join(wrong)}",
             reason="A file changes the main configuration.",
-            use=f"defaults: [config, override /{wrong[0]}: OPTION, _self_]",
+            use=use,
         )
     ]
 
@@ -321,8 +338,11 @@ def unknown_key(config: DictConfig, key: str, value: object, groups: Iterable[st
         use = " ".join(f"{name}={text(value)}" for name in keys_for_theirs)
         if similar and similar not in keys_for_theirs and similar.rpartition(".")[2] == key:
             use = f"{use}, or {similar}={text(value)}"
-    elif similar:
+    elif similar in groups:
         use = f"{similar}={text(value)}"
+    elif similar:
+        similar_key = existing_key(similar, config)
+        use = _fitting(similar_key, value)
     elif leaf and isinstance(config.get(group), DictConfig):
         use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
     return f"Unknown key {key!r}. Use {use}."
@@ -356,10 +376,12 @@ def _key_of_other_option(config: DictConfig, keys: list[Key], value: object) -> 
 
 
 def _fitting(key: Key, value: object) -> str:
-    """Return the override of a key with this value, or one that it takes."""
-    if not fits(key, value) and key.names:
-        value = key.names[0]
-    return f"{key.name}={text(value)}"
+    """Return the override of a key with this value, or one with a value that it takes."""
+    if fits(key, value):
+        return f"{key.name}={text(value)}"
+    if key.names:
+        return f"{key.name}={key.names[0]}"
+    return f"{key.name}=VALUE"
 
 
 def unresolvable(key: str, value: object, error: Exception) -> str:
@@ -372,7 +394,8 @@ def unresolvable(key: str, value: object, error: Exception) -> str:
 
 def wrong_type(key: Key, value: object, default: object) -> str:
     """Refuse a value that the type of its key does not allow. default: the key's."""
-    better = nearest(text(value), key.names) or default
+    word = _VALUES_ALSO_CALLED.get(text(value), text(value))
+    better = nearest(word, key.names) or default
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):
         better = int(value)  # for 1e3, which is 1000.0
     use = f"{key.name}={text(better)}"

@@ -17,15 +17,19 @@ class _Parser(argparse.ArgumentParser):
     """Reads the words of a sub-command; a mistake is a ConfigError.
 
     command: the line as it was typed, for the pages that the sub-command writes.
+    words: what stands after the name, as `pgtk --help` shows it.
     """
 
     def __init__(self, name: str, argv: list[str]):
         super().__init__(f"pgtk {name}", description=REPORTS[name][1].partition("; --")[0])
         self.command = redact(shlex.join(["pgtk", name, *argv]))
+        self.words = REPORTS[name][0]
 
     def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().split()[1:])
-        raise ConfigError(f"{self.prog}: {message}. Use {usage}.")
+        usage = f"{self.prog} {self.words}".rstrip()
+        raise ConfigError(
+            f"{self.prog}: {message}. Use {usage}; {self.prog} --help lists the options."
+        )
 
 
 def report(name: str, argv: list[str]) -> int:

@@ -49,13 +49,24 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
     config = composed.config
     default_of = functools.partial(default, config, choices=composed.choices)
     report = Report([*composed.problems], default_of=default_of)
-    if out.suffix != ".jsonl" or out.exists():
+    new = out.with_suffix(".jsonl")
+    if new.exists():
+        new = out.with_name(f"{out.stem}-2.jsonl")
+    if out.exists():
         report.refuse(
             setting=f"OUT={out}",
             needs="a new .jsonl file",
-            got="one that exists" if out.exists() else "another kind",
+            got="one that exists",
             reason="Nothing is written over.",
-            use=str(out.with_name(f"{out.stem}-2.jsonl")),
+            use=str(new),
+        )
+    elif out.suffix != ".jsonl":
+        report.refuse(
+            setting=f"OUT={out}",
+            needs="a name that ends in .jsonl",
+            got=out.name,
+            reason="Each line of the file is a JSON object.",
+            use=str(new),
         )
     for override in overrides:
         if re.match(r"task[.=]|seed=", override):

@@ -340,7 +340,7 @@ def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
         "the configuration needs the keys of an option in every group (got none in loss, "
         "aggregation"
     ) in said
-    assert said.endswith("Use defaults: [config, override /loss: OPTION, _self_].\n")
+    assert said.endswith("Use defaults: [config, _self_] at the file's top.\n")
 
 
 # Other launchers

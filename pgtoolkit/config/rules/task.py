@@ -294,12 +294,18 @@ def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: R
             continue
         setting = f"{place}.{name}={text(value)}"
         if name not in known:
+            tasks_with_key = [
+                key.schema.partition("/")[2] for key in KEYS if key.name == f"task.{name}"
+            ]
+            use = f"{place}.KEY=VALUE with one of them"
+            if tasks_with_key:
+                use = f"{place}.task={tasks_with_key[0]} for the key of that task, or {use}"
             report.refuse(
                 setting=setting,
                 needs=f"one of {', '.join(known)}",
                 got=name,
                 reason=f"A set has the keys of task={kind}, and {', '.join(OF_A_SET)}.",
-                use=f"{place}.KEY=VALUE with one of them",
+                use=use,
             )
         elif not fits(known[name], value):
             report.refuse(
