@@ -156,12 +156,12 @@ def _keys_of(
         if name not in known:
             if not keys:
                 raise ConfigError(
-                    f"{option}={name} needs a key that tells the runs apart (got {name}). These "
+                    f"{option}={name} needs a key that tells the runs apart. These "
                     f"runs differ in no key. Use runs that do, or leave {option} out."
                 )
             listing = ", ".join(map(shown, keys))
             raise ConfigError(
-                f"{option}={name} needs a key that tells the runs apart (got {name}). These are "
+                f"{option}={name} needs a key that tells the runs apart. These are "
                 f"{listing}. Use {option}={shown(keys[0])}."
             )
     return [known[name] for name in names]

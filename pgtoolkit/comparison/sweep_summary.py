@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for
+from pgtoolkit.comparison.reports import write
+from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.find import find_runs
@@ -54,9 +56,6 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
 
     Return the comparison in Markdown, or a sentence on why there is none.
     """
-    from pgtoolkit.comparison.reports import write
-    from pgtoolkit.comparison.text_report import render_comparison
-
     try:
         compared = compare(find_runs([str(sweep_folder)], needed_for(None)))
     except ConfigError as error:

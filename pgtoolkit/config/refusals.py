@@ -338,7 +338,7 @@ def unknown_key(config: DictConfig, key: str, value: object, groups: Iterable[st
         use = " ".join(f"{name}={text(value)}" for name in keys_for_theirs)
         if similar and similar not in keys_for_theirs and similar.rpartition(".")[2] == key:
             use = f"{use}, or {similar}={text(value)}"
-    elif similar in groups:
+    elif similar and similar in groups:
         use = f"{similar}={text(value)}"
     elif similar:
         similar_key = existing_key(similar, config)

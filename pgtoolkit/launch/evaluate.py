@@ -25,6 +25,7 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
+from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import Row
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import write_atomically
@@ -53,8 +54,6 @@ def evaluate_command(
     on: files, folders, globs or names of data sets, each a set, in the place of those of the run.
     Raises PgtoolkitError.
     """
-    from pgtoolkit.runs.find import is_run
-
     run_dir = source if source is not None and is_run(source) else None
     if run_dir is None:
         _refuse_flags_of_runs(source, step, best, training_prompts)
@@ -144,8 +143,6 @@ def _configuration(
 def _model_overrides(command: str, folder: Path) -> list[str]:
     """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none."""
     if not (folder / "config.json").is_file():
-        from pgtoolkit.runs.find import not_a_run
-
         raise not_a_run(command, folder, "a run directory, or a model's Hugging Face folder")
     return ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
 

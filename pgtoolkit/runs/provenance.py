@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
+import pgtoolkit
 from pgtoolkit.runs.modules import module_digests
 from pgtoolkit.runs.records import TIME, Row
 from pgtoolkit.system.redaction import SECRET_FILES, redact
@@ -59,8 +60,6 @@ def collect(
     for an installed package) and that of the current directory, if it is another, each as a
     `Repository`. `gpus` come from nvidia-smi.
     """
-    import pgtoolkit
-
     digests = module_digests(modules)
     evaluation_digests = module_digests(evaluation_modules)
     return {

@@ -68,7 +68,7 @@ def test_prompts_of_a_file_are_each_written_once(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["rows.jsonl", "loss=grpo"], "loss=grpo needs to be the task, a key of it, or the seed"),
-        (["rows.csv"], r"OUT=rows.csv needs a new .jsonl file (got another kind)"),
+        (["rows.csv"], "OUT=rows.csv needs a name that ends in .jsonl (got rows.csv)."),
         (["there.jsonl"], "(got one that exists). Nothing is written over. Use there-2.jsonl."),
         (["rows.jsonl", "task=chain_sum", "task.max_terms=2"], "task.min_terms=3 needs at most 2"),
         (["rows.jsonl", "task=prompts"], "task.path needs a value"),
