@@ -1,4 +1,7 @@
-"""The documents of a step dealt out to ranks, the sum of their gradients, and their agreement."""
+"""Ranks share the documents of a step, sum their gradients, and agree on errors.
+
+Steps are compared with those of one process, sums with sums in float64.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,20 @@ def document(number: int, length: int) -> Document:
     values = torch.full((length - 1,), float(number))
     mask = torch.arange(length) > 0
     return Document(
-        torch.full((length,), number), mask, values, values, number // 2, f"document {number}"
+        tokens=torch.full((length,), number),
+        loss_mask=mask,
+        old_log_probs=values,
+        advantages=values,
+        group=number // 2,
+        name=f"document {number}",
     )
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), ranks=st.integers(1, 5))
 @settings(max_examples=60)
-def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once(lengths, ranks):
+def test_ranks_have_equally_many_micro_batches_and_together_each_document_once(lengths, ranks):
     documents = [document(number, length) for number, length in enumerate(lengths)]
-    alone = make_step(documents, 12, {})
+    in_one_process = make_step(documents, 12, {})
     steps = [make_step(documents, 12, {}, rank, ranks) for rank in range(ranks)]
     assert len({len(step.micro_batches) for step in steps}) == 1
     micro_batches = [micro_batch for step in steps for micro_batch in step.micro_batches]
@@ -39,10 +47,11 @@ def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_o
     names = [name for micro_batch in micro_batches for name in micro_batch.names]
     assert sorted(names) == sorted(f"document {number}" for number in range(len(lengths)))
     for step in steps:
-        assert vars(step.totals).keys() == vars(alone.totals).keys()
+        totals = in_one_process.totals
+        assert vars(step.totals).keys() == vars(totals).keys()
         assert step.totals.num_documents == len(lengths)
-        assert step.totals.num_tokens == alone.totals.num_tokens
-        assert torch.equal(step.totals.tokens_per_group, alone.totals.tokens_per_group)
+        assert step.totals.num_tokens == totals.num_tokens
+        assert torch.equal(step.totals.tokens_per_group, totals.tokens_per_group)
         for micro_batch in step.micro_batches:
             groups = [int(name.split()[1]) // 2 for name in micro_batch.names]
             assert micro_batch.group_index.tolist() == groups  # numbered over all ranks
@@ -50,7 +59,8 @@ def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_o
     assert max(tokens) - min(tokens) <= max(lengths)
 
 
-def summed_gradients() -> tuple[list[torch.Tensor], list[int]]:
+def summed_gradients() -> list[torch.Tensor]:
+    """Return the sums on this rank; the last parameter has no gradient anywhere."""
     ranks = layout(data_parallel=4)
     generator = torch.Generator().manual_seed(ranks.rank)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (1,), (4, 4))]
@@ -62,7 +72,7 @@ def summed_gradients() -> tuple[list[torch.Tensor], list[int]]:
     return [parameter.grad for parameter in parameters[:-1]]
 
 
-def test_gradients_are_summed_bitwise_alike_on_all_ranks():
+def test_summed_gradients_are_bit_equal_on_all_ranks():
     sums = world(4).run(summed_gradients)
     expected = [torch.zeros(3, 5, dtype=torch.float64), torch.zeros(7), torch.zeros(1)]
     for rank in range(4):
@@ -76,9 +86,19 @@ def test_gradients_are_summed_bitwise_alike_on_all_ranks():
             torch.testing.assert_close(gradient.double(), total, rtol=1e-6, atol=1e-6)
 
 
-def decide() -> list:
+def largest_on_rank() -> int:
     ranks = layout(data_parallel=2)
-    outcomes = [largest(ranks.rank * 15, ranks)]
+    return largest(ranks.rank * 15, ranks)
+
+
+def test_all_ranks_get_the_largest_number_of_any():
+    assert world(2).run(largest_on_rank) == [15, 15]
+
+
+def errors_on_rank() -> list[str | tuple[str, str, bool]]:
+    """Return the outcomes of three blocks: rank 1 fails, both fail, none fails."""
+    ranks = layout(data_parallel=2)
+    outcomes = []
     for failing in ({1: DataError("torn")}, {0: StorageError("full"), 1: StorageError("full")}, {}):
         try:
             with failing_together(ranks):
@@ -91,22 +111,23 @@ def decide() -> list:
 
 
 def test_an_error_of_one_rank_is_raised_by_all():
-    expected = [15, ("DataError", "rank 1: torn", True), ("StorageError", "full", True), "no error"]
-    assert world(2).run(decide) == [expected] * 2
+    expected = [("DataError", "rank 1: torn", True), ("StorageError", "full", True), "no error"]
+    assert world(2).run(errors_on_rank) == [expected] * 2
 
 
-def wait_for_nobody() -> str | None:
+def error_of_waiting() -> str | None:
+    """Return the error of rank 0, which waits for rank 1 in vain."""
     ranks = Layout.of_world("cpu", 1, data_parallel=2)
     if ranks.rank == 1:
         return None
-    with pytest.raises(RankLost) as caught, losing_ranks(ranks, 1):
+    with pytest.raises(RankLost) as raised, losing_ranks(ranks, 1):
         dist.all_reduce(torch.zeros(1), group=ranks.loss_group)
-    return str(caught.value)
+    return str(raised.value)
 
 
-def test_a_silent_rank_is_named_as_a_lost_one():
+def test_a_rank_that_does_not_answer_is_reported_as_lost():
     try:
-        message, _ = world(2).run(wait_for_nobody)
+        message, _ = world(2).run(error_of_waiting)
     finally:
         world(2).stop()
     assert message.startswith(

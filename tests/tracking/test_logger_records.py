@@ -1,5 +1,4 @@
-"""Weights & Biases, offline, and TensorBoard with the real libraries: what their own files say of a
-run."""
+"""Runs recorded with Weights & Biases (offline) and TensorBoard, read back from their files."""
 
 import json
 import os
@@ -9,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from builders.stores import CONFIG, append_steps
@@ -16,6 +16,7 @@ from builders.stores import CONFIG, append_steps
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import Report
 from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
@@ -37,31 +38,32 @@ FLAT = {
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch, tmp_path):
+def offline(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture(params=["tensorboard", "wandb"])
-def kind(request):
+def kind(request) -> str:
     pytest.importorskip(request.param)
     return request.param
 
 
-def record_of(kind):
+def record_of(kind: str) -> WandbRecord | TensorBoardRecord:
     return WandbRecord("a project", False) if kind == "wandb" else TensorBoardRecord()
 
 
-def python(code, *arguments):
-    """A process of its own, which does not take the service of wandb's that this one has
-    started."""
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that does not use the service of wandb that this one has started."""
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def begin(kind, run, **keywords):
+def start_record(
+    kind: str, run: RunDirectory, **keywords: object
+) -> WandbRecord | TensorBoardRecord:
     run.write_config(SETTINGS, [])
     run.set_status("running", 0, **keywords)
     record = record_of(kind)
@@ -69,7 +71,7 @@ def begin(kind, run, **keywords):
     return record
 
 
-def evaluated(step, share):
+def evaluation_row(step: int, share: float) -> dict:
     return {
         "step": step,
         "time": 5.0,
@@ -80,8 +82,8 @@ def evaluated(step, share):
     }
 
 
-def history(kind, run, name):
-    """(step, value) of a metric in the order in which the record got them."""
+def history(kind: str, run: RunDirectory, name: str) -> list[tuple[int, float]]:
+    """Return (step, value) of a metric in the order in which the record got them."""
     if kind == "tensorboard":
         return [(event.step, event.value) for event in events(run).Scalars(name)]
     rows = [
@@ -95,7 +97,8 @@ def history(kind, run, name):
     return [(row["trainer/global_step"], row[name]) for row in rows if name in row]
 
 
-def events(run):
+def events(run: RunDirectory):
+    # The tests of wandb need no TensorBoard.
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0})
@@ -103,9 +106,8 @@ def events(run):
     return accumulator
 
 
-def wandb_records(run):
-    """The records of the one file of wandb's in a run directory, once its process has written the
-    last of them."""
+def wandb_records(run: RunDirectory) -> list:
+    """Return the records of the file of wandb in a run directory, once its process has ended it."""
     (path,) = run.path.glob("wandb/*/*.wandb")
     for _ in range(300):
         records = read_wandb_file(path.read_bytes())
@@ -115,11 +117,14 @@ def wandb_records(run):
     raise AssertionError(f"{path} has no end")
 
 
-def read_wandb_file(data):
-    """The records of a file in the format of LevelDB's log."""
+def read_wandb_file(data: bytes) -> list:
+    """Return the records of a file in the format of LevelDB's log."""
+    # The tests of TensorBoard need no wandb.
     from wandb.proto.wandb_internal_pb2 import Record
 
-    records, position, record = [], 7, b""
+    records = []
+    position = 7
+    record = b""
     while position + 7 <= len(data):
         left_in_block = 32768 - position % 32768
         if left_in_block < 7:
@@ -136,49 +141,59 @@ def read_wandb_file(data):
     return records
 
 
-def test_a_run_arrives_complete_and_without_secrets(kind, run):
-    record = begin(kind, run, sweep="a sweep")
-    run.append_evaluations([evaluated(0, 0.25)])
+def recorded_run(kind: str, run: RunDirectory) -> WandbRecord | TensorBoardRecord:
+    """Return the record of a run of 40 steps with two evaluations, which is done."""
+    record = start_record(kind, run, sweep="a sweep")
+    run.append_evaluations([evaluation_row(0, 0.25)])
     append_steps(run, 1, 40)
-    run.append_evaluations([evaluated(40, 0.75)])
+    run.append_evaluations([evaluation_row(40, 0.75)])
     assert record.finish("done") == []
+    return record
 
+
+def test_metrics_and_evaluations_of_a_run_are_recorded_without_secrets(kind, run):
+    recorded_run(kind, run)
     assert_no_secret_and_no_link(run.path / kind)
     assert history(kind, run, "loss") == [(step, step / 8) for step in range(1, 41)]
     assert history(kind, run, "evaluation/held_out/pass_at_1") == [(0, 0.25), (40, 0.75)]
     assert history(kind, run, "final/loss") == [(40, (37 + 38 + 39 + 40) / 4 / 8)]
-    if kind == "tensorboard":
-        assert history(kind, run, "loss_by_documents") == [
-            (64 * step, step / 8) for step in range(1, 41)
-        ]
-        assert record.shown_by == f"tensorboard --logdir {run.path}/tensorboard"
-        assert hyperparameters_of_tensorboard(run) == FLAT
-    else:
-        assert history(kind, run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
-        kept = wandb_records(run)
-        (opened,) = [record.run for record in kept if record.HasField("run")]
-        assert (opened.project, opened.run_group, opened.display_name) == (
-            "a project",
-            "a sweep",
-            "a name",
-        )
-        assert opened.run_id == read_status(run.path)["id"]
-        config = {
-            update.key: json.loads(update.value_json)
-            for record in kept
-            if record.HasField("config")
-            for update in record.config.update
-        }
-        assert {name: value for name, value in config.items() if name != "_wandb"} == {
-            **FLAT,
-            "run_directory": str(run.path),
-        }
-        assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [0]
-        (folder,) = run.path.glob("wandb/offline-run-*")
-        assert record.shown_by == f"wandb sync {folder}"
 
 
-def hyperparameters_of_tensorboard(run):
+def test_tensorboard_has_the_configuration_and_curves_over_documents(run):
+    pytest.importorskip("tensorboard")
+    record = recorded_run("tensorboard", run)
+    assert history("tensorboard", run, "loss_by_documents") == [
+        (64 * step, step / 8) for step in range(1, 41)
+    ]
+    assert record.shown_by == f"tensorboard --logdir {run.path}/tensorboard"
+    assert hyperparameters_of_tensorboard(run) == FLAT
+
+
+def test_wandb_has_the_configuration_names_and_documents_of_a_run(run):
+    pytest.importorskip("wandb")
+    record = recorded_run("wandb", run)
+    assert history("wandb", run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
+    records = wandb_records(run)
+    (opened,) = [record.run for record in records if record.HasField("run")]
+    assert opened.project == "a project"
+    assert opened.run_group == "a sweep"
+    assert opened.display_name == "a name"
+    assert opened.run_id == read_status(run.path)["id"]
+    config = {
+        update.key: json.loads(update.value_json)
+        for record in records
+        if record.HasField("config")
+        for update in record.config.update
+    }
+    config.pop("_wandb", None)  # of wandb itself, if it is written already
+    assert config == {**FLAT, "run_directory": str(run.path)}
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    (folder,) = run.path.glob("wandb/offline-run-*")
+    assert record.shown_by == f"wandb sync {folder}"
+
+
+def hyperparameters_of_tensorboard(run: RunDirectory) -> dict[str, object]:
+    # The tests of wandb need no TensorBoard.
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
@@ -186,7 +201,7 @@ def hyperparameters_of_tensorboard(run):
     return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
 
 
-def assert_no_secret_and_no_link(folder):
+def assert_no_secret_and_no_link(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     for path in files:
@@ -196,17 +211,17 @@ def assert_no_secret_and_no_link(folder):
 
 
 @pytest.mark.slow
-def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
-    begin_and_die = (
+def test_steps_that_are_trained_again_after_a_kill_are_recorded_once(kind, run):
+    start_and_die = (
         "import os, sys, time; sys.path.insert(0, 'tests')\n"
         "from builders.stores import append_steps\n"
-        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import "
-        "RunDirectory\n"
-        "run = RunDirectory(sys.argv[2]); begin(sys.argv[1], run)\n"
+        "from tracking.test_logger_records import start_record\n"
+        "from pgtoolkit.runs.directory import RunDirectory\n"
+        "run = RunDirectory(sys.argv[2]); start_record(sys.argv[1], run)\n"
         "append_steps(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
     )
     run.close()
-    assert python(begin_and_die, kind, str(run.path)).returncode == -signal.SIGKILL
+    assert run_python(start_and_die, kind, str(run.path)).returncode == -signal.SIGKILL
 
     run.drop_metrics_after(6)
     record = record_of(kind)
@@ -217,11 +232,10 @@ def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
     first_six = [(step, step / 8) for step in range(1, 7)]
     assert history(kind, run, "loss") == first_six + [(step, 100.0 + step) for step in range(7, 13)]
     if kind == "wandb":
-        kept = wandb_records(run)
-        assert {record.run.run_id for record in kept if record.HasField("run")} == {
-            read_status(run.path)["id"]
-        }
-        assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [255]
+        records = wandb_records(run)
+        ids = {record.run.run_id for record in records if record.HasField("run")}
+        assert ids == {read_status(run.path)["id"]}
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [255]
 
 
 def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
@@ -230,28 +244,29 @@ def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
     with pytest.raises(
         StorageError, match=r"^TensorBoard failed: .*\. Training has not started\.$"
     ):
-        begin("tensorboard", run)
+        start_record("tensorboard", run)
 
 
 @pytest.mark.slow
-def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
+def test_a_run_whose_tracker_breaks_continues_after_one_note(run):
     pytest.importorskip("wandb")
-    break_it = (
-        "import logging, sys, time, psutil; sys.path.insert(0, 'tests'); from builders.stores "
-        "import train\n"
-        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import "
-        "RunDirectory\n"
+    kill_wandb = (
+        "import logging, sys, time, psutil; sys.path.insert(0, 'tests')\n"
+        "from builders.stores import append_steps\n"
+        "from tracking.test_logger_records import start_record\n"
+        "from pgtoolkit.runs.directory import RunDirectory\n"
         "logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "run = RunDirectory(sys.argv[1]); record = begin('wandb', run); train(run, 1, 3); "
-        "time.sleep(1.5)\n"
+        "run = RunDirectory(sys.argv[1]); record = start_record('wandb', run)\n"
+        "append_steps(run, 1, 3); time.sleep(1.5)\n"
         "for child in psutil.Process().children(recursive=True): child.kill()\n"
-        "time.sleep(0.5); train(run, 4, 9); time.sleep(2.5); train(run, 10, 12); "
+        "time.sleep(0.5); append_steps(run, 4, 9); time.sleep(2.5); append_steps(run, 10, 12)\n"
         "print(record.finish('done'))"
     )
     run.close()
-    done = python(break_it, str(run.path))
-    assert done.stdout == "[]\n"
-    assert done.stderr.count("WARNING note: wandb failed and gets no more rows of this run") == 1
+    process = run_python(kill_wandb, str(run.path))
+    assert process.stdout == "[]\n", process.stderr
+    note = "WARNING note: wandb failed and gets no more rows of this run"
+    assert process.stderr.count(note) == 1
     assert len(run.metrics_path.read_text().splitlines()) == 12
 
 
@@ -288,7 +303,7 @@ def test_a_tracker_that_cannot_record_is_refused_before_the_run(overrides, probl
     assert any(re.search(problem, text) for text in report.problems), report.problems
 
 
-def test_a_tracker_is_named_once(monkeypatch):
+def test_a_tracker_that_is_named_twice_is_refused(monkeypatch):
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: True)
     for overrides in (["tracking=wandb", "tracking.also=[wandb]"], ["tracking.also=[wandb,wandb]"]):
         (problem,) = validated(compose(overrides))[1].problems
@@ -308,7 +323,7 @@ def test_a_tracker_is_named_once(monkeypatch):
         ({"WANDB_MODE": "disabled"}, "wandb needs WANDB_MODE online or offline (got disabled)."),
     ],
 )
-def test_wandb_is_asked_before_the_run_whether_it_can_record(environment, problem, monkeypatch):
+def test_a_wandb_that_cannot_record_is_a_problem_before_the_run(environment, problem, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY")
     for name, value in {"WANDB_BASE_URL": "https://wandb.example.org", **environment}.items():

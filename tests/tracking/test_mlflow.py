@@ -1,4 +1,4 @@
-"""MLflow on real stores: nothing lost, nothing doubled, nothing that stops training."""
+"""MLflow on real stores and servers: rows arrive once, and no failure of a store stops training."""
 
 import contextlib
 import hashlib
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,29 +26,25 @@ from pgtoolkit.tracking import mlflow_run
 from pgtoolkit.tracking.mlflow_run import sync
 from pgtoolkit.tracking.store import client_of, flatten, open_store
 
+CONFIG_WITH_NAME = {
+    "seed": 3,
+    "loss": {"name": "gspo", "epsilon_low": 3e-4},
+    "aggregation": {"mode": "constant", "divisor": None, "reducer": None},
+    "fp32": True,
+    "o": {"a@b": 1},
+    "tracking": {"run_name": "name", "uri": None},
+    "trainer": {"max_steps": 500, "keep_checkpoints": 2},
+}
 
-def test_a_run_arrives_complete(uri, run):
-    config = {
-        "seed": 3,
-        "loss": {"name": "gspo", "epsilon_low": 3e-4},
-        "aggregation": {"mode": "constant", "divisor": None, "reducer": None},
-        "fp32": True,
-        "o": {"a@b": 1},
-        "tracking": {"run_name": "name", "uri": None},
-        "trainer": {"max_steps": 500, "keep_checkpoints": 2},
-    }
+
+def test_the_configuration_and_tags_of_a_run_arrive(uri, run):
     run.write_provenance(
         {"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]}
     )
-    tracker = start_tracker(uri, run, config=config, sweep="a sweep")
-    append_steps(run, 1, 500)
-    (run.path / "curves.png").write_text("picture")
+    tracker = start_tracker(uri, run, config=CONFIG_WITH_NAME, sweep="a sweep")
     assert tracker.finish("done") == []
-    assert tracker.finish("failed") == []
-
     saved = MlflowClient(uri).get_run(tracker.info["run_id"])
-    assert (saved.info.status, saved.info.run_name) == ("FINISHED", "name")
-    assert saved.info.end_time == round(1000 * read_metrics(run.metrics_path)["time"][-1])
+    assert saved.info.run_name == "name"
     assert saved.data.params == {
         "seed": "3",
         "loss.name": "gspo",
@@ -73,6 +70,19 @@ def test_a_run_arrives_complete(uri, run):
         "mlflow.source.git.commit": "c" * 40,
         "run_directory": str(run.path),
     }
+
+
+def test_the_metrics_and_files_of_a_run_arrive_and_its_first_end_stays(uri, run):
+    run.write_provenance({"git": []})
+    tracker = start_tracker(uri, run)
+    append_steps(run, 1, 500)
+    (run.path / "curves.png").write_text("picture")
+    assert tracker.finish("done") == []
+    assert tracker.finish("failed") == []
+
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert saved.info.status == "FINISHED"
+    assert saved.info.end_time == round(1000 * read_metrics(run.metrics_path)["time"][-1])
     assert metric_history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
     by_documents = metric_history(uri, saved.info.run_id, "loss_by_documents")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
@@ -81,7 +91,7 @@ def test_a_run_arrives_complete(uri, run):
         Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
     )
     assert (artifacts / "curves.png").read_text() == "picture"
-    names = {
+    assert {path.name for path in artifacts.iterdir()} == {
         "config.yaml",
         "overrides.yaml",
         "provenance.json",
@@ -89,10 +99,9 @@ def test_a_run_arrives_complete(uri, run):
         "metrics.jsonl",
         "curves.png",
     }
-    assert {path.name for path in artifacts.iterdir()} == names
 
 
-def test_resume_doubles_nothing_and_loses_nothing(uri, run):
+def test_a_resumed_run_has_each_step_once_and_the_parameters_of_its_start(uri, run):
     tracker = start_tracker(uri, run)
     append_steps(run, 1, 10)
     tracker.finish("interrupted")
@@ -120,7 +129,7 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
 
 
-def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
+def test_rows_that_a_process_appended_right_before_it_ended_are_delivered(uri, run):
     code = (
         "import sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
         "from pgtoolkit.runs.directory import RunDirectory\n"
@@ -130,11 +139,12 @@ def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
         "raise SystemExit(3)"
     )
     run.close()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True
     )
-    assert done.returncode == 3
-    assert metric_history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
+    assert process.returncode == 3
+    run_id = process.stdout.strip()
+    assert metric_history(uri, run_id) == [(step, step / 8) for step in range(1, 51)]
 
 
 def test_a_server_that_is_down_is_refused_at_once(run):
@@ -150,17 +160,17 @@ def test_a_server_that_is_down_is_refused_at_once(run):
 
 
 @contextlib.contextmanager
-def trickling():
-    """The address of a server that gives its answers byte by byte, each in time."""
+def trickling_server() -> Iterator[str]:
+    """Yield the address of a server that sends its answers byte by byte, each within a timeout."""
 
-    def answer(client):
+    def answer(client: socket.socket) -> None:
         with contextlib.suppress(OSError), client:
             client.recv(1 << 16)
             for byte in b"HTTP/1.1 200 OK\r\nX-Slowly: " + 10_000 * b"x":
                 client.sendall(bytes([byte]))
                 time.sleep(0.1)
 
-    def accept():
+    def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
                 threading.Thread(target=answer, args=server.accept()[:1], daemon=True).start()
@@ -171,12 +181,12 @@ def trickling():
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the_end(
+def test_a_server_that_does_not_answer_in_time_is_asked_again_before_it_is_refused(
     run, monkeypatch, caplog
 ):
-    # for each byte; four times that for an answer
+    # The timeout is for each byte; an answer has four times as long.
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    with trickling() as slow:
+    with trickling_server() as slow:
         began = time.monotonic()
         with pytest.raises(
             StorageError, match=r"no complete answer within 4 s, .* Training has not started"
@@ -190,7 +200,7 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the
 def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(
     uri, run, monkeypatch, caplog
 ):
-    client_of(uri).search_experiments()  # makes it
+    client_of(uri).search_experiments()  # makes the store
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "0.5")
     busy = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
     busy.execute("BEGIN EXCLUSIVE")
@@ -203,17 +213,16 @@ def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(
 
 
 @pytest.mark.slow
-def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri, run, monkeypatch):
-    """While it is delivered to, and at the end; then only sync delivers, which needs the server."""
+def test_a_server_that_becomes_slow_delays_neither_steps_nor_the_end(uri, run, monkeypatch):
+    """Rows that it did not take are delivered by `pgtk sync` once it answers."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     tracker = start_tracker(uri, run)
-    with trickling() as slow:
+    with trickling_server() as slow:
         tracker._client = client_of(slow)
         began = time.monotonic()
         append_steps(run, 1, 3)
         assert time.monotonic() - began < 1
-        # The files have arrived where the store's folder was known before the server began to
-        # trickle.
+        # Files have arrived if the folder of the store was known before the server became slow.
         assert set(tracker.finish("interrupted")) - {"artifacts", "completions"} == {
             "metrics",
             "the end of the run",
@@ -226,7 +235,7 @@ def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri,
     assert metric_history(uri, tracker.info["run_id"]) == [(step, step / 8) for step in range(1, 4)]
 
 
-def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
+def test_a_deleted_experiment_is_refused_with_the_command_that_restores_it(uri, run):
     tracker = start_tracker(uri, run, experiment="gone")
     tracker.finish("done")
     MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
@@ -236,7 +245,9 @@ def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
     assert f"`MLFLOW_TRACKING_URI={shlex.quote(uri)} {command}`" in str(refused.value)
 
 
-def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog, monkeypatch):
+def test_a_store_that_fails_during_a_run_gives_one_warning_and_gets_all_rows(
+    tmp_path, run, caplog, monkeypatch
+):
     monkeypatch.setattr(mlflow_run, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
     monkeypatch.setattr(mlflow_run, "_LONGEST_PAUSE", 0.2)
     database = tmp_path / "own" / "mlflow.db"
@@ -254,21 +265,20 @@ def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog,
     assert len(metric_history(f"sqlite:///{database}", tracker.info["run_id"])) == 20
 
 
-def serve(store, port):
+def start_server(store: str, port: int) -> subprocess.Popen:
+    """Start MLflow's server of a store, and wait until it accepts connections."""
     command = [
-        Path(sys.executable).parent / "mlflow",
+        str(Path(sys.executable).parent / "mlflow"),
         "server",
-        "--backend-store-uri",
-        store,
-        "--port",
-        str(port),
+        f"--backend-store-uri={store}",
+        f"--port={port}",
+        "--workers=1",
     ]
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
-        [*command, "--workers", "1"],
-        # where it puts artifacts of experiments it makes itself
+        command,
+        # where it puts artifacts of experiments that it makes itself
         cwd=Path(store.removeprefix("sqlite:///")).parent,
-        env=environment,
+        env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -282,7 +292,7 @@ def serve(store, port):
     raise AssertionError("mlflow server did not come up")
 
 
-def stop(server):
+def kill_server(server: subprocess.Popen) -> None:
     os.killpg(server.pid, signal.SIGKILL)
     server.wait()
 
@@ -291,16 +301,16 @@ def stop(server):
 def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, caplog):
     open_store(uri, "tests")  # by this process, so that artifacts do not pass through the server
     port = free_port()
-    server = serve(uri, port)
+    server = start_server(uri, port)
     try:
         append_steps(run, 1, 300)  # more than MLflow takes in one call
         tracker = start_tracker(f"http://127.0.0.1:{port}", run)
         append_steps(run, 301, 310, pause=0.1)
-        stop(server)
+        kill_server(server)
         began = time.monotonic()
         append_steps(run, 311, 320, pause=0.2)
         assert time.monotonic() - began < 5
-        server = serve(uri, port)
+        server = start_server(uri, port)
         append_steps(run, 321, 330)
         tracker.finish("done")
         assert metric_history(uri, tracker.info["run_id"]) == [
@@ -311,7 +321,7 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
         tracker = start_tracker(f"http://127.0.0.1:{port}", run)
         append_steps(run, 331, 332)
     finally:
-        stop(server)
+        kill_server(server)
     assert tracker.finish("interrupted") == ["metrics", "the end of the run"]
     run.set_status("interrupted", 332, "SIGTERM")
     run.close()
@@ -325,16 +335,13 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
 
 
 def test_flatten_hides_secrets_and_cuts_long_text():
-    flat = flatten(
-        {
-            "a": {
-                "hf_token": "hunter2",
-                "uri": "http://u:hunter2@h/x",
-                "long": "x" * 9000,
-                "list": [1, 2],
-            }
-        }
-    )
+    values = {
+        "hf_token": "hunter2",
+        "uri": "http://u:hunter2@h/x",
+        "long": "x" * 9000,
+        "list": [1, 2],
+    }
+    flat = flatten({"a": values})
     assert flat["a.hf_token"] == "***"
     assert flat["a.uri"] == "http://***@h/x"
     assert len(flat["a.long"]) == 500

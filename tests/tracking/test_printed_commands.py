@@ -1,4 +1,4 @@
-"""The commands that a run prints, taken from its output and run by a shell."""
+"""Commands that a run prints, and names that a shell expands, do what they say when typed."""
 
 import os
 import shlex
@@ -13,8 +13,7 @@ MINE = "# @package _global_\nseed: 3\n"
 
 
 @pytest.mark.slow
-def test_what_a_run_prints_runs_as_typed(tmp_path, monkeypatch, capsys):
-    """By bash, where pgtk is this one."""
+def test_the_commands_that_a_run_prints_succeed_in_bash(tmp_path, monkeypatch, capsys):
     program = tmp_path / "bin" / "pgtk"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m pgtoolkit.cli "$@"\n')
@@ -24,7 +23,7 @@ def test_what_a_run_prints_runs_as_typed(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "my, options" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(MINE)
-    typed = [
+    words = [
         "--config-dir=my, options",
         "experiment=mine",
         "debug=short",
@@ -32,19 +31,20 @@ def test_what_a_run_prints_runs_as_typed(tmp_path, monkeypatch, capsys):
         'rollout.save_path="a=b, c"',
         "hydra.run.dir='my=run, 1'",
     ]
-    assert main(typed) == 0
+    assert main(words) == 0
     printed = [line[13:] for line in capsys.readouterr().out.splitlines()]
-    pgtk = [line for line in printed if "pgtk " in line.partition("'")[0]]
-    assert [shlex.split(line)[1] for line in pgtk] == ["resume", "--config-dir=my, options"], (
-        printed
-    )
-    for line in pgtk:
-        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
-    assert "loss" in done.stdout
+    commands = [line for line in printed if "pgtk " in line.partition("'")[0]]
+    second_words = [shlex.split(command)[1] for command in commands]
+    assert second_words == ["resume", "--config-dir=my, options"], printed
+    for command in commands:
+        process = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=300
+        )
+        assert process.returncode == 0, f"{command}\n{process.stderr}"
+    assert "loss" in process.stdout
 
 
-def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, monkeypatch, capsys):
+def test_compare_skips_files_of_a_sweep_among_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     job = tmp_path / "sweep" / "0-seed-1"
     job.mkdir(parents=True)
@@ -55,8 +55,8 @@ def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, monkeypatch, 
     assert main(["compare", "sweep/0-seed-1", "sweep/sweep.json"]) == 0
     assert capsys.readouterr().err == "note: skipped, since there is no run: sweep/sweep.json\n"
     assert main(["compare", "sweep/sweep.json"]) == 2
-    needs = (
+    message = (
         "pgtk compare sweep/sweep.json needs a run directory, a folder that holds runs, or a "
         "sweep's name"
     )
-    assert needs in capsys.readouterr().err
+    assert message in capsys.readouterr().err

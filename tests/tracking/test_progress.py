@@ -1,4 +1,4 @@
-"""Progress lines, the summary, and the commands it prints."""
+"""Progress lines, the summary at a run's end, and the commands that it prints."""
 
 import shlex
 import signal
@@ -28,14 +28,14 @@ METRICS = {
 }
 
 
-def progress(max_steps, first=1, seconds=0.0):
-    """A ProgressLine whose line for step `first` was made some seconds ago."""
-    made = ProgressLine(max_steps)
-    made._first = (first, time.monotonic() - seconds)
-    return made
+def progress(max_steps: int, first: int = 1, seconds: float = 0.0) -> ProgressLine:
+    """Return a ProgressLine whose line for step `first` was made `seconds` ago."""
+    line = ProgressLine(max_steps)
+    line._first = (first, time.monotonic() - seconds)
+    return line
 
 
-def test_a_line_says_everything():
+def test_a_line_has_all_metrics_and_the_time_left():
     line = progress(300, seconds=22.0).line(12, METRICS)
     expected = (
         "step  12/300 loss -1e-03 ratio 1.0002 kl 1e-05 clip  12% reward 0.51 exact   3% "
@@ -44,7 +44,7 @@ def test_a_line_says_everything():
     assert line == expected
 
 
-def test_the_line_of_a_terminal_begins_with_the_most_important():
+def test_the_fields_of_a_terminal_are_ordered_by_importance():
     fields = progress(300, seconds=22.0).renewed(12, METRICS)
     assert fields == [
         "step  12/300",
@@ -86,17 +86,18 @@ def test_sparkline_averages_and_spans_the_range():
     assert len(sparkline(list(range(1000)))) == 40
 
 
-def save_config(run_dir, loss, overrides):
+def save_config(run_dir: Path, loss: str, overrides: list[str]) -> None:
     with RunDirectory(run_dir) as run:
         run.write_config({"loss": {"name": loss}}, overrides)
 
 
-def columns():
+def columns() -> dict[str, np.ndarray]:
+    """Return the metrics of 20 steps whose reward rises from 0.05 to 1."""
     steps = np.arange(1.0, 21)
     return {"step": steps, "loss": 0 * steps + 0.1, "reward": steps / 20, "exact_match": 0 * steps}
 
 
-def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
+def test_the_summary_has_first_and_last_numbers_and_commands_to_type(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "outputs" / "my run"
     run_dir.mkdir(parents=True)
@@ -124,25 +125,23 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     ]
 
 
-def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
+def test_the_summary_of_a_run_without_reward_mlflow_and_curves_has_its_loss(tmp_path):
     save_config(tmp_path, "gspo", [])
     text = summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path, None)
     assert text.startswith("loss         0.500 -> 0.500  ▁  (first and last tenth of 1 step)\n")
     assert "MLflow" not in text
     assert "curves" not in text
-    server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    # which the other losses could not train on: MLflow's charts alone compare it
+
+
+def test_the_summary_links_to_a_server_of_mlflow_and_its_charts(tmp_path):
+    """Other losses cannot train on recorded rollouts of reinforce, so no command compares them."""
     with RunDirectory(tmp_path) as run:
         run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
-    text = summary({"step": np.empty(0)}, tmp_path, server)
-    assert text.endswith(
-        "\ncompare      "
-        "http://h:1/#/experiments/2/runs?compareRunsMode=CHART&workflowType=machine_learning"
-    )
-    assert (
-        "\nMLflow       http://h:1/#/experiments/2/runs/abc?workflowType=machine_learning\n"
-        in summary({"step": np.empty(0)}, tmp_path, server)
-    )
+    server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
+    lines = summary({"step": np.empty(0)}, tmp_path, server).splitlines()
+    page = "http://h:1/#/experiments/2/runs"
+    assert f"MLflow       {page}/abc?workflowType=machine_learning" in lines[:-1]
+    assert lines[-1] == (f"compare      {page}?compareRunsMode=CHART&workflowType=machine_learning")
 
 
 @pytest.mark.parametrize(
@@ -161,14 +160,14 @@ def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, ex
     assert shlex.split(counterpart_command(tmp_path))[1:] == expected
 
 
-def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
+def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert Path(shlex.split(program("mlflow"))[0]).is_file()
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
     assert program("mlflow") == "mlflow"
 
 
-def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
+def test_a_signal_interrupts_a_run_unless_it_is_done(tmp_path, capsys):
     with stop_signals_recorded(config_of(), tmp_path, []):
         with RunDirectory(tmp_path) as run:
             run.write_config({}, [])

@@ -1,10 +1,13 @@
-"""The line that renews itself, on a real terminal: what stands on the screen, and what stands above
-it."""
+"""The progress line that renews itself, and what is printed above it, on the screen of a terminal.
+
+Processes write to a pseudo-terminal whose control sequences are carried out on a screen of text.
+"""
 
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from builders.terminals import on_terminal, screen
@@ -25,12 +28,17 @@ FIELDS = (
 )
 
 
-def shown(script, folder, columns=80, **environment):
-    status, written = on_terminal(
-        [sys.executable, "-c", SHOW + script], folder, columns, environment
-    )
+def written_by(script: str, folder: Path, columns: int = 80, **environment: str) -> str:
+    """Return what a process that shows the line, and then runs `script`, writes to a terminal."""
+    command = [sys.executable, "-c", SHOW + script]
+    status, written = on_terminal(command, folder, columns, environment)
     assert status == 0, written
-    return screen(written, columns), written
+    return written
+
+
+def lines_after(script: str, folder: Path, columns: int = 80, **environment: str) -> list[str]:
+    """Return the lines on the screen after `script`."""
+    return screen(written_by(script, folder, columns, **environment), columns)
 
 
 @pytest.mark.parametrize(
@@ -49,22 +57,20 @@ def shown(script, folder, columns=80, **environment):
         (10, ""),
     ],
 )
-def test_what_has_no_room_is_left_out(tmp_path, columns, line):
+def test_fields_without_room_are_left_out(tmp_path, columns, line):
     script = f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()\nprint('after')"
-    lines, _ = shown(script, tmp_path, columns)
-    assert lines[-3:-1] == [line, "after"]
+    assert lines_after(script, tmp_path, columns)[-3:-1] == [line, "after"]
 
 
-def test_a_terminal_without_such_letters_gets_ascii(tmp_path):
+def test_a_terminal_without_block_characters_gets_ascii(tmp_path):
     environment = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    lines, _ = shown(
-        f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment
-    )
+    script = f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()"
+    lines = lines_after(script, tmp_path, 61, **environment)
     assert lines[-2] == "step 2/8 |##5       | 0:09 left loss -1.23e-03 reward 0.51"
 
 
-def test_what_is_printed_meanwhile_stands_above(tmp_path):
-    lines, _ = shown(
+def test_other_output_is_printed_above_the_line(tmp_path):
+    lines = lines_after(
         """
 write_line("a line", sys.stdout)
 write_line("an error", sys.stderr)
@@ -99,8 +105,8 @@ print("after")
     ]
 
 
-def test_quick_steps_do_not_wait_for_the_terminal(tmp_path):
-    _, written = shown(
+def test_quick_steps_renew_the_line_at_most_ten_times_a_second(tmp_path):
+    written = written_by(
         "began = time.monotonic()\n"
         "for step in range(5000): line.show(0, [f'step {step}'])\n"
         "seconds = time.monotonic() - began\nline.close()\nprint('seconds', seconds)",
@@ -110,31 +116,41 @@ def test_quick_steps_do_not_wait_for_the_terminal(tmp_path):
     assert written.count("\x1b[K") <= 3 + seconds / 0.1
 
 
-def test_a_line_that_is_taken_away_leaves_nothing(tmp_path):
-    lines, _ = shown("line.close(leave=False)\nprint('table')", tmp_path)
+def test_a_removed_line_leaves_nothing(tmp_path):
+    lines = lines_after("line.close(leave=False)\nprint('table')", tmp_path)
     assert lines == ["terminal True", "table", ""]
 
 
+ASKS_IS_TERMINAL = [
+    sys.executable,
+    "-c",
+    (
+        "import sys\nfrom pgtoolkit.tracking.renewed_line import is_terminal\n"
+        "print(is_terminal(sys.stdout))"
+    ),
+]
+
+
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": ""}])
-def test_nothing_is_renewed_where_no_cursor_moves(tmp_path, environment):
-    script = (
-        "import sys\nfrom pgtoolkit.tracking.renewed_line import "
-        "is_terminal\nprint(is_terminal(sys.stdout))"
-    )
-    assert (
-        on_terminal([sys.executable, "-c", script], tmp_path, environment=environment)[1].strip()
-        == "False"
-    )
+def test_a_terminal_without_a_cursor_does_not_count_as_one(tmp_path, environment):
+    _, written = on_terminal(ASKS_IS_TERMINAL, tmp_path, environment=environment)
+    assert written.strip() == "False"
+
+
+def test_a_pipe_does_not_count_as_a_terminal():
     piped = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=True
+        ASKS_IS_TERMINAL, capture_output=True, text=True, env=os.environ, check=True
     )
     assert piped.stdout.strip() == "False"
 
 
-def test_a_run_that_is_stopped_on_a_terminal(tmp_path):
+def test_a_run_stopped_on_a_terminal_keeps_the_line_of_its_last_step(tmp_path):
     command = [sys.executable, "-P", "-m", "pgtoolkit.cli", "debug=short", "trainer.max_steps=900"]
-    pressed = lambda written: b"\x03" if "step   2/900" in written else b""  # noqa: E731
-    status, written = on_terminal(command, tmp_path, 100, keys=pressed)
+
+    def press_ctrl_c_at_step_2(written: str) -> bytes:
+        return b"\x03" if "step   2/900" in written else b""
+
+    status, written = on_terminal(command, tmp_path, 100, keys=press_ctrl_c_at_step_2)
     assert status == 75, written
     lines = screen(written, 100)
     labels = [line.split()[0] for line in lines if re.match("(run|model|device|sampler) ", line)]

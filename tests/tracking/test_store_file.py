@@ -1,5 +1,7 @@
-"""Whether a run could deliver to a store, by its file alone; what is said is what MLflow would stop
-the run for."""
+"""The file of a store alone shows whether a run could deliver to it.
+
+The problems are those for which MLflow would stop the run; their commands are run by a shell.
+"""
 
 import shlex
 import shutil
@@ -22,17 +24,16 @@ from pgtoolkit.tracking.store_file import problem_of_store
 
 
 @pytest.fixture(scope="module")
-def made(uri) -> Path:
-    """A store of MLflow's with the experiments `tests` and, deleted, `removed`; making it takes
-    seconds."""
+def prepared_store(uri) -> Path:
+    """Return a store with the experiments `tests` and, deleted, `removed`, made once."""
     client, _ = open_store(uri, "tests")
     client.delete_experiment(client.create_experiment("removed"))
     return sqlite_path(uri)
 
 
 @pytest.fixture
-def store(made, tmp_path) -> Path:
-    return Path(shutil.copy(made, tmp_path / "mlflow.db"))
+def store(prepared_store, tmp_path) -> Path:
+    return Path(shutil.copy(prepared_store, tmp_path / "mlflow.db"))
 
 
 def uri_of(store: Path) -> str:
@@ -52,9 +53,8 @@ def test_a_store_that_a_run_can_use_has_no_problem(store, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(store, run):
-    # before the newest revision of MLflow 3.17; the command's own run is its proof elsewhere
-    older = "75868b020152"
+def test_a_store_of_an_older_mlflow_needs_the_command_that_upgrades_it(store, run):
+    older = "75868b020152"  # before the newest revision of MLflow 3.17
     set_revision(store, older)
     problem = problem_of_store(store, "tests")
     assert f"(got the older revision {older})" in problem
@@ -62,14 +62,17 @@ def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(stor
     assert (
         f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
     )
-    with pytest.raises(StorageError) as stopped:
+    with pytest.raises(StorageError) as refused:
         start_tracker(uri_of(store), run)
-    assert f"{program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in str(stopped.value)
+    assert f"{program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in str(refused.value)
+
+
+def test_a_store_of_a_newer_mlflow_is_a_problem(store):
     set_revision(store, "f" * 12)
     assert "A newer MLflow has changed them." in problem_of_store(store, "tests")
 
 
-def test_a_deleted_experiment_comes_back_by_the_command_that_is_said(store):
+def test_the_command_for_a_deleted_experiment_restores_it(store):
     problem = problem_of_store(store, "removed")
     command = problem.partition("`")[2].partition("`")[0]
     assert command.startswith(f"MLFLOW_TRACKING_URI={shlex.quote(uri_of(store))} ")
@@ -80,7 +83,7 @@ def test_a_deleted_experiment_comes_back_by_the_command_that_is_said(store):
 
 
 @pytest.mark.parametrize("damage", ["text", "page", "proc"])
-def test_what_is_no_store_is_a_problem_of_check(store, damage, monkeypatch):
+def test_a_file_that_is_no_store_is_a_problem_of_check(store, damage, monkeypatch):
     monkeypatch.chdir(store.parent)
     path = store
     if damage == "text":
