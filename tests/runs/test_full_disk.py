@@ -1,5 +1,7 @@
-"""A disk on which no file can grow any further, wherever the run meets it: one message and status
-6."""
+"""A full disk ends a run in one line with status 6, whichever file cannot grow any further.
+
+A limit of the operating system on the size of a file stands for the disk.
+"""
 
 import resource
 
@@ -12,28 +14,28 @@ SMALL = last_of_each_key(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize(
-    ("length", "last_file", "named"),
+    ("max_bytes", "last_file", "named_file"),
     [
         (0, ".lock", "run"),
         (1000, "data.json", "run/config.yaml"),
         (20_000, "checkpoints", "/run/"),
     ],
 )
-def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, last_file, named):
-    """length: the bytes that a file may have, beyond which the operating system refuses as on a
-    full disk."""
+def test_a_full_disk_ends_a_run_in_one_line(
+    tmp_path, monkeypatch, capsys, max_bytes, last_file, named_file
+):
     monkeypatch.chdir(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
     try:
         status = main(SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = capsys.readouterr()
-    assert status == 6, said.err
-    (line,) = [line for line in said.err.splitlines() if not line.startswith("note: ")]
+    output = capsys.readouterr()
+    assert status == 6, output.err
+    (line,) = [line for line in output.err.splitlines() if not line.startswith("note: ")]
     assert line.startswith("pgtk: error: ")
     assert "File too large" in line
-    assert named in line
-    assert "Traceback" not in said.out
+    assert named_file in line
+    assert "Traceback" not in output.out
     assert (tmp_path / "run" / last_file).exists()

@@ -1,8 +1,9 @@
-"""Copies of the user's own modules in a run directory: redacted, once for each version, and never
-imported."""
+"""A run keeps copies of the user's modules: redacted, once for each version, and never imported."""
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from builders.runs import metrics_of, run
@@ -22,20 +23,20 @@ def shifted(rewards, *, lengths, measures):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """The current directory, with a module of advantages and another that it imports."""
+def folder(tmp_path, monkeypatch) -> Path:
+    """Enter a folder with a module of advantages, wins, and another that it imports, shares."""
     (tmp_path / "wins.py").write_text(ADVANTAGES)
     (tmp_path / "shares.py").write_text("import json\nimport numpy\nMORE = 0.0\n")
     monkeypatch.chdir(tmp_path)
-    # directories of other tests, which may have a module of the same name
+    # Folders of other tests may have modules of the same names.
     others = str(tmp_path.parent)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.startswith(others)])
     return tmp_path
 
 
 @pytest.fixture
-def imported_anew(monkeypatch):
-    """Forget what was imported, as a new process would."""
+def forget_imports() -> Iterator[Callable[[], None]]:
+    """Return a function that forgets both modules, as a new process would."""
 
     def forget() -> None:
         for name in ("wins", "shares"):
@@ -46,83 +47,98 @@ def imported_anew(monkeypatch):
     forget()
 
 
-def copies(folder):
-    return sorted(file.name for file in (folder / "code").iterdir())
+def copies_in(code: Path) -> list[str]:
+    return sorted(file.name for file in code.iterdir())
 
 
-def test_a_run_keeps_its_modules_by_their_digests_without_secrets(own, imported_anew):
-    folder = run(own / "run", "advantage=wins.shifted", "trainer.max_steps=1")
-    digests = json.loads((folder / "provenance.json").read_text())["modules"]
+def modules_copied_to(code: Path) -> list[str]:
+    return [name.partition("-")[0] for name in copies_in(code)]
+
+
+def train(run_dir: Path, max_steps: int, resume: bool = False) -> Path:
+    return run(run_dir, "advantage=wins.shifted", f"trainer.max_steps={max_steps}", resume=resume)
+
+
+def test_a_run_keeps_its_modules_by_their_digests_without_secrets(folder, forget_imports):
+    run_dir = train(folder / "run", 1)
+    digests = json.loads((run_dir / "provenance.json").read_text())["modules"]
     assert digests == module_digests(["wins"])
     assert [*digests] == ["shares", "wins"]
-    assert copies(folder) == [f"{name}-{digest}.py" for name, digest in digests.items()]
-    kept = (folder / "code" / f"wins-{digests['wins']}.py").read_text()
-    first, rest = kept.split("\n", 1)
-    assert first == (
-        f"# A copy of {own / 'wins.py'}, for the record: nothing imports it. Secrets are hidden "
+    assert copies_in(run_dir / "code") == [
+        f"{name}-{digest}.py" for name, digest in digests.items()
+    ]
+    copied = (run_dir / "code" / f"wins-{digests['wins']}.py").read_text()
+    first_line, text = copied.split("\n", 1)
+    assert first_line == (
+        f"# A copy of {folder / 'wins.py'}, for the record: nothing imports it. Secrets are hidden "
         "as ***."
     )
-    assert rest == ADVANTAGES.replace('"hunter2"', "***")
-    assert not (run(own / "usual", "trainer.max_steps=1") / "code").exists()
+    assert text == ADVANTAGES.replace('"hunter2"', "***")
 
 
-def test_a_resume_runs_the_original_and_adds_a_copy_where_it_has_changed(own, imported_anew):
-    folder = run(own / "run", "advantage=wins.shifted", "trainer.max_steps=1")
-    before = copies(folder)
-    (own / "wins.py").write_text(ADVANTAGES.replace("A comment", "Another comment"))
-    imported_anew()
-    run(folder, "advantage=wins.shifted", "trainer.max_steps=2", resume=True)
-    assert copies(folder) == before
-    (own / "shares.py").write_text("MORE = 100.0\n")
-    imported_anew()
-    run(folder, "advantage=wins.shifted", "trainer.max_steps=3", resume=True)
-    assert len(copies(folder)) == 3
-    assert set(before) < set(copies(folder))
-    # The loss is minus the mean of the advantages at a ratio of 1: the changed module makes it what
-    #   it is.
-    losses = [row["loss"] for row in metrics_of(folder)]
-    assert max(map(abs, losses[:2])) < 1 < 50 < abs(losses[2])
-    assert not any(str(folder) in place for place in sys.path)
+def test_a_run_without_modules_of_the_user_has_no_folder_of_code(tmp_path):
+    assert not (run(tmp_path / "run", "trainer.max_steps=1") / "code").exists()
 
 
-def test_without_the_original_nothing_takes_its_place(own, imported_anew):
-    folder = run(own / "run", "advantage=wins.shifted", "trainer.max_steps=1")
+def test_a_resume_imports_the_original_and_copies_it_where_it_has_changed(folder, forget_imports):
+    run_dir = train(folder / "run", 1)
+    before = copies_in(run_dir / "code")
+    (folder / "wins.py").write_text(ADVANTAGES.replace("A comment", "Another comment"))
+    forget_imports()
+    train(run_dir, 2, resume=True)
+    assert copies_in(run_dir / "code") == before
+    (folder / "shares.py").write_text("MORE = 100.0\n")
+    forget_imports()
+    train(run_dir, 3, resume=True)
+    after = copies_in(run_dir / "code")
+    assert len(after) == 3
+    assert set(before) < set(after)
+    # At a ratio of 1 the loss is minus the mean advantage, which the changed module moves by 100.
+    losses = [abs(row["loss"]) for row in metrics_of(run_dir)]
+    assert max(losses[:2]) < 1
+    assert losses[2] > 50
+    assert not any(str(run_dir) in place for place in sys.path)
+
+
+def test_a_resume_without_the_original_is_refused(folder, forget_imports):
+    run_dir = train(folder / "run", 1)
     for name in ("wins.py", "shares.py"):
-        (own / name).unlink()
-    imported_anew()
+        (folder / name).unlink()
+    forget_imports()
     with pytest.raises(ConfigError, match="No module named 'wins'"):
-        run(folder, "advantage=wins.shifted", "trainer.max_steps=2", resume=True)
+        train(run_dir, 2, resume=True)
 
 
-def test_what_is_large_or_named_as_secrets_is_left_out_and_said(own, monkeypatch):
-    (own / "shares.py").write_text("import my_secrets, large\nMORE = 0.0\n")
-    (own / "my_secrets.py").write_text("KEY = 1\n")
-    (own / "large.py").write_text(f"rows = '{'x' * modules.MOST_BYTES}'\n")
-    left_out = keep_copies(own / "code", ["wins"])
-    assert [name.partition("-")[0] for name in copies(own)] == ["shares", "wins"]
+def test_modules_that_are_large_or_named_like_secrets_are_reported_instead_of_copied(folder):
+    (folder / "shares.py").write_text("import my_secrets, large\nMORE = 0.0\n")
+    (folder / "my_secrets.py").write_text("KEY = 1\n")
+    (folder / "large.py").write_text(f"rows = '{'x' * modules.MOST_BYTES}'\n")
+    left_out = keep_copies(folder / "code", ["wins"])
+    assert modules_copied_to(folder / "code") == ["shares", "wins"]
     assert left_out == [
         f"code/ has no copy of the module large, which has {modules.MOST_BYTES + 10} bytes, "
         f"more than {modules.MOST_BYTES}",
         "code/ has no copy of the module my_secrets, which has the name of a file of secrets",
     ]
-    monkeypatch.setattr(modules, "MOST_BYTES_IN_ALL", len((own / "shares.py").read_bytes()))
-    assert len(keep_copies(own / "other", ["wins"])) == 3
-    assert [
-        name.partition("-")[0] for name in sorted(file.name for file in (own / "other").iterdir())
-    ] == ["shares"]
 
 
-def test_a_module_of_the_current_directory_comes_before_an_installed_one_of_its_name(own, tmp_path):
-    """As it does where it is imported; of Python's own modules Python's."""
-    (own / "lightning.py").write_text("x = 1\n")
-    (own / "statistics.py").write_text("x = 1\n")
-    assert keep_copies(own / "code", ["lightning", "statistics"]) == []
-    assert [name.partition("-")[0] for name in copies(own)] == ["lightning"]
+def test_copies_end_where_all_modules_together_are_too_large(folder, monkeypatch):
+    size = len((folder / "shares.py").read_bytes())
+    monkeypatch.setattr(modules, "MOST_BYTES_IN_ALL", size)
+    (left_out,) = keep_copies(folder / "code", ["wins"])
+    assert "wins" in left_out
+    assert modules_copied_to(folder / "code") == ["shares"]
 
 
-def test_what_is_installed_is_not_copied(tmp_path):
-    assert (
-        keep_copies(tmp_path / "code", ["statistics", "numpy.linalg", "pgtoolkit.losses.families"])
-        == []
-    )
+def test_a_module_of_the_current_directory_is_copied_instead_of_an_installed_one(folder):
+    """The same module is imported; among Python's own modules it is Python's."""
+    (folder / "lightning.py").write_text("x = 1\n")
+    (folder / "statistics.py").write_text("x = 1\n")
+    assert keep_copies(folder / "code", ["lightning", "statistics"]) == []
+    assert modules_copied_to(folder / "code") == ["lightning"]
+
+
+def test_installed_modules_are_not_copied(tmp_path):
+    installed = ["statistics", "numpy.linalg", "pgtoolkit.losses.families"]
+    assert keep_copies(tmp_path / "code", installed) == []
     assert not (tmp_path / "code").exists()

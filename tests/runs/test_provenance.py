@@ -1,8 +1,12 @@
-"""Provenance: the code's state, nothing secret, and no torch."""
+"""The provenance of a run has the state of its code and machine, and no secret.
+
+Repositories are made by git, and read back from what is collected.
+"""
 
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,16 +15,18 @@ from pgtoolkit.runs.provenance import collect
 from pgtoolkit.system.redaction import redact
 
 
-def git(directory, *arguments):
+def git(directory: Path, *arguments: str) -> str:
+    """Run git, and return its output."""
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", *identity, *arguments], cwd=directory, check=True, capture_output=True, text=True
     )
-    return done.stdout.strip()
+    return process.stdout.strip()
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
+def repository(tmp_path, monkeypatch) -> Path:
+    """Enter a repository with one commit of code.py."""
     git(tmp_path, "init", "-b", "work")
     (tmp_path / "code.py").write_text("x = 1\n")
     git(tmp_path, "add", ".")
@@ -29,30 +35,38 @@ def repository(tmp_path, monkeypatch):
     return tmp_path
 
 
-def of(path, collected):
-    return next(found for found in collected["git"] if found["path"] == str(path))
+def collected_state(repository: Path) -> dict | None:
+    """Return what is collected of a repository; None if it is not among the repositories."""
+    states = {state["path"]: state for state in collect(["pgtk"])["git"]}
+    return states.get(str(repository))
 
 
-def test_uncommitted_changes_are_kept(repository):
-    clean = of(repository, collect(["pgtk"]))
+def test_a_repository_has_its_commit_branch_and_uncommitted_changes(repository):
+    clean = collected_state(repository)
     assert clean["commit"] == git(repository, "rev-parse", "HEAD")
-    assert (clean["branch"], clean["diff"], clean["untracked"]) == ("work", "", [])
+    assert clean["branch"] == "work"
+    assert clean["diff"] == ""
+    assert clean["untracked"] == []
     (repository / "code.py").write_text("x = 2\n")
     (repository / "new.py").write_text("secret")
-    dirty = of(repository, collect(["pgtk"]))
+    dirty = collected_state(repository)
     assert dirty["diff"].endswith("-x = 1\n+x = 2\n")
-    assert (dirty["diff_truncated"], dirty["untracked"]) == (False, ["new.py"])
+    assert dirty["diff_truncated"] is False
+    assert dirty["untracked"] == ["new.py"]
 
 
-def test_repositories_without_commit_and_directories_without_repository(tmp_path, monkeypatch):
+def test_a_repository_without_commits_has_none_and_a_plain_directory_is_no_repository(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert str(tmp_path) not in [found["path"] for found in collect([])["git"]]
+    assert collected_state(tmp_path) is None
     git(tmp_path, "init")
-    empty = of(tmp_path, collect([]))
-    assert (empty["commit"], empty["diff"]) == (None, "")
+    state = collected_state(tmp_path)
+    assert state["commit"] is None
+    assert state["diff"] == ""
 
 
-def test_secrets_of_tracked_files_stay_where_they_are(repository):
+def test_a_diff_has_neither_secrets_nor_files_named_like_secrets(repository):
     names = [
         ".env",
         ".env.local",
@@ -71,10 +85,10 @@ def test_secrets_of_tracked_files_stay_where_they_are(repository):
     for name in names:
         (repository / name).write_text("A=hunter2\n")
     (repository / "code.py").write_text("x = 2\npassword = 'hunter2'\n")
-    dirty = of(repository, collect([]))
-    assert "hunter2" not in json.dumps(dirty)
-    assert dirty["diff"].endswith("+x = 2\n+password = ***\n")
-    assert sorted(dirty["diff_left_out"]) == sorted(names)
+    state = collected_state(repository)
+    assert "hunter2" not in json.dumps(state)
+    assert state["diff"].endswith("+x = 2\n+password = ***\n")
+    assert sorted(state["diff_left_out"]) == sorted(names)
 
 
 @pytest.mark.parametrize(
@@ -118,25 +132,19 @@ def test_redact_hides_the_common_forms_of_secrets(text):
 
 def test_redact_leaves_ordinary_text_alone():
     for text in (
-        *(
-            "accumulation.max_tokens=4096",
-            "num_tokens: 3",
-            "num_token = 3",
-            "user@host",
-            "a/b:c",
-            "kernel=torch",
-        ),
-        *(
-            "aggregation=token_mean",
-            "token = tokenizer.pad_token",
-            "f(token=tokenizer.pad_token)",
-            "key=value needs",
-        ),
-        *(
-            "https://github.com/actions/checkout@v4",
-            "http://host:5000/a@v1",
-            "sqlite:///outputs/mlflow.db",
-        ),
+        "accumulation.max_tokens=4096",
+        "num_tokens: 3",
+        "num_token = 3",
+        "user@host",
+        "a/b:c",
+        "kernel=torch",
+        "aggregation=token_mean",
+        "token = tokenizer.pad_token",
+        "f(token=tokenizer.pad_token)",
+        "key=value needs",
+        "https://github.com/actions/checkout@v4",
+        "http://host:5000/a@v1",
+        "sqlite:///outputs/mlflow.db",
         "http://host/?runs=1&metric=reward#/experiments/1",
         "arguments:\n- --skip-tokenizer-init\n- --max-tokens\n- 5",
     ):
@@ -172,7 +180,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     assert collect([])["gpus"] == []
 
 
-def test_nothing_secret_is_kept(repository, monkeypatch):
+def test_neither_environment_nor_secrets_of_the_command_are_collected(repository, monkeypatch):
     monkeypatch.setenv("SOME_VARIABLE", "hunter2-environment")
     command = [
         "pgtk",
@@ -180,7 +188,10 @@ def test_nothing_secret_is_kept(repository, monkeypatch):
         "hf_token=hunter2",
         "loss=gspo",
     ]
-    text = json.dumps(collect(command))
+    collected = collect(command)
+    # The repository of pgtoolkit itself may have uncommitted tests that name the secret.
+    collected["git"] = [state for state in collected["git"] if state["path"] == str(repository)]
+    text = json.dumps(collected)
     assert "hunter2" not in text
     assert "tracking.uri=http://***@host:5000/x" in text
     assert "loss=gspo" in text

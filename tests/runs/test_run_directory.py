@@ -1,4 +1,7 @@
-"""The run directory under two processes, kills, torn lines and resumes."""
+"""A run directory under two processes, kills, torn lines and resumes; its columns read in blocks.
+
+Columns are compared with a reading row by row, the configuration with OmegaConf's.
+"""
 
 import json
 import math
@@ -9,10 +12,12 @@ import subprocess
 import sys
 import time
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 import pytest
 from builders.runs import SHORT, config_of
+from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config
@@ -24,21 +29,24 @@ from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, re
 from pgtoolkit.runs.series import metric_names, read_metrics, rows_until
 from pgtoolkit.training.train import train
 
-HOLD = (
-    "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
+OPEN_RUN = (
+    "import sys, time\n"
+    "from pgtoolkit.runs.directory import RunDirectory\n"
+    "run = RunDirectory(sys.argv[1])\n"
 )
 
 
-def start(code, *arguments):
+def start_with_run(folder: Path, code: str) -> subprocess.Popen:
+    """Start a process that opens the run directory as `run`, and wait for its first line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD + code, *map(str, arguments)], stdout=subprocess.PIPE
+        [sys.executable, "-c", OPEN_RUN + code, str(folder)], stdout=subprocess.PIPE
     )
     assert process.stdout.readline()
     return process
 
 
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
-    holder = start("print('held', flush=True); time.sleep(60)", tmp_path)
+    holder = start_with_run(tmp_path, "print('open', flush=True); time.sleep(60)")
     with pytest.raises(ConfigError, match=f"in use by process {holder.pid} on "):
         RunDirectory(tmp_path)
     os.kill(holder.pid, signal.SIGKILL)
@@ -58,15 +66,19 @@ def test_closing_frees_the_directory_even_while_a_forked_child_lives(tmp_path):
     child.join()
 
 
-def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
+def test_a_kill_while_the_status_is_written_leaves_a_valid_status(tmp_path):
+    loop = (
+        "step = 0\n"
+        "run.set_status('running', step)\n"
+        "print('running', flush=True)\n"
+        "while True:\n"
+        "    step += 1\n"
+        "    run.set_status('running', step)\n"
+    )
     for delay in (0.0, 0.01, 0.1):
-        loop = (
-            "s = 0; r.set_status('running', 0); print('go', flush=True)\nwhile 1: s += 1; "
-            "r.set_status('running', s)"
-        )
-        writer = start(loop, tmp_path)
+        writer = start_with_run(tmp_path, loop)
         end = time.monotonic() + delay
-        # What a reader finds at any moment is what a kill at that moment would leave.
+        # A kill at any moment would leave the status that is read at that moment.
         while time.monotonic() < end:
             assert read_status(tmp_path)["state"] == "running"
         os.kill(writer.pid, signal.SIGKILL)
@@ -74,17 +86,15 @@ def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
         assert read_status(tmp_path)["pid"] == writer.pid
 
 
-def test_metrics_are_finite_and_keep_their_type(tmp_path):
+def test_written_metrics_are_finite_and_keep_their_type(tmp_path):
+    metrics = {
+        "loss": np.float32(0.5),
+        "num_tokens": np.int64(7),
+        "kl": float("nan"),
+        "max": float("inf"),
+    }
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(
-            1,
-            {
-                "loss": np.float32(0.5),
-                "num_tokens": np.int64(7),
-                "kl": float("nan"),
-                "max": float("inf"),
-            },
-        )
+        run.append_metrics(1, metrics)
     row = json.loads(run.metrics_path.read_text())
     assert row.pop("time") == pytest.approx(time.time(), abs=60)
     assert row == {"step": 1, "loss": 0.5, "num_tokens": 7}
@@ -92,7 +102,7 @@ def test_metrics_are_finite_and_keep_their_type(tmp_path):
     assert type(row["loss"]) is float
 
 
-def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
+def test_a_torn_last_line_is_skipped_and_written_anew(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     with RunDirectory(tmp_path) as run:
@@ -100,15 +110,19 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
         run.drop_metrics_after(1)
         run.append_metrics(2, {"loss": 2.0})
         assert read_metrics(path)["step"].tolist() == [1, 2]
+
+
+def test_a_torn_line_before_the_last_is_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
-    for read in (read_metrics, lambda path: rows_until(path, 9)):
-        with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
-            read(path)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
+        read_metrics(path)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl:2 is damaged"):
+        rows_until(path, 9)
 
 
-def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
-    """Rows as they are written, a gap, rows of another order of keys, and two of one step as
-    evaluations are."""
+def test_a_resume_drops_the_metrics_after_its_step(tmp_path):
+    """Also behind a gap, rows with another order of keys, and a torn line."""
     with RunDirectory(tmp_path) as run:
         for step in (1, 2, 3, 6, 7, 8):
             run.append_metrics(step, {"loss": step / 8})
@@ -116,40 +130,44 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
             file.write('{"loss": 1.125, "step": 9}\n{"step": 10, "time": 1.5, "lo')
         lines = run.metrics_path.read_bytes().splitlines(keepends=True)
         assert rows_until(run.metrics_path, 99) == (7, sum(map(len, lines[:7])))
-        for step, kept in ((9, 7), (8, 6), (6, 4), (5, 3), (0, 0)):
-            assert rows_until(run.metrics_path, step)[0] == kept
-            run.drop_metrics_after(
-                step, rows_until(run.metrics_path, step)[1] if step % 2 else None
-            )
-            assert run.metrics_path.read_bytes() == b"".join(lines[:kept])
-        rows = [
-            {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5}
-            for step in (1, 2)
-            for name in "ab"
-        ]
+        for step, num_kept in ((9, 7), (8, 6), (6, 4), (5, 3), (0, 0)):
+            num_rows, num_bytes = rows_until(run.metrics_path, step)
+            assert num_rows == num_kept
+            # The number of bytes may be passed, or counted there.
+            run.drop_metrics_after(step, num_bytes if step % 2 else None)
+            assert run.metrics_path.read_bytes() == b"".join(lines[:num_kept])
+
+
+def test_a_resume_drops_the_evaluations_after_its_step(tmp_path):
+    rows = [
+        {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5}
+        for step in (1, 2)
+        for name in "ab"
+    ]
+    with RunDirectory(tmp_path) as run:
         run.append_evaluations(rows)
         run.drop_metrics_after(1)
-        assert [json.loads(line) for line in run.evaluations_path.read_text().splitlines()] == rows[
-            :2
-        ]
+        text = run.evaluations_path.read_text()
+    assert [json.loads(line) for line in text.splitlines()] == rows[:2]
 
 
-def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch):
-    """Against one row after the other: numbers of both kinds, gaps, values that are not finite, a
-    late metric."""
+def test_columns_are_those_of_the_rows_wherever_blocks_end(tmp_path, monkeypatch):
+    """Integers and floats, gaps, values that are not finite, and a metric of later rows alone."""
     rows = [{"step": n, "time": n / 3, "count": n, "loss": n / 7} for n in range(1, 200)]
     for row in rows[::5]:
         del row["loss"]
     for row in rows[100:]:
         row["late"] = 1 / row["step"]
-    rows[7]["loss"], rows[8]["loss"], rows[9]["count"] = math.nan, -math.inf, 2**60
+    rows[7]["loss"] = math.nan
+    rows[8]["loss"] = -math.inf
+    rows[9]["count"] = 2**60
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for size in (2**24, 1000, 90):
         monkeypatch.setattr(series, "_BLOCK_BYTES", size)
-        found = read_metrics(path)
-        assert [*found] == ["step", "time", "count", "loss", "late"]
-        for name, column in found.items():
+        columns = read_metrics(path)
+        assert [*columns] == ["step", "time", "count", "loss", "late"]
+        for name, column in columns.items():
             expected = [
                 float(row[name]) if math.isfinite(row.get(name, math.nan)) else math.nan
                 for row in rows
@@ -158,20 +176,25 @@ def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch
         some = read_metrics(path, ["loss", "late", "other"])
         assert [*some] == ["step", "loss", "late"]
         for name, column in some.items():
-            np.testing.assert_array_equal(column, found[name])
-    assert metric_names(path) == {*found}
+            np.testing.assert_array_equal(column, columns[name])
+    assert metric_names(path) == {*columns}
 
 
 @pytest.mark.parametrize("number", [1, 30])
 @pytest.mark.parametrize(
     "line",
     [
-        *('{"step": 1.5}', '{"step": -1}', '{"step": true}', '{"a": 1}', "[1]"),
-        *('{"step": 3, "a": "x"}', '{"step": 3, "a": [1]}'),
+        '{"step": 1.5}',
+        '{"step": -1}',
+        '{"step": true}',
+        '{"a": 1}',
+        "[1]",
+        '{"step": 3, "a": "x"}',
+        '{"step": 3, "a": [1]}',
         '{"step": 3, "a": 1%s}' % ("0" * 400),
     ],
 )
-def test_a_broken_row_is_named_in_whichever_block(tmp_path, monkeypatch, line, number):
+def test_a_broken_row_is_refused_by_its_number_in_any_block(tmp_path, monkeypatch, line, number):
     path = tmp_path / "metrics.jsonl"
     monkeypatch.setattr(series, "_BLOCK_BYTES", 100)
     path.write_text('{"step": 2, "loss": 0.5}\n' * (number - 1) + f'{line}\n{{"step": 9}}\n')
@@ -179,10 +202,11 @@ def test_a_broken_row_is_named_in_whichever_block(tmp_path, monkeypatch, line, n
         read_metrics(path)
 
 
-def test_drift_is_recorded_on_resume(tmp_path):
-    class Mode(StrEnum):
-        constant = "constant"
+class Mode(StrEnum):
+    constant = "constant"
 
+
+def test_changes_of_the_configuration_are_recorded_with_their_step(tmp_path):
     first = {
         "loss": {"name": "gspo", "epsilon_low": 3e-4},
         "aggregation": {"mode": Mode.constant},
@@ -196,17 +220,20 @@ def test_drift_is_recorded_on_resume(tmp_path):
         drift = run.write_config(second, ["loss.epsilon_low=1e-3", "seed=2"], step=40)
     assert drift == {"loss.epsilon_low": [3e-4, 1e-3]}
     line = json.loads((tmp_path / "drift.jsonl").read_text())
-    assert (line["step"], line["changes"]) == (40, drift)
-    assert (
-        tmp_path / "overrides.yaml"
-    ).read_text() == "- loss=gspo\n- loss.epsilon_low=1e-3\n- seed=2\n"
-    from omegaconf import OmegaConf
-
+    assert line["step"] == 40
+    assert line["changes"] == drift
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == plain(second)
+
+
+def test_the_last_override_of_each_key_is_kept(tmp_path):
+    """Another option of a group drops the overrides of the keys of the option before."""
     with RunDirectory(tmp_path) as run:
-        run.write_config(second, ["loss=grpo"])
-    # not the other option's keys
-    assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"
+        run.write_config({}, ["loss=gspo", "seed=1"])
+        run.write_config({}, ["loss.epsilon_low=1e-3", "seed=2"])
+        overrides = (tmp_path / "overrides.yaml").read_text()
+        assert overrides == "- loss=gspo\n- loss.epsilon_low=1e-3\n- seed=2\n"
+        run.write_config({}, ["loss=grpo"])
+        assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"
 
 
 @pytest.mark.parametrize(
@@ -216,39 +243,36 @@ def test_drift_is_recorded_on_resume(tmp_path):
             "seed: 1\nloss:\n  name: a\n  both: [1, 2]\nlist:\n- a\n- b: 1e-3\nnone: {}\ntext: "
             "|+\n  a: b\n\nlast: null\n"
         ),
-        *(
-            "# words\nseed: 1\n",
-            "a: 1\n? b\n: 2\n",
-            "a: 1\nb.c: 2\n",
-            "a: 1\n1: 2\n",
-            "a: 'x\nb: y'\n",
-            "a: ${b}\nb: 1\n",
-        ),
-        *(
-            "a: 1\na: 2\n",
-            "a: {b: 1,\nc: 2}\n",
-            "a: &x 1\nb: *x\n",
-            "- a\n- b\n",
-            "a: 1\nb:2\n",
-            "a: [\n",
-            "",
-        ),
+        "# words\nseed: 1\n",
+        "a: 1\n? b\n: 2\n",
+        "a: 1\nb.c: 2\n",
+        "a: 1\n1: 2\n",
+        "a: 'x\nb: y'\n",
+        "a: ${b}\nb: 1\n",
+        "a: 1\na: 2\n",
+        "a: {b: 1,\nc: 2}\n",
+        "a: &x 1\nb: *x\n",
+        "- a\n- b\n",
+        "a: 1\nb:2\n",
+        "a: [\n",
+        "",
     ],
 )
-def test_a_configuration_read_key_by_key_is_that_of_the_whole_file(tmp_path, text):
-    """Also where it is refused: in the same words."""
+def test_a_configuration_read_key_by_key_is_that_of_the_parsed_file(tmp_path, text):
+    """A file that is refused is refused in the same words."""
     (tmp_path / "config.yaml").write_text(text)
-    read = []
-    for reader in (lambda path: dict(leaves(read_resolved(path))), read_leaves):
+    results = []
+    for read in (lambda path: dict(leaves(read_resolved(path))), read_leaves):
         try:
-            read.append(reader(tmp_path))
+            results.append(read(tmp_path))
         except StorageError as error:
-            read.append(str(error))
-    assert read[0] == read[1]
-    assert [*map(repr, read[0])] == [*map(repr, read[1])]
+            results.append(str(error))
+    expected, result = results
+    assert result == expected
+    assert [repr(key) for key in result] == [repr(key) for key in expected]
 
 
-def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
+def test_the_provenance_of_resumes_is_added_to_that_of_the_start(tmp_path):
     with RunDirectory(tmp_path) as run:
         starts = [{"host": host, "time": "2026-11-21T10:00:00+0000"} for host in ("a", "b", "c")]
         for start in starts:
@@ -257,28 +281,28 @@ def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
     assert saved == {**starts[0], "resumed": starts[1:]}
 
 
-@pytest.mark.parametrize("left", ["config.yaml", "sweep.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "sweep.json"])
 def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch, capsys, left
+    tmp_path, monkeypatch, capsys, name
 ):
-    """Also behind a link: the name is enough."""
+    """The name of a file is enough, also of a dangling link."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my run").mkdir()
-    (tmp_path / "my run" / left).symlink_to("nowhere")
+    (tmp_path / "my run" / name).symlink_to("nowhere")
     before = [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))]
     assert main(["hydra.run.dir='my run'", "seed=4"]) == 2
     assert main(["check", "hydra.run.dir='my run'"]) == 2
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        f"error: hydra.run.dir=my run needs a directory without a run (got one with {left}). A "
+        f"error: hydra.run.dir=my run needs a directory without a run (got one with {name}). A "
         "second"
-    ) in said.err
-    assert "Use another directory." in said.out
+    ) in output.err
+    assert "Use another directory." in output.out
     assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
 
 
-def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tmp_path):
-    """The second line: another launcher, or two that start at once."""
+def test_train_refuses_a_directory_with_a_run_and_leaves_it_free(tmp_path):
+    """Another launcher may call it, or two may start at once."""
     with RunDirectory(tmp_path, new=True) as run:
         run.write_config({"seed": 1}, [])
     before = (tmp_path / "config.yaml").read_bytes()
@@ -288,10 +312,10 @@ def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tm
         train(config_of(*SHORT), tmp_path)
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert not (tmp_path / "run.log").exists()
-    RunDirectory(tmp_path).close()  # nothing holds it
+    RunDirectory(tmp_path).close()
 
 
-def test_a_job_does_not_continue_another_run(tmp_path):
+def test_a_job_that_would_continue_another_run_is_refused(tmp_path):
     config = config_of(*SHORT)
     with RunDirectory(tmp_path) as run:
         run.write_config(plain_config(config) | {"seed": 1}, [])
@@ -300,19 +324,19 @@ def test_a_job_does_not_continue_another_run(tmp_path):
         train_job(config, tmp_path, [], "sweep")
 
 
-@pytest.mark.parametrize("left", [None, 1])
-def test_rows_that_go_during_a_run_end_it(tmp_path, left):
-    """left: rows that stay; None deletes the file."""
+@pytest.mark.parametrize("deleted", ["file", "rows"])
+def test_a_run_whose_rows_are_deleted_ends_and_can_be_resumed(tmp_path, deleted):
     with RunDirectory(tmp_path) as run:
         for step in (1, 2, 3):
             run.append_metrics(step, {"loss": 0.5})
         rows = run.metrics_path.read_text().splitlines(keepends=True)
-        run.metrics_path.unlink() if left is None else run.metrics_path.write_text(
-            "".join(rows[:left])
-        )
+        if deleted == "file":
+            run.metrics_path.unlink()
+        else:
+            run.metrics_path.write_text(rows[0])
         with pytest.raises(
             StorageError, match=r"metrics\.jsonl needs the \d+ bytes .* pgtk resume"
         ):
             run.append_metrics(4, {"loss": 0.5})
-    with RunDirectory(tmp_path) as run:  # a resume goes on with what is there
+    with RunDirectory(tmp_path) as run:  # as a resume opens it
         run.append_metrics(4, {"loss": 0.5})
