@@ -127,7 +127,7 @@ TESTED_ELSEWHERE = {
     "test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights",
     "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
-    "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
+    "model/huggingface.lora_targets": "model/test_lora.py::test_the_layers_that_are_named_get_adapters",
     "rollout/policy.keep_completions": "training/test_kept_completions.py::test_keeping_completions_changes_neither_training_nor_digest",
     "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_that_many_updates_old",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",

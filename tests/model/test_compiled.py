@@ -1,11 +1,12 @@
-"""The compiled body: as transformers computes it, whatever is asked for; compiled once for all
-lengths; who uses it."""
+"""The compiled body computes what transformers computes, is compiled once for all lengths, and is
+used by the runs that gain by it."""
 
 import copy
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,16 @@ import torch
 from builders.models import HAS_COMPILER, VOCABULARY, save_with_tokenizer, small_llama, small_policy
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
+from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import PhiConfig, PhiForCausalLM
+from transformers.models.llama import modeling_llama
 
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import Document, MicroBatch, pack
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding, rowwise
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import policy_of, reference_of
@@ -28,25 +33,22 @@ needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compil
 LENGTHS = [(5, 7, 3), (1,), (2,), (9, 9), (14, 3, 4, 1), (1, 1)]
 
 
-def packed(lengths):
-    draw, nothing = torch.Generator().manual_seed(1), torch.zeros(0)
-    documents = [
-        Document(
-            torch.randint(VOCABULARY, (n,), generator=draw),
-            torch.zeros(n, dtype=torch.bool),
-            nothing,
-            nothing,
-            0,
-            "",
-        )
-        for n in lengths
-    ]
+def packed(lengths: Sequence[int]) -> MicroBatch:
+    """Return a row of documents of these lengths, without trained tokens."""
+    generator = torch.Generator().manual_seed(1)
+    documents = []
+    for length in lengths:
+        tokens = torch.randint(VOCABULARY, (length,), generator=generator)
+        no_mask = torch.zeros(length, dtype=torch.bool)
+        documents.append(Document(tokens, no_mask, torch.zeros(0), torch.zeros(0), 0, ""))
     return pack(documents)
 
 
-def states_and_gradient(policy, lengths):
-    """Hidden states, float32, and all gradients as one vector; without a gradient the states are
-    the same."""
+def states_and_gradient(policy: Policy, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the hidden states, in float32, and all gradients as a vector.
+
+    Asserts that the states are the same without a gradient.
+    """
     policy.model.zero_grad()
     micro_batch = packed(lengths).to(policy.model.device)
     hidden = policy.hidden_states(micro_batch)
@@ -58,8 +60,9 @@ def states_and_gradient(policy, lengths):
     return hidden.detach().float(), torch.cat(gradients)
 
 
-def distance(found, expected):
-    return [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return the relative distance of each tensor from the expected one."""
+    return [float((x - y).norm() / y.norm()) for x, y in zip(tensors, expected, strict=True)]
 
 
 @pytest.mark.slow
@@ -67,26 +70,27 @@ def distance(found, expected):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed_lora", "qwen3_by_document"])
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
-    """In float32 but for rounding; in bfloat16 as near to float32 as without. All lengths are
-    computed by one code. On a CPU, where compiling takes longest, one kind is bfloat16, too."""
+    """They differ by rounding in float32, and are in bfloat16 as near to float32 as transformers'.
+    Other lengths compile nothing new. On a CPU, where compiling takes longest, only a single kind
+    is tested in bfloat16."""
     in_bfloat16 = device == "cuda" or "lora" in kind
     exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
     compiled.switch_on(model)
-    model = copy.deepcopy(model)  # as a reference is one, or a rank's part
+    model = copy.deepcopy(model)  # a reference is such a copy, and a rank's part of the model
     graphs = []
     for lengths in LENGTHS:
-        aim = states_and_gradient(exact, lengths)
-        actual = states_and_gradient(replace(exact, model=model), lengths)
-        assert max(distance(actual, aim)) < 2e-6, lengths
+        expected_tensors = states_and_gradient(exact, lengths)
+        tensors = states_and_gradient(replace(exact, model=model), lengths)
+        assert max(distances(tensors, expected_tensors)) < 2e-6, lengths
         if in_bfloat16:
-            rounded = distance(states_and_gradient(plain, lengths), aim)
-            compiled_rounded = distance(
-                states_and_gradient(replace(plain, model=model), lengths), aim
-            )
-            for error, usual in zip(compiled_rounded, rounded, strict=True):
-                assert 0 < error < 1.5 * usual, lengths
+            rounded = states_and_gradient(plain, lengths)
+            compiled_rounded = states_and_gradient(replace(plain, model=model), lengths)
+            errors = distances(compiled_rounded, expected_tensors)
+            errors_of_transformers = distances(rounded, expected_tensors)
+            for error, error_of_transformers in zip(errors, errors_of_transformers, strict=True):
+                assert 0 < error < 1.5 * error_of_transformers, lengths
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert set(graphs) == {graphs[0]}
@@ -94,8 +98,8 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
-def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
-    """Which was compiled before; rows that have ended are dropped, down to the last."""
+def test_a_cuda_graph_of_decoding_compiles_nothing_new_as_rows_end(monkeypatch, kind):
+    """Rows that have ended are dropped, until none is left."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", 1)
     policy = small_policy(kind)
     compiled.switch_on(policy.model.cuda())
@@ -112,9 +116,9 @@ def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
 
 
 @pytest.mark.gpu
-def test_more_numbers_than_fit_into_32_bits():
-    """2^31 numbers and more; the code for them is compiled once as well, for any number of rows."""
-    gate, graphs = rowwise.activation("silu"), []
+def test_more_than_two_to_the_31_numbers_are_computed_right_and_compiled_once():
+    gate = rowwise.activation("silu")
+    graphs = []
     for rows in (4096, 600_000, 700_000):
         x = torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16)
         x[-1] = 2
@@ -127,20 +131,21 @@ def test_more_numbers_than_fit_into_32_bits():
 
 PROGRAM = """
 import torch
-from model.test_compiled import build, compiled, states_and_gradient
-policy = build("qwen3_by_document")
+from builders.models import small_policy
+from model.test_compiled import compiled, states_and_gradient
+policy = small_policy("qwen3_by_document")
 compiled.switch_on(policy.model.float().cuda())
 import dataclasses, hashlib, sys
 policy = dataclasses.replace(policy, compute_dtype=torch.bfloat16)
 for lengths in eval(sys.argv[1]):
-    found = torch.cat([x.flatten() for x in states_and_gradient(policy, lengths)])
-print(hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest())
+    numbers = torch.cat([x.flatten() for x in states_and_gradient(policy, lengths)])
+print(hashlib.sha256(numbers.cpu().numpy().tobytes()).hexdigest())
 """
 
 
 @pytest.mark.gpu
 def test_another_process_that_compiles_anew_computes_the_same_bits(tmp_path):
-    """Whatever lengths it saw first: as a run that is resumed."""
+    """So it does in a run that is resumed, whatever lengths come first."""
     digests = []
     for number, lengths in enumerate(("[(14, 3, 4)]", "[(2, 2), (14, 3, 4)]")):
         more = {
@@ -192,14 +197,14 @@ def test_a_run_resumes_bit_equal_and_does_not_depend_on_its_cuts(folder, tmp_pat
             assert row["grad_norm"] == pytest.approx(changed_row["grad_norm"], rel=1e-4), name
 
 
-def replaced(policy):
-    """How many modules compute otherwise than transformers has them."""
+def num_replaced(policy: Policy) -> int:
+    """Return how many modules have another forward pass than transformers gives them."""
     return sum("forward" in vars(module) for module in policy.model.modules())
 
 
 def test_the_copies_of_a_policy_compute_as_it_does(folder):
-    """model.compile: two layers, each with two norms, an MLP and an attention; and the last
-    norm."""
+    """model.compile=true replaces nine modules: two layers with two norms, an MLP and an attention
+    each, and the last norm."""
     for value, count in (("true", 9), ("false", 0), ("auto", 0)):
         path = f"kl.reference={folder}"
         chosen = config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path)
@@ -207,14 +212,12 @@ def test_the_copies_of_a_policy_compute_as_it_does(folder):
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
         assert [
-            replaced(copied)
+            num_replaced(copied)
             for copied in (policy, policy.copied(policy.compute_dtype), *references)
         ] == [count] * 4
 
 
-def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path):
-    from transformers import PhiConfig, PhiForCausalLM
-
+def test_a_model_of_an_unknown_type_is_refused_or_left_as_it_is(tmp_path):
     sizes = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -230,15 +233,14 @@ def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path)
     ):
         policy_of(chosen, None, ONE_PROCESS, chosen)
     left = config(tmp_path, "model.compile=auto")
-    assert [replaced(policy_of(left, None, ONE_PROCESS, run)) for run in (left, None)] == [0, 0]
+    for run in (left, None):
+        assert num_replaced(policy_of(left, None, ONE_PROCESS, run)) == 0
 
 
 @pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
-def test_another_computation_of_transformers_is_refused_or_left_as_it_is(
+def test_a_module_that_transformers_computes_otherwise_is_refused_or_left_as_it_is(
     tmp_path, monkeypatch, caplog, part
 ):
-    from transformers.models.llama import modeling_llama
-
     def forward(self, hidden_states, **options):
         return hidden_states if part == "LlamaDecoderLayer" else (hidden_states, None)
 
@@ -256,12 +258,15 @@ def test_another_computation_of_transformers_is_refused_or_left_as_it_is(
         config(tmp_path, "model.compile=auto").model, None, on_gpu=False, compiles=True
     )
     assert not policy.compiled
-    assert replaced(policy) == 0
+    assert num_replaced(policy) == 0
     assert f"Its {part} computes something else" in caplog.text
 
 
-QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
-QWEN |= {
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
     "num_hidden_layers": 24,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
@@ -269,33 +274,31 @@ QWEN |= {
 }
 
 
-def test_auto_is_on_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
-    """0.494e9 weights by 8 operations by 256 documents of 512 tokens take 1.7 s an update at 3e14 a
-    second."""
+def test_auto_compiles_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
+    """0.494e9 weights times 8 operations times 256 documents of 512 tokens take 1.7 s an update, at
+    3e14 operations a second."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    long = (
+    long_run = (
         "accumulation.docs_per_step=256",
         "rollout.prompts_per_batch=32",
         "rollout.group_size=8",
-    )
-    long += (
         "rollout.max_completion_length=512",
         "accumulation.max_tokens=65536",
         "trainer.max_steps=70",
     )
 
-    def chosen(on_gpu, *overrides):
-        return compilation(config_of(*with_model(tmp_path, *long, *overrides)), on_gpu)
+    def compiles(on_gpu: bool, *overrides: str) -> bool:
+        return compilation(config_of(*with_model(tmp_path, *long_run, *overrides)), on_gpu)[0]
 
-    on, why = chosen(True)
-    assert on
-    assert "20 % of about 121 s of updates, each of up to 131072 tokens" in why
-    assert not chosen(False)[0]
-    assert chosen(True, "trainer.max_steps=30")[0]
-    assert not chosen(True, "trainer.max_steps=28")[0]
-    assert not chosen(True, "parallelism.data_parallel=4")[0]
-    assert not chosen(True, "accumulation.docs_per_step=64")[0]
-    assert chosen(True, "accumulation=fixed", "accumulation.micro_batches_per_step=2")[0]
-    assert chosen(False, "model.compile=true")[0]
-    assert not chosen(True, "model.compile=false")[0]
+    _, reason = compilation(config_of(*with_model(tmp_path, *long_run)), True)
+    assert "20 % of about 121 s of updates, each of up to 131072 tokens" in reason
+    assert compiles(True)
+    assert not compiles(False)
+    assert compiles(True, "trainer.max_steps=30")
+    assert not compiles(True, "trainer.max_steps=28")
+    assert not compiles(True, "parallelism.data_parallel=4")
+    assert not compiles(True, "accumulation.docs_per_step=64")
+    assert compiles(True, "accumulation=fixed", "accumulation.micro_batches_per_step=2")
+    assert compiles(False, "model.compile=true")
+    assert not compiles(True, "model.compile=false")
     assert not compilation(config_of("model=tiny"), True)[0]

@@ -1,8 +1,9 @@
-"""Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain
-linear layers refused."""
+"""A model from a folder is loaded with its own head and tokenizer, trained in the precision that is
+asked for, and resumed to the last bit."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
+from pgtoolkit.config.schema import Config
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
 from pgtoolkit.training.train import build, train
@@ -32,28 +34,22 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A small Llama with tied embeddings, and its tokenizer, as save_pretrained leaves them."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small Llama with tied embeddings, and its tokenizer."""
     model = small_llama(num_hidden_layers=2, tie_word_embeddings=True, attention_dropout=0.3)
     return save_with_tokenizer(model, tmp_path_factory.mktemp("llama"))
 
 
-def settings(folder, *overrides):
+def config_with(folder: Path, *overrides: str) -> Config:
     return config_of(*with_model(folder, "trainer.max_steps=4", *overrides))
 
 
-def with_prompts(folder, place):
-    """Of p.jsonl in a folder."""
-    task = [one for one in with_model(folder) if not one.startswith("task.")]
-    return [*task, "task=prompts", f"task.path={place / 'p.jsonl'}"]
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
-    config = settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}")
+def test_a_resumed_run_is_equal_to_the_last_bit(folder, tmp_path, checkpointing):
+    config = config_with(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}")
     train(config, tmp_path / "whole")
     rows = metrics_of(tmp_path / "whole")
-    # dropout is off: the policy is one and the same
+    # The model has dropout: a ratio of 1 shows that it is off.
     assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6)
     resumed = copy_as_of(tmp_path / "whole", 1, tmp_path / "resumed")
     train(config, resumed, resume=True)
@@ -64,8 +60,8 @@ def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
 def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it_is(
     folder, tmp_path, capsys
 ):
-    """In bfloat16, where completions come from a copy. What is saved is loaded as untied, and
-    computes what it did."""
+    """In bfloat16 completions come from a copy. The saved model is loaded with a head of its own,
+    and has the same weights."""
     shutil.copytree(folder, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
@@ -73,17 +69,16 @@ def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it
     save_file(
         weights | {"lm_head.weight": head}, tmp_path / "model/model.safetensors", {"format": "pt"}
     )
-    config = settings(
+    config = config_with(
         tmp_path / "model",
         "trainer.max_steps=1",
         "model.dtype=bfloat16",
         "optimizer.learning_rate=1e-12",
     )
     train(config, tmp_path / "run")
-    (said,) = [
-        line for line in capsys.readouterr().out.splitlines() if "tie_word_embeddings" in line
-    ]
-    assert said.startswith(
+    lines = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in lines if "tie_word_embeddings" in line]
+    assert note.startswith(
         f"note: config.json of model.path={tmp_path / 'model'} says tie_word_embeddings=true, but "
     )
     saved = tmp_path / "run/checkpoints/step-000001"
@@ -94,7 +89,7 @@ def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it
     torch.testing.assert_close(model.model.embed_tokens.weight, embeddings, rtol=0, atol=0)
 
 
-def short_document():
+def short_document() -> Document:
     mask = torch.tensor([False, False, True, True])
     return Document(
         torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document"
@@ -103,7 +98,7 @@ def short_document():
 
 @pytest.mark.parametrize("fp32_lm_head", [False, True])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_path, fp32_lm_head):
-    config = settings(
+    config = config_with(
         folder, "model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}"
     )
     train(config, tmp_path / "run")
@@ -112,30 +107,27 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_pat
     assert all(row["num_skipped_steps"] == 0 for row in rows)
     weights = checkpoint_of(tmp_path / "run", 4)["model"]
     assert all(weight.dtype == torch.float32 for weight in weights.values())
-    # The same hidden states and weight in bfloat16; of their product, what is not asked for in
-    # float32 is rounded.
+    # Hidden states and weight are in bfloat16. Their product is rounded to bfloat16 unless it is
+    # asked for in float32.
     module, _ = build(config)
     micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
     with torch.no_grad():
-        hidden, weight = (
-            module.policy.hidden_states(micro_batch),
-            module.policy.head.weight.bfloat16(),
-        )
+        hidden = module.policy.hidden_states(micro_batch)
+        weight = module.policy.head.weight.bfloat16()
         assert hidden.dtype == torch.bfloat16
         logits = hidden.double() @ weight.double().T
-        exact, rounded = (
-            x.log_softmax(-1)[[1, 2], [3, 4]] for x in (logits, logits.bfloat16().double())
-        )
-        found = module.log_probs(micro_batch)[1:3].double()
+        exact = logits.log_softmax(-1)[[1, 2], [3, 4]]
+        rounded = logits.bfloat16().double().log_softmax(-1)[[1, 2], [3, 4]]
+        log_probs = module.log_probs(micro_batch)[1:3].double()
     assert (exact - rounded).abs().max() > 2e-5
-    torch.testing.assert_close(found, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
+    torch.testing.assert_close(log_probs, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
 
 
 def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
     torch.manual_seed(0)
     model = PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **SIZES))
     torch.nn.init.normal_(model.lm_head.bias)
-    config = settings(save_with_tokenizer(model, tmp_path), "kernel=fused_linear")
+    config = config_with(save_with_tokenizer(model, tmp_path), "kernel=fused_linear")
     module, _ = build(config)
     document = short_document()
     micro_batch = make_step([document], 99, {}).micro_batches[0]
@@ -144,9 +136,8 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
     assert module.log_probs(micro_batch)[1:3].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
-    """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check`
-    shows them."""
+def test_prompts_begin_with_the_tokenizers_first_token_and_lack_its_last(folder, tmp_path, capsys):
+    """The tokenizer adds `=` at the beginning and an end. `pgtk check` shows the tokens."""
     shutil.copytree(folder, tmp_path / "model")
     backend = tiny_tokenizer("0123456789=")
     special = [("=", 10), ("<end>", 11)]
@@ -155,7 +146,7 @@ def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys
     )
     options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(tmp_path / "model")
-    config = settings(tmp_path / "model")
+    config = config_with(tmp_path / "model")
     module, loader = build(config)
     assert module.policy.tokenizer("12=").input_ids == [10, 1, 2, 10, 11]
     documents = next(iter(loader)).documents
@@ -169,18 +160,13 @@ def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys
     assert f"  5 tokens: {shown}\n" in capsys.readouterr().out
 
 
-def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys):
+def test_steps_whose_advantages_are_all_zero_are_noted_once_and_counted(folder, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "no"}\n' * 4)
-    train(config_of(*with_prompts(folder, tmp_path), "trainer.max_steps=3"), tmp_path / "run")
-    said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
-    assert said == [
-        "note: every advantage of the step that ends at document 8 is 0, so the step teaches "
-        "nothing: all completions of a prompt have equal rewards. Is the task too hard or too "
-        "easy, or are answers longer than rollout.max_completion_length? This note is printed "
-        "once; see the metric zero_advantage_group_fraction."
-    ]
-    assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [
-        1,
-        1,
-        1,
-    ]
+    others = [setting for setting in with_model(folder) if not setting.startswith("task.")]
+    prompts = ("task=prompts", f"task.path={tmp_path / 'p.jsonl'}")
+    train(config_of(*others, *prompts, "trainer.max_steps=3"), tmp_path / "run")
+    lines = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in lines if "every advantage" in line]
+    assert "every advantage of the step that ends at document 8 is 0" in note
+    fractions = [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")]
+    assert fractions == [1, 1, 1]

@@ -1,5 +1,9 @@
-"""LoRA: gradients of a plain formulation, merged weights, the frozen model, and what each of the
-weights takes up."""
+"""Adapters of LoRA have the gradient of their plain formulation, merge into the model's weights,
+and leave the frozen weights as they are."""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,22 +12,25 @@ from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.runs import module_and_loader, sampler_of, with_model
 from model import spread
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 
-KINDS = ("llama", "gpt2")
-RANK, ALPHA = 3, 4.0
+RANK = 3
+ALPHA = 4.0
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def folder(request, tmp_path_factory):
-    """Small models whose head is their embedding; the matrices of GPT-2 lie the other way round."""
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model whose head is its embedding. GPT-2 stores its matrices
+    transposed."""
     if request.param == "llama":
         model = small_llama(num_hidden_layers=2, tie_word_embeddings=True)
     else:
@@ -36,18 +43,23 @@ def folder(request, tmp_path_factory):
     return save_with_tokenizer(model, tmp_path_factory.mktemp(request.param))
 
 
-def adapted(folder, **changes):
-    """A policy whose adapters change something."""
+def adapted_policy(folder: Path, **changes: object) -> Policy:
+    """Return a policy whose adapters change its logits."""
     policy = build_policy(
         model_config(folder, lora_rank=RANK, lora_alpha=ALPHA, **changes), None, False
     )
-    for name, weight in adapter_weights(policy.model).items():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.1)
+    draw_adapters(policy.model, std=0.1)
     return policy
 
 
-def logits(model, tokens):
+def draw_adapters(model: nn.Module, std: float) -> None:
+    """Draw the matrices that are zero at the start."""
+    for name, weight in adapter_weights(model).items():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=std)
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, use_cache=False).logits
 
 
@@ -57,13 +69,14 @@ TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11], [4, 4, 4, 4, 9, 0, 7, 2]])
 @pytest.mark.parametrize("kind", ["gpt2_tied_lora", "qwen2_checkpointed_lora"])
 @pytest.mark.parametrize(("loss", "aggregation"), [("gspo", "sample_mean"), ("grpo", "token_mean")])
 def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
-    """By the chain rule from that of W + alpha / rank B A in the place of each W, in float64."""
-    policy, objective = models.small_policy(kind), {"loss": loss, "aggregation": aggregation}
-    found = spread.step(policy, ONE_PROCESS, **objective)
-    plain, scale = (
-        models.small_policy(kind.replace("_lora", "").replace("_checkpointed", "")),
-        4.0 / 3,
-    )
+    """By the chain rule from the gradient of W + alpha / rank B A in the place of each W, in
+    float64."""
+    transposed = "gpt2" in kind
+    policy = models.small_policy(kind)
+    objective = {"loss": loss, "aggregation": aggregation}
+    step = spread.step(policy, ONE_PROCESS, **objective)
+    plain = models.small_policy(kind.replace("_lora", "").replace("_checkpointed", ""))
+    scale = 4.0 / 3
     weights = {
         name.replace(".base_layer", ""): weight.detach()
         for name, weight in policy.model.named_parameters()
@@ -73,35 +86,38 @@ def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
         layer = name.removesuffix(".weight")
         weight.data = weights[name]
         if layer in adapted_layers(policy.model):
-            pairs[name] = [f"{layer}.{part}.default.weight" for part in ("lora_A", "lora_B")]
-            first, second = (weights[part] for part in pairs[name])
-            change = scale * second @ first
-            weight.data = weight.data + (change.T if "gpt2" in kind else change)
-    exact = spread.step(plain, ONE_PROCESS, **objective)
+            name_a = f"{layer}.lora_A.default.weight"
+            name_b = f"{layer}.lora_B.default.weight"
+            pairs[name] = (name_a, name_b)
+            change = scale * weights[name_b] @ weights[name_a]
+            weight.data = weight.data + (change.T if transposed else change)
+    plain_step = spread.step(plain, ONE_PROCESS, **objective)
     expected = {}
-    for name, (first, second) in pairs.items():
-        gradient = exact[name] / clipping(exact["norm"])
-        gradient = gradient.T if "gpt2" in kind else gradient
-        expected[first] = scale * weights[second].T @ gradient
-        expected[second] = scale * gradient @ weights[first].T
-    norm = torch.stack([part.norm() for part in expected.values()]).norm()
-    torch.testing.assert_close(found["loss"], exact["loss"], rtol=1e-10, atol=1e-13)
-    torch.testing.assert_close(found["norm"], norm, rtol=1e-9, atol=1e-12)
-    for name, part in expected.items():
-        torch.testing.assert_close(found[name], clipping(norm) * part, rtol=1e-9, atol=1e-12)
-        assert part.abs().max() > 1e-5
+    for name, (name_a, name_b) in pairs.items():
+        gradient = plain_step[name] / clip_factor(plain_step["norm"])
+        gradient = gradient.T if transposed else gradient
+        expected[name_a] = scale * weights[name_b].T @ gradient
+        expected[name_b] = scale * gradient @ weights[name_a].T
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    torch.testing.assert_close(step["loss"], plain_step["loss"], rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(step["norm"], norm, rtol=1e-9, atol=1e-12)
+    for name, gradient in expected.items():
+        clipped = clip_factor(norm) * gradient
+        torch.testing.assert_close(step[name], clipped, rtol=1e-9, atol=1e-12)
+        assert gradient.abs().max() > 1e-5
 
 
-def clipping(norm):
-    """What a gradient of this norm is multiplied by."""
+def clip_factor(norm: Tensor) -> float:
+    """Return the factor by which a gradient of this norm is clipped."""
     return min(1.0, 0.5 / (norm.item() + 1e-6))
 
 
 @torch.no_grad()
 def test_the_merged_weights_are_the_policy(folder):
-    policy = adapted(folder)
+    policy = adapted_policy(folder)
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    base, live = logits(plain, TOKENS), logits(policy.model, TOKENS)
+    base_logits = logits(plain, TOKENS)
+    policy_logits = logits(policy.model, TOKENS)
     weights = policy.weights()
     assert weights.keys() == {name for name, _ in plain.named_parameters()}
     saved = load_file(folder / "model.safetensors")
@@ -109,8 +125,8 @@ def test_the_merged_weights_are_the_policy(folder):
     assert changed == {f"{name}.weight" for name in adapted_layers(policy.model)}
     assert not any(weight.requires_grad for weight in weights.values())
     plain.load_state_dict(weights, strict=False)
-    torch.testing.assert_close(logits(plain, TOKENS), live, rtol=1e-5, atol=1e-5)
-    assert (live - base).abs().max() > 0.01
+    torch.testing.assert_close(logits(plain, TOKENS), policy_logits, rtol=1e-5, atol=1e-5)
+    assert (policy_logits - base_logits).abs().max() > 0.01
     merge(policy.model)
     assert policy.model.state_dict().keys() == plain.state_dict().keys()
     assert torch.equal(logits(policy.model, TOKENS), logits(plain, TOKENS))
@@ -118,7 +134,8 @@ def test_the_merged_weights_are_the_policy(folder):
 
 @torch.no_grad()
 def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
-    wide, half = adapted(folder), adapted(folder, dtype=NumberType.bfloat16)
+    wide = adapted_policy(folder)
+    half = adapted_policy(folder, dtype=NumberType.bfloat16)
     for name, weight in adapter_weights(half.model).items():
         weight.copy_(adapter_weights(wide.model)[name])
     rounded = {name: weight.bfloat16().float() for name, weight in wide.weights().items()}
@@ -129,28 +146,23 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
         torch.testing.assert_close(weight.float(), rounded[name], rtol=2**-7, atol=2**-9)
 
 
-def module_of(folder, *overrides):
-    return module_and_loader(
-        *with_model(folder, f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}", *overrides)
-    )
-
-
 @pytest.mark.parametrize("static_cache", ["true", "null"])
 @torch.no_grad()
-def test_completions_are_of_the_merged_model(folder, static_cache):
-    """Their log-probs, kept while sampling with the adapters at work, are those of the merged
-    weights."""
-    module, loader = module_of(
-        folder, "rollout.old_log_probs=sampling", f"sampler.static_cache={static_cache}"
+def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache):
+    """The sampler computes with the adapters beside the weights, and keeps the log-probs."""
+    overrides = (
+        f"model.lora_rank={RANK}",
+        f"model.lora_alpha={ALPHA}",
+        "rollout.old_log_probs=sampling",
+        f"sampler.static_cache={static_cache}",
     )
-    for name, weight in adapter_weights(module.model).items():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.3)
+    module, loader = module_and_loader(*with_model(folder, *overrides))
+    draw_adapters(module.model, std=0.3)
     documents = next(iter(loader)).documents
     plain = AutoModelForCausalLM.from_pretrained(folder).double()
-    base = [of_document(plain, document) for document in documents]
+    base = [log_probs_of(plain, document) for document in documents]
     plain.load_state_dict(module.policy.weights(), strict=False)
-    merged = [of_document(plain, document) for document in documents]
+    merged = [log_probs_of(plain, document) for document in documents]
     for document, expected in zip(documents, merged, strict=True):
         torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
     assert max((a - b).abs().max() for a, b in zip(base, merged, strict=True)) > 0.02
@@ -158,17 +170,15 @@ def test_completions_are_of_the_merged_model(folder, static_cache):
 
 
 def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
-    """Whose adapters were never there; their log-probs and those of training differ by rounding
-    alone."""
-    chosen = "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling"
-    module, loader = module_and_loader(*with_model(folder, *chosen), dtype=None)
-    for name, weight in adapter_weights(module.model).items():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.05)
+    """The copy has no adapters. Its log-probs differ from those of training by rounding."""
+    overrides = ("model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling")
+    module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
+    draw_adapters(module.model, std=0.05)
     step = next(iter(loader))
-    copy, weights = sampler_of(loader)._policy, module.policy.weights()
+    copy = sampler_of(loader)._policy
+    weights = module.policy.weights()
     assert adapted_layers(copy.model) == {}
-    copy.load(weights)  # as for every batch; between them it holds none
+    copy.load(weights)  # the sampler does so for every batch, and frees the weights after it
     assert all(
         torch.equal(weight, weights[name].to(weight.dtype))
         for name, weight in copy.model.named_parameters()
@@ -177,16 +187,16 @@ def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     assert metrics["ratio_new_old"] == pytest.approx(1, abs=0.02)
 
 
-def of_document(model, document):
+def log_probs_of(model: nn.Module, document: Document) -> Tensor:
+    """Return the log-probs of the document's trained tokens."""
     rows = model(input_ids=document.tokens[None]).logits[0].log_softmax(-1)
     return rows[:-1].gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0]
 
 
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder):
-    """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as
-    they are."""
-    chosen = "model.lora_rank=2", "model.dtype=bfloat16", "optimizer.learning_rate=0.01"
-    module, loader = module_and_loader(*with_model(folder, *chosen), dtype=None)
+    """Seen in the bytes of weights, gradients and moments. Steps change the adapters alone."""
+    overrides = ("model.lora_rank=2", "model.dtype=bfloat16", "optimizer.learning_rate=0.01")
+    module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
     saved = load_file(folder / "model.safetensors")
     before = {name: weight.clone() for name, weight in module.model.named_parameters()}
     steps = iter(loader)
@@ -213,15 +223,15 @@ def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_mom
     assert changed == {name for name in before if "lora_" in name}
 
 
-def bytes_by_type(tensors):
-    found = {}
+def bytes_by_type(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
+    num_bytes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
-        found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
-    return found
+        num_bytes[tensor.dtype] += tensor.nbytes
+    return dict(num_bytes)
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"),
+    ("targets", "message"),
     [
         (
             ["q_proj", "query"],
@@ -239,20 +249,20 @@ def bytes_by_type(tensors):
         ),
         (["proj"], r"\(got proj\)"),
     ],
-    ids=["a misspelt one", "the head", "a part of a name"],
+    ids=["misspelt", "the head", "a part of a name"],
 )
-def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
+def test_targets_that_are_no_linear_layer_of_the_body_are_refused(tmp_path, targets, message):
     save_with_tokenizer(small_llama(), tmp_path)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         build_policy(model_config(tmp_path, lora_rank=2, lora_targets=targets), None, False)
 
 
 @pytest.mark.parametrize(
     "targets", [["all-linear"], ["q_proj", "v_proj", "mlp.up_proj", "1.self_attn.o_proj"]]
 )
-def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
-    """And transformers finds them by what is stored; peft shortens a list of more than twenty
-    names."""
+def test_the_layers_that_are_named_get_adapters(tmp_path, targets):
+    """transformers finds them by the stored settings, though peft shortens a list of more than
+    twenty names."""
     save_with_tokenizer(small_llama(num_hidden_layers=8), tmp_path / "base")
     policy = build_policy(
         model_config(tmp_path / "base", lora_rank=2, lora_targets=targets), None, False
@@ -266,9 +276,7 @@ def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
     expected = {name for name in names if name.endswith(ends)}
     assert len(expected) == (56 if targets == ["all-linear"] else 25)
     assert adapted_layers(policy.model).keys() == expected
-    for name, weight in adapter_weights(policy.model).items():
-        if "lora_B" in name:
-            nn.init.normal_(weight, std=0.1)
+    draw_adapters(policy.model, std=0.1)
     settings(policy.model, str(tmp_path / "base")).save_pretrained(tmp_path / "adapters")
     weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
     save_file(weights, tmp_path / "adapters" / "adapter_model.safetensors", {"format": "pt"})

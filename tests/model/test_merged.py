@@ -1,5 +1,5 @@
-"""Products with a common input as one: where the weights lie, and completions that are those of the
-model itself."""
+"""A copy that samples computes products with a common input as a single product: its weights lie
+side by side, and its completions are those of the model itself."""
 
 import copy
 from dataclasses import replace
@@ -10,14 +10,15 @@ from builders.losses import DEVICE
 from builders.models import HAS_COMPILER, small_policy
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected, likeliest
 
+from pgtoolkit.kernels import triton_attention
 from pgtoolkit.model import compiled, decoding, merged
 from pgtoolkit.model.policy import Policy
 
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 
 
-def merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
-    """The policy itself, in float32, and the copy that samples, whose products are merged."""
+def policy_and_merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
+    """Return a policy in float32, and its copy that samples, whose products are merged."""
     policy = small_policy(kind)
     policy.model.float().to(device)
     trained = replace(policy, model=copy.deepcopy(policy.model), compiled=True)
@@ -28,22 +29,22 @@ def merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_tied_checkpointed", "qwen3"])
-def test_weights_lie_side_by_side_once(kind):
-    policy, sampled = merged_copy(kind)
-    own, copied = (dict(one.model.named_parameters()) for one in (policy, sampled))
+def test_the_weights_of_a_merged_product_lie_side_by_side_and_take_no_further_memory(kind):
+    policy, sampled = policy_and_merged_copy(kind)
+    weights = dict(policy.model.named_parameters())
+    copied = dict(sampled.model.named_parameters())
     for name, parameter in copied.items():
-        assert torch.equal(parameter, own[name]), name
+        assert torch.equal(parameter, weights[name]), name
     layer = sampled.model.base_model.layers[1]
     attention = layer.self_attn
     together = merged.side_by_side(
         [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
     )
-    assert torch.equal(
-        together[-len(attention.v_proj.weight) :], own["model.layers.1.self_attn.v_proj.weight"]
-    )
+    num_values = len(attention.v_proj.weight)
+    values = weights["model.layers.1.self_attn.v_proj.weight"]
+    assert torch.equal(together[-num_values:], values)
     attention.v_proj.weight.data.fill_(7)
-    assert (together[-len(attention.v_proj.weight) :] == 7).all()
-    # No memory beyond the weights': each storage is as large as what lies in it.
+    assert (together[-num_values:] == 7).all()
     parameters = set(copied.values())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     assert sum(storages.values()) == sum(p.nbytes for p in parameters)
@@ -52,13 +53,13 @@ def test_weights_lie_side_by_side_once(kind):
     with pytest.raises(ValueError, match="side by side"):
         merged.side_by_side(
             [
-                own["model.layers.0.self_attn.q_proj.weight"],
-                own["model.layers.1.mlp.up_proj.weight"],
+                weights["model.layers.0.self_attn.q_proj.weight"],
+                weights["model.layers.1.mlp.up_proj.weight"],
             ]
         )
 
 
-def test_only_what_is_compiled_and_has_products_to_merge_is_merged():
+def test_only_a_compiled_copy_with_products_of_a_common_input_merges_them():
     assert not small_policy("qwen2").copied(torch.float32).merges
     assert not replace(small_policy("gpt2"), compiled=True).copied(torch.float32).merges
     assert replace(small_policy("mistral"), compiled=True).copied(torch.float32).merges
@@ -67,36 +68,38 @@ def test_only_what_is_compiled_and_has_products_to_merge_is_merged():
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["qwen2_tied_checkpointed", "qwen3", "mistral"])
-def test_greedy_completions_are_those_of_generate(kind, device):
-    """Token by token in float32; their log-probs are those of a pass over the document."""
-    policy, sampled = merged_copy(kind, device)
+def test_greedy_completions_of_a_merged_copy_are_those_of_generate(kind, device):
+    """Their log-probs, in float32, are those of a pass over the document."""
+    policy, sampled = policy_and_merged_copy(kind, device)
     policy.model.eval()
-    how = {
-        "draw": likeliest,
-        "uniform": torch.zeros(len(PROMPTS), 40, device=device),
-        "check": lambda: None,
-    }
-    tokens, log_probs = sampled.decode(PROMPTS, 40, False, **how, ends=[])
-    for prompt, row, found in zip(PROMPTS, tokens, log_probs, strict=True):
-        whole = torch.tensor([prompt], device=device)
-        settings = {
-            "max_new_tokens": 40,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        given = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-        assert torch.equal(row, policy.model.generate(**given, **settings)[0, len(prompt) :])
-        torch.testing.assert_close(found, expected(policy, prompt, row.tolist()), rtol=0, atol=2e-6)
+    tokens, log_probs = sampled.decode(
+        PROMPTS,
+        40,
+        False,
+        draw=likeliest,
+        uniform=torch.zeros(len(PROMPTS), 40, device=device),
+        check=lambda: None,
+        ends=[],
+    )
+    for prompt, row, row_log_probs in zip(PROMPTS, tokens, log_probs, strict=True):
+        input_ids = torch.tensor([prompt], device=device)
+        generated = policy.model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert torch.equal(row, generated[0, len(prompt) :])
+        expected_log_probs = expected(policy, prompt, row.tolist())
+        torch.testing.assert_close(row_log_probs, expected_log_probs, rtol=0, atol=2e-6)
 
 
 @needs_compiler
-def test_the_kernel_turns_queries_and_keys(monkeypatch):
-    """Without a GPU in Triton's interpreter: drawn tokens and log-probs are those of turns by
-    PyTorch."""
-    from pgtoolkit.kernels import triton_attention
-
-    _, sampled = merged_copy("mistral", DEVICE)
+def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorchs(monkeypatch):
+    """Without a GPU the kernel runs under Triton's interpreter."""
+    _, sampled = policy_and_merged_copy("mistral", DEVICE)
     tokens, log_probs = decoded(sampled, 4)
     turned = []
 
@@ -104,13 +107,21 @@ def test_the_kernel_turns_queries_and_keys(monkeypatch):
         if options["decoder_cache"].reading is not None:
             return decoding.attention(module, query, key, value, mask, **options)
         kept = options["decoder_cache"].of(module.layer_idx)
-        where = options["decoder_cache"].positions, options["scaling"], options["sliding_window"]
         turned.append(options["turns"])
-        out = triton_attention.attend(query, key, value, *kept, *where, options["turns"])
+        out = triton_attention.attend(
+            query,
+            key,
+            value,
+            *kept,
+            options["decoder_cache"].positions,
+            options["scaling"],
+            options["sliding_window"],
+            options["turns"],
+        )
         return out[:, None], None
 
     monkeypatch.setattr(merged, "attention", attend_turning)
-    again, of_again = decoded(sampled, 4)
+    kernels_tokens, kernels_log_probs = decoded(sampled, 4)
     assert len(turned) == 3 * 2
-    assert torch.equal(tokens, again)
-    torch.testing.assert_close(log_probs, of_again, rtol=0, atol=2e-6)
+    assert torch.equal(tokens, kernels_tokens)
+    torch.testing.assert_close(log_probs, kernels_log_probs, rtol=0, atol=2e-6)

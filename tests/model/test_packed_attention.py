@@ -1,7 +1,8 @@
-"""Attention by document against a loop over queries, and a model that uses it against one row per
-document."""
+"""Attention by document is that of a loop over queries, and a model that uses it computes each
+document as if it were alone."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,22 +15,32 @@ from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
 from pgtoolkit.training.build import build
 
-QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]
-"""The first document began on another rank."""
+QUERIES = [3, 5, 1, 0, 40]
+KEYS = [7, 5, 1, 0, 40]
+"""By document. The first began on another rank, so that it has more keys than queries."""
 
 
-def tensors(heads: int, key_heads: int, width: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
+def query_key_value(heads: int, key_heads: int, width: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
     shapes = (
         (sum(QUERIES), heads, width),
         (sum(KEYS), key_heads, width),
         (sum(KEYS), key_heads, width),
     )
-    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def reference(query, key, value, scaling, window):
-    out, first_query, first_key = torch.zeros_like(query), 0, 0
+def attention_in_loops(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Return the attention of each query to the keys of its document up to itself."""
+    out = torch.zeros_like(query)
+    first_query = 0
+    first_key = 0
     for num_queries, num_keys in zip(QUERIES, KEYS, strict=True):
         for i in range(num_queries):
             last = num_keys - num_queries + i
@@ -40,11 +51,14 @@ def reference(query, key, value, scaling, window):
                 scores = torch.stack([scaling * q @ key[first_key + j, shared] for j in seen])
                 values = torch.stack([value[first_key + j, shared] for j in seen])
                 out[first_query + i, head] = scores.softmax(0) @ values
-        first_query, first_key = first_query + num_queries, first_key + num_keys
+        first_query += num_queries
+        first_key += num_keys
     return out
 
 
-def with_gradients(function, inputs):
+def result_and_gradients(
+    function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> list[torch.Tensor]:
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*inputs)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
@@ -55,28 +69,29 @@ def with_gradients(function, inputs):
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_a_query_sees_the_keys_of_its_document_up_to_itself(window, key_heads):
-    inputs = tensors(4, key_heads, 6)
+    inputs = query_key_value(4, key_heads, 6)
     cut = Documents(QUERIES, KEYS, torch.device("cpu"))
-    found = with_gradients(lambda *x: by_document(*x, cut, 0.3, window), inputs)
-    expected = with_gradients(lambda *x: reference(*x, 0.3, window), inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    result = result_and_gradients(lambda *x: by_document(*x, cut, 0.3, window), inputs)
+    expected = result_and_gradients(lambda *x: attention_in_loops(*x, 0.3, window), inputs)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_the_kernel_does_the_same(window, key_heads):
-    inputs = [x.bfloat16() for x in tensors(4, key_heads, 16)]
-    scaling, device = 1 / math.sqrt(16), torch.device("cuda")
+def test_on_a_gpu_the_kernel_does_the_same_in_bfloat16(window, key_heads):
+    inputs = [x.bfloat16() for x in query_key_value(4, key_heads, 16)]
+    scaling = 1 / math.sqrt(16)
+    device = torch.device("cuda")
     assert attention.has_kernel(device, torch.bfloat16, 16)
     cut = Documents(QUERIES, KEYS, device)
-    found = with_gradients(
+    result = result_and_gradients(
         lambda *x: by_document(*x, cut, scaling, window), [x.to(device) for x in inputs]
     )
-    expected = with_gradients(
-        lambda *x: reference(*x, scaling, window), [x.double() for x in inputs]
+    expected = result_and_gradients(
+        lambda *x: attention_in_loops(*x, scaling, window), [x.double() for x in inputs]
     )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(result, expected, strict=True):
         assert (a.cpu().double() - b).norm() < 1e-2 * b.norm()
 
 
@@ -129,23 +144,22 @@ def test_divided_heads_do_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed", "qwen3", "mistral"])
-def test_a_model_sees_each_document_alone(kind):
-    """The whole packed row against each document by itself."""
-    rows, row = small_model(kind), small_model(f"{kind}_by_document")
-    micro_batch = packed(documents(row.vocabulary_size, 1))
-    found = row.hidden_states(micro_batch)
-    alone = [
-        rows.hidden_states(packed([document])) for document in documents(rows.vocabulary_size, 1)
-    ]
-    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
+def test_hidden_states_of_a_packed_row_are_those_of_each_document_alone(kind):
+    policy = small_model(kind)
+    by_document_policy = small_model(f"{kind}_by_document")
+    some_documents = documents(policy.vocabulary_size, 1)
+    hidden = by_document_policy.hidden_states(packed(some_documents))
+    alone = [policy.hidden_states(packed([document])) for document in some_documents]
+    torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-12, atol=1e-13)
 
 
-def test_sampling_between_passes_by_document_is_as_before():
-    """Left-padded prompts and a cache, in between of two passes by document."""
+def test_sampling_between_passes_by_document_changes_neither():
+    """Sampling pads prompts on the left and has a cache, which attention by document has not."""
     module, loader = build(config_of(*SHORT))
     prompts = [Request(tokens, 1, 0) for tokens in ([1, 2, 3, 4], [5, 6], [7])]
     micro_batch = packed(documents(11, 1)[:3])
-    completions, hidden = [], []
+    completions = []
+    hidden = []
     for number in range(2):
         if number == 1:
             attention.use_packed_attention(module.model)
@@ -154,9 +168,9 @@ def test_sampling_between_passes_by_document_is_as_before():
             completions.append(sampler_of(loader).complete(prompts))
             assert module.policy.by_document is (number == 1)
             hidden.append(module.policy.hidden_states(micro_batch))
-    for found in completions[1:]:
-        for a, b in zip(found, completions[0], strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist()
-            torch.testing.assert_close(a.log_probs, b.log_probs)
-    for found in hidden[1:]:
-        torch.testing.assert_close(found, hidden[0], rtol=1e-5, atol=1e-6)
+    for later_completions in completions[1:]:
+        for completion, first in zip(later_completions, completions[0], strict=True):
+            assert completion.tokens.tolist() == first.tokens.tolist()
+            torch.testing.assert_close(completion.log_probs, first.log_probs)
+    for later_hidden in hidden[1:]:
+        torch.testing.assert_close(later_hidden, hidden[0], rtol=1e-5, atol=1e-6)

@@ -1,7 +1,9 @@
-"""Models of other architectures: each document by itself whatever is beside it, or one sentence
-that refuses them."""
+"""A model of another architecture computes each document as if it were alone, in training and when
+it samples, or is refused."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from builders.runs import config_of, sampler_of, with_model
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
+from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
 
 WIDTH = {
@@ -52,11 +56,17 @@ SHAPES = {
         "rope_parameters": LONGROPE | {"original_max_position_embeddings": 16},
     },
 }
-"""OPT, Bloom, Mamba and GptOss see other documents of their row; rotary positions of Phi3 depend on
-the longest."""
+"""The configuration of each model, else DENSE. Tokens of OPT, Bloom, Mamba and GptOss see
+other documents of their row; the rotary positions of Phi3 depend on the longest document."""
 
 
-def folder_of(name, folder, scale=0.3, kind="ForCausalLM", **changes):
+def folder_of(
+    name: str, folder: Path, scale: float = 0.3, kind: str = "ForCausalLM", **changes: Any
+) -> Path:
+    """Save a small model of this architecture, and return its folder.
+
+    scale: of the noise that is added to its weights. kind: the end of its class's name.
+    """
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SHAPES.get(name, DENSE) | changes))
     model = getattr(transformers, f"{name}{kind}")(config)
@@ -65,8 +75,9 @@ def folder_of(name, folder, scale=0.3, kind="ForCausalLM", **changes):
     return save_with_tokenizer(model, folder)
 
 
-def document(length):
-    tokens, mask = torch.arange(length) * 7 % 11, torch.arange(length) > 0
+def document(length: int) -> Document:
+    tokens = torch.arange(length) * 7 % 11
+    mask = torch.arange(length) > 0
     return Document(tokens, mask, torch.zeros(length - 1), torch.ones(length - 1), 0, "a document")
 
 
@@ -76,10 +87,10 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
     folder = folder_of(name, tmp_path)
     policy = build_policy(model_config(folder), None, False)
     assert policy.packs == (name in ("Qwen3", "Mixtral", "Phi3"))
-    found = policy.head(policy.hidden_states(pack([document(n) for n in lengths])))
+    logits = policy.head(policy.hidden_states(pack([document(n) for n in lengths])))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     alone = [model(input_ids=document(n).tokens[None], use_cache=False).logits[0] for n in lengths]
-    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -87,21 +98,22 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
     [((6, 7, 7), (3, 7)), ((3, 20, 4, 3), (1, 30)), ((4, 20) * 20, (40, 20))],
     ids=["alike", "mixed", "many"],
 )
-def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
-    """With 16 hidden units 40 rows of 20 take 800 (96 + 20), their 480 tokens in one row 480 (96 +
-    480)."""
-    policy, seen = build_policy(model_config(folder_of("Qwen3", tmp_path)), None, False), []
+def test_documents_are_padded_rows_unless_a_packed_row_costs_less(lengths, shape, tmp_path):
+    """With 16 hidden units 40 padded rows of 20 cost 800 (96 + 20), and their 480 tokens in one
+    row 480 (96 + 480)."""
+    policy = build_policy(model_config(folder_of("Qwen3", tmp_path)), None, False)
+    shapes = []
     policy.model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].shape)
+        lambda _, inputs: shapes.append(inputs[0].shape)
     )
     policy.hidden_states(pack([document(n) for n in lengths]))
-    assert seen == [shape]
+    assert shapes == [shape]
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "needed"),
     [
-        # random weights give logits of about 0.1
+        # Without noise its logits are about 0.1, too small for its softcapping to act.
         ("Gemma2", {"head_dim": 8, "scale": 0}, "a plain linear LM head"),
         ("Granite", {"logits_scaling": 8.0}, "a plain linear LM head"),
         (
@@ -137,14 +149,14 @@ def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
         ),
     ],
 )
-def test_a_model_that_the_loss_would_be_wrong_for_is_refused(name, changes, said, tmp_path):
-    """random: also where its weights are not read."""
+def test_a_model_for_which_the_loss_would_be_wrong_is_refused(name, changes, needed, tmp_path):
+    """random: refused also where its weights are drawn at random."""
     changes = dict(changes)
     random = changes.pop("random", False)
     folder = folder_of(name, tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
         build_policy(model_config(folder, random_weights=random), None, False)
-    assert str(refused.value).startswith(f"model.path={folder} needs {said}")
+    assert str(refused.value).startswith(f"model.path={folder} needs {needed}")
 
 
 RECURRENT = ["linear_attention", "full_attention"]
@@ -162,16 +174,16 @@ MAMBA2_LIMITED = {
     "num_hidden_layers": 2,
     "num_heads": 4,
     "head_dim": 8,
+    "state_size": 4,
+    "n_groups": 1,
+    "time_step_limit": (0.0, 0.1),
 }
-MAMBA2_LIMITED |= {"state_size": 4, "n_groups": 1, "time_step_limit": (0.0, 0.1)}
 KIMI = {
     "kv_lora_rank": 8,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
     "num_key_value_heads": 2,
-}
-KIMI |= {
     "layer_types": RECURRENT[:1] * 2,
     "mlp_layer_types": ["dense"] * 2,
     "linear_head_dim": 8,
@@ -190,24 +202,24 @@ SAMPLED = {
     "MiniMax": DENSE | EXPERTS | {"head_dim": 8, "layer_types": RECURRENT},
     "Bart": BART | {"max_position_embeddings": 64},
 }
-"""Bamba keeps padding out of its state. MiniMax sees it in every step with a cache, and Bart counts
-its positions."""
+"""Models that are sampled from. Padding does not reach the state of Bamba; MiniMax attends to it in
+every step with a cache, and Bart counts it as positions."""
 
 
-def sampler_for(folder, *overrides):
+def policy_and_sampler(folder: Path, *overrides: str) -> tuple[Policy, TransformersSampler]:
     module, loader = build(config_of(*with_model(folder, *overrides)))
     return module.policy, sampler_of(loader)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tmp_path):
-    """Prompts of three lengths, in one batch where padding changes nothing, else in one for each
-    length."""
+    """Prompts of all lengths are a batch where padding changes nothing, and those of each length
+    are a batch elsewhere."""
     folder = folder_of(name, tmp_path, **SAMPLED[name])
-    policy, sampler = sampler_for(folder, "rollout.max_completion_length=9")
-    rows = []
+    policy, sampler = policy_and_sampler(folder, "rollout.max_completion_length=9")
+    batch_sizes = []
     policy.model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, inputs: rows.append(len(inputs[0]))
+        lambda _, inputs: batch_sizes.append(len(inputs[0]))
     )
     prompts = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [6, 5], [8, 1, 10, 9]]
     completions = sampler.complete(
@@ -215,26 +227,26 @@ def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tm
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for number, completion in enumerate(completions):
-        prompt, tokens = prompts[number // 2], completion.tokens
+        prompt = prompts[number // 2]
+        tokens = completion.tokens
         document = torch.cat([torch.tensor(prompt), tokens])[None]
         with torch.no_grad():
             logits = model(input_ids=document, use_cache=False).logits[0, len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(completion.log_probs, expected, rtol=1e-4, atol=1e-4)
-    assert set(rows) == ({8} if name in ("GPTNeoX", "Bamba") else {4, 2})
+    assert set(batch_sizes) == ({8} if name in ("GPTNeoX", "Bamba") else {4, 2})
 
 
-def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens_hold(
-    tmp_path, caplog
-):
-    """Phi3's are others in documents of more than 16 tokens; prompts of the task have four."""
+def test_documents_are_limited_to_the_length_at_which_rotary_positions_change(tmp_path, caplog):
+    """Phi3 has other rotary positions in documents of more than 16 tokens. The task's prompts have
+    four."""
     folder = folder_of("Phi3", tmp_path)
-    sampler_for(folder, "rollout.max_completion_length=12")
+    policy_and_sampler(folder, "rollout.max_completion_length=12")
     assert "documents have at most 16 tokens" in caplog.text
     with pytest.raises(
         DataError, match=r"A document of at most 16 tokens holds a prompt and a completion of .*=13"
     ):
-        sampler_for(folder, "rollout.max_completion_length=13")
+        policy_and_sampler(folder, "rollout.max_completion_length=13")
 
 
 @pytest.mark.parametrize(
@@ -267,14 +279,14 @@ def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(
 ):
     folder = folder_of(name, tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
-        sampler_for(folder)
+        policy_and_sampler(folder)
     needs = "a model that computes token by token, with a cache, the same as in one forward pass"
     assert str(refused.value).startswith(f"sampler=transformers needs {needs} (got {got}")
 
 
 def test_a_limit_of_time_steps_acts_in_a_forward_pass_alone():
-    """What the refusal is for. Once transformers applies it in both, this fails, and the refusal
-    can go."""
+    """So the refusal is needed. Once transformers limits time steps in both, this test fails, and
+    the refusal can go."""
     differences = []
     for low in (0.0, 2.0):
         torch.manual_seed(0)
@@ -287,8 +299,8 @@ def test_a_limit_of_time_steps_acts_in_a_forward_pass_alone():
             step = model(
                 input_ids=torch.tensor([[3]]), cache_params=passed.cache_params, use_cache=True
             ).logits[0, -1]
-            whole = model(
+            forward = model(
                 input_ids=torch.cat([tokens, torch.tensor([[3]])], 1), use_cache=False
             ).logits[0, -1]
-        differences.append(float((step - whole).norm() / whole.norm()))
+        differences.append(float((step - forward).norm() / forward.norm()))
     assert differences[0] < 1e-5 < 1e-3 < differences[1], differences

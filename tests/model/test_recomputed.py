@@ -1,4 +1,5 @@
-"""A layer as one node of autograd's graph, against transformers' layers under autograd."""
+"""A layer that is a single node of autograd's graph computes what transformers' layers compute
+under autograd."""
 
 import copy
 import threading
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.models import HAS_COMPILER, small_policy
-from model.test_compiled import LENGTHS, distance, packed, states_and_gradient
+from model.test_compiled import LENGTHS, distances, packed, states_and_gradient
 from model.test_decoding import DEVICES
 from torch._dynamo.utils import counters
 
@@ -25,7 +26,7 @@ pytestmark = [
     "kind", ["qwen2_checkpointed", "qwen3_checkpointed", "mistral_checkpointed"]
 )
 def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind, device):
-    """In float32 but for rounding; in bfloat16 as near to float32 as without."""
+    """They differ by rounding; in bfloat16 they are as near to float32 as those."""
     kind += "_by_document"
     exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
@@ -33,36 +34,39 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
     compiled.switch_on(model)
     calls = []
     layer = recomputed.layer
-    monkeypatch.setattr(
-        recomputed,
-        "layer",
-        lambda *given, **options: (calls.append(1), layer(*given, **options))[1],
-    )
+
+    def counted_layer(*arguments, **options):
+        calls.append(1)
+        return layer(*arguments, **options)
+
+    monkeypatch.setattr(recomputed, "layer", counted_layer)
     for lengths in LENGTHS:
         calls.clear()
-        aim = states_and_gradient(exact, lengths)
-        found = states_and_gradient(replace(exact, model=model), lengths)
-        assert max(distance(found, aim)) < 2e-6, lengths
-        rounded = distance(states_and_gradient(plain, lengths), aim)
-        found = distance(states_and_gradient(replace(plain, model=model), lengths), aim)
-        assert all(0 < x < 1.5 * y for x, y in zip(found, rounded, strict=True)), lengths
-        # Two layers, of float32 and bfloat16, with a gradient and without; a row of one token is
-        # computed as before.
+        expected = states_and_gradient(exact, lengths)
+        result = states_and_gradient(replace(exact, model=model), lengths)
+        assert max(distances(result, expected)) < 2e-6, lengths
+        rounded = states_and_gradient(plain, lengths)
+        recomputed_rounded = states_and_gradient(replace(plain, model=model), lengths)
+        errors = distances(recomputed_rounded, expected)
+        for error, error_of_transformers in zip(errors, distances(rounded, expected), strict=True):
+            assert 0 < error < 1.5 * error_of_transformers, lengths
+        # Two layers, in float32 and bfloat16, with a gradient and without. A row of a single token
+        # goes through transformers' layers.
         assert len(calls) == (8 if sum(lengths) > 1 else 0)
 
 
 def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
     policy = small_policy("qwen3_checkpointed_by_document")
     policy.model.float()
-    found = replace(policy, model=copy.deepcopy(policy.model))
-    compiled.switch_on(found.model)
+    recomputing = replace(policy, model=copy.deepcopy(policy.model))
+    compiled.switch_on(recomputing.model)
     for lengths in ((5, 7, 3), (2, 9)):
-        for one in (policy, found):
-            hidden = one.hidden_states(packed(lengths))
+        for each_policy in (policy, recomputing):
+            hidden = each_policy.hidden_states(packed(lengths))
             weights = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape).sin()
             (hidden * weights).sum().backward()
     for (name, expected), parameter in zip(
-        policy.model.named_parameters(), found.model.parameters(), strict=True
+        policy.model.named_parameters(), recomputing.model.parameters(), strict=True
     ):
         if expected.grad is not None:
             torch.testing.assert_close(
@@ -70,9 +74,9 @@ def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
             )
 
 
-def test_all_is_compiled_once():
-    """On a GPU it is another than that of the forward pass, whose autocast is then as it was to
-    begin with."""
+def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
+    """The backward pass runs in a thread of its own, as on a GPU, where it does not see the forward
+    pass's autocast."""
     for function in (rowwise.rms_norm, rowwise.gate, rowwise.turned_heads):
         function.cache_clear()
     policy = small_policy("qwen2_checkpointed_by_document")
@@ -87,22 +91,25 @@ def test_all_is_compiled_once():
         thread.start()
         thread.join()
     counts.append(counters["stats"]["unique_graphs"])
-    # A norm, one of a sum, the heads and the gate; the derivative of each, and that of a norm with
-    # its input beside it.
+    # A norm, a norm of a sum, the heads and the gate; the derivative of each, and the derivative of
+    # a norm that also returns its input.
     assert [count - counts[0] for count in counts] == [0, 4, 9, 9, 9]
-    width, epsilon = torch.float32, policy.model.base_model.norm.variance_epsilon
-    functions = [rowwise.rms_norm(epsilon, width, both) for both in (False, True)]
-    functions += [rowwise.turned_heads(8, 4, None, width), rowwise.gate("silu")]
+    dtype = torch.float32
+    epsilon = policy.model.base_model.norm.variance_epsilon
+    functions = [rowwise.rms_norm(epsilon, dtype, both) for both in (False, True)]
+    functions += [rowwise.turned_heads(8, 4, None, dtype), rowwise.gate("silu")]
     codes = [code for function in functions for code in function._compiled.values()]
     assert len(codes) == 9
     assert all(code.direct is not None for code in codes)
 
 
-def test_what_is_not_whole_here_or_not_all_trained_is_computed_as_before(monkeypatch):
-    """Adapters, a hook, frozen weights, and what is not checkpointed."""
+def test_layers_with_adapters_hooks_or_frozen_weights_or_not_checkpointed_stay_as_they_are(
+    monkeypatch,
+):
     monkeypatch.setattr(recomputed, "layer", None)
     adapters = small_policy("qwen2_checkpointed_lora_by_document")
-    frozen, hooked = (small_policy("qwen2_checkpointed_by_document") for _ in range(2))
+    frozen = small_policy("qwen2_checkpointed_by_document")
+    hooked = small_policy("qwen2_checkpointed_by_document")
     frozen.model.base_model.layers.requires_grad_(False)
     for layer in hooked.model.base_model.layers:
         layer.register_forward_pre_hook(lambda *_: None)
