@@ -1,20 +1,22 @@
-"""Run by torchrun: one fixed step of a Qwen2 in bfloat16, on one GPU and spread over all, and how
-far they are apart.
+"""Run by torchrun: compares a fixed step of a Qwen2 in bfloat16, spread over all GPUs, with that of
+one GPU.
 
-Prints one line of JSON: for each cut the relative distances of loss, gradient norm and gradient (of
-    the parameter
-where it is largest) from one process's, and the same for one process's from float32. Without GPUs
-it runs on CPUs.
+Prints a line of JSON: for each cut the relative distances of loss, gradient norm and gradient (of
+the parameter where it is largest) from those of one process, and the distances of one process from
+float32. Without GPUs it runs on CPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from model.spread import configuration, step
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pgtoolkit.model import attention, compiled
 from pgtoolkit.model.policy import Policy
@@ -23,16 +25,18 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
 SCALE = 20
 OBJECTIVE = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "basic"}
-TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
+TP = "tensor_parallel"
+SDP = "sequence_data_parallel"
+DP = "data_parallel"
+PP = "pipeline_parallel"
 CUTS = {
     2: {
         "ddp": ({DP: 2}, ""),
         "fsdp": ({DP: 2}, "shard"),
         "tensor": ({TP: 2}, ""),
         "sequence": ({TP: 2}, "sequence"),
-    }
-    | {"sequence_data": ({SDP: 2}, ""), "pipeline": ({PP: 2}, "")}
-    | {
+        "sequence_data": ({SDP: 2}, ""),
+        "pipeline": ({PP: 2}, ""),
         "fsdp, compiled": ({DP: 2}, "shard compiled"),
         "sequence, compiled": ({TP: 2}, "sequence compiled"),
     },
@@ -41,44 +45,44 @@ CUTS = {
         "fsdp": ({DP: 4}, "shard"),
         "tensor": ({TP: 4}, ""),
         "sequence_data": ({SDP: 4}, ""),
-    }
-    | {
         "fsdp x tensor": ({DP: 2, TP: 2}, "shard"),
         "sequence_data x sequence": ({SDP: 2, TP: 2}, "sequence"),
     },
 }
+"""By number of GPUs and name of the cut: the sizes of its axes, and its options."""
 
 
-def build(device: torch.device, dtype: torch.dtype, how: str = "") -> Policy:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+def build(device: torch.device, dtype: torch.dtype, options: str = "") -> Policy:
     torch.manual_seed(7)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    shape = {
-        "vocab_size": 4099,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-    }
     model = Qwen2ForCausalLM(
-        Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False)
+        Qwen2Config(
+            vocab_size=4099,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+        )
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     attention.switch_on(model, dtype, device)
-    if "compiled" in how:
+    if "compiled" in options:
         compiled.switch_on(model)
     return Policy(model.to(device).train(), None, dtype)
 
 
-def distances(found: dict, expected: dict) -> dict[str, float]:
-    """Relative, of numbers and, by the 2-norm, of gradients."""
-    apart = {}
-    for name in expected.keys() & found.keys():
-        difference = (found[name] - expected[name]).double().norm()
-        apart[name] = float(difference / expected[name].double().norm())
-    gradients = {name: apart[name] for name in sorted(apart) if "." in name}
-    worst = max(gradients, key=gradients.get)
-    numbers = {name: apart[name] for name in ("loss", "norm") if name in apart}
+def distances(step: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float | str]:
+    """Return the relative distances of loss and norm, and of the gradient of the parameter where it
+    is largest, by the 2-norm."""
+    by_name = {}
+    for name in expected.keys() & step.keys():
+        difference = (step[name] - expected[name]).double().norm()
+        by_name[name] = float(difference / expected[name].double().norm())
+    gradients = {name: by_name[name] for name in sorted(by_name) if "." in name}
+    worst = max(gradients, key=gradients.__getitem__)
+    numbers = {name: by_name[name] for name in ("loss", "norm") if name in by_name}
     return numbers | {"gradient": gradients[worst], "where": worst}
 
 
@@ -88,32 +92,31 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    whole = step(build(device, torch.bfloat16), ONE_PROCESS, SCALE, **OBJECTIVE)
+    of_one_process = step(build(device, torch.bfloat16), ONE_PROCESS, SCALE, **OBJECTIVE)
     exact = step(build(device, torch.float32), ONE_PROCESS, SCALE, **OBJECTIVE)
-    rows = {"one process, from float32": distances(whole, exact)}
-    for name, (sizes, how) in CUTS[dist.get_world_size()].items():
+    rows = {"one process, from float32": distances(of_one_process, exact)}
+    for name, (sizes, options) in CUTS[dist.get_world_size()].items():
         layout = Layout.of_world(device.type, **sizes)
         objective = OBJECTIVE | ({"metrics": "none"} if PP in sizes else {})
         policy = parallelize(
-            build(device, torch.bfloat16, how),
+            build(device, torch.bfloat16, options),
             layout,
-            configuration(sizes, "shard" in how, "sequence" in how, SCALE),
+            configuration(sizes, "shard" in options, "sequence" in options, SCALE),
         )
-        rows[name] = distances(step(policy, layout, SCALE, **objective), whole)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, rows)
+        rows[name] = distances(step(policy, layout, SCALE, **objective), of_one_process)
+    rows_by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(rows_by_rank, rows)
     if dist.get_rank() == 0:
-        # The largest over the ranks; a pipeline's stages but the last know no loss.
-        print(
-            json.dumps(
-                {name: max((rows[name] for rows in everyone), key=_largest) for name in rows}
-            ),
-            flush=True,
-        )
+        # The row of the rank with the largest distance. Only the last stage of a pipeline has a
+        # loss.
+        worst = {
+            name: max((of_rank[name] for of_rank in rows_by_rank), key=_gradient) for name in rows
+        }
+        print(json.dumps(worst), flush=True)
     dist.destroy_process_group()
 
 
-def _largest(row: dict) -> float:
+def _gradient(row: dict[str, Any]) -> float:
     return row["gradient"]
 
 

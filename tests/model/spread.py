@@ -1,5 +1,5 @@
-"""One fixed step through a small model, whole or spread over ranks: what the workers of the tests
-of models do."""
+"""A fixed step through a small model, in one process or spread over ranks, which the processes of
+`test_parallel_models.py` and `parallel_gpu.py` run."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ MASKED = (4, 5)
 
 
 def documents(vocabulary: int, scale: int) -> list[Document]:
-    """Documents of all kinds: long, of one token, of a prompt alone, and of an empty completion."""
-    draw = torch.Generator().manual_seed(3)
-    made = []
+    """Return documents of all kinds: long, of a single token, and without a completion."""
+    generator = torch.Generator().manual_seed(3)
+    documents = []
     for number, (length, group) in enumerate(zip(LENGTHS, GROUPS, strict=True)):
         length *= 1 if length == 1 else scale
         trained = torch.arange(length) >= (length if number in MASKED else max(1, length // 4))
-        made.append(
+        documents.append(
             Document(
-                tokens=torch.randint(0, vocabulary, (length,), generator=draw),
+                tokens=torch.randint(0, vocabulary, (length,), generator=generator),
                 loss_mask=trained,
-                old_log_probs=(-3.0 + 0.2 * torch.randn(length, generator=draw))[trained],
-                advantages=torch.randn((), generator=draw).expand(int(trained.sum())),
+                old_log_probs=(-3.0 + 0.2 * torch.randn(length, generator=generator))[trained],
+                advantages=torch.randn((), generator=generator).expand(int(trained.sum())),
                 group=group,
                 name=f"document {number}",
             )
         )
-    draw = torch.Generator().manual_seed(4)
-    noise = [0.3 * torch.randn(one.num_trained, generator=draw) for one in made]
-    return [
-        replace(one, sampling_log_probs=one.old_log_probs + x)
-        for one, x in zip(made, noise, strict=True)
-    ]
+    generator = torch.Generator().manual_seed(4)
+    sampled = []
+    for document in documents:
+        noise = 0.3 * torch.randn(document.num_trained, generator=generator)
+        sampling_log_probs = document.old_log_probs + noise
+        sampled.append(replace(document, sampling_log_probs=sampling_log_probs))
+    return sampled
 
 
 def totals(documents: list[Document]) -> StepTotals:
@@ -69,19 +70,25 @@ def packed(documents: list[Document], known: tuple[str, ...] | None = None) -> M
     return pack(documents, known)
 
 
-def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[MicroBatch]:
-    """A data rank's micro-batches of the step, as many as the others'; one of them is empty."""
-    own, known = documents[data_rank::data_size], known_vectors(*documents)
-    return [packed(cut, known) for cut in (own[:1], own[1:4], [], own[4:])]
+def micro_batches_of_rank(
+    documents: list[Document], data_rank: int, data_size: int
+) -> list[MicroBatch]:
+    """Return a data rank's micro-batches. All ranks have four of them, the third of which is
+    empty."""
+    of_rank = documents[data_rank::data_size]
+    known = known_vectors(*documents)
+    return [packed(part, known) for part in (of_rank[:1], of_rank[1:4], [], of_rank[4:])]
 
 
 class Module(PolicyGradientModule):
-    """A policy under an objective (loss, aggregation, metrics and, where it is not the default,
-    divisor)."""
+    """A policy under an objective: loss, aggregation, metrics, and perhaps divisor and
+    correction."""
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
-        self.policy, self.model, self._noted_mismatch = policy, policy.model, True
+        self.policy = policy
+        self.model = policy.model
+        self._noted_mismatch = True
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
         correction = correction_of(objective.get("correction"))
@@ -102,19 +109,22 @@ class Module(PolicyGradientModule):
 
 
 def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[str, torch.Tensor]:
-    """Loss, norm of the gradient, metrics, and the gradient of each parameter, whole, of the fixed
-    step."""
+    """Return loss, norm of the gradient, metrics, and the full gradient of each parameter, of the
+    fixed step."""
     module = Module(policy, layout, objective).to(next(policy.model.parameters()).device)
-    # as on a GPU, also without one
+    # The fused optimizer, which is that of GPUs, on CPUs too.
     optimizer = LocalAdamW(module.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
-    whole = documents(policy.vocabulary_size, scale)
+    step_documents = documents(policy.vocabulary_size, scale)
     if layout.world_size == 1:
-        micro_batches = [packed(whole)]
+        micro_batches = [packed(step_documents)]
     else:
-        micro_batches = dealt(whole, layout.rank_in("data_parallel"), layout.size("data_parallel"))
-    metrics = module.training_step(Step(micro_batches, totals(whole), whole, {}), 0)["metrics"]
+        micro_batches = micro_batches_of_rank(
+            step_documents, layout.rank_in("data_parallel"), layout.size("data_parallel")
+        )
+    step_data = Step(micro_batches, totals(step_documents), step_documents, {})
+    metrics = module.training_step(step_data, 0)["metrics"]
     metrics["norm"] = metrics.pop("grad_norm")
     for name in ("num_micro_batches", *CLOCK_COLUMNS):
         metrics.pop(name, None)
@@ -124,21 +134,20 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    trained = [
-        (name, parameter)
-        for name, parameter in policy.model.named_parameters()
-        if parameter.requires_grad
-    ]
-    found = {name: parameter.grad for name, parameter in trained}
-    return {
-        name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()
-    }
+    """Return the full gradient of each trained parameter. All ranks of a parameter must call."""
+    full = {}
+    for name, parameter in policy.model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            is_spread = isinstance(gradient, DTensor)
+            full[name] = gradient.full_tensor() if is_spread else gradient.clone()
+    return full
 
 
 def configuration(
     sizes: dict[str, int], shard: bool, sequence_parallel: bool, scale: int = 1
 ) -> SimpleNamespace:
-    """What `parallelize` reads; sizes: of the axes that are not 1."""
+    """Return the keys that `parallelize` reads. sizes: of the axes that are not 1."""
     parallelism = SimpleNamespace(
         shard=shard, sequence_parallel=sequence_parallel, **(dict.fromkeys(AXES, 1) | sizes)
     )
@@ -148,7 +157,9 @@ def configuration(
 
 
 @functools.cache
-def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple[Policy, Layout]:
+def spread_policy(
+    kind: str, cut: tuple, shard: bool, sequence_parallel: bool
+) -> tuple[Policy, Layout]:
     sizes = dict(cut)
     layout = processes.layout(**sizes)
     return parallelize(
@@ -156,16 +167,16 @@ def spread(kind: str, cut: tuple, shard: bool, sequence_parallel: bool) -> tuple
     ), layout
 
 
-def whole_step(kind: str, **objective) -> dict[str, torch.Tensor]:
+def step_of_one_process(kind: str, **objective) -> dict[str, torch.Tensor]:
     return step(small_policy(kind), ONE_PROCESS, **objective)
 
 
 def spread_steps(
     cases: list[tuple], cut: tuple, shard: bool, sequence_parallel: bool
 ) -> list[dict]:
-    """The step of each (kind of model, objective) on these ranks; a rank returns what it found."""
-    found = []
+    """Return this rank's results of the step of each (kind of model, objective)."""
+    results = []
     for kind, objective in cases:
-        policy, layout = spread(kind, cut, shard, sequence_parallel)
-        found.append(step(policy, layout, **objective))
-    return found
+        policy, layout = spread_policy(kind, cut, shard, sequence_parallel)
+        results.append(step(policy, layout, **objective))
+    return results

@@ -1,10 +1,15 @@
-"""Decoding over a cache of fixed size, against the model's forward pass over each document."""
+"""Decoding over a cache of fixed size gives the log-probs of the model's forward pass over each
+document, and the completions of transformers' `generate`."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 from builders.losses import DEVICE
 from builders.models import VOCABULARY, small_llama, small_policy
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from pgtoolkit.kernels import triton_attention
 from pgtoolkit.model import decoding
 from pgtoolkit.model.decoding import can_decode
 from pgtoolkit.model.policy import Policy
@@ -19,9 +24,9 @@ KINDS = {
     "qwen3": 90,
     "mistral": 90,
 }
-"""Models, with the most tokens that a completion may have."""
+"""Models, with the longest completion that is tested."""
 
-KERNEL = [
+KERNEL_SIZES = [
     pytest.param(256, 256, marks=pytest.mark.gpu),
     pytest.param(256, 640, marks=pytest.mark.gpu),
     pytest.param(256, 4096, marks=pytest.mark.gpu),
@@ -32,7 +37,10 @@ KERNEL = [
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4, 6], [6, 4], [3]]
 
 
-def decoded(policy, max_tokens, ends=()):
+def decoded(
+    policy: Policy, max_tokens: int, ends: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and log-probs of completions of PROMPTS."""
     uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], max_tokens)
     return policy.decode(
         PROMPTS,
@@ -46,7 +54,7 @@ def decoded(policy, max_tokens, ends=()):
 
 
 @torch.no_grad()
-def expected(policy, prompt, tokens):
+def expected(policy: Policy, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Return the log-probs of the tokens by one pass over the document."""
     document = torch.tensor([prompt + tokens], device=policy.model.device)
     log_probs = policy.model(input_ids=document).logits[0].log_softmax(-1)
@@ -123,15 +131,15 @@ def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
     torch.testing.assert_close(log_probs[:3], log_probs[-1:].expand(3, length), rtol=0, atol=1e-6)
 
 
-def likeliest(logits, _uniform):
+def likeliest(logits: torch.Tensor, _uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the likeliest tokens and their log-probs."""
     return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
-    """Without a GPU in Triton's interpreter. With the kernels, prompts are read one by one."""
-    from pgtoolkit.kernels import triton_attention
-
+    """Without a GPU they run under Triton's interpreter. With the kernels, prompts are read one by
+    one."""
     policy = small_policy(kind)
     options = {"check": lambda: None, "ends": []}
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
@@ -147,12 +155,10 @@ def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     torch.testing.assert_close(log_probs.cpu(), by_pytorch[1], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(("rows", "room"), KERNEL)
+@pytest.mark.parametrize(("rows", "room"), KERNEL_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room, dtype):
-    """At the size of a model of half a billion parameters."""
-    from pgtoolkit.kernels.triton_attention import attend
-
+    """The sizes are those of a model of half a billion parameters."""
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(rows, n, 1, 64, device="cuda", dtype=dtype) for n in (14, 2, 2)
@@ -162,7 +168,7 @@ def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room,
     positions[:2] = torch.tensor([0, room - 1])
     tensors = (query, key, value, *cache)
     for window in (None, 100):
-        by_kernel = attend(*tensors, positions, 0.125, window)[:, :, None]
+        by_kernel = triton_attention.attend(*tensors, positions, 0.125, window)[:, :, None]
         by_pytorch = decoding._attend(*tensors, positions, 0.125, window)
         parts = []
         for start in range(0, rows, 16):
@@ -177,8 +183,8 @@ def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room,
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("every", [1, 2, 32])
-def test_rows_that_have_ended_are_dropped_and_the_others_go_on(monkeypatch, device, every):
-    """Prompts are read one by one, too."""
+def test_rows_that_have_ended_are_dropped_and_the_others_continue(monkeypatch, device, every):
+    """Here prompts are also read one by one."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", every)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
     policy = small_policy("mistral")
@@ -221,8 +227,6 @@ def test_only_ordinary_attention_and_fixed_rotary_positions_are_decoded():
     assert can_decode(small_llama())
     assert can_decode(small_llama(rope_parameters={"rope_type": "linear", **shape}))
     assert not can_decode(small_llama(rope_parameters={"rope_type": "dynamic", **shape}))
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
     sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     assert not can_decode(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=2)))
 

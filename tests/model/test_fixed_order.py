@@ -1,5 +1,7 @@
-"""Attention and embeddings in a fixed order: a setting for their backward pass alone; a GPU repeats
-gradients."""
+"""The backward passes of attention and embeddings add up in a fixed order, so that a GPU repeats
+gradients, and no other operation is changed."""
+
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,59 +17,63 @@ from pgtoolkit.training.build import refuse_any_order
 
 
 @pytest.fixture(autouse=True)
-def switched_on():
+def switched_on() -> Iterator[None]:
     fixed_order.switch(True)
     yield
     fixed_order.switch(False)
 
 
-def setting() -> tuple[bool, bool]:
+def deterministic_setting() -> tuple[bool, bool]:
+    """Return whether PyTorch takes deterministic algorithms, and whether it only warns of
+    others."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
 
 
-class Observed(torch.autograd.Function):
-    """Twice its input, noting the setting under which its backward pass runs."""
+class Doubled(torch.autograd.Function):
+    """Doubles its input, and records the setting under which its backward pass runs."""
 
     @staticmethod
-    def forward(ctx, x, seen):
-        ctx.seen = seen
+    def forward(ctx, x, settings):
+        ctx.settings = settings
         return 2 * x
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.seen.append(setting())
+        ctx.settings.append(deterministic_setting())
         return 2 * gradient, None
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True)])
-def test_the_setting_holds_for_one_operation(before):
+def test_the_setting_holds_for_the_backward_pass_of_a_single_operation(before):
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
-        x, seen = torch.ones(3, requires_grad=True), []
-        y = Observed.apply(x, seen)
-        y = in_fixed_order(Observed.apply(y, seen))
-        y = Observed.apply(y, seen)
+        x = torch.ones(3, requires_grad=True)
+        settings = []
+        y = Doubled.apply(x, settings)
+        y = in_fixed_order(Doubled.apply(y, settings))
+        y = Doubled.apply(y, settings)
         y.sum().backward()
-        assert seen == [before, (True, False), before]
+        assert settings == [before, (True, False), before]
         assert x.grad.tolist() == [8.0] * 3
-        assert setting() == before
+        assert deterministic_setting() == before
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_nothing_is_set_where_it_is_off_or_nothing_is_trained():
-    seen, x = [], torch.ones(3, requires_grad=True)
+    settings = []
+    x = torch.ones(3, requires_grad=True)
     fixed_order.switch(False)
-    in_fixed_order(Observed.apply(x, seen)).sum().backward()
-    assert seen == [(False, False)]
+    in_fixed_order(Doubled.apply(x, settings)).sum().backward()
+    assert settings == [(False, False)]
     fixed_order.switch(True)
     assert in_fixed_order(torch.ones(3)).tolist() == [1.0] * 3
 
 
-def test_what_cannot_be_promised_is_refused():
+def test_a_model_whose_attention_has_no_fixed_order_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=1))
     policy = Policy(model, None, torch.bfloat16)
     expected = (
@@ -81,31 +87,36 @@ def test_what_cannot_be_promised_is_refused():
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's."""
+    """An embedding behind a factor, which Gemma has."""
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) * 3
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
-def test_the_embedding_of_a_model_also_behind_a_factor(kind):
-    model, seen = nn.Sequential(kind(4, 2)), {}
+def test_a_models_embedding_adds_up_in_a_fixed_order_also_behind_a_factor(kind):
+    model = nn.Sequential(kind(4, 2))
+    is_deterministic = {}
     fixed_order.switch_on(model)
     out = model(torch.tensor([1, 1, 3]))
     node = out.grad_fn
     while node is not None:
         name = node.name()
-        node.register_prehook(lambda _, name=name: seen.update({name: setting()[0]}))
+
+        def record_setting(_: object, name: str = name) -> None:
+            is_deterministic[name] = deterministic_setting()[0]
+
+        node.register_prehook(record_setting)
         node = node.next_functions[0][0] if node.next_functions else None
     out.sum().backward()
     expected = {"EmbeddingBackward0": True, "torch::autograd::AccumulateGrad": False}
-    assert seen == expected | ({"MulBackward0": False} if kind is Scaled else {})
+    assert is_deterministic == expected | ({"MulBackward0": False} if kind is Scaled else {})
     factor = 3.0 if kind is Scaled else 1.0
     assert model[0].weight.grad.tolist() == [[0, 0], [2 * factor] * 2, [0, 0], [factor] * 2]
 
 
-def embedded():
-    """The gradient of an embedding of few rows by many tokens."""
+def gradient_of_embedding() -> Sequence[torch.Tensor]:
+    """Return the gradient of an embedding of few rows by many tokens."""
     embedding = nn.Embedding(14, 128, device="cuda")
     fixed_order.switch_on(embedding)
     tokens = torch.arange(5000, device="cuda") * 7 % 14
@@ -114,8 +125,8 @@ def embedded():
     )
 
 
-def attended():
-    """Those of attention over documents of several blocks of keys."""
+def gradients_of_attention() -> Sequence[torch.Tensor]:
+    """Return the gradients of attention over documents of several blocks of keys."""
     documents = Documents.whole([640] * 4, 2560, torch.device("cuda"))
     inputs = [
         torch.randn(2560, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -126,17 +137,18 @@ def attended():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gradients", [embedded, attended])
+@pytest.mark.parametrize("gradients", [gradient_of_embedding, gradients_of_attention])
 def test_a_gpu_repeats_a_gradient(gradients):
-    """Off, it does not: where it does, PyTorch has changed, and this is not needed any more."""
+    """Switched off, it does not. Where it does, PyTorch has changed, and fixed_order is needed no
+    longer."""
 
-    def number_of_different(times: int) -> int:
-        found = []
-        for _ in range(times):
+    def num_different(repeats: int) -> int:
+        results = []
+        for _ in range(repeats):
             torch.manual_seed(0)
-            found.append(torch.cat([x.flatten() for x in gradients()]))
-        return sum(not torch.equal(found[0], other) for other in found[1:])
+            results.append(torch.cat([x.flatten() for x in gradients()]))
+        return sum(not torch.equal(results[0], other) for other in results[1:])
 
-    assert number_of_different(20) == 0
+    assert num_different(20) == 0
     fixed_order.switch(False)
-    assert number_of_different(20) > 0
+    assert num_different(20) > 0

@@ -1,13 +1,12 @@
-"""One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every
-parameter.
+"""A step spread over ranks has the loss, metrics and gradients of one process.
 
-In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral, two of them with LoRA's
-adapters. What the
-processes do: spread.py.
+In float64 on real processes over gloo, which run `spread.py`. The models are small: GPT-2, Qwen2,
+Qwen3 and Mistral, two of them with LoRA's adapters.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +33,10 @@ BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
 COMPILED = (("qwen3_checkpointed_compiled", GRPO),) if models.HAS_COMPILER else ()
 WINDOWED = ("mistral", LOSS_ONLY)
 ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
-TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
+TP = "tensor_parallel"
+SDP = "sequence_data_parallel"
+DP = "data_parallel"
+PP = "pipeline_parallel"
 CUTS = {
     "data": ({DP: 2}, "", (("qwen2", GRPO), ("gpt2_tied_lora", GSPO))),
     "fully sharded": (
@@ -82,24 +84,25 @@ CUTS = {
 }
 
 
-OF_TWO = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
+CUTS_OVER_TWO_RANKS = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
 
 
 @functools.cache
-def expected(kind: str, objective: tuple) -> dict:
-    return spread.whole_step(kind, **dict(objective))
+def step_of_one_process(kind: str, objective: tuple) -> dict:
+    return spread.step_of_one_process(kind, **dict(objective))
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_the_step_is_the_same_however_the_model_is_spread(name):
-    check(*CUTS[name])
+def test_the_step_does_not_depend_on_how_the_model_is_spread(name):
+    sizes, options, cases = CUTS[name]
+    assert_steps_are_those_of_one_process(sizes, options, cases)
 
 
-@pytest.mark.parametrize("name", OF_TWO)
-def test_every_objective_is_the_same_however_the_model_is_spread(name):
-    """Each family, each aggregation, each level of the metrics, and corrections, where CUTS has
-    three objectives."""
-    sizes, spread_by, _ = CUTS[name]
+@pytest.mark.parametrize("name", CUTS_OVER_TWO_RANKS)
+def test_no_objective_depends_on_how_the_model_is_spread(name):
+    """Each family, each aggregation and each level of the metrics, and three corrections; the test
+    above has three objectives."""
+    sizes, options, _ = CUTS[name]
     cases = []
     for loss, correction in (
         ("gspo", "sequence_mask"),
@@ -115,29 +118,36 @@ def test_every_objective_is_the_same_however_the_model_is_spread(name):
             "metrics": "none" if name == "pipeline" else level,
         }
         cases.append(("gpt2", objective | ({"divisor": 8.0} if aggregation == "constant" else {})))
-    check(sizes, spread_by, cases)
+    assert_steps_are_those_of_one_process(sizes, options, cases)
 
 
-def check(sizes, how, cases):
-    number = math.prod(sizes.values())
-    options = ("shard" in how, "sequence" in how)
-    by_rank = world(number).run(spread.spread_steps, list(cases), tuple(sizes.items()), *options)
+def assert_steps_are_those_of_one_process(
+    sizes: dict[str, int], options: str, cases: Sequence[tuple[str, dict]]
+) -> None:
+    """Assert that each number and gradient that a rank has is that of one process, and that none is
+    missing on all ranks."""
+    num_ranks = math.prod(sizes.values())
+    shard = "shard" in options
+    sequence_parallel = "sequence" in options
+    steps_by_rank = world(num_ranks).run(
+        spread.spread_steps, list(cases), tuple(sizes.items()), shard, sequence_parallel
+    )
     for i, (kind, objective) in enumerate(cases):
-        undivided = expected(kind, tuple(objective.items()))
-        seen = set()
-        for rank in range(number):
-            for key, value in by_rank[rank][i].items():
+        expected = step_of_one_process(kind, tuple(objective.items()))
+        compared = set()
+        for rank in range(num_ranks):
+            for key, value in steps_by_rank[rank][i].items():
                 message = functools.partial("{0}, {1}, rank {2}: {3}".format, kind, key, rank)
                 torch.testing.assert_close(
-                    value, undivided[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message
+                    value, expected[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message
                 )
-                seen.add(key)
-        assert seen == set(undivided)
+                compared.add(key)
+        assert compared == set(expected)
 
 
 def test_a_rank_gets_its_piece_of_the_packed_axis():
-    """7 tokens of 2 documents over 3 ranks of 2 tensor ranks: pieces of 4, the last one padding
-    alone."""
+    """7 tokens of 2 documents are divided among 3 ranks of 2 tensor ranks each: pieces have 4
+    tokens, and the last is padding."""
     index = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     numbers = torch.arange(7)
     micro_batch = MicroBatch(
@@ -172,9 +182,9 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
         [1, 1, 1, 1],
         [1, 1, 1, 1],
     ]
-    assert all(
-        piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces
-    )
+    for piece in pieces:
+        assert piece.names == ("a", "b")
+        assert piece.group_index.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +218,14 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
         ),
     ],
 )
-def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
+def test_a_model_whose_parts_the_ranks_cannot_divide_is_refused(kind, sizes, message):
     model = models.small_policy(kind).model
     with pytest.raises(ConfigError, match=message):
         refuse_misfit(model, dict.fromkeys((TP, SDP, DP, PP), 1) | sizes, False)
     refuse_misfit(model, {TP: 4, SDP: 1, DP: 1, PP: 1}, False)
 
 
-def test_an_unknown_kind_of_model_is_refused():
+def test_tensor_parallel_refuses_a_model_of_an_unknown_type():
     model = models.small_policy("gpt2").model
     model.config.model_type = "mamba"
     with pytest.raises(
