@@ -1,19 +1,25 @@
-"""A made-up step as other trainers hold it: one row per document, padded on the right; and our loss
+"""A step as other trainers hold it, with a row for each document, padded on the right; and our loss
 of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from pgtoolkit import log_prob_loss
+from pgtoolkit.losses.family import Family
 
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+"""New and old log-probs (B, WIDTH), advantages (B,), mask (B, WIDTH)."""
 LENGTHS = (7, 1, 5, 9, 3, 4)
 WIDTH = 9
 
 
-def batch():
-    """(new, old, advantages (B,), mask) padded to (B, WIDTH); documents differ in length, ratios
-    leave clips."""
+def batch() -> Batch:
+    """Return new and old log-probs, advantages and the mask of documents of several lengths, some
+    of whose ratios are clipped."""
     generator = torch.Generator().manual_seed(5)
     old = -2 + 0.5 * torch.randn(len(LENGTHS), WIDTH, generator=generator, dtype=torch.float64)
     drift = 0.03 * torch.randn(len(LENGTHS), 1, generator=generator, dtype=torch.float64)
@@ -22,11 +28,17 @@ def batch():
     return new, old, torch.tensor([1.0, -0.5, 0.8, -1.2, 0.3, -0.9], dtype=torch.float64), mask
 
 
-def ours(loss, parameters, aggregation, divisor=None, step=None, **more):
-    """(loss, gradient by the log-probs) of the whole step; more: keywords of log_prob_loss, tensors
-    (B, WIDTH).
+def ours(
+    loss: str | Family,
+    parameters: dict[str, float],
+    aggregation: str,
+    divisor: float | None = None,
+    step: Batch | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return our loss of a step, and its gradient by the log-probs (B, WIDTH).
 
-    step: as `batch` gives it; None for that one.
+    step: None for `batch()`. more: further keywords of log_prob_loss; tensors are (B, WIDTH).
     """
     new, old, advantages, mask = batch() if step is None else step
     leaf = new.clone().requires_grad_()
@@ -39,8 +51,8 @@ def ours(loss, parameters, aggregation, divisor=None, step=None, **more):
     return out.loss.detach(), leaf.grad
 
 
-def summary(loss, gradient):
-    """The loss, the norm of the gradient, and the sum of the gradient times sin(1), sin(2), ..."""
+def summary(loss: Tensor | float, gradient: Tensor) -> tuple[float, float, float]:
+    """Return the loss, the gradient's norm, and the sum of gradient times sin(1), sin(2), ..."""
     pattern = (
         torch.arange(1, gradient.numel() + 1, dtype=torch.float64).reshape(gradient.shape).sin()
     )

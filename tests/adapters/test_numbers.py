@@ -1,5 +1,5 @@
-"""The adapters of verl and prime-rl without these packages: numbers that their own code has given,
-and its formulas.
+"""The adapters of verl and prime-rl compute the numbers that verl's own code gave, and prime-rl's
+formula in loops. Neither package is needed.
 
 test_verl.py and test_prime_rl.py compare with the packages themselves, where they are installed.
 """
@@ -7,11 +7,12 @@ test_verl.py and test_prime_rl.py compare with the packages themselves, where th
 import math
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from adapters.padded import LENGTHS, batch, ours, summary
+from torch import Tensor
 
 from pgtoolkit import kl
 from pgtoolkit.adapters import prime_rl
@@ -21,8 +22,8 @@ from pgtoolkit.families import Dppo
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
 DPPO = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.008, "clip_ratio_c": 1.1}
-# Family and aggregation, verl's flags; the `summary` of what verl 0.9.1's ppo_loss gave in float64,
-# with vanilla, gspo, cispo, sapo, dppo_tv, dro and gpg.
+# Family and aggregation, verl's flags, and the `summary` of the loss and gradient that ppo_loss of
+# verl 0.9.1 gave in float64, with vanilla, gspo, cispo, sapo, dppo_tv, dppo_kl, dro and gpg.
 VERL = [
     ("grpo", "token_mean", {}, (0.1337981107, 0.1778367668, -0.1428827642)),
     (
@@ -61,8 +62,15 @@ VERL = [
     ),
     ("reinforce", "token_mean", {}, (-0.26240045, 0.1789120244, -0.1318083661)),
 ]
-DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-DEFAULTS |= {"tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": {}}
+DEFAULTS = {
+    "clip_ratio": 0.2,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
+    "clip_ratio_c": 3.0,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "policy_loss": {},
+}
 
 
 class Configuration(dict):
@@ -72,15 +80,22 @@ class Configuration(dict):
 
 
 @pytest.mark.parametrize(("family", "aggregation", "flags", "expected"), VERL)
-def test_the_loss_in_verl_has_the_numbers_of_verls_own(family, aggregation, flags, expected):
-    """A step cut into four micro-batches on two ranks, over which verl averages."""
+def test_our_loss_in_verl_has_the_numbers_of_verls_own_loss(family, aggregation, flags, expected):
+    """The step is cut into four micro-batches on two ranks, over which verl averages."""
     new, old, advantages, mask = batch()
     totals = {"batch_num_tokens": sum(LENGTHS), "global_batch_size": len(LENGTHS), "dp_size": 2}
     config = Configuration(DEFAULTS | flags | {"global_batch_info": totals})
-    leaf, total = new.clone().requires_grad_(), 0.0
+    leaf = new.clone().requires_grad_()
+    total = 0.0
     for rows in ([0], [1, 2, 3], [4], [5]):
-        vectors = old[rows], leaf[rows], advantages[rows, None].expand(-1, old.shape[1]), mask[rows]
-        loss, metrics = VerlLoss(family, aggregation)(*vectors, MODES[aggregation], config)
+        loss, metrics = VerlLoss(family, aggregation)(
+            old[rows],
+            leaf[rows],
+            advantages[rows, None].expand(-1, old.shape[1]),
+            mask[rows],
+            MODES[aggregation],
+            config,
+        )
         (loss / 2).backward()
         total += float(loss.detach()) / 2
         assert all(math.isfinite(value) for value in metrics.values())
@@ -90,23 +105,23 @@ def test_the_loss_in_verl_has_the_numbers_of_verls_own(family, aggregation, flag
 BINARY_KL = {"delta_low": 1e-3, "delta_high": 5e-4, "ratio_cap": 1.1, "divergence": "binary_kl"}
 
 
-def test_verls_numbers_of_a_binary_kl():
-    """What its dppo_kl of 0.9.1 gave, with clip_ratio_low=1e-3 clip_ratio_high=5e-4
-    clip_ratio_c=1.1 and token-mean."""
-    found = summary(*ours(Dppo(**BINARY_KL), {}, "token_mean"))
-    assert found == pytest.approx((-0.3814470495, 0.1647086174, -0.116040942), rel=1e-8)
+def test_our_binary_kl_has_the_numbers_of_verls_dppo_kl():
+    """Those of verl 0.9.1 with clip_ratio_low=1e-3 clip_ratio_high=5e-4 clip_ratio_c=1.1 and
+    token-mean."""
+    numbers = summary(*ours(Dppo(**BINARY_KL), {}, "token_mean"))
+    assert numbers == pytest.approx((-0.3814470495, 0.1647086174, -0.116040942), rel=1e-8)
 
 
 class LossOutputs(NamedTuple):
-    """As prime_rl.trainer.rl.loss has it."""
+    """The result of a loss as prime_rl.trainer.rl.loss declares it."""
 
     loss: torch.Tensor
     metrics: dict
 
 
 @pytest.fixture(autouse=True)
-def prime_rl_module(monkeypatch):
-    """What our loss imports of prime-rl."""
+def prime_rl_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for the module of prime-rl that our loss imports."""
     module = ModuleType("prime_rl.trainer.rl.loss")
     module.LossOutputs = LossOutputs
     for name in ("prime_rl", "prime_rl.trainer", "prime_rl.trainer.rl"):
@@ -114,11 +129,15 @@ def prime_rl_module(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def prime_rl_step(loss, weights=None, reference=None, **kwargs):
-    """(loss, gradient by the log-probs (B, WIDTH), each document's metrics) of the step as prime-rl
-    adds it up."""
+def prime_rl_step(
+    loss: str, weights: Tensor | None = None, reference: Tensor | None = None, **kwargs: Any
+) -> tuple[float, Tensor, list[dict]]:
+    """Return loss, gradient by the log-probs (B, WIDTH) and each document's metrics, of the step as
+    prime-rl adds it up."""
     new, old, advantages, mask = batch()
-    leaf, total, metrics = new.clone().requires_grad_(), 0.0, []
+    leaf = new.clone().requires_grad_()
+    total = 0.0
+    metrics = []
     for d, length in enumerate(LENGTHS):
         inputs = SimpleNamespace(
             trainer_logprobs=leaf[d, :length],
@@ -137,17 +156,20 @@ def prime_rl_step(loss, weights=None, reference=None, **kwargs):
 
 @pytest.mark.parametrize("kl_tau", [0.0, 0.05])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_loss_in_prime_rl_is_its_formula(weighted, kl_tau):
-    """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2
-    kl_tau (p - b)."""
+def test_our_dppo_in_prime_rl_has_the_gradient_of_its_default_loss(weighted, kl_tau):
+    """In loops: the derivative by a token's log-prob p is w (-A r + 2 kl_tau (p - b)), without its
+    first term outside the bounds."""
     new, old, advantages, _ = batch()
     weights = torch.rand(new.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     pull = {"kl": "k2", "kl_coefficient": 2 * kl_tau} if kl_tau else {}
-    bounds, masked = {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1e9}, 0
+    bounds = {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1e9}
     _, gradient, _ = prime_rl_step("dppo", weights if weighted else None, **bounds, **pull)
+    num_masked = 0
     for d, length in enumerate(LENGTHS):
+        A = float(advantages[d])
         for t in range(length):
-            p, b, A = float(new[d, t]), float(old[d, t]), float(advantages[d])
+            p = float(new[d, t])
+            b = float(old[d, t])
             moved = math.exp(p) - math.exp(b)
             outside = (A > 0 and moved > 0.008) or (A < 0 and moved < -0.01)
             slope = (0.0 if outside else -A * math.exp(p - b)) + 2 * kl_tau * (p - b)
@@ -155,23 +177,24 @@ def test_the_loss_in_prime_rl_is_its_formula(weighted, kl_tau):
             assert float(gradient[d, t]) == pytest.approx(
                 slope / sum(LENGTHS), rel=1e-10, abs=1e-14
             )
-            masked += outside
-    assert 0 < masked < sum(LENGTHS) / 2
+            num_masked += outside
+    assert 0 < num_masked < sum(LENGTHS) / 2
 
 
-def test_in_prime_rl_the_penalty_is_against_the_reference_where_that_is_said():
-    """And metrics are those of each document."""
+def test_in_prime_rl_kl_reference_reference_sets_the_penalty_against_the_reference():
+    """Metrics are those of each document."""
     new, old, _, mask = batch()
     reference = old - 0.2
     options = {"kl": "k3", "kl_coefficient": 0.5, "kl_reference": "reference"}
     loss, gradient, metrics = prime_rl_step("grpo", reference=reference, **options)
-    exact = ours("grpo", {}, "token_mean", kl=kl.KL("k3", 0.5), ref_log_probs=reference)
-    assert loss == pytest.approx(float(exact[0]), rel=1e-12)
-    torch.testing.assert_close(gradient, exact[1], rtol=1e-10, atol=1e-14)
-    ratios = torch.where(mask, (new - old).exp(), 0).sum(1) / mask.sum(1)
-    assert [float(one["pgtk/ratio_new_old"]) for one in metrics] == pytest.approx(
-        ratios.tolist(), rel=1e-6
+    exact_loss, exact_gradient = ours(
+        "grpo", {}, "token_mean", kl=kl.KL("k3", 0.5), ref_log_probs=reference
     )
+    assert loss == pytest.approx(float(exact_loss), rel=1e-12)
+    torch.testing.assert_close(gradient, exact_gradient, rtol=1e-10, atol=1e-14)
+    mean_ratios = [float(of_document["pgtk/ratio_new_old"]) for of_document in metrics]
+    expected = torch.where(mask, (new - old).exp(), 0).sum(1) / mask.sum(1)
+    assert mean_ratios == pytest.approx(expected.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +213,6 @@ def test_in_prime_rl_the_penalty_is_against_the_reference_where_that_is_said():
         ({"epsilon": 0.1}, "has no epsilon; its parameters are"),
     ],
 )
-def test_what_prime_rl_cannot_say_is_refused(kwargs, message):
+def test_settings_that_prime_rl_has_no_numbers_for_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         prime_rl_step("grpo", **kwargs)

@@ -1,5 +1,5 @@
-"""docs/papers.md against the code that it speaks of: our losses, TRL's and verl's own, on the same
-log-probs."""
+"""docs/papers.md is right: its equations are those that are printed, and with the flags that it gives
+the losses of TRL and verl have our loss and gradient."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from adapters import padded
 from adapters.padded import LENGTHS, WIDTH
+from torch import Tensor
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.plan import equation
+from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
@@ -23,27 +25,25 @@ ADVANTAGES = padded.batch()[2]
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text().split("\n## ")[1:]}
 
 
-def configuration(section):
-    """The resolved configuration of a section's command."""
+def configuration(section: str) -> Config:
+    """Return the configuration of a section's command."""
     (command,) = re.findall(r"^pgtk (.*)$", SECTIONS[section], flags=re.MULTILINE)
     return compose(command.split()).config
 
 
-def flags(section, peer):
-    """A peer's flags, with their values in Python's types; {} where the section says that there are
-    none."""
+def flags(section: str, peer: str) -> dict[str, object]:
+    """Return the flags that the section gives for TRL or verl, or {} if it gives none."""
     (line,) = re.findall(
         rf"^\* {peer}: (.*?)(?=^\* )", SECTIONS[section], flags=re.MULTILINE | re.DOTALL
     )
-    found = re.match(r"`([^`]*=[^`]*)`", line)
-    return (
-        {}
-        if found is None
-        else {key: value(text) for key, text in (x.split("=") for x in found[1].split())}
-    )
+    match = re.match(r"`([^`]*=[^`]*)`", line)
+    if match is None:
+        return {}
+    return {key: value(text) for key, text in (flag.split("=") for flag in match[1].split())}
 
 
-def value(text):
+def value(text: str) -> object:
+    """Return the value in Python's type."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -52,9 +52,11 @@ def value(text):
     return {"True": True, "False": False}.get(text, text)
 
 
-def batch():
-    """(new, old, reference, mask), (B, WIDTH) float64: some documents stay within every clip,
-    others leave them."""
+def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return new, old and reference log-probs and the mask, (B, WIDTH) in float64.
+
+    Some documents stay within every clip, others do not.
+    """
     generator = torch.Generator().manual_seed(5)
     shape = (len(LENGTHS), WIDTH)
     old = -2 + 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -64,18 +66,20 @@ def batch():
     return new, old, reference, padded.batch()[3]
 
 
-def ours(config):
-    """(loss, gradient by the log-probs) of the step under a configuration."""
+def ours(config: Config) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient by the log-probs of the step under a configuration."""
     new, old, reference, mask = batch()
-    penalty = {} if config.kl.kind == "none" else {"kl": KL(config.kl.kind, config.kl.coefficient)}
-    penalty = penalty and penalty | {"ref_log_probs": reference}
-    chosen = (
+    penalty = {}
+    if config.kl.kind != "none":
+        penalty = {"kl": KL(config.kl.kind, config.kl.coefficient), "ref_log_probs": reference}
+    return padded.ours(
         configured(config.loss, FAMILIES),
         {},
         config.aggregation.mode,
         config.aggregation.divisor,
+        (new, old, ADVANTAGES, mask),
+        **penalty,
     )
-    return padded.ours(*chosen, (new, old, ADVANTAGES, mask), **penalty)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -89,44 +93,42 @@ def test_the_page_has_the_equation_that_check_prints(section):
 
 def test_the_page_has_every_experiment():
     named = {re.search(r"experiment=(\w+)", text)[1] for text in SECTIONS.values()}
-    of_tasks = {"gsm8k", "guess", "sums"}  # no paper's
-    assert named | of_tasks == {
-        file.stem for file in (PAGE.parents[1] / "conf/experiment").glob("*.yaml")
-    }
+    without_paper = {"gsm8k", "guess", "sums"}
+    experiments = {file.stem for file in (PAGE.parents[1] / "conf/experiment").glob("*.yaml")}
+    assert named | without_paper == experiments
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "TRL")])
-def test_trls_own_loss_with_these_flags_is_ours(section, tmp_path):
+def test_trls_own_loss_with_the_flags_of_the_page_is_ours(section, tmp_path):
     trl = pytest.importorskip("trl", reason="the extra trl")
-    from accelerate import Accelerator
-
-    chosen = flags(section, "TRL")
-    quiet = {
+    settings = {
+        "gradient_accumulation_steps": 1,
         "report_to": [],
         "bf16": False,
         "use_cpu": True,
         "per_device_train_batch_size": 8,
         "num_generations": 2,
     }
-    args = trl.GRPOConfig(str(tmp_path), gradient_accumulation_steps=1, **(quiet | chosen))
+    args = trl.GRPOConfig(str(tmp_path), **(settings | flags(section, "TRL")))
     new, old, reference, mask = batch()
     leaf = new.clone().requires_grad_()
-    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)  # its loss alone: no model, no data
-    trainer.args, trainer.accelerator = args, Accelerator(cpu=True)
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)  # for its loss, without model and data
+    trainer.args = args
+    trainer.accelerator = trl_accelerator()
     trainer.model = torch.nn.Identity()
-    trainer.aux_loss_enabled = trainer.use_vllm = trainer._entropy_bonus_enabled = False
+    trainer.aux_loss_enabled = False
+    trainer.use_vllm = False
+    trainer._entropy_bonus_enabled = False
     trainer.vllm_importance_sampling_correction = False
-    trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
-    trainer.loss_type, trainer.importance_sampling_level = (
-        args.loss_type,
-        args.importance_sampling_level,
-    )
-    trainer.beta, trainer.epsilon_low = args.beta, args.epsilon
+    trainer.top_entropy_quantile = 1.0
+    trainer.off_policy_mask_threshold = None
+    trainer.loss_type = args.loss_type
+    trainer.importance_sampling_level = args.importance_sampling_level
+    trainer.beta = args.beta
+    trainer.epsilon_low = args.epsilon
     trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    trainer.max_completion_length, trainer.current_gradient_accumulation_steps = (
-        args.max_completion_length,
-        1,
-    )
+    trainer.max_completion_length = args.max_completion_length
+    trainer.current_gradient_accumulation_steps = 1
     trainer._metrics = defaultdict(lambda: defaultdict(list))
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
         leaf,
@@ -137,44 +139,49 @@ def test_trls_own_loss_with_these_flags_is_ours(section, tmp_path):
     loss = trainer._compute_loss(
         trainer.model,
         {
-            **{"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids},
-            **{
-                "completion_mask": mask.long(),
-                "advantages": ADVANTAGES,
-                "old_per_token_logps": old,
-            },
-            **{"ref_per_token_logps": reference, "num_items_in_batch": mask.sum()},
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": ids[:, :1],
+            "completion_ids": ids,
+            "completion_mask": mask.long(),
+            "advantages": ADVANTAGES,
+            "old_per_token_logps": old,
+            "ref_per_token_logps": reference,
+            "num_items_in_batch": mask.sum(),
         },
     )
     loss.backward()
     # TRL keeps the temperatures of SAPO in float32.
-    assert_equal(
-        (loss.detach(), leaf.grad),
-        ours(configuration(section)),
-        1e-6 if section == "SAPO" else 1e-12,
-    )
+    tolerance = 1e-6 if section == "SAPO" else 1e-12
+    assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), tolerance)
+
+
+def trl_accelerator() -> object:
+    from accelerate import Accelerator  # installed with TRL
+
+    return Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "verl")])
-def test_verls_own_loss_with_these_flags_is_ours(section):
+def test_verls_own_loss_with_the_flags_of_the_page_is_ours(section):
     pytest.importorskip("verl", reason="the extra verl")
     from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-    chosen = flags(section, "verl")
-    policy = PolicyLossConfig(
-        **{key: chosen.pop(key) for key in ("loss_mode", "dro_beta") if key in chosen}
-    )
+    actor_flags = flags(section, "verl")
+    policy_flags = {
+        key: actor_flags.pop(key) for key in ("loss_mode", "dro_beta") if key in actor_flags
+    }
+    policy = PolicyLossConfig(**policy_flags)
     config = FSDPActorConfig(
-        ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **chosen
+        ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **actor_flags
     )
     new, old, reference, mask = batch()
     totals = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(LENGTHS)}
     config.global_batch_info.update(totals, loss_scale_factor=config.loss_scale_factor)
     leaf = new.clone().requires_grad_()
     advantages = ADVANTAGES[:, None].expand_as(old)
-    own = get_policy_loss_fn(policy.loss_mode)
-    loss, _ = own(old, leaf, advantages, mask.long(), config.loss_agg_mode, config)
+    verls_loss = get_policy_loss_fn(policy.loss_mode)
+    loss, _ = verls_loss(old, leaf, advantages, mask.long(), config.loss_agg_mode, config)
     if config.use_kl_loss:
         penalty = kl_penalty(leaf, reference, config.kl_loss_type)
         loss = loss + config.kl_loss_coef * agg_loss(
@@ -185,7 +192,12 @@ def test_verls_own_loss_with_these_flags_is_ours(section):
     assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), 1e-7)
 
 
-def assert_equal(theirs, exact, tolerance):
-    assert float(theirs[0]) == pytest.approx(float(exact[0]), rel=tolerance)
-    torch.testing.assert_close(theirs[1], exact[1], rtol=tolerance, atol=1e-14)
-    assert (exact[1] != 0).any()
+def assert_equal(
+    theirs: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float
+) -> None:
+    """Assert that loss and gradient are equal within a relative tolerance."""
+    loss, gradient = theirs
+    expected_loss, expected_gradient = expected
+    assert float(loss) == pytest.approx(float(expected_loss), rel=tolerance)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=tolerance, atol=1e-14)
+    assert (expected_gradient != 0).any()

@@ -80,26 +80,28 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-def both(flags, ours, common, folder, engine=None):
-    """(weights and log with TRL's own loss, the same with ours, the way of the former from the
-    start)."""
+def trained_by_both(
+    flags: dict, ours: dict, common: dict, folder: str, engine: dict | None = None
+) -> tuple:
+    """Return weights and log with TRL's own loss, the same with ours, and how far the former moved
+    the weights."""
     start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
     tasks = (None, TWICE | common | flags, engine), (ours, TWICE | common, engine)
     theirs, ours_trained = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
     return theirs, ours_trained, (theirs[0] - start).norm()
 
 
-def quick(rows, number):
-    """The first of them, and the others as slow tests."""
+def with_slow_rest(rows: list[tuple], number: int) -> list:
+    """Return the first `number` rows, and the others marked as slow tests."""
     return [
         pytest.param(*row, marks=[pytest.mark.slow] if place >= number else [])
         for place, row in enumerate(rows)
     ]
 
 
-@pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 3), ids=lambda one: str(one))
-def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
-    (exact, their_log), (weights, log), way = both(flags, ours, common, folder)
+@pytest.mark.parametrize(("flags", "ours", "common"), with_slow_rest(EQUAL, 3), ids=str)
+def test_trls_own_loss_with_these_flags_trains_the_same_weights(flags, ours, common, folder):
+    (exact, their_log), (weights, log), way = trained_by_both(flags, ours, common, folder)
     assert float(way) > 1
     torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
@@ -107,11 +109,11 @@ def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one)
-)
-def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
-    (exact, _), (weights, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
+@pytest.mark.parametrize(("flags", "ours", "common", "apart"), with_slow_rest(APART, 1), ids=str)
+def test_where_trl_computes_something_else_the_weights_differ_by_as_much(
+    flags, ours, common, apart, folder
+):
+    (exact, _), (weights, _), way = trained_by_both(flags, ours, {"max_steps": 2} | common, folder)
     assert float((weights - exact).norm() / way) == pytest.approx(apart, rel=0.05)
 
 
@@ -127,10 +129,10 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("engine", quick([(one,) for one in ENGINES], 2), ids=lambda one: str(one))
-def test_the_correction_for_an_engine_is_trls(engine, folder):
+@pytest.mark.parametrize("engine", with_slow_rest([(engine,) for engine in ENGINES], 2), ids=str)
+def test_the_correction_for_vllms_log_probs_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
-    (exact, _), (weights, log), way = both(*task, engine)
+    (exact, _), (weights, log), way = trained_by_both(*task, engine)
     assert float(way) > 1
     torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     assert log[0]["pgtk/difference_old_sampling"] > 0.2
@@ -154,7 +156,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
 
 
 @pytest.mark.slow
-def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
+def test_two_processes_train_as_trls_do_and_share_their_totals(folder, tmp_path):
     """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
     token = {"loss": "grpo", "aggregation": "token_mean"}
     prompt = {"loss": "grpo", "aggregation": "prompt_mean"}
@@ -195,8 +197,7 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
 
 
 def test_a_correction_may_be_an_object_and_evaluations_are_whole_steps(folder):
-    """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations
-    are whole steps."""
+    """An object with TRL's bounds corrects as TRL's settings in GRPOConfig do."""
     engine = {
         "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_min": 0.5,
@@ -228,9 +229,9 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "changes", "engine"), HEADS, ids=lambda one: str(one)[:60])
-def test_the_fused_head_changes_no_weight(ours, changes, engine, folder):
-    """Nor what is shown; and TRL's head is then called for old and reference's log-probs alone."""
+@pytest.mark.parametrize(("ours", "changes", "engine"), HEADS, ids=lambda value: str(value)[:60])
+def test_the_fused_head_trains_the_same_weights(ours, changes, engine, folder):
+    """It has the same metrics, and calls TRL's head only for old and reference log-probs."""
     results = []
     for fused in (False, True):
         torch.manual_seed(0)  # for the adapters
@@ -260,9 +261,9 @@ NOT_FUSED = [
 
 
 @pytest.mark.parametrize(
-    ("of_model", "changes", "reason"), NOT_FUSED, ids=lambda one: str(one)[:60]
+    ("of_model", "changes", "reason"), NOT_FUSED, ids=lambda value: str(value)[:60]
 )
-def test_where_the_head_cannot_be_fused_it_is_trls(of_model, changes, reason, tmp_path):
+def test_a_head_that_cannot_be_fused_is_computed_by_trl(of_model, changes, reason, tmp_path):
     small_llama(**of_model).save_pretrained(tmp_path)
     ours = {"loss": "grpo", "aggregation": "sample_mean"}
     assert trl_runs.trainer(str(tmp_path), ours, changes).fused_head is False
@@ -320,8 +321,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "changes", "messages"), REFUSED, ids=lambda one: str(one)[:60])
-def test_what_the_two_say_twice_or_cannot_say_is_refused(ours, changes, messages, folder):
+@pytest.mark.parametrize(
+    ("ours", "changes", "messages"), REFUSED, ids=lambda value: str(value)[:60]
+)
+def test_settings_that_trl_and_we_both_have_or_that_trl_lacks_are_refused(
+    ours, changes, messages, folder
+):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         trl_runs.trainer(folder, ours, changes)
     lines = str(raised.value).split("\n")

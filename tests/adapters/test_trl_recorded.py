@@ -16,7 +16,7 @@ from builders.models import small_llama
 from pgtoolkit.cli import main
 
 
-def test_what_trl_trains_on_is_recorded(tmp_path, monkeypatch):
+def test_the_tokens_that_trl_trains_on_are_recorded_with_their_log_probs(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     names = {"GRPOTrainer": trl_runs.GRPOTrainer, "json": json}
     exec(re.search(r"```python\n(class Recorded.*?)```", page, re.DOTALL)[1], names)

@@ -1,4 +1,4 @@
-"""verl's own losses against ours inside verl: both through the function that its workers call, with
+"""Our losses inside verl are verl's own: both go through the function that its workers call, with
 its data.
 
 A step is cut into micro-batches on several ranks, as verl cuts it: each adds up the gradients of
@@ -29,27 +29,23 @@ THEIRS = {"grpo": "vanilla", "dppo": "dppo_tv", "kimi": "dro", "reinforce": "gpg
 """verl's names of losses that it calls otherwise."""
 
 
-@pytest.mark.parametrize(
-    ("family", "aggregation", "flags", "expected"), VERL, ids=lambda one: str(one)
-)
-def test_verl_with_these_flags_is_ours_however_the_step_is_cut(
+@pytest.mark.parametrize(("family", "aggregation", "flags", "expected"), VERL, ids=str)
+def test_verls_own_loss_with_these_flags_is_ours_however_the_step_is_cut(
     family, aggregation, flags, expected
 ):
     flags = {"loss_agg_mode": adapter.MODES[aggregation]} | flags
     flags |= flags.pop("policy_loss", {})
     for cut in (ONE, CUT):
-        (loss, gradient, _), exact = (
-            step(mode, flags, cut)
-            for mode in (f"pgtk_{family}_{aggregation}", THEIRS.get(family, family))
-        )
-        assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
-        torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
+        loss, gradient, _ = step(f"pgtk_{family}_{aggregation}", flags, cut)
+        verls_loss, verls_gradient, _ = step(THEIRS.get(family, family), flags, cut)
+        assert float(loss) == pytest.approx(float(verls_loss), rel=1e-8)
+        torch.testing.assert_close(gradient, verls_gradient, rtol=1e-8, atol=1e-14)
         assert summary(loss, gradient) == pytest.approx(expected, rel=1e-7)
 
 
-def relative(found, exact):
-    """How far apart two gradients are, as a part of the second's length."""
-    return float((found - exact).norm() / exact.norm())
+def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative distance of two gradients."""
+    return float((gradient - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -64,11 +60,15 @@ def relative(found, exact):
         ("sapo", {}, "pgtk_sapo_token_mean", 0.56),  # whatever loss_agg_mode says
     ],
 )
-def test_where_verl_computes_something_else(theirs, flags, mode, apart):
-    assert relative(step(theirs, flags)[1], step(mode, flags)[1]) == pytest.approx(apart, abs=0.01)
+def test_where_verl_computes_something_else_the_gradients_differ_by_as_much(
+    theirs, flags, mode, apart
+):
+    _, verls_gradient, _ = step(theirs, flags)
+    _, gradient, _ = step(mode, flags)
+    assert distance(verls_gradient, gradient) == pytest.approx(apart, abs=0.01)
 
 
-def test_a_geometric_mean_in_one_micro_batch_is_ours():
+def test_verls_geometric_mean_in_a_single_micro_batch_is_ours():
     exact = ours("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.15}, "sample_mean")
     for loss_mode in ("geo_mean", "pgtk_gmpo_sample_mean"):
         loss, gradient, _ = step(loss_mode, CLIP | {"loss_agg_mode": "seq-mean-token-mean"}, ONE)
@@ -76,7 +76,7 @@ def test_a_geometric_mean_in_one_micro_batch_is_ours():
         torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
 
 
-def test_a_bound_on_a_binary_kl_is_ours():
+def test_verls_bound_on_a_binary_kl_is_ours():
     exact = ours(Dppo(**BINARY_KL), {}, "token_mean")
     flags = {"clip_ratio_low": 1e-3, "clip_ratio_high": 5e-4, "clip_ratio_c": 1.1}
     loss, gradient, _ = step("dppo_kl", flags)
@@ -85,16 +85,20 @@ def test_a_bound_on_a_binary_kl_is_ours():
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.02])
-def test_documents_out_by_their_worst_token_are_ours(threshold):
-    """Of k2, half of the squared log-ratio: the bounds of the ratio are exp of plus and minus the
-    root of twice it."""
+def test_verl_rejects_the_documents_that_our_mask_by_the_worst_token_rejects(threshold):
+    """verl bounds k2, half of the squared log-ratio. Our bounds of the ratio are exp of plus and
+    minus the root of twice that threshold."""
     new, old, _, mask = batch()
     kept, _ = compute_rollout_rejection_mask(new - old, mask.double(), "seq_max_k2", threshold)
     bound = math.exp(math.sqrt(2 * threshold))
     correction = SequenceMask(mean="worst", low=1 / bound, high=bound, factor="one")
-    given = {"correction": correction, "sampling_log_probs": old}
     _, gradient = ours(
-        "reinforce", {}, "token_mean", step=(new, new, torch.ones(len(new)), mask), **given
+        "reinforce",
+        {},
+        "token_mean",
+        step=(new, new, torch.ones(len(new)), mask),
+        correction=correction,
+        sampling_log_probs=old,
     )
     assert torch.equal(gradient != 0, kept > 0)
     assert 0 < int((kept > 0).any(1).sum()) < len(new)
@@ -105,29 +109,31 @@ def test_documents_out_by_their_worst_token_are_ours(threshold):
     [
         ("vanilla", {}, "pgtk_grpo_token_mean", 0.0),
         ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", 0.0),
-        # Of a document's ratio: verl weighs each token's gradient by its own factor, the derivative
-        # by their mean.
+        # With a ratio of documents verl multiplies each token's gradient by its own factor; the
+        # derivative has the mean of the document's factors.
         ("gspo", NARROW | {"loss_agg_mode": "seq-mean-token-mean"}, "pgtk_gspo_sample_mean", 0.247),
     ],
 )
-def test_verls_correction_weighs_the_tokens(theirs, flags, mode, apart):
+def test_our_loss_has_verls_correction_by_token(theirs, flags, mode, apart):
     factors = 0.5 + torch.rand(
         len(LENGTHS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    found, exact = (step(loss_mode, flags, CUT, factors) for loss_mode in (theirs, mode))
-    assert float(found[0]) == pytest.approx(float(exact[0]), rel=1e-8)
-    assert float(exact[0]) != pytest.approx(float(step(mode, flags)[0]), rel=0.01)
-    assert relative(found[1], exact[1]) == pytest.approx(apart, abs=1e-3)
+    verls_loss, verls_gradient, _ = step(theirs, flags, CUT, factors)
+    loss, gradient, _ = step(mode, flags, CUT, factors)
+    uncorrected_loss, _, _ = step(mode, flags)
+    assert float(verls_loss) == pytest.approx(float(loss), rel=1e-8)
+    assert float(loss) != pytest.approx(float(uncorrected_loss), rel=0.01)
+    assert distance(verls_gradient, gradient) == pytest.approx(apart, abs=1e-3)
 
 
 def test_metrics_are_means_over_the_micro_batchs_documents():
     new, old, _, mask = batch()
-    found = step("pgtk_grpo_token_mean", CLIP, ONE)[2]
+    _, _, metrics = step("pgtk_grpo_token_mean", CLIP, ONE)
     ratio = (new - old).exp()
     clipped = mask & ((ratio < 0.9) | (ratio > 1.15))
     expected = (clipped.sum(1) / mask.sum(1)).mean()
-    assert found["pgtk/clipped_ratio_fraction"].aggregate() == pytest.approx(float(expected))
-    assert {name for name in found if name.startswith("pgtk/")} == {
+    assert metrics["pgtk/clipped_ratio_fraction"].aggregate() == pytest.approx(float(expected))
+    assert {name for name in metrics if name.startswith("pgtk/")} == {
         f"pgtk/{name}" for name in adapter.METRICS
     }
 
@@ -152,7 +158,7 @@ def test_metrics_are_means_over_the_micro_batchs_documents():
         ),
     ],
 )
-def test_what_the_two_say_twice_or_cannot_say_is_refused(mode, flags, messages):
+def test_settings_that_verl_and_we_both_have_or_that_verl_lacks_are_refused(mode, flags, messages):
     with pytest.raises(ValueError, match=f"policy_loss.loss_mode={mode}\n") as raised:
         step(mode, flags)
     assert [
@@ -172,16 +178,17 @@ def test_without_the_totals_of_the_step_there_is_no_loss():
         loss(old, new, advantages[:, None].expand_as(old), mask, config=config)
 
 
-def test_a_side_without_a_bound_has_the_common_one():
-    found = step(
+def test_a_side_without_a_bound_of_its_own_has_the_common_one():
+    loss, _, _ = step(
         "pgtk_gspo_token_mean",
         {"clip_ratio": 0.01, "clip_ratio_low": None, "clip_ratio_high": None},
     )
-    exact = step("pgtk_gspo_token_mean", {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})
-    assert float(found[0]) == float(exact[0]) != float(step("pgtk_gspo_token_mean")[0])
+    expected, _, _ = step("pgtk_gspo_token_mean", {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})
+    other_loss, _, _ = step("pgtk_gspo_token_mean")
+    assert float(loss) == float(expected) != float(other_loss)
 
 
-def test_verl_registers_them_by_its_environment_variable():
+def test_verl_registers_our_losses_by_its_environment_variable():
     script = (
         "import verl\nfrom verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY\n"
         "print(len([name for name in POLICY_LOSS_REGISTRY if name.startswith('pgtk_')]))"

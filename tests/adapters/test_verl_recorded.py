@@ -13,8 +13,8 @@ from builders.rollout_rows import recorded_rollouts
 PAD = 0
 
 
-def test_a_batch_of_verl_is_recorded(tmp_path):
-    """Rows have the model's own log-prob of each response token, wherever padding put it."""
+def test_rows_of_a_batch_of_verl_have_the_models_log_probs(tmp_path):
+    """Padding is on both sides of a response."""
     page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     trainer = type("RayPPOTrainer", (), {})
     names = {"json": json, "torch": torch, "RayPPOTrainer": trainer}
@@ -63,5 +63,5 @@ def test_a_batch_of_verl_is_recorded(tmp_path):
         assert document.loss_mask.tolist() == [False] * len(prompt) + [True] * len(response)
         torch.testing.assert_close(document.old_log_probs, expected[i])
         torch.testing.assert_close(document.sampling_log_probs, expected[i] - 0.25)
-        # of dr_grpo: rewards i and i + 2
+        # By dr_grpo, in groups with the rewards i and i + 2.
         assert document.advantages.tolist() == [(-1.0, 1.0)[i // 2]] * len(response)

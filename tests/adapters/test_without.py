@@ -1,4 +1,4 @@
-"""Every adapter can be imported where its trainer is not installed, and says what it needs when it
+"""Every adapter can be imported where its trainer is not installed, and names what it needs when it
 is used."""
 
 import subprocess
