@@ -1,5 +1,5 @@
-"""docs/papers.md is right: its equations are those that are printed, and with the flags that it gives
-the losses of TRL and verl have our loss and gradient."""
+"""docs/papers.md is right: its equations are those that are printed, and with the flags on it the
+losses of TRL and verl have our loss and gradient."""
 
 from __future__ import annotations
 
