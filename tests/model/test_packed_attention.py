@@ -131,15 +131,15 @@ def test_divided_heads_do_the_same(monkeypatch):
         return calls[-1]
 
     monkeypatch.setattr(attention, "shares_of_heads", noted)
-    expected = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    expected = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
     assert not calls
     monkeypatch.setattr(fixed_order, "_on", True)
-    found = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    found = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
     assert sum(calls[0]) == 14
     assert torch.equal(found[0], expected[0])
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b.double()).norm() < 1e-2 * b.double().norm()
-    again = with_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    again = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
