@@ -36,6 +36,18 @@ def test_dppo_masks_and_counts_tokens_by_the_change_of_their_probability():
     assert metrics["clipped_ratio_fraction"] == pytest.approx((2 / 3 + 1) / 2)
 
 
+def test_dppo_bounds_the_binary_kl_of_the_old_to_the_new_policy():
+    """From 0.1 to 0.3 it is 0.116, and 0.154 in the other order; from 0.3 to 0.1 the reverse."""
+    new = torch.tensor([0.3, 0.1], dtype=torch.float64)
+    old = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    options = {"new": new.log(), "log_ratio": new.log() - old.log(), "advantages": advantages}
+    family = families.Dppo(delta_low=0.13, delta_high=0.13, divergence="binary_kl")
+    _, gradient, _ = of_log_probs(family, **options)
+    expected = torch.tensor([-0.3 / 0.1 / 2, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-12)
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_ratios_beyond_20_are_clamped(family, dtype):
