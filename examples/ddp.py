@@ -1,8 +1,9 @@
-"""The same under DistributedDataParallel, on two processes: torchrun --nproc-per-node 2
-examples/ddp.py
+"""A policy-gradient step under DistributedDataParallel, on two processes.
 
-Every process holds other documents. The losses of all of them add up to the loss of the step, and
-their gradients to its gradient, however unevenly the tokens are spread.
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+Each process has documents of its own. The losses of all processes add up to the loss of the step,
+and their gradients to its gradient, however unevenly the tokens are spread.
 """
 
 import torch
@@ -28,7 +29,7 @@ model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY)).t
 model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-# This process's documents; what is trained of each differs, here and between the processes.
+# This process's documents, with a different number of trained tokens each.
 torch.manual_seed(1 + rank)
 tokens = torch.randint(0, VOCABULARY, (DOCUMENTS, LENGTH + 1), device=device)
 inputs = tokens[:, :-1]
@@ -48,8 +49,8 @@ for update in range(4):
         old_log_probs=old_log_probs,
         advantages=advantages,
     )
-    # data_group: the documents of all processes are one step, and this loss is the share of those
-    #   that are here.
+    # data_group: the documents of all processes are one step, and this loss is the share of this
+    # process's documents.
     out = pgtoolkit.policy_loss(
         **arguments,
         loss="grpo",

@@ -1,5 +1,6 @@
-"""A policy-gradient step in plain PyTorch, from tensors with a row per document: python
-examples/padded.py
+"""A policy-gradient step in plain PyTorch, from tensors with a row per document.
+
+    python examples/padded.py
 
 The step is taken in micro-batches, whose gradients add up to those of the whole step.
 """
@@ -18,8 +19,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-# What a sampler and a verifier would give: token ids (B, T), which tokens are the model's own, and
-#   a reward each.
+# A sampler and a verifier would give these: token ids (B, T), which of them the model has written,
+# and a reward for each document.
 tokens = torch.randint(0, VOCABULARY, (DOCUMENTS, LENGTH))
 position = torch.arange(LENGTH)
 completion_lengths = torch.randint(1, LENGTH - PROMPT + 1, (DOCUMENTS, 1))
