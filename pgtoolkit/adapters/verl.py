@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 
 
 class ActorConfig(Protocol):
-    """What a loss reads of verl's ActorConfig.
+    """The parts of verl's ActorConfig that a loss reads.
 
     global_batch_info: global_batch_size, batch_num_tokens and dp_size.
     """

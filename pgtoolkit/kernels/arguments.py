@@ -150,7 +150,8 @@ def _check_splits(loss: Loss, method: Computation) -> None:
     """Raise ValueError for splits of a loss that needs complete documents."""
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
-    family, correction = loss.family, loss.correction
+    family = loss.family
+    correction = loss.correction
     if method.num_splits > 1 and family.by_document:
         raise ValueError(
             f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole "

@@ -107,7 +107,7 @@ class Slab(NamedTuple):
 
 
 class AnyOnHost:
-    """Whether any value of a bool vector is True; bool() of this object gives the answer.
+    """The answer to whether any value of a bool vector is True, which bool() of it gives.
 
     The answer is copied to the host while the GPU continues to work, and bool() waits for it.
     """

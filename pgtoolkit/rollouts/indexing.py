@@ -1,4 +1,4 @@
-"""How recorded rollouts are indexed: one pass over the files, in which every row is checked."""
+"""Indexes recorded rollouts: one pass over the files, in which every row is checked."""
 
 from __future__ import annotations
 

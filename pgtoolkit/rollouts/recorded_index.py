@@ -71,7 +71,7 @@ class IndexedFile(FileStamp):
 
 @dataclass
 class RecordedIndex:
-    """What is known of every row, so that none has to be read again for it.
+    """The facts about every row that are needed without reading it again.
 
     rows: (documents,) of dtype ROW, in the order of the files.
     rules: what the rows were checked for. has_groups: whether it is known which documents share a

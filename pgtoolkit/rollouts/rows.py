@@ -190,11 +190,14 @@ def _first(is_wrong: np.ndarray) -> int | None:
 def _vector(value: object, kinds: str, content: str, row: Row | None = None) -> np.ndarray:
     """Return a list or array as an array of a dtype of these kinds.
 
-    Where the kind may be "f", nulls become NaN. content: of the list, in words. row: with the
-    tokens, each of which has an entry; None: these are the tokens.
+    Where the kind may be "f", nulls become NaN.
+    content: of the list, in words.
+    row: has the tokens, each of which has an entry; None if these are the tokens.
     """
     if isinstance(value, list):
-        numbers = [math.nan if x is None else x for x in value] if "f" in kinds else value
+        numbers = value
+        if "f" in kinds:
+            numbers = [math.nan if number is None else number for number in value]
         with contextlib.suppress(ValueError):  # a list within the list
             value = np.array(numbers)
     if not isinstance(value, np.ndarray):

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, TypeVar
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.evaluation_sets import QUESTIONS
@@ -18,6 +18,8 @@ from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import Failure, Processes
 from pgtoolkit.tasks.scoring import Response
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ class Task:
         """End what scoring has started."""
 
 
-Once = Callable[[Callable[[], Any]], Any]
-"""Calls a function that reads or measures files on some ranks, and returns its result on all."""
+class Once(Protocol):
+    """Calls a function that reads or measures files on some ranks; returns its result on all."""
+
+    def __call__(self, read: Callable[[], _Value], /) -> _Value: ...
 
 
 class ReverseTask(Task):
