@@ -1,5 +1,5 @@
-"""Runs whose completions come from processes with copies of the weights: they learn the same, and
-leave nothing behind."""
+"""Runs that sample in processes with copies of the weights: metrics and weights are those of a run
+that samples in its own process, and no process is left."""
 
 from __future__ import annotations
 
@@ -35,29 +35,34 @@ LAG = (*AHEAD, "rollout.lag=2")
 COPY = (*AHEAD, "rollout.max_staleness=3", "sampler.processes=1")
 """LAG and COPY both sample a batch, of two steps, when training on the batch before it begins."""
 EVALUATED = (
-    *("evaluation.every=3", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2"),
+    "evaluation.every=3",
+    "evaluation.prompts_per_set=3",
+    "evaluation.max_completion_length=2",
     "evaluation.sets.a.num_digits=1",
 )
-TALK = (
-    *("task=conversation", "task.environment=tasks.environments_for_tests.Counting"),
-    *("rollout.max_completion_length=16", "accumulation.max_tokens=64", "task.options={rounds: 1}"),
+CONVERSATION = (
+    "task=conversation",
+    "task.environment=tasks.environments_for_tests.Counting",
+    "rollout.max_completion_length=16",
+    "accumulation.max_tokens=64",
+    "task.options={rounds: 1}",
     f"rollout.stop={[*'abcdefghijklm012345']}",
 )
 
 
 @pytest.fixture(scope="module")
-def lagging(tmp_path_factory):
+def lagging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run that samples in its own process, a batch ahead."""
     return run(tmp_path_factory.mktemp("lagging") / "run", *LAG, *EVALUATED)
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    """The same run, sampled by a process with a copy of the weights."""
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same run, sampled by a process with a copy of the weights."""
     return run(tmp_path_factory.mktemp("copied") / "run", *COPY, *EVALUATED)
 
 
-def assert_same(run_dir: Path, expected: Path) -> None:
+def assert_equal_runs(run_dir: Path, expected: Path) -> None:
     """Assert that two runs have learned and measured the same, to the last bit."""
     assert metrics_of(run_dir) == metrics_of(expected)
     for part in ("model", "optimizer"):
@@ -73,9 +78,9 @@ def evaluations_of(run_dir: Path) -> list[dict]:
     ]
 
 
-def test_a_copy_in_another_process_samples_the_same_as_the_model(lagging, copied):
+def test_a_copy_in_another_process_samples_as_the_model_to_the_bit(lagging, copied):
     """To the last bit, evaluations between batches included. The process has ended afterwards."""
-    assert_same(copied, lagging)
+    assert_equal_runs(copied, lagging)
     assert [row["staleness"] for row in metrics_of(copied)] == [0, 1, 2, 3, 2, 3]
     children = psutil.Process().children(recursive=True)
     assert [child for child in children if "copy_process" in str(child.cmdline())] == []
@@ -84,42 +89,40 @@ def test_a_copy_in_another_process_samples_the_same_as_the_model(lagging, copied
 
 
 @pytest.mark.slow
-def test_a_resumed_run_learns_the_same_to_the_last_bit(lagging, copied, tmp_path):
-    cut = copy_as_of(copied, 3, tmp_path / "run")
-    run(cut, *COPY, *EVALUATED, "sampler.processes=1", resume=True)
-    assert_same(cut, lagging)
+def test_a_resumed_run_with_a_copy_is_the_uninterrupted_one_to_the_bit(lagging, copied, tmp_path):
+    resumed = copy_as_of(copied, 3, tmp_path / "run")
+    run(resumed, *COPY, *EVALUATED, resume=True)
+    assert_equal_runs(resumed, lagging)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chosen",
+    "overrides",
     [
         ("model.lora_rank=2",),
         ("model.dtype=bfloat16", "sampler.static_cache=true"),
     ],
 )
-def test_a_copy_of_a_folders_model_samples_the_same(tmp_path, chosen):
+def test_a_copy_of_a_hugging_face_model_samples_as_the_model(tmp_path, overrides):
     """Except with adapters: the copy has their sum with the frozen weights, which rounds in another
     way than the two products."""
     folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
-    runs = []
     for name, settings in (("lag", LAG), ("copy", COPY)):
-        train(
-            config_of(*with_model(folder, *settings, *chosen, "optimizer.learning_rate=0.01")),
-            tmp_path / name,
-        )
-        runs.append(metrics_of(tmp_path / name))
-    if "model.lora_rank=2" in chosen:
-        for row, other in zip(*runs, strict=True):
-            assert row["new_logprobs"] == pytest.approx(other["new_logprobs"], abs=1e-4)
-            assert row["num_tokens"] == other["num_tokens"]
+        settings = with_model(folder, *settings, *overrides, "optimizer.learning_rate=0.01")
+        train(config_of(*settings), tmp_path / name)
+    rows = metrics_of(tmp_path / "copy")
+    expected = metrics_of(tmp_path / "lag")
+    if "model.lora_rank=2" in overrides:
+        for row, expected_row in zip(rows, expected, strict=True):
+            assert row["new_logprobs"] == pytest.approx(expected_row["new_logprobs"], abs=1e-4)
+            assert row["num_tokens"] == expected_row["num_tokens"]
     else:
-        assert runs[0] == runs[1]
+        assert rows == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", ["false", "true"])
-def test_a_copy_on_another_gpu_samples_the_same_as_the_model(tmp_path, compiles):
+def test_a_copy_on_another_gpu_samples_as_the_model_to_the_bit(tmp_path, compiles):
     """To the last bit, evaluations included, by CUDA graphs and Triton's kernels in bfloat16."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -130,18 +133,18 @@ def test_a_copy_on_another_gpu_samples_the_same_as_the_model(tmp_path, compiles)
     train(
         config_of(*base, *ahead, "rollout.max_staleness=3", "sampler.gpus=[1]"), tmp_path / "copy"
     )
-    assert_same(tmp_path / "copy", tmp_path / "lag")
+    assert_equal_runs(tmp_path / "copy", tmp_path / "lag")
 
 
 @pytest.mark.slow
-def test_conversations_of_several_turns_are_the_same(tmp_path):
+def test_a_copy_samples_the_conversations_of_the_model(tmp_path):
     base = [
         setting
         for setting in SHORT
-        if not setting.startswith("task.") and setting.split("=")[0] not in str(TALK)
+        if not setting.startswith("task.") and setting.split("=")[0] not in str(CONVERSATION)
     ]
     for name, settings in (("lag", LAG), ("copy", COPY)):
-        train(config_of(*base, *settings, *TALK), tmp_path / name)
+        train(config_of(*base, *settings, *CONVERSATION), tmp_path / name)
     assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
     assert max(row["turns"] for row in metrics_of(tmp_path / "copy")) > 1
 
@@ -150,9 +153,8 @@ def test_conversations_of_several_turns_are_the_same(tmp_path):
 def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
     """They draw the same tokens; rounding depends on what is completed at the same time."""
     run_dir = run(tmp_path / "run", *COPY, *EVALUATED, "sampler.processes=2")
-    assert sorted(file.name for file in run_dir.glob("sampler*.log")) == [
-        f"sampler-{number}.log" for number in range(2)
-    ]
+    logs = sorted(file.name for file in run_dir.glob("sampler*.log"))
+    assert logs == ["sampler-0.log", "sampler-1.log"]
     for row, other in zip(metrics_of(run_dir), metrics_of(lagging), strict=True):
         assert row["reward"] == other["reward"]
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
@@ -167,7 +169,7 @@ def test_each_rank_has_its_own_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_finite_are_an_error_of_the_run(tmp_path):
+def test_weights_that_are_not_finite_end_the_run(tmp_path):
     module, loader = build(config_of(*SHORT, *COPY), run_dir=tmp_path)
     with torch.no_grad():
         module.policy.head.weight[3] = torch.nan
@@ -181,10 +183,9 @@ def test_weights_that_are_not_finite_are_an_error_of_the_run(tmp_path):
 class CopyCommand(Command):
     """A run without end, with a process that samples."""
 
-    def __init__(self, folder: Path, *more: str):
-        super().__init__(
-            folder, *SHORT, *COPY, "trainer.max_steps=100000", "trainer.keep_checkpoints=2", *more
-        )
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        endless = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")
+        super().__init__(folder, *SHORT, *COPY, *endless, *overrides)
 
     def copies(self) -> list[psutil.Process]:
         """Return the guard, and the process that it guards."""
@@ -200,7 +201,7 @@ class CopyCommand(Command):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_leaves_nothing(tmp_path):
+def test_a_run_that_is_killed_leaves_no_process_and_no_weights(tmp_path):
     command = CopyCommand(tmp_path)
     command.wait_for_steps(3)
     copies = command.copies()
@@ -214,7 +215,7 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1], ids=["guard", "copy"])
-def test_a_killed_process_loses_no_step(lagging, tmp_path, number):
+def test_a_run_whose_sampling_process_is_killed_loses_no_step(lagging, tmp_path, number):
     command = CopyCommand(tmp_path, "trainer.checkpoint_every=1000000")
     command.wait_for_steps(3)
     copies = command.copies()
@@ -225,12 +226,13 @@ def test_a_killed_process_loses_no_step(lagging, tmp_path, number):
     assert "the process that samples on the CPU was ended by SIGKILL" in output
     assert "Continue with: " in output
     status = read_status(command.directory)
-    assert (status["state"], status["step"]) == ("failed", status["saved"])
+    assert status["state"] == "failed"
+    assert status["step"] == status["saved"]
     assert status["step"] >= 3
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_step_and_then_the_process(tmp_path):
+def test_ctrl_c_ends_the_run_after_its_step_and_the_copy(tmp_path):
     command = CopyCommand(tmp_path)
     command.wait_for_steps(3)
     copies = command.copies()
@@ -241,11 +243,11 @@ def test_ctrl_c_ends_the_step_and_then_the_process(tmp_path):
     assert all_ended(copies)
 
 
-def test_settings_that_do_not_go_together_are_refused():
+def test_keys_of_copies_that_contradict_each_other_are_refused():
     def problems(*overrides: str) -> str:
         return " ".join(validate(config_of(*SHORT, *overrides))[1].problems)
 
-    two = "parallelism.data_parallel=2"
+    two_ranks = "parallelism.data_parallel=2"
     assert problems(*AHEAD, "rollout.max_staleness=3", "sampler.processes=1") == ""
     assert (
         problems(
@@ -255,9 +257,9 @@ def test_settings_that_do_not_go_together_are_refused():
     )
     assert "trainer.deterministic=true needs" in problems(*AHEAD, "rollout.max_staleness=3")
     assert "a multiple of the 2 processes that train (got 1)" in problems(
-        "sampler.processes=1", two
+        "sampler.processes=1", two_ranks
     )
-    assert "numbers from 2 on (got 1)" in problems("sampler.gpus=[1,2]", two)
+    assert "numbers from 2 on (got 1)" in problems("sampler.gpus=[1,2]", two_ranks)
     assert "each once (got [1,1])" in problems("sampler.gpus=[1,1]")
     assert "sampler.processes=1 needs sampler.gpus=null" in problems(
         "sampler.gpus=[1]", "sampler.processes=1"

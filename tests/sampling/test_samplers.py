@@ -1,18 +1,21 @@
-"""Sampling by transformers: completions come from the configured distribution, whatever the model's
-folder suggests."""
+"""Sampling by transformers: log-probs against a distribution in plain loops, whatever the model's
+folder suggests, with either cache, and from copies of the weights."""
 
 import gc
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import config_of, metrics_of, sampler_of, with_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from pgtoolkit.completion import Request
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
@@ -52,11 +55,11 @@ transformers."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-def save_llama(path):
+def save_llama(path: Path) -> Path:
     """Save a small Llama that gives some tokens a high probability; return its folder."""
     model = small_llama(num_hidden_layers=2, max_position_embeddings=128)
     with torch.no_grad():
@@ -64,36 +67,43 @@ def save_llama(path):
     return save_with_tokenizer(model, path)
 
 
-def suggesting(folder, **settings):
+def with_generation_config(folder: Path, **settings: object) -> Path:
     """Write a generation_config.json into the folder, and return the folder."""
     (folder / "generation_config.json").write_text(json.dumps(settings))
     return folder
 
 
-def settings(folder, *overrides):
+def config_with(folder: Path, *overrides: str) -> Config:
     return config_of(*with_model(folder, *overrides))
 
 
-def built(folder, *overrides):
+def model_and_sampler(
+    folder: Path, *overrides: str
+) -> tuple[transformers.PreTrainedModel, TransformersSampler]:
     """Return the model and the sampler of a run with these overrides."""
-    module, loader = build(settings(folder, *overrides))
+    module, loader = build(config_with(folder, *overrides))
     return module.model, sampler_of(loader)
 
 
-def once(prompts):
+def single_requests(prompts: list[list[int]]) -> list[Request]:
     """Return requests for one completion of each prompt."""
     return [Request(prompt, 1, number) for number, prompt in enumerate(prompts)]
 
 
-def sampled(sampler, prompts):
-    """Return tokens, log-probs and the reason of the end, for a completion of each prompt."""
+def complete_each(
+    sampler: TransformersSampler, prompts: list[list[int]]
+) -> list[tuple[list[int], list[float], str]]:
+    """Return a completion of each prompt: its tokens, their log-probs, and why it ends."""
     return [
         (completion.tokens.tolist(), completion.log_probs.tolist(), completion.finish_reason)
-        for completion in sampler.complete(once(prompts))
+        for completion in sampler.complete(single_requests(prompts))
     ]
 
 
-def same(actual, expected):
+def are_equal(
+    actual: list[tuple[list[int], list[float], str]],
+    expected: list[tuple[list[int], list[float], str]],
+) -> bool:
     """Return whether the tokens are the same; log-probs may differ in the last digit."""
     for completion, other in zip(actual, expected, strict=True):
         tokens, log_probs, reason = completion
@@ -106,25 +116,29 @@ def same(actual, expected):
 
 
 @pytest.fixture(scope="module")
-def unadvised(folder):
+def completions_without_suggestions(folder: Path) -> list[tuple[list[int], list[float], str]]:
     """Return the completions where the folder suggests nothing."""
-    return sampled(built(suggesting(folder, eos_token_id=END))[1], [PROMPT, OTHER] * 8)
+    return complete_each(
+        model_and_sampler(with_generation_config(folder, eos_token_id=END))[1], [PROMPT, OTHER] * 8
+    )
 
 
 @pytest.mark.parametrize("name", SUGGESTED)
-def test_settings_that_the_folder_suggests_do_not_act(folder, unadvised, name):
-    model, sampler = built(
-        suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]})
+def test_settings_that_the_folder_suggests_do_not_act(
+    folder, completions_without_suggestions, name
+):
+    model, sampler = model_and_sampler(
+        with_generation_config(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]})
     )
     assert getattr(model.generation_config, name) is not None  # transformers has read it
-    assert sampled(sampler, [PROMPT, OTHER] * 8) == unadvised
+    assert complete_each(sampler, [PROMPT, OTHER] * 8) == completions_without_suggestions
 
 
-def test_ignored_settings_are_named_once(folder, tmp_path, capsys):
-    folder = suggesting(
+def test_a_note_names_the_ignored_settings_of_the_folder_once(folder, tmp_path, capsys):
+    folder = with_generation_config(
         folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1
     )
-    train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
+    train(config_with(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
     output = capsys.readouterr().out
     notes = [line for line in output.splitlines() if "generation_config" in line]
     assert notes == [
@@ -134,16 +148,18 @@ def test_ignored_settings_are_named_once(folder, tmp_path, capsys):
     ]
 
 
-def test_an_end_that_is_no_token_number_is_refused(folder):
+def test_an_end_that_is_not_a_token_number_is_refused(folder):
     with pytest.raises(
         ConfigError, match=r"eos_token_id of the model needs the numbers of tokens \(got <end>\)"
     ):
-        built(suggesting(folder, eos_token_id=[3, "<end>"]))
+        model_and_sampler(with_generation_config(folder, eos_token_id=[3, "<end>"]))
 
 
-def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
-    _, sampler = built(suggesting(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12")
-    completions = sampler.complete(once([PROMPT] * 64))
+def test_each_end_of_the_folder_and_of_the_tokenizer_ends_a_completion(folder):
+    _, sampler = model_and_sampler(
+        with_generation_config(folder, eos_token_id=[3, 7]), "rollout.max_completion_length=12"
+    )
+    completions = sampler.complete(single_requests([PROMPT] * 64))
     ends = {3, 7, END}
     stopped = [completion for completion in completions if completion.finish_reason == "stop"]
     assert {completion.tokens[-1].item() for completion in stopped} == ends
@@ -156,7 +172,9 @@ def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
 
 
 @torch.no_grad()
-def distribution(model, tokens, temperature, top_p):
+def distribution(
+    model: transformers.PreTrainedModel, tokens: list[int], temperature: float, top_p: float
+) -> list[float]:
     """Return the probabilities of the next token, in plain loops: tempered, cut to the likeliest,
     renormalised."""
     logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].double().tolist()
@@ -182,10 +200,10 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperatur
         f"rollout.temperature={temperature}",
         f"rollout.top_p={'null' if top_p is None else top_p}",
     ]
-    model, sampler = built(suggesting(folder), *overrides)
+    model, sampler = model_and_sampler(with_generation_config(folder), *overrides)
     model.eval()
     for prompt in (PROMPT, OTHER):
-        for completion in sampler.complete(once([PROMPT, prompt] * 4))[1::2]:
+        for completion in sampler.complete(single_requests([PROMPT, prompt] * 4))[1::2]:
             tokens = completion.tokens.tolist()
             for place, token in enumerate(tokens):
                 expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
@@ -199,7 +217,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
-def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
+def test_a_static_cache_gives_the_same_distribution(folder, device, temperature, top_p):
     """Also for tokens after the end of other rows, which are dropped."""
     overrides = [
         f"rollout.temperature={temperature}",
@@ -211,9 +229,9 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
         "accumulation.max_tokens=128",
         "trainer.device=cpu",
     ]
-    model, sampler = built(suggesting(folder), *overrides, *more)
+    model, sampler = model_and_sampler(with_generation_config(folder), *overrides, *more)
     model.to(device)
-    completions = sampler.complete(once([PROMPT, OTHER] * 8))
+    completions = sampler.complete(single_requests([PROMPT, OTHER] * 8))
     model.to("cpu").eval()
     assert len({len(completion.tokens) for completion in completions}) > 5
     for i, completion in enumerate(completions):
@@ -228,21 +246,21 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
             )
 
 
-def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
+def test_tensors_of_the_vocabulary_exist_for_a_few_tokens_at_a_time(folder):
     """Tensors as wide as the vocabulary exist for no more than a few steps at a time."""
-    model, sampler = built(
-        suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"
+    model, sampler = model_and_sampler(
+        with_generation_config(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"
     )
     model.generation_config.eos_token_id = None
     sampler.settings.eos_token_id = None
     counts = []
 
-    def count(*_):
+    def count(*_: object) -> None:
         tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
         counts.append(len([x for x in tensors if x.shape[-1:] == (12,) and len(x) == 5]))
 
     model.lm_head.register_forward_hook(count)
-    completions = sampler.complete(once([PROMPT] * 5))
+    completions = sampler.complete(single_requests([PROMPT] * 5))
     assert [len(completion.log_probs) for completion in completions] == [20] * 5
     assert len(counts) == 20
     assert max(counts) <= 8
@@ -255,61 +273,67 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     Log-probs are compared with a tolerance, since the last digit of a product on a CPU depends on
     the addresses of its operands.
     """
-    config = settings(suggesting(folder), f"sampler.static_cache={static}")
+    config = config_with(with_generation_config(folder), f"sampler.static_cache={static}")
     module, loader = build(config)
     live = sampler_of(loader)
     asynchronous = replace(config, rollout=replace(config.rollout, max_staleness=1))
     copy = TransformersSampler(module.policy, asynchronous)
     copy.publish(module.policy.weights, 0)
-    before = sampled(live, [PROMPT, OTHER] * 8)
-    assert same(sampled(copy, [PROMPT, OTHER] * 8), before)
+    before = complete_each(live, [PROMPT, OTHER] * 8)
+    assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), before)
     with torch.no_grad():
         module.policy.head.weight.neg_()
     live.publish(module.policy.weights, 7)
-    after = sampled(live, [PROMPT, OTHER] * 8)
-    assert not same(after, before)
-    assert {completion.model_version for completion in live.complete(once([PROMPT]))} == {7}
-    assert same(sampled(copy, [PROMPT, OTHER] * 8), before)
+    after = complete_each(live, [PROMPT, OTHER] * 8)
+    assert not are_equal(after, before)
+    assert {
+        completion.model_version for completion in live.complete(single_requests([PROMPT]))
+    } == {7}
+    assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), before)
     copy.publish(module.policy.weights, 1)
-    assert same(sampled(copy, [PROMPT, OTHER] * 8), after)
-    assert {completion.model_version for completion in copy.complete(once([PROMPT]))} == {1}
+    assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), after)
+    assert {
+        completion.model_version for completion in copy.complete(single_requests([PROMPT]))
+    } == {1}
 
 
 @pytest.mark.parametrize("static", ["false", "true"])
-def test_in_half_precision_the_current_weights_are_sampled_from_rounded(folder, static):
+def test_in_bfloat16_a_rounded_copy_of_the_current_weights_samples(folder, static):
     """By a copy whose memory is given back afterwards."""
     overrides = [
         "model.dtype=bfloat16",
         f"sampler.static_cache={static}",
         "model.fp32_lm_head=true",
     ]
-    module, loader = build(settings(suggesting(folder), *overrides))
+    module, loader = build(config_with(with_generation_config(folder), *overrides))
     sampler = sampler_of(loader)
     head_calls = []
     module.policy.head.register_forward_hook(lambda *_: head_calls.append("a call"))
-    before = sampled(sampler, [PROMPT] * 8)
+    before = complete_each(sampler, [PROMPT] * 8)
     with torch.no_grad():
         for weight in module.parameters():
             weight.copy_(weight.bfloat16())
-    assert sampled(sampler, [PROMPT] * 8) == before
+    assert complete_each(sampler, [PROMPT] * 8) == before
     with torch.no_grad():
         module.policy.head.weight.neg_()
-    assert sampled(sampler, [PROMPT] * 8) != before
+    assert complete_each(sampler, [PROMPT] * 8) != before
     assert head_calls == []
     assert sum(weight.numel() for weight in sampler._policy.weights().values()) == 0
     assert all(weight.dtype == torch.float32 for weight in module.parameters())
 
 
 @pytest.mark.parametrize("static", ["false", "true"])
-def test_probabilities_that_are_not_finite_are_an_error(folder, static):
-    model, sampler = built(suggesting(folder), f"sampler.static_cache={static}")
+def test_probabilities_that_are_not_finite_are_refused(folder, static):
+    model, sampler = model_and_sampler(
+        with_generation_config(folder), f"sampler.static_cache={static}"
+    )
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan
     with pytest.raises(NumericalError, match="probabilities are not finite"):
-        sampler.complete(once([PROMPT]))
+        sampler.complete(single_requests([PROMPT]))
 
 
-def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, tmp_path):
+def test_a_static_cache_is_refused_for_models_with_which_it_was_not_tested(folder, tmp_path):
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -323,8 +347,8 @@ def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, 
     with pytest.raises(
         ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"
     ):
-        built(tmp_path, "sampler.static_cache=true")
-    assert len(built(tmp_path)[1].complete(once([PROMPT] * 3))) == 3
+        model_and_sampler(tmp_path, "sampler.static_cache=true")
+    assert len(model_and_sampler(tmp_path)[1].complete(single_requests([PROMPT] * 3))) == 3
 
 
 @pytest.mark.parametrize("more", [(), ("rollout.top_p=0.8",)])
@@ -332,7 +356,7 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
     """Its tokens are the same alone or with others, in any order, in batches of any size, and with
     either cache."""
     length = "rollout.max_completion_length=20"
-    _, sampler = built(suggesting(folder), length, *more)
+    _, sampler = model_and_sampler(with_generation_config(folder), length, *more)
     requests = [Request(PROMPT, 3, 8), Request(OTHER, 2, 9), Request(PROMPT, 2, 2**32 - 1)]
     expected = [completion.tokens.tolist() for completion in sampler.complete(requests)]
     # All seven differ.
@@ -345,7 +369,9 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
     assert [completion.tokens.tolist() for completion in first] == [expected[i] for i in (0, 3, 5)]
     for other in (["sampler.max_sequences=3"], ["sampler.static_cache=true"]):
         torch.rand(3)
-        completions = built(suggesting(folder), length, *more, *other)[1].complete(requests)
+        completions = model_and_sampler(with_generation_config(folder), length, *more, *other)[
+            1
+        ].complete(requests)
         assert [completion.tokens.tolist() for completion in completions] == expected
 
 
@@ -361,8 +387,11 @@ def test_a_gpu_draws_the_same_tokens_as_a_cpu(folder, top_p, static):
         f"sampler.static_cache={static}",
         "trainer.device=cpu",
     ]
-    model, sampler = built(
-        suggesting(folder), *cpu, f"rollout.top_p={top_p}", "accumulation.max_tokens=128"
+    model, sampler = model_and_sampler(
+        with_generation_config(folder),
+        *cpu,
+        f"rollout.top_p={top_p}",
+        "accumulation.max_tokens=128",
     )
     requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
     expected = sampler.complete(requests)
@@ -373,7 +402,7 @@ def test_a_gpu_draws_the_same_tokens_as_a_cpu(folder, top_p, static):
 
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
-def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
+def test_sampling_computes_the_head_in_the_number_type_of_training(folder, tmp_path, fp32_lm_head):
     """In bfloat16 with old_log_probs=sampling. The layers add nothing here, so that the head alone
     rounds."""
     model = LlamaForCausalLM.from_pretrained(folder)
@@ -390,7 +419,7 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         "trainer.max_steps=1",
         "rollout.old_log_probs=sampling",
     ]
-    train(settings(tmp_path / "model", *overrides), tmp_path / "run")
+    train(config_with(tmp_path / "model", *overrides), tmp_path / "run")
     (row,) = metrics_of(tmp_path / "run")
     assert row["clipped_ratio_fraction"] == 0
     assert (row["min_ratio_new_old"], row["max_ratio_new_old"]) == pytest.approx((1, 1), abs=1e-5)

@@ -1,4 +1,5 @@
-"""sampler=vllm against a small server of vLLM's protocol: its start, its calls, and its faults."""
+"""sampler=vllm with the small server of the tests: the start of servers, the requests to them, and
+faults of their answers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +18,32 @@ from builders.runs import SHORT, config_of, sampler_of
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
 from sampling.server_checks import assert_log_probs_of_trainer, update
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch
+from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.training.build import build
+from pgtoolkit.training.module import PolicyGradientModule
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
 REQUESTS = [Request([1, 2, 10], 3, seed=5), Request([3, 4, 5, 10], 2, seed=9)]
 
 
-def module_and_sampler(run_dir: Path, *overrides: str):
+def module_and_sampler(
+    run_dir: Path, *overrides: str
+) -> tuple[PolicyGradientModule, ServerSampler]:
     module, loader = build(config_of(*SHORT, *VLLM, *overrides), run_dir=run_dir)
     return module, sampler_of(loader)
 
 
 @contextlib.contextmanager
-def closing(run_dir: Path, *overrides: str):
+def open_sampler(
+    run_dir: Path, *overrides: str
+) -> Iterator[tuple[PolicyGradientModule, ServerSampler]]:
+    """Yield a module and its sampler, which is closed after the block."""
     module, sampler = module_and_sampler(run_dir, *overrides)
     try:
         yield module, sampler
@@ -42,27 +52,26 @@ def closing(run_dir: Path, *overrides: str):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    with contextlib.closing(
-        SharedServers(tmp_path_factory.mktemp("small"), is_vllm=False, names=["first"])
-    ) as servers:
+def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
+    folder = tmp_path_factory.mktemp("small")
+    servers = SharedServers(folder, is_vllm=False, names=["first"])
+    with contextlib.closing(servers):
         servers.start_all()
         yield servers
 
 
 @pytest.fixture
-def server(small):
-    """Return the servers without faults, and with an empty list of calls."""
-    small.url("first")
-    small.marks.write_text("")
-    yield small
-    small.set_fault(None)
+def server(shared_servers: SharedServers) -> Iterator[SharedServers]:
+    """Yield the servers without faults, and with an empty list of calls."""
+    shared_servers.url("first")
+    shared_servers.marks.write_text("")
+    yield shared_servers
+    shared_servers.set_fault(None)
 
 
-def test_no_setting_of_sampling_is_left_to_the_server(tmp_path):
-    with closing(
-        tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']"
-    ) as (module, sampler):
+def test_a_request_holds_all_settings_of_sampling(tmp_path):
+    overrides = ("rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']")
+    with open_sampler(tmp_path, *overrides) as (module, sampler):
         _, body = Vllm().completions(Request([1, 2], 3, seed=77), sampler._ways[0], "salt")
     assert body == {
         "prompt": [1, 2],
@@ -116,28 +125,26 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
+def test_a_faulty_answer_is_refused_and_the_server_can_be_asked_again(
+    server, tmp_path, monkeypatch, fault
+):
     """test_vllm_servers.py has the faults that vLLM itself can be brought to."""
     monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
-    with server.joined_sampler(
-        tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}"
-    ) as (
-        module,
-        sampler,
-    ):
+    answer_seconds = 1 if fault == "trickles" else 3
+    joined = server.joined_sampler(tmp_path, f"sampler.answer_seconds={answer_seconds}")
+    with joined as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.set_fault(fault)
         server.marks.write_text("")
-        with pytest.raises(SamplerLost, match=FAULTS[fault]) as caught:
+        with pytest.raises(SamplerLost, match=FAULTS[fault]) as error:
             sampler.complete(REQUESTS[:1])
-        assert caught.value.exit_status == 5
-        assert server.noted_calls() == ["complete 5"] * (
-            2 if fault in ("breaks_off", "busy") else 1
-        )
+        assert error.value.exit_status == 5
+        num_calls = 2 if fault in ("breaks_off", "busy") else 1
+        assert server.noted_calls() == ["complete 5"] * num_calls
         server.set_fault(None)
         patient = dataclasses.replace(sampler._config.sampler, answer_seconds=60)
         sampler._config = dataclasses.replace(sampler._config, sampler=patient)
-        assert len(sampler.complete(REQUESTS)) == 5  # it answers again
+        assert len(sampler.complete(REQUESTS)) == 5
 
 
 ONE_UPDATE = "training accumulation.docs_per_step=16"
@@ -156,7 +163,7 @@ ONE_UPDATE = "training accumulation.docs_per_step=16"
 def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
     server, tmp_path, old, fault
 ):
-    """These faults' single answers look right. The second batch has the same weights as the first,
+    """Each answer by itself looks right. The second batch has the same weights as the first,
     so that no proof of a version comes first."""
     num_on_policy = {"training": 5, "sampling": 0, ONE_UPDATE: 16}
     settings = (*f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5")
@@ -172,30 +179,30 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
         server.set_fault(fault)
         with pytest.raises(
             SamplerLost, match=r"differ from the trainer's by .* The batch is not trained"
-        ) as caught:
+        ) as error:
             source.document(source.batch_size)
     mean = re.search(
-        r"by (\S+) on average and \S+ at most, and sampler.tolerance=0.01 allows", str(caught.value)
+        r"by (\S+) on average and \S+ at most, and sampler.tolerance=0.01 allows", str(error.value)
     )
-    assert not float(mean[1]) <= 0.3  # so that NaN passes
+    assert not float(mean[1]) <= 0.3  # also if it is NaN
 
 
-def test_log_probs_relative_to_the_kept_tokens_are_no_fault():
-    """With top_p=0.5 they may be up to log 2 above the trainer's; beyond that the tolerance
-    counts."""
+def test_with_top_p_log_probs_may_be_above_the_trainers_by_its_logarithm():
+    """A server may renormalise over the kept tokens: with top_p=0.5 that adds up to log 2. Beyond
+    it the tolerance counts."""
     trainer = -torch.arange(1.0, 5.0)
     above = torch.tensor([0.0, 0.3, 0.6, math.log(2)])
     check_batch(trainer + above, trainer, 1e-6, top_p=0.5)
-    for moved, top_p, expected in (
+    for difference, top_p, expected in (
         (above, None, "0.4"),
         (above + 0.4, 0.5, "0.18"),
         (above - 0.4, 0.5, "0.12"),
     ):
         with pytest.raises(SamplerLost, match=rf"by {expected} on average"):
-            check_batch(trainer + moved, trainer, 1e-6, top_p)
+            check_batch(trainer + difference, trainer, 1e-6, top_p)
 
 
-def test_completions_that_were_not_drawn_are_noticed(server, tmp_path):
+def test_equal_completions_of_a_prompt_are_refused_unless_chance_explains_them(server, tmp_path):
     with server.joined_sampler(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.set_fault("identical")
@@ -218,7 +225,7 @@ def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
         assert len(sampler.complete(REQUESTS)) == 5
 
 
-def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
+def test_a_server_without_the_endpoints_for_weights_is_refused(server, tmp_path):
     server.set_fault("no_development_mode")
     message = r"answered /collective_rpc with 404: .*Start it with VLLM_SERVER_DEV_MODE=1"
     with (
@@ -228,7 +235,7 @@ def test_a_server_without_its_endpoints_is_one_sentence(server, tmp_path):
         sampler.publish(module.policy.weights, 0)
 
 
-def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
+def test_another_program_at_the_address_of_a_server_is_refused(server, tmp_path):
     more = (f"sampler.urls=[{server.url('first')}/other]", "sampler.start_seconds=1")
     module, sampler = server.module_and_sampler(tmp_path, *more)
     message = (
@@ -238,7 +245,7 @@ def test_another_program_at_an_address_is_one_sentence(server, tmp_path):
         sampler.publish(module.policy.weights, 0)
 
 
-def test_old_weights_within_the_tolerance_are_noticed(server, tmp_path):
+def test_old_weights_are_refused_though_log_probs_are_within_the_tolerance(server, tmp_path):
     """Their log-probs have not changed, to the last bit."""
     with server.joined_sampler(tmp_path, "sampler.tolerance=0.2") as (module, sampler):
         sampler.publish(module.policy.weights, 3)
@@ -251,9 +258,7 @@ def test_old_weights_within_the_tolerance_are_noticed(server, tmp_path):
             sampler.publish(module.policy.weights, 4)
 
 
-def test_weights_that_another_run_gives_a_server_are_noticed_before_anything_is_trained(
-    server, tmp_path
-):
+def test_weights_that_another_run_gives_a_server_are_refused_before_any_training(server, tmp_path):
     with (
         server.joined_sampler(tmp_path / "first") as (module, sampler),
         server.joined_sampler(tmp_path / "other") as (other_module, other_sampler),
@@ -300,13 +305,13 @@ STARTS = {
 
 
 @pytest.mark.parametrize("fault", STARTS)
-def test_a_server_that_does_not_start_is_one_sentence(tmp_path, fault):
+def test_a_server_that_does_not_start_is_reported_with_its_last_words(tmp_path, fault):
     more = (
         f"sampler.executable={'env -u PYTHONPATH ' if fault == 'no_path' else ''}{COMMAND} "
         f"--fault {fault}"
     )
     with (
-        closing(tmp_path, more) as (module, sampler),
+        open_sampler(tmp_path, more) as (module, sampler),
         pytest.raises(SamplerLost, match=STARTS[fault]),
     ):
         sampler.publish(module.policy.weights, 0)
@@ -322,7 +327,7 @@ def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extensio
         f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
         f"sampler.arguments={arguments}",
     )
-    with closing(tmp_path, *more) as (module, sampler):
+    with open_sampler(tmp_path, *more) as (module, sampler):
         for version in range(3):  # the third overwrites the second in place
             sampler.publish(module.policy.weights, version)
             assert_log_probs_of_trainer(module, REQUESTS, sampler.complete(REQUESTS))
@@ -332,8 +337,8 @@ def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extensio
     assert calls == [f"/collective_rpc {'reload_weights' if arguments else 'load_from_memory'}"] * 3
 
 
-def test_a_missing_program_is_one_sentence(tmp_path):
-    with closing(tmp_path, "sampler.executable=no-such-vllm") as (module, sampler):
+def test_a_missing_program_is_refused_and_leaves_no_folder(tmp_path):
+    with open_sampler(tmp_path, "sampler.executable=no-such-vllm") as (module, sampler):
         with pytest.raises(SamplerLost, match="there is no program no-such-vllm"):
             sampler.publish(module.policy.weights, 0)
         assert sampler._folder.path.exists()
@@ -345,8 +350,10 @@ OTHERS = ({}, {"Authorization": "Bearer another"})
 
 
 @pytest.mark.slow
-def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
-    """Without the variables of ranks, and with the user's PYTHONPATH."""
+def test_a_server_is_started_with_the_options_and_variables_of_the_configuration(
+    tmp_path, monkeypatch
+):
+    """It gets no variables of ranks, and the user's PYTHONPATH."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("PYTHONPATH", "/of/ranks")
     monkeypatch.setenv("PGTK_PYTHONPATH", "/of/the/user")
@@ -361,7 +368,7 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
         "seed=3",
         "accumulation.max_tokens=20",
     )
-    with closing(tmp_path, *overrides) as (module, sampler):
+    with open_sampler(tmp_path, *overrides) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert len(processes_of(tmp_path)) == 2
         folder = sampler._folder.path
@@ -408,7 +415,7 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
         "sampler.gpus=[1,2]",
         "sampler.servers_per_gpu=2",
     )
-    with closing(tmp_path, *overrides) as (module, sampler):
+    with open_sampler(tmp_path, *overrides) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         seeds = range(8)
         completions = sampler.complete([Request([1, 2, 10], 1, seed=seed) for seed in seeds])
@@ -426,8 +433,6 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
 
 
 def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     module, sampler = module_and_sampler(tmp_path, f"sampler.weights_folder={tmp_path}/weights")
     sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
     folder = sampler._folder.path
@@ -452,8 +457,6 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_folder_of_a_policy_with_adapters_is_a_model_without_any(tmp_path, tied):
     """transformers, like a server, loads a model that computes what is trained."""
-    from transformers import AutoModelForCausalLM
-
     model = save_llama(tmp_path / "model", tie_word_embeddings=tied)
     lora = ("model=huggingface", f"model.path={model}", "model.dtype=float32", "model.lora_rank=3")
     short = (setting for setting in SHORT if not setting.startswith("model."))

@@ -1,5 +1,5 @@
-"""Whole runs with sampler=vllm, against a small server of vLLM's protocol: what they learn, and
-what they leave."""
+"""Runs with sampler=vllm and the small server of the tests: their metrics, their resumes, and the
+processes and files that they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of, metrics_of, run
 from builders.vllm_servers import COMMAND, ServerCommand, all_ended, processes_of
 
 from pgtoolkit.errors import SamplerLost
@@ -26,22 +26,32 @@ VLLM = (
     "trainer.device=cpu",
     "rollout.stop=['99']",
 )
+SAMPLING = "rollout.old_log_probs=sampling"
 ENDLESS = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")
 
 
+def noting(path: Path) -> str:
+    """Return the override with which the server notes its calls in a file."""
+    return f"sampler.executable={COMMAND} --marks {path}"
+
+
+def noted_requests(path: Path) -> list[str]:
+    """Return the requests for completions that a server has noted; others score a text."""
+    lines = path.read_text().splitlines()
+    return [line for line in lines if line.startswith("complete ") and line != "complete score"]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run of six steps, with the log-probs that the server has sampled with; beside it what the
-    server noted."""
-    folder = tmp_path_factory.mktemp("whole")
-    own = f"sampler.executable={COMMAND} --marks {folder}/marks"
-    return run(folder / "run", *VLLM, "rollout.old_log_probs=sampling", own)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run of six steps; `marks` beside it has the calls of its server."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return run(folder / "run", *VLLM, SAMPLING, noting(folder / "marks"))
 
 
-def test_the_first_ratio_is_one(whole):
-    rows = metrics_of(whole)
+def test_the_first_update_of_a_batch_has_ratios_of_one(uninterrupted):
+    """Its weights are those that sampled the batch; a batch has two updates."""
+    rows = metrics_of(uninterrupted)
     assert len(rows) == 6
-    # of the two steps of a batch the first is that of the policy that sampled it
     for row in rows[::2]:
         assert abs(row["ratio_new_old"] - 1) < 1e-4
         assert abs(row["max_ratio_new_old"] - 1) < 1e-4
@@ -50,14 +60,14 @@ def test_the_first_ratio_is_one(whole):
 
 
 def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(tmp_path):
-    """Of completions of weights of two updates before, which the correction sees."""
-    chosen = (
+    """The completions are of weights of two updates before; the correction sees the difference."""
+    overrides = (
         "rollout.lag=2",
         "rollout.old_log_probs=proximal",
         "correction=token_truncate",
         "loss=grpo",
     )
-    rows = metrics_of(run(tmp_path / "run", *VLLM, *chosen))
+    rows = metrics_of(run(tmp_path / "run", *VLLM, *overrides))
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 2, 3]
     for row in rows[::2]:
         assert abs(row["max_ratio_new_old"] - 1) < 1e-5
@@ -65,88 +75,91 @@ def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(tmp_path):
     assert min(row["max_difference_old_sampling"] for row in rows[2:]) > 1e-3
 
 
-def test_a_run_leaves_no_server_and_keeps_its_log(whole):
-    assert "engine" in (whole / "vllm.log").read_text()
-    assert processes_of(whole) == []
-    assert "starting a sampling server" in (whole / "run.log").read_text()
+def test_a_run_leaves_no_server_and_keeps_its_log(uninterrupted):
+    assert "engine" in (uninterrupted / "vllm.log").read_text()
+    assert processes_of(uninterrupted) == []
+    assert "starting a sampling server" in (uninterrupted / "run.log").read_text()
 
 
-def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path):
-    cut = copy_as_of(whole, 3, tmp_path / "run")
-    run(cut, *VLLM, "rollout.old_log_probs=sampling", resume=True)
-    assert metrics_of(cut) == metrics_of(whole)
-    found, expected = (checkpoint_of(folder, 6)["model"] for folder in (cut, whole))
-    assert all(bool((found[name] == weight).all()) for name, weight in expected.items())
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(uninterrupted, tmp_path):
+    resumed = copy_as_of(uninterrupted, 3, tmp_path / "run")
+    run(resumed, *VLLM, SAMPLING, resume=True)
+    assert metrics_of(resumed) == metrics_of(uninterrupted)
+    assert_equal(checkpoint_of(resumed, 6)["model"], checkpoint_of(uninterrupted, 6)["model"])
 
 
-def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_path):
-    """With a length of their own; the servers get the weights of every evaluation."""
-    more = (
+def test_evaluations_by_the_same_server_do_not_change_the_training(uninterrupted, tmp_path):
+    """They have another length, and the weights of their step."""
+    marks = tmp_path / "marks"
+    evaluated = run(
+        tmp_path / "run",
+        *VLLM,
+        SAMPLING,
         "evaluation.every=1",
         "evaluation.prompts_per_set=3",
         "evaluation.max_completion_length=2",
-    )
-    more += (
         "evaluation.sets.a.num_digits=1",
-        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        noting(marks),
     )
-    found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more)
-    assert metrics_of(found) == metrics_of(whole)
-    rows = read_evaluations(found)
-    assert [row["step"] for row in rows] == list(range(7))
+    assert metrics_of(evaluated) == metrics_of(uninterrupted)
+    rows = read_evaluations(evaluated)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     for row in rows:
-        completions = read_completions(
-            found / "completions" / f"evaluation_a_{row['step']:06d}.parquet"
-        )
-        assert {one.version for one in completions} == {row["step"]}
-        assert max(one.tokens for one in completions) <= 2
-    seeds = prompts_of((tmp_path / "marks").read_text().splitlines())
-    assert len(seeds) == len({*seeds}) == 3 * 4 + 7 * 3  # each evaluation draws anew
+        name = f"evaluation_a_{row['step']:06d}.parquet"
+        completions = read_completions(evaluated / "completions" / name)
+        assert {completion.version for completion in completions} == {row["step"]}
+        assert max(completion.tokens for completion in completions) <= 2
+    requests = noted_requests(marks)
+    assert len(requests) == 3 * 4 + 7 * 3
+    assert len(set(requests)) == len(requests)  # each evaluation has its own seeds
 
 
-def test_a_lost_server_loses_no_step(whole, tmp_path):
-    """After four calls each for two batches the third finds no server."""
-    folder, lost = tmp_path / "run", f"sampler.executable={COMMAND} --fault dies --after 8"
-    more = ("rollout.old_log_probs=sampling", "trainer.checkpoint_every=1000")
+def test_a_run_that_lost_its_server_loses_no_step(uninterrupted, tmp_path):
+    """The server ends after eight calls, four for each batch: the third batch finds none."""
+    folder = tmp_path / "run"
+    overrides = (*VLLM, SAMPLING, "trainer.checkpoint_every=1000")
+    dying = f"sampler.executable={COMMAND} --fault dies --after 8"
     with pytest.raises(SamplerLost, match=r"ended with status 1.* Continue with: .*pgtk resume"):
-        run(folder, *VLLM, *more, lost)
+        run(folder, *overrides, dying)
     status = read_status(folder)
-    assert (status["state"], status["step"]) == ("failed", 4)
+    assert status["state"] == "failed"
+    assert status["step"] == 4
     assert "SamplerLost: the sampling server" in status["reason"]
-    run(folder, *VLLM, *more, resume=True)
-    assert metrics_of(folder) == metrics_of(whole)
+    run(folder, *overrides, resume=True)
+    assert metrics_of(folder) == metrics_of(uninterrupted)
 
 
-def started(folder: Path, *overrides: str) -> ServerCommand:
+def start_run(folder: Path, *overrides: str) -> ServerCommand:
     return ServerCommand(folder, *SHORT, *VLLM, *overrides)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_killed_leaves_no_server(tmp_path, ranks):
-    more = ("parallelism=ddp",) if ranks > 1 else ()
-    command = started(tmp_path, *ENDLESS, *more, f"sampler.weights_folder={tmp_path}/weights")
+@pytest.mark.parametrize("parallelism", [[], ["parallelism=ddp"]], ids=["one rank", "two ranks"])
+def test_a_run_that_is_killed_leaves_no_server_and_no_weights(tmp_path, parallelism):
+    folder = f"sampler.weights_folder={tmp_path}/weights"
+    command = start_run(tmp_path, *ENDLESS, *parallelism, folder)
     command.wait_for_steps(3)
-    server, weights = processes_of(command.directory), command.weights()
-    assert len(server) == 2
-    assert [weights] == [*(tmp_path / "weights").iterdir()]
+    processes = processes_of(command.directory)
+    weights = command.weights()
+    assert len(processes) == 2
+    assert list((tmp_path / "weights").iterdir()) == [weights]
     command.kill()
-    assert all_ended(server)
+    assert all_ended(processes)
     deadline = time.monotonic() + 10
     while weights.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not weights.exists()
 
 
-def test_ctrl_c_ends_the_step_and_then_the_server(tmp_path):
-    command = started(tmp_path, *ENDLESS)
+def test_ctrl_c_ends_the_run_after_its_step_and_the_server(tmp_path):
+    command = start_run(tmp_path, *ENDLESS)
     command.wait_for_steps(3)
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(60) == 75
     assert processes_of(command.directory) == []
 
 
-def test_the_guard_itself_may_be_killed(tmp_path):
-    command = started(tmp_path, *ENDLESS)
+def test_a_server_ends_with_its_guard_and_the_run_reports_it(tmp_path):
+    command = start_run(tmp_path, *ENDLESS)
     command.wait_for_steps(3)
     guard, *server = command.server_processes()
     guard.kill()
@@ -155,45 +168,43 @@ def test_the_guard_itself_may_be_killed(tmp_path):
     assert "ended with status" in command.log.read_text()
 
 
-def test_two_ranks_share_two_servers(whole, tmp_path):
-    """They learn what one process learns with one server: each prompt has its seed, whoever asks
-    whom."""
-    own = f"sampler.executable={COMMAND} --marks {tmp_path}/marks-PORT"
-    more = ("parallelism=ddp", "rollout.old_log_probs=sampling", "sampler.servers_per_gpu=2")
-    command = started(tmp_path, *more, own)
+def test_two_ranks_share_two_servers(uninterrupted, tmp_path):
+    """They learn what one process learns with one server: a prompt has its seed, whichever rank
+    asks whichever server."""
+    command = start_run(
+        tmp_path,
+        "parallelism=ddp",
+        SAMPLING,
+        "sampler.servers_per_gpu=2",
+        noting(tmp_path / "marks-PORT"),
+    )
     assert command.process.wait(200) == 0, command.log.read_text()
-    for one, two in zip(metrics_of(whole), metrics_of(command.directory), strict=True):
+    assert processes_of(command.directory) == []
+    for row, expected in zip(metrics_of(command.directory), metrics_of(uninterrupted), strict=True):
         for key in ("reward", "loss", "ratio_new_old", "num_tokens", "grad_norm"):
-            assert one[key] == pytest.approx(two[key], rel=1e-4, abs=1e-6), key
-    asked = []
+            assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    python_path = [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)]
+    requests_of_servers = []
     for marks in tmp_path.glob("marks-*"):
         lines = marks.read_text().splitlines()
-        assert [line.split()[0] for line in lines].count("start") == 1
+        starts = [line for line in lines if line.split()[0] == "start"]
+        assert starts == lines[:1]
         assert lines.count("/collective_rpc load_from_memory") == 3
         assert lines.count("complete score") == 3
-        variables, _, path = json.loads(lines[0][6:])
+        variables, _, path = json.loads(lines[0].removeprefix("start "))
         assert variables["RANK"] is None
-        assert path == os.pathsep.join(
-            filter(None, [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)])
-        )
-        asked.append(prompts_of(lines))
-    assert [len(lines) for lines in asked] == [6, 6]  # of three batches of four prompts
-    assert sorted(asked[0] + asked[1]) == sorted(
-        prompts_of((whole.parent / "marks").read_text().splitlines())
-    )
-    assert processes_of(command.directory) == []
+        assert path == os.pathsep.join(filter(None, python_path))
+        requests_of_servers.append(noted_requests(marks))
+    first, second = requests_of_servers
+    assert len(first) == len(second) == 6  # three batches of four prompts
+    assert sorted(first + second) == sorted(noted_requests(uninterrupted.parent / "marks"))
 
 
-def prompts_of(noted: list[str]) -> list[str]:
-    """The requests of training among what a server has noted; others score a text."""
-    return [line for line in noted if line.startswith("complete ") and line != "complete score"]
-
-
-def test_a_fault_that_one_rank_meets_ends_all_with_one_message(tmp_path):
-    own = f"sampler.executable={COMMAND} --fault foreign_token --after 6"
-    command = started(tmp_path, "parallelism=ddp", own)
+def test_a_fault_that_a_rank_meets_ends_all_ranks_with_one_message(tmp_path):
+    faulty = f"sampler.executable={COMMAND} --fault foreign_token --after 6"
+    command = start_run(tmp_path, "parallelism=ddp", faulty)
     assert command.process.wait(200) == 5
-    said = command.log.read_text()
-    assert said.count("it sampled token") == 1
-    assert "Continue with: " in said
+    log = command.log.read_text()
+    assert log.count("it sampled token") == 1
+    assert "Continue with: " in log
     assert processes_of(command.directory) == []

@@ -1,4 +1,4 @@
-"""The folder that a server reads weights from: its files, its place, its end."""
+"""The folder that a server reads weights from: the numbers in its files, its place, its end."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from builders.processes import layout, world
 from builders.runs import config_of, with_model
 from builders.vllm_servers import COMMAND
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import StorageError
 from pgtoolkit.sampling.weights_folder import WeightsFolder, _lock_pages
 from pgtoolkit.training.build import build
 
 
-def test_a_full_disk_is_answered_in_one_sentence(tmp_path):
+def test_a_full_disk_is_reported_with_the_key_of_the_folder(tmp_path):
     folder = WeightsFolder(tmp_path, tmp_path, torch.float32)
     folder.make(1, lambda _: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -87,7 +89,7 @@ def test_other_users_can_read_weights_only_where_one_may_have_started_the_server
     folder.remove()
 
 
-def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
+def test_the_folder_of_a_process_that_is_killed_is_deleted(tmp_path):
     program = """if True:
         import os, signal, sys, torch
         from pathlib import Path
@@ -97,10 +99,10 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
         print(made, made.exists(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    path, existed = done.stdout.split()
+    path, existed = process.stdout.split()
     assert existed == "True"
     deadline = time.monotonic() + 30
     while Path(path).exists() and time.monotonic() < deadline:
@@ -108,7 +110,7 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
     assert not Path(path).exists()
 
 
-def written(config, sizes: dict[str, int]) -> str:
+def write_on_ranks(config: Config, sizes: dict[str, int]) -> str:
     """Write two versions of a module's weights on these ranks; return a copy of the folder."""
     layout_here = layout(**sizes)
     module, loader = build(config, layout=layout_here)
@@ -139,11 +141,9 @@ def written(config, sizes: dict[str, int]) -> str:
     ],
     ids=["fsdp", "ddp with LoRA", "tensor", "pipeline"],
 )
-def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_process(
+def test_ranks_write_a_file_each_that_together_are_the_weights_of_one_process(
     tmp_path, sizes, more
 ):
-    from transformers import AutoModelForCausalLM
-
     model = save_with_tokenizer(small_llama(5, num_hidden_layers=3), tmp_path / "model")
     sampler = [
         "sampler=vllm",
@@ -153,7 +153,7 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
     settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *sampler, *more)
     parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
     config = config_of(*settings, *parallelism)
-    folders = [Path(folder) for folder in world(2).run(written, config, sizes)]
+    folders = [Path(folder) for folder in world(2).run(write_on_ranks, config, sizes)]
     files = sorted(folders[0].glob("*.safetensors"))
     assert [file.name for file in files] == [
         f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
@@ -174,9 +174,7 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shared", "device"), [(True, "cuda"), (False, "cuda"), (True, "cpu")])
-def test_weights_are_in_the_file_once_they_are_written_in_a_process_with_a_gpu(
-    tmp_path, shared, device
-):
+def test_a_process_with_a_gpu_has_written_the_file_when_fill_returns(tmp_path, shared, device):
     """Also those of a run with trainer.device=cpu."""
     torch.cuda.init()
     folder = WeightsFolder(None if shared else tmp_path, tmp_path, torch.bfloat16)
