@@ -79,7 +79,7 @@ def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
 
 
 def test_the_cases_clip_on_both_sides_but_keep_many_tokens():
-    """Without clipped tokens the other tests would not notice a wrong clip."""
+    """The other tests would not notice a wrong clip without clipped tokens."""
     cases = [make_case(seed=12), make_head_case(6).case, make_head_case(11).case]
     for name, family in FAMILIES.items():
         if name.split(",")[0] not in ("grpo", "gspo", "cispo", "gmpo", "dppo"):

@@ -200,7 +200,7 @@ def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, mo
 
 
 def test_functions_of_trls_form_are_tried_with_the_arguments_of_the_run(tmp_path, monkeypatch):
-    """Without a chat template completions are texts, not messages."""
+    """Completions are texts, not messages, without a chat template."""
     (tmp_path / "tried_batches.py").write_text(
         "seen = []\n"
         "def score(completions, prompts, completion_ids, **others):\n"
