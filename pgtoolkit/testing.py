@@ -358,7 +358,7 @@ def _problems_of_pieces(
             if problem:
                 yield (
                     f"as the sum over micro-batches of a step {problem}: divide by totals, not "
-                    "by what a piece holds"
+                    "by the counts of a piece"
                 )
                 return
         return
@@ -367,7 +367,7 @@ def _problems_of_pieces(
     if problem:
         yield (
             f"as the mean of two micro-batches of a step {problem}: take a parameter `totals` and "
-            "divide by what it says of the whole step, or give micro_batches=False if it never "
+            "divide by its numbers of the whole step, or give micro_batches=False if it never "
             "sees a piece of one"
         )
 

@@ -1,4 +1,4 @@
-"""A comparison of configurations, with what their runs reached: all that a report shows."""
+"""A comparison of configurations with the results of their runs: all that a report shows."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
     names = ", ".join(run.name for run in collapsed)
     return [
         f"collapsed, and not dropped: {names}; numbers that were not finite ended them, and they "
-        "count with what they had reached, to the end"
+        "count to the end with their last values"
     ]
 
 

@@ -28,7 +28,7 @@ MOST_COMPLETIONS = 2000
 """Completions on the page. With more of them a browser becomes slow."""
 
 MOST_LOGGED = 60
-"""The most characters shown of what a reward function has logged of a completion."""
+"""The most characters that are shown of a text that a reward function has logged."""
 
 MOST_CHARACTERS = 8000
 """Characters of each text on the page."""
@@ -245,7 +245,7 @@ def _changes(shown: Samples, lines: int) -> list[str]:
         rose, fell, stayed = shown.counts
         changed = (
             f"{rose} prompts better, {fell} worse, {stayed} the same "
-            "(by mean reward of what was kept)"
+            "(by mean reward of the kept completions)"
         )
     else:
         changed = (

@@ -43,7 +43,7 @@ Evaluated = Literal["run", "model"]
 
 @dataclass(frozen=True)
 class Composed:
-    """The configuration of one run, and the problems with what it was composed of.
+    """The configuration of one run, and the problems of its parts.
 
     A refused override is left out, and a refused value is replaced, so that all problems can be
     found at once.

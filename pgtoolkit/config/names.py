@@ -74,7 +74,7 @@ def run_name(
 
     defaults: group -> its default option, to be left out of the name. loss, aggregation: always
     named; None to name them only if an override sets them, as in a sweep, whose jobs are named by
-    what varies.
+    the keys that vary.
     """
     parts = _parts(overrides, defaults)
     leading = []

@@ -29,7 +29,7 @@ from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 
 @dataclass
 class PlannedRun:
-    """One run, with what the checks have found.
+    """One run, with the findings of its checks.
 
     overrides: as they were typed for it.
     config: None if nothing could be composed.
@@ -58,7 +58,7 @@ class PlannedRun:
 
 @dataclass
 class Checked:
-    """A command's run, or the jobs of its sweep, with what the checks have found.
+    """A command's run, or the jobs of its sweep, with the findings of the checks.
 
     runs: the runs that would be trained; of a search, the corners of its space.
     report: problems and notes that concern all of them together.

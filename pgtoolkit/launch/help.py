@@ -112,7 +112,7 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
 
 _REPLACED = {
     "convert": "a script of a few lines, as docs/data.md shows for TRL and verl",
-    "diff": "pgtk compare RUN_A RUN_B, which begins with what differs between two runs",
+    "diff": "pgtk compare RUN_A RUN_B, which begins with the differences of two runs",
     "plan": "the column of needed seeds that pgtk compare prints for earlier runs",
 }
 """Commands of earlier versions -> their replacement."""

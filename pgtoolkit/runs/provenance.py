@@ -97,7 +97,7 @@ def code_of(provenance: dict) -> tuple[tuple[str | None, str], ...]:
 
 
 def commit_text(commit: str | None, changes: str) -> str:
-    """Return a short commit with a digest of what was not committed, equal for equal code only."""
+    """Return a short commit with a digest of uncommitted changes, equal for equal code only."""
     digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
     return f"{(commit or 'none')[:12]}{digest}"
 

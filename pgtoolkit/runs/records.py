@@ -1,4 +1,4 @@
-"""Reads the files of a run directory, and refuses damaged ones by name, with what is wrong."""
+"""Reads the files of a run directory; a damaged one is refused by its name, with the reason."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def read_evaluations(run_dir: Path) -> list[Row]:
     truncated: the share of completions that did not end by themselves.
     seconds: the time that it took, between the times of this step's row of metrics.jsonl and of the
         next one.
-    Further numbers are means of what the verifiers measure, such as reward/NAME.
+    Further numbers are means of the verifiers' measures, such as reward/NAME.
     """
     return _read_rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
 

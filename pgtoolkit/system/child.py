@@ -222,7 +222,7 @@ def follow_parent(channel: socket.socket) -> None:
 
 def stay_under_guard(seconds: float = 0) -> socket.socket:
     """Fork: this process becomes the guard, and never returns. The new process returns the channel,
-    and goes on as the program.
+    and becomes the program.
 
     When the parent ends or closes the channel, or when the program ends, the guard sends SIGTERM to
     all descendants, in any session, and SIGKILL to those that still run after `seconds`; with 0

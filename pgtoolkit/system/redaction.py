@@ -80,7 +80,7 @@ def is_named_as_secrets(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return the text with `***` in the place of what looks like a secret.
+    """Return the text with `***` in place of everything that looks like a secret.
 
     That is users and passwords in URLs, the values of names such as password, api_key or token, and
     keys of known forms. A text that was redacted before does not change.

@@ -155,7 +155,7 @@ def test_corrections_and_penalties_are_part_of_the_comparison(correction, kl):
             "token_mean",
             (
                 "as the sum over micro-batches of a step its value is .*: divide by totals, not by "
-                "what a piece holds"
+                "the counts of a piece"
             ),
         ),
     ],
