@@ -12,13 +12,15 @@ from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_argum
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import occupied_by_rollouts
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.system.report import key_of, refusal, say, shell_path
+from pgtoolkit.runs.records import read_status
+from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path
 from pgtoolkit.training.inputs import DataProblem
 from pgtoolkit.training.machine import check_machine
 
@@ -120,8 +122,22 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             config = with_values(config, {"tracking.run_name": None})  # named after its folder
         if is_first:
             _make_branch(run, run_dir, step, folder)
+    elif is_first:
+        _note_if_done(config, run_dir)
     train_on_processes(Training(config, folder, True, overrides))
     return 0
+
+
+def _note_if_done(config: Config, run_dir: Path) -> None:
+    """Say how a run that has made all of its steps can train on."""
+    status = read_status(run_dir)
+    if status.get("state") == "done" and status["step"] >= config.trainer.max_steps:
+        path = shell_path(run_dir)
+        say(
+            f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to "
+            f"train. pgtk resume {path} trainer.max_steps={2 * status['step']} trains on.",
+            error=True,
+        )
 
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:
