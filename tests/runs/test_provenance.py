@@ -1,6 +1,6 @@
 """The provenance of a run has the state of its code and machine, and no secret.
 
-Repositories are made by git, and read back from what is collected.
+Repositories are made by git, and the collected state is compared with them.
 """
 
 import json

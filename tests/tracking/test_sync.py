@@ -91,7 +91,7 @@ def test_a_resumed_run_continues_the_curves_of_the_load_of_the_machine(uri, run,
 
 
 def test_a_run_whose_status_names_the_mlflow_run_of_another_gets_a_new_one(uri, run, tmp_path):
-    """As in a directory in which two runs were trained."""
+    """A directory in which two runs were trained has such a status."""
     first = start_tracker(uri, run, experiment="mixed")
     append_steps(run, 1, 8)
     first.finish("done")

@@ -184,7 +184,7 @@ class MakesFolder:
 
 
 def test_a_pickle_in_place_of_any_file_of_a_checkpoint_is_not_run(trained, tmp_path):
-    """As pickle and torch write it, under the manifest of before and under one that fits."""
+    """Written by pickle and by torch, under the manifest of before and under one that fits."""
     original = trained / "checkpoints" / "step-000002"
     names = [file.relative_to(original).as_posix() for file in files_below(original)]
     assert len(names) == 9

@@ -164,7 +164,7 @@ def test_a_resume_takes_data_from_another_place(copied_home, tmp_path, monkeypat
 
 
 def test_a_run_without_a_checkpoint_starts_again_with_changed_data(copied_home):
-    """As after a kill before the first checkpoint."""
+    """A kill before the first checkpoint leaves such a run."""
     shutil.rmtree(copied_home / "first" / "checkpoints")
     (copied_home / "first" / "status.json").write_text('{"state": "running", "step": 0}')
     add_prompt(copied_home / "prompts.jsonl")

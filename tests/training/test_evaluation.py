@@ -200,7 +200,7 @@ def test_a_goal_that_is_reached_exactly_ends_the_run_which_can_be_resumed(evalua
 def test_pgtk_evaluate_gives_the_numbers_and_completions_of_the_run(
     evaluated, tmp_path, monkeypatch, capsys
 ):
-    """Of a checkpoint, and of the model that the configuration begins with: to the last bit."""
+    """A checkpoint, and the model that the configuration begins with, to the last bit."""
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", str(evaluated), "--step", "4"]) == 0
     output = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What the machine, models and data lack is refused before anything is made.
+"""A machine, model or data that a run cannot use are refused before anything is made.
 
 `pgtk check` lists the problems, and the run's own start refuses them in the same words.
 """

@@ -189,7 +189,7 @@ RUNS = {
     "sequence_data": ({"sequence_data_parallel": 2}, [], FULL),
     "pipeline": ({"pipeline_parallel": 2}, [], STAGES),
 }
-"""Sizes of the axes, settings that divide the model, and settings of what is sampled."""
+"""Sizes of the axes, settings that divide the model, and settings of sampling."""
 
 
 @pytest.mark.parametrize(("sizes", "division", "settings"), RUNS.values(), ids=RUNS)

@@ -32,7 +32,7 @@ def error_on_rank(
 
 
 def test_a_refusal_on_rank_0_alone_ends_every_rank_before_its_timeout(tmp_path):
-    """Without it, rank 1 would wait for rank 0 until the collectives' timeout of 60 seconds."""
+    """Rank 1 would otherwise wait for rank 0 until the collectives' timeout of 60 seconds."""
     (tmp_path / "metrics.jsonl").touch()
     config = config_of(*SHORT, "parallelism.data_parallel=2")
     errors = world(2).run(error_on_rank, config, tmp_path, {"data_parallel": 2})
