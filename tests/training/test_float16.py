@@ -185,6 +185,11 @@ def test_the_scale_doubles_after_2000_finite_steps_in_a_row():
     assert scale.num_overflows == 1
     scale.rise()
     assert scale.value == 65536
+    for _ in range(1999):
+        scale.rise()
+    assert scale.value == 65536
+    scale.rise()
+    assert scale.value == 131072
 
 
 def test_a_scale_is_equal_after_it_was_saved_and_loaded():

@@ -210,7 +210,8 @@ def documents_of_groups(*groups: list[float]) -> list[Document]:
 def test_the_best_and_worst_of_several_prompts_are_kept(count, expected):
     """Prompts whose rewards differ come first, whatever the order of the documents."""
     documents = documents_of_groups([1.0, 1.0], [0.0, 1.0], [0.75, 0.0, 0.5], [0.0, 0.0])
-    names = {0: "a", 1: "a.jsonl:1", 2: "a.jsonl:5", 3: "b"}
+    # The checksum of "g", whose rewards are equal, is the lowest.
+    names = {0: "g", 1: "a.jsonl:1", 2: "a.jsonl:5", 3: "b"}
     kept = chosen(documents, names, count)
     assert [(document.group, document.reward) for document in kept] == expected
     backwards = chosen(documents[::-1], names, count)
