@@ -1,5 +1,5 @@
-"""Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub,
-examples untimed."""
+"""Settings of all tests: Triton's interpreter where there is no GPU, a single thread, no hub, and
+no time limit for hypothesis's examples."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from pgtoolkit.tracking import curves
 
 
 def quicken_interpreter():
-    """Look up once what Triton's interpreter replaces in its language.
+    """Look up only once which functions of Triton's language its interpreter replaces.
 
     It looks through all names at every call of a function, which is half of its time.
     """
@@ -44,7 +44,7 @@ def quicken_interpreter():
 def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
-    Only a default with an interpolation needs the map of what it could stand for.
+    The map for interpolations is made only where a default has an interpolation.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
@@ -113,15 +113,28 @@ def pytest_runtest_protocol():
 
 
 FOLDERS = (
-    *("launch", "sampling", "training", "tracking", "runs", "tasks", "system", "ranks"),
-    *("kernels", "losses"),
-    *("rollouts", "model", "adapters", "comparison", "tests", "config"),
+    "launch",
+    "sampling",
+    "training",
+    "tracking",
+    "runs",
+    "tasks",
+    "system",
+    "ranks",
+    "kernels",
+    "losses",
+    "rollouts",
+    "model",
+    "adapters",
+    "comparison",
+    "tests",
+    "config",
 )
-"""The order in which several workers run the folders, `tests` for the files beside them.
+"""The order of the folders with several workers; `tests` stands for the files directly in tests/.
 
-Two workers begin with a half each. Both halves begin with tests that start processes and end with
-short ones: the last tests decide how long one worker waits for the other, and what a worker takes
-from the other's end shares no server or run with tests that are left behind.
+Of two workers each begins with a half. Both halves begin with tests that start processes and end
+with short ones: the last tests decide how long a worker waits for the other, and those that a
+worker takes over from the end of the other's half share no server or run with tests before them.
 """
 
 
@@ -138,7 +151,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def uri(tmp_path_factory):
-    """One store for the tests that do not need one of their own: creating it takes seconds."""
+    """Return the store of all tests that need none for themselves: creating it takes seconds."""
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
 
 

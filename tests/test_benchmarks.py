@@ -16,7 +16,7 @@ from pgtoolkit.losses.measure import measure
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")
-def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
+def test_the_benchmark_of_kernels_writes_the_numbers_that_it_prints(tmp_path, capsys):
     assert main(["--quick", "--repetitions", "1", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     with (tmp_path / "bench.csv").open() as file:
@@ -48,7 +48,7 @@ def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
     assert max(max(pair) for pair in errors) < 1e-5
 
 
-def test_workloads_clip_what_they_say():
+def test_workloads_clip_the_fraction_that_they_name():
     """5 % of GRPO's tokens, none of GSPO's documents; half of the tokens untrained or of zero
     advantage."""
     lengths = document_lengths(4096, 64, 512)

@@ -67,10 +67,10 @@ def refused(capsys, *arguments):
         ("~tracking", "Use tracking=none."),
     ],
 )
-def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
-    said = refused(capsys, "check", typed)
-    assert suggested in said
-    assert typed.lstrip("+").split("=")[0] in said
+def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
+    error = refused(capsys, "check", typed)
+    assert suggested in error
+    assert typed.lstrip("+").split("=")[0] in error
 
 
 @pytest.mark.parametrize(
@@ -89,29 +89,19 @@ def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
     ],
 )
 def test_a_value_given_twice_is_refused(capsys, typed, first, last):
-    said = refused(capsys, "check", *typed.split())
+    error = refused(capsys, "check", *typed.split())
     needs = (
         f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
     )
-    assert f"  {needs} One of the two would be ignored. Use {first} or {last}.\n" in said
-    assert said.count("the only value") == 1
+    assert f"  {needs} One of the two would be ignored. Use {first} or {last}.\n" in error
+    assert error.count("the only value") == 1
 
 
-def test_what_a_file_says_may_be_changed(capsys):
+def test_overrides_may_change_the_values_of_a_file(capsys):
     assert main(["check", "sweep", "loss_by_aggregation", "+seed=5", "loss=grpo"]) == 0
     assert "Sweep of 4 runs" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "check",
-                "experiment=dapo",
-                "loss=gspo",
-                "loss.epsilon_low=1e-3",
-                "loss={epsilon_high:1e-3}",
-            ]
-        )
-        == 0
-    )
+    overrides = ["loss=gspo", "loss.epsilon_low=1e-3", "loss={epsilon_high:1e-3}"]
+    assert main(["check", "experiment=dapo", *overrides]) == 0
 
 
 @pytest.mark.parametrize(
@@ -127,30 +117,30 @@ def test_the_nearest_command_is_suggested(capsys, word, suggested):
     assert suggested in refused(capsys, word)
 
 
-def test_all_problems_of_all_kinds_come_together(capsys):
-    said = refused(
+def test_all_problems_of_all_kinds_are_printed_together(capsys):
+    error = refused(
         capsys, "loss=gpro", "sed=1", "seed=x", "loss.num_splits=2", "rollout.temperature=0"
     )
-    assert said.startswith("pgtk: error: 5 problems in the configuration:\n")
-    assert len(said.splitlines()) == 6
+    assert error.startswith("pgtk: error: 5 problems in the configuration:\n")
+    assert len(error.splitlines()) == 6
 
 
-def test_a_user_file_with_a_wrong_key_is_named(tmp_path, capsys):
+def test_a_wrong_key_in_a_file_of_the_user_is_refused_with_the_files_name(tmp_path, capsys):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nloss:\n  epsilon_hi: 3\n"
     )
-    said = refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
+    error = refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
     assert (
         "experiment=mine needs options with the keys that it sets (got Key 'epsilon_hi' not in "
         "'Gspo"
-    ) in said
+    ) in error
     assert "Use experiment=mine." in refused(
         capsys, "check", f"--config-dir={tmp_path}", "experiment=mien"
     )
 
 
-def test_check_says_how_a_step_is_dealt(capsys):
+def test_check_prints_how_a_step_is_divided_among_ranks(capsys):
     assert (
         main(
             [
@@ -255,18 +245,17 @@ def test_help_lists_every_flag(capsys):
     }
 
 
-def test_check_and_explain_as_json(capsys):
+def test_check_and_explain_print_json(capsys):
     assert main(["check", "loss=gspo", "loss.num_splits=2", "--json"]) == 2
-    found = json.loads(capsys.readouterr().out)
-    assert found["run_name"] == ["gspo_sample-mean_num-splits-2"]
-    assert [problem.partition(" (")[0] for problem in found["problems"]] == [
-        "loss=gspo needs loss.num_splits=1"
-    ]
-    assert found["runs"][0]["overrides"] == ["loss=gspo", "loss.num_splits=2"]
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["run_name"] == ["gspo_sample-mean_num-splits-2"]
+    problems = [problem.partition(" (")[0] for problem in plan["problems"]]
+    assert problems == ["loss=gspo needs loss.num_splits=1"]
+    assert plan["runs"][0]["overrides"] == ["loss=gspo", "loss.num_splits=2"]
     assert main(["check", "-m", "seed=0,1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["problems"] == []
-    assert [run["state"] for run in found["runs"]] == ["pending", "pending"]
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["problems"] == []
+    assert [run["state"] for run in plan["runs"]] == ["pending", "pending"]
     assert main(["explain", "optimizer.schedule", "--json"]) == 0
     (page,) = json.loads(capsys.readouterr().out)["pages"]
     assert (page["title"], page["default"]) == ("optimizer.schedule: a key", "constant")
@@ -298,7 +287,7 @@ def test_a_wrong_configuration_exits_with_2_and_writes_nothing(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_hydra_shows_the_configuration(tmp_path, capsys):
+def test_cfg_job_prints_the_configuration(tmp_path, capsys):
     assert main(["--cfg", "job", "--resolve", "aggregation=constant"]) == 0
     assert OmegaConf.create(capsys.readouterr().out).aggregation.divisor == 7
     # which leaves a log of Hydra's open
@@ -395,7 +384,7 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     assert predicted == len(character_tokenizer(alphabet))
 
 
-def test_one_configuration_is_printed_at_a_time(capsys):
+def test_only_a_single_configuration_is_printed_at_a_time(capsys):
     assert "needs one run (got -m)" in refused(capsys, "-m", "--cfg", "job", "seed=1,2")
 
 
@@ -412,7 +401,7 @@ def test_one_configuration_is_printed_at_a_time(capsys):
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )
-def test_options_of_hydra_that_pgtk_does_not_take(capsys, command, typed, says):
+def test_options_of_hydra_that_pgtk_does_not_take_are_refused(capsys, command, typed, says):
     assert f"pgtk: error: {says}" in refused(capsys, *command, typed)
 
 

@@ -1,5 +1,5 @@
-"""Wings and their order: imports run downward, and the large libraries are loaded where they are
-needed alone."""
+"""Imports run downward from room to room, and large libraries are loaded only where they are
+needed."""
 
 import ast
 import collections
@@ -33,12 +33,12 @@ ORDER = (
         "command",
     ),
 )
-"""Wings and the files at the top, from the ground up: each may know those before it."""
+"""Rooms and the files at the top, from the bottom up: each may import those before it."""
 
 HEAVY = {"torch", "triton", "lightning", "mlflow", "transformers"}
 TORCH = HEAVY - {"mlflow"}
 LIGHT = {"errors", "system", "runs", "config", "tracking", "cli"}
-"""What loads none of the large libraries as it is imported: the command line starts fast."""
+"""These load none of the large libraries as they are imported, so that the command starts fast."""
 
 ALSO_LIGHT = (
     "losses.aggregation",
@@ -63,26 +63,26 @@ def module(file: Path) -> str:
 MODULES = {module(file) for file in FILES}
 
 
-def wing(name: str) -> str:
+def room(name: str) -> str:
     return name.partition(".")[0]
 
 
 def is_light(name: str) -> bool:
-    return wing(name) in {*LIGHT, "launch"} or name in ALSO_LIGHT
+    return room(name) in {*LIGHT, "launch"} or name in ALSO_LIGHT
 
 
 def imports(file: Path, module_level_only: bool = False) -> set[str]:
-    """Dotted names of what a file imports."""
+    """Return the dotted names that a file imports."""
     tree = parsed(file)
     nodes = _outside_functions(tree) if module_level_only else ast.walk(tree)
-    found = set()
+    names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} uses a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def _outside_functions(node):
@@ -95,8 +95,8 @@ def _outside_functions(node):
             yield from _outside_functions(child)
 
 
-def own(names: set[str]) -> set[str]:
-    """Those of the package, as names of its modules."""
+def modules_of_package(names: set[str]) -> set[str]:
+    """Return those of the names that are of the package, as names of its modules."""
     inside = {name.removeprefix("pgtoolkit.") for name in names if name.startswith("pgtoolkit.")}
     return {name if name in MODULES else name.rpartition(".")[0] for name in inside} - {""}
 
@@ -109,19 +109,22 @@ def test_imports_run_downward():
     places = {name: place for place, name in enumerate(ORDER)}
     for file in FILES:
         if file.parent != PACKAGE or file.stem in ORDER:
-            place = places[wing(module(file))]
-            assert [one for one in own(imports(file)) if places[wing(one)] > place] == [], file
+            place = places[room(module(file))]
+            imported = modules_of_package(imports(file))
+            assert [name for name in imported if places[room(name)] > place] == [], file
 
 
-def test_no_imports_go_round_in_a_circle():
-    """Wherever in a file they stand: within a function, or for types alone, as well."""
-    waiting = {module(file): own(imports(file)) - {module(file)} for file in FILES}
-    while free := {name for name, needed in waiting.items() if not needed & waiting.keys()}:
+def test_no_imports_form_a_circle():
+    """Imports within functions and for types count as well."""
+    waiting = {module(file): modules_of_package(imports(file)) - {module(file)} for file in FILES}
+    free = {""}
+    while free:
+        free = {name for name, needed in waiting.items() if not needed & waiting.keys()}
         waiting = {name: needed for name, needed in waiting.items() if name not in free}
     assert waiting == {}
 
 
-def test_few_files_stand_at_the_top():
+def test_the_top_of_the_package_has_only_these_files():
     files = {path.stem for path in PACKAGE.glob("*.py")}
     public = {"families", "corrections", "kl", "testing"}
     assert files == {"__init__", "cli", "command", "api", "batch", "completion", "errors", *public}
@@ -160,7 +163,7 @@ assert {name for name in dir(pgtoolkit) if not hasattr(pgtoolkit, name)} == set(
         ("__wrapped__", r"no attribute '__wrapped__'$"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_nearest(wrong, message):
+def test_an_unknown_public_name_is_answered_with_the_nearest(wrong, message):
     with pytest.raises(AttributeError, match=message):
         getattr(pgtoolkit, wrong)
 
@@ -196,7 +199,7 @@ def test_type_checkers_see_the_public_names():
     assert (PACKAGE / "py.typed").read_bytes() == b""
 
 
-def test_every_file_begins_with_what_it_is_for():
+def test_every_file_begins_with_a_sentence():
     for file in FILES:
         assert re.match(r".{12,300}\.$", rooms.purpose(file)), file
 
@@ -216,10 +219,10 @@ def test_the_command_line_starts_without_the_heavy_libraries():
         if is_light(module(file)):
             names = imports(file, module_level_only=True)
             assert roots(names) & HEAVY == set(), file
-            assert {name for name in own(names) if not is_light(name)} == set(), file
+            assert {name for name in modules_of_package(names) if not is_light(name)} == set(), file
 
 
-def test_checking_imports_none_of_them():
+def test_check_imports_none_of_the_heavy_libraries():
     code = (
         "import sys; from pgtoolkit.launch.check import check, render_plan;"
         "render_plan(check(['experiment=dapo']));"
@@ -230,12 +233,12 @@ def test_checking_imports_none_of_them():
     assert done.stdout.strip() == "[]"
 
 
-def of_wings(*wings):
-    return [file for file in FILES if wing(module(file)) in wings]
+def of_rooms(*wings):
+    return [file for file in FILES if room(module(file)) in wings]
 
 
 def test_losses_and_kernels_know_only_torch():
-    for file in of_wings("losses", "kernels"):
+    for file in of_rooms("losses", "kernels"):
         assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {
             "torch",
             "triton",
@@ -253,8 +256,7 @@ DOOR = {
     "config/overrides.py": "reads overrides in Hydra's grammar",
     "config/refusals.py": "says what is wrong with them",
 }
-"""Files that know Hydra or OmegaConf, and why: what they hand on is a frozen Config, or plain
-values."""
+"""Files that import Hydra or OmegaConf, and why. They return a frozen Config or plain values."""
 
 
 def test_hydra_ends_where_the_configuration_is_composed():
@@ -278,12 +280,12 @@ def test_only_the_kernels_named_for_it_import_triton():
 
 
 def test_run_directories_and_tracking_know_no_torch():
-    for file in of_wings("runs", "tracking"):
+    for file in of_rooms("runs", "tracking"):
         of_loggers = {"lightning"} if file.name == "logger_records.py" else set()
         assert roots(imports(file)) & TORCH == of_loggers, file
 
 
-def test_a_run_loads_nothing_that_others_need_of_its_libraries():
+def test_a_run_skips_imports_of_libraries_that_can_still_be_imported_later():
     script = """
 import gc, json, sys
 import pgtoolkit.training.train
@@ -293,19 +295,19 @@ names = ("torchmetrics", "scipy", "pandas", "fastapi", "lightning", "mlflow")
 loaded = [name for name in names if name in sys.modules]
 looked_at, left_alone = len(gc.get_objects()), gc.get_freeze_count()
 import torchmetrics, scipy.optimize, pandas, fastapi
-found = [torchmetrics.MeanMetric.__module__, fastapi.FastAPI.__name__]
-print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
+names = [torchmetrics.MeanMetric.__module__, fastapi.FastAPI.__name__]
+print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *names]))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
     expected = [["lightning", "mlflow"], True, True, "torchmetrics.aggregation", "FastAPI"]
     assert json.loads(done.stdout) == expected, done.stderr
-    assert done.stderr == ""  # at its end neither
+    assert done.stderr == ""
 
 
 @pytest.mark.slow
-def test_transformers_may_be_imported_before():
+def test_transformers_may_be_imported_before_the_package():
     script = "import transformers, pgtoolkit.training.train"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
@@ -319,17 +321,19 @@ def test_lightning_is_imported_for_training_and_for_its_loggers():
 
 
 def test_the_rules_are_asked_where_a_command_begins():
-    """What they know is said once: behind the door nothing builds a report of its own."""
-    users = {module(file) for file in FILES if "config.validate" in own(imports(file))}
+    """Nothing behind these commands builds a report of its own."""
+    users = {
+        module(file) for file in FILES if "config.validate" in modules_of_package(imports(file))
+    }
     assert users == {"launch.check", "launch.evaluate", "comparison.tokens"}
     reports = {
         file
-        for file in of_wings("model", "sampling", "rollouts", "tasks")
+        for file in of_rooms("model", "sampling", "rollouts", "tasks")
         if "Report(" in file.read_text()
     }
     reports |= {
         file
-        for file in of_wings("training")
+        for file in of_rooms("training")
         if file.stem not in ("inputs", "machine") and "Report(" in file.read_text()
     }
     assert reports == set()

@@ -1,4 +1,4 @@
-"""Every number of a published table is what the raw data in benchmarks/data says."""
+"""Every number of a published table is that of the raw data in benchmarks/data."""
 
 import csv
 import re
@@ -17,33 +17,37 @@ from pgtoolkit.runs.find import Run
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
-FAMILIES, AGGREGATIONS = ("grpo", "gspo"), ("sample_mean", "prompt_mean", "token_mean", "constant")
+FAMILIES = ("grpo", "gspo")
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+Row = dict[str, str]
 
 
-def rows(*names):
-    """The rows of the tables of these names, one after the other."""
-    found = []
+def rows(*names: str) -> list[Row]:
+    """Return the rows of all tables of these names."""
+    all_rows = []
     for name in names:
         with (DATA / f"{name}.csv").open(newline="") as file:
-            found += csv.DictReader(file)
-    return found
+            all_rows += csv.DictReader(file)
+    return all_rows
 
 
-def groups(table, *keys):
-    """The rows of each combination of values of the keys."""
-    found = defaultdict(list)
+def groups(table: list[Row], *keys: str) -> dict[tuple[str, ...], list[Row]]:
+    """Return the rows of each combination of values of the keys."""
+    by_values = defaultdict(list)
     for row in table:
-        found[tuple(row[key] for key in keys)].append(row)
-    return found
+        by_values[tuple(row[key] for key in keys)].append(row)
+    return by_values
 
 
-def values(table, column):
+def values(table: list[Row], column: str) -> list[float]:
     return [float(row[column]) for row in table]
 
 
-def comparison(table, metric):
-    """The table as `pgtk compare --reach=METRIC=0.9` sorts and tests it."""
-    goal, found = Goal(metric, 0.9, "", 0.0, (64.0, 19200.0)), []
+def comparison(table: list[Row], metric: str) -> Compared:
+    """Return the table as `pgtk compare --reach=METRIC=0.9` sorts and tests it."""
+    goal = Goal(metric, 0.9, "", 0.0, (64.0, 19200.0))
+    compared_groups = []
     axes = {
         axis: f"{name}_to_{metric}_0.9"
         for axis, name in AXES.items()
@@ -60,30 +64,30 @@ def comparison(table, metric):
             for row in rows_of_group
         ]
         runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
-        found.append(
+        compared_groups.append(
             Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
         )
-    limits = _limits(goal, [one for group in found for one in group.reached])
+    limits = _limits(goal, [reached for group in compared_groups for reached in group.reached])
     compared = Compared(
-        goal, limits, ["loss", "aggregation"], [], {}, found, Comparisons([]), [], []
+        goal, limits, ["loss", "aggregation"], [], {}, compared_groups, Comparisons([]), [], []
     )
-    found.sort(key=lambda group: _rank(compared, group))
+    compared_groups.sort(key=lambda group: _rank(compared, group))
     compared.name_groups()
-    compared.comparisons = Comparisons([_sample(compared, group, []) for group in found])
+    compared.comparisons = Comparisons([_sample(compared, group, []) for group in compared_groups])
     return compared
 
 
-def cell(compared, *key):
-    """How many documents one configuration needs, and how many of its seeds reached the threshold
-    where not all did."""
+def cell(compared: Compared, *key: str) -> str:
+    """Return the documents that a configuration needs, and how many of its seeds reached the
+    threshold if some did not."""
     group = next(group for group in compared.groups if tuple(group.values.values()) == key)
-    arrived, seeds = compared.arrived(group, DOCUMENTS), len(group.reached)
-    return text_report.spent(compared, group, DOCUMENTS) + (
-        f" ({arrived} of {seeds})" if arrived < seeds else ""
-    )
+    num_arrived = compared.arrived(group, DOCUMENTS)
+    num_seeds = len(group.reached)
+    arrived = f" ({num_arrived} of {num_seeds})" if num_arrived < num_seeds else ""
+    return text_report.spent(compared, group, DOCUMENTS) + arrived
 
 
-def test_documents_of_loss_by_aggregation():
+def test_the_documents_of_loss_by_aggregation_are_those_of_its_runs():
     compared = comparison(rows("loss_by_aggregation"), "exact_match")
     for family in FAMILIES:
         cells = [cell(compared, family, aggregation) for aggregation in AGGREGATIONS]
@@ -97,21 +101,22 @@ def test_documents_of_loss_by_aggregation():
         ("loss_by_aggregation_second_machine", "the other"),
     ],
 )
-def test_exact_match_of_loss_by_aggregation(table, machine):
+def test_the_exact_match_of_loss_by_aggregation_is_that_of_its_runs(table, machine):
     by_configuration = groups(rows(table), "loss", "aggregation")
     for family in FAMILIES:
         finals = [
-            values(by_configuration[family, one], "final_exact_match") for one in AGGREGATIONS
+            values(by_configuration[family, aggregation], "final_exact_match")
+            for aggregation in AGGREGATIONS
         ]
-        cells = [f"{statistics.fmean(one):.2f} ± {statistics.stdev(one):.2f}" for one in finals]
+        cells = [f"{statistics.fmean(x):.2f} ± {statistics.stdev(x):.2f}" for x in finals]
         assert (
             f"| `{family}`, {machine} | {' | '.join(cells)} |"
             in (ROOT / "docs/experiments.md").read_text()
         )
 
 
-def test_comparison_of_loss_by_aggregation():
-    """A row per configuration as in the printed table, the curve left out, and a row per pair."""
+def test_the_comparison_of_loss_by_aggregation_is_that_of_its_runs():
+    """The page has a row for each configuration, without its curve, and a row for each pair."""
     compared = comparison(rows("loss_by_aggregation"), "exact_match")
     page = re.sub(" +", " ", (ROOT / "docs/comparing.md").read_text())
     for row in text_report.group_rows(compared):
@@ -124,7 +129,8 @@ def test_comparison_of_loss_by_aggregation():
 def test_the_table_of_the_follow_up_is_that_of_its_runs():
     table = rows("loss_by_aggregation", "loss_by_aggregation_more_seeds")
     table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
-    compared, page = comparison(table, "reward"), (ROOT / "docs/experiments.md").read_text()
+    compared = comparison(table, "reward")
+    page = (ROOT / "docs/experiments.md").read_text()
     for group in compared.groups:
         family, aggregation = group.values.values()
         reached = (
@@ -142,7 +148,8 @@ def test_the_table_of_the_follow_up_is_that_of_its_runs():
 
 @pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
 def test_the_cost_of_a_sweep_is_that_of_its_runs(name):
-    table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
+    table = rows(name)
+    page = (ROOT / "sweeps/README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
     minutes = round(sum(values(table, "cpu_seconds")) / 60)
     assert line.endswith(f"| {len(table)} | {text_report.plural(minutes, 'minute')} |")
@@ -150,7 +157,7 @@ def test_the_cost_of_a_sweep_is_that_of_its_runs(name):
 
 def test_the_numbers_of_the_clip_range_are_those_of_its_runs():
     by_width = sorted(
-        groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0])
+        groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda item: float(item[0][0])
     )
     page = " ".join((ROOT / "sweeps/README.md").read_text().split())
     matches = [
@@ -175,14 +182,14 @@ RATE = "optimizer.learning_rate"
         ("docs_per_step", ("accumulation.docs_per_step",), ("32", "64", "128", "256")),
     ],
 )
-def test_exact_match_of_two_seeds(name, keys, columns):
+def test_the_exact_match_of_two_seeds_is_that_of_their_runs(name, keys, columns):
     page = (ROOT / "sweeps/README.md").read_text()
     page = page[page.index(f"**{name}.**") :]
     for line in groups(rows(name), *keys[:-1]).values():
         of_column = groups(line, keys[-1])
         cells = [
-            ", ".join(f"{x:.2f}" for x in values(of_column[one,], "final_exact_match"))
-            for one in columns
+            ", ".join(f"{x:.2f}" for x in values(of_column[column,], "final_exact_match"))
+            for column in columns
         ]
         assert f" | {' | '.join(cells)} |" in page
 
@@ -201,7 +208,7 @@ def test_the_cost_of_metrics_is_that_of_its_runs():
     ) in page
 
 
-def test_clip_fractions_within_a_batch():
+def test_the_numbers_within_a_batch_are_those_of_its_steps():
     page = (ROOT / "docs/metrics.md").read_text()
     for (loss,), steps in groups(rows("within_a_batch"), "loss").items():
         by_place = groups(steps, "place")

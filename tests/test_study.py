@@ -1,5 +1,5 @@
-"""What the study has beside pgtk's commands: its controls, runs in little space, and the page made
-of them."""
+"""The study's controls act, its packed runs are the runs themselves, and its pages are written from
+them."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def sweep(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
+def test_packed_runs_are_compared_as_the_runs_themselves(sweep, monkeypatch):
     """The interrupted one is left out; the collapsed one counts."""
     pack(sweep / "all.tar.xz", [sweep.joinpath("outputs").relative_to(sweep)])
     there = sweep / "there"
@@ -105,7 +105,7 @@ def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
     runs = find_runs(["outputs"])
     assert [run.name for run in runs] == ["seed-0", "seed-1"]
     [group] = compare(runs, f"area:{PASS}").groups
-    assert [one.mean for one in group.reached] == [0.25, 0.25]
+    assert [reached.mean for reached in group.reached] == [0.25, 0.25]
     assert runs[0].values("reward") == [0.3333, 0.3333]
     assert runs[0].last("seconds") == 0.0  # a second passed, and one was spent on the evaluation
     assert "seconds_forward" not in runs[0].columns
@@ -144,20 +144,20 @@ def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
         assert (page.parent / picture).stat().st_size > 10_000
 
 
-def test_all_parts_are_drawn(unpacked, tmp_path):
+def test_the_picture_of_all_parts_is_drawn(unpacked, tmp_path):
     parts = {part.name: study_summary.contrasts(part, unpacked) for part in study_summary.PARTS}
     study_summary.draw(parts, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
 
 
 def test_the_smallest_difference_is_found_with_power_by_simulation():
-    """Eight pairs of a spread of 1 whose mean is the smallest difference: four of five t-tests find
-    it."""
+    """Of eight pairs with a spread of 1 whose mean is the smallest difference, 4 of 5 t-tests
+    find it."""
     smallest = study_summary.shift_found(7) / sqrt(8)
     pairs = np.random.default_rng(0).normal(smallest, 1, (20_000, 8))
-    # the t distribution's 0.975 at 7
-    found = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > 2.3646
-    assert found.mean() == pytest.approx(0.8, abs=0.01)
+    t_quantile = 2.3646  # of Student's t with 7 degrees of freedom, at 0.975
+    is_significant = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > t_quantile
+    assert is_significant.mean() == pytest.approx(0.8, abs=0.01)
 
 
 def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
@@ -207,7 +207,7 @@ def test_the_rates_that_the_program_chose_are_those_of_the_test_runs(unpacked):
         assert sorted(run.config["seed"] for run in runs) == [*range(100, 106 + 2 * (seeds == 1))]
 
 
-def test_the_second_task_has_right_answers(tmp_path):
+def test_the_answers_of_the_second_task_are_right(tmp_path):
     """All four kinds are there, 64 of each held out, and none of those is trained."""
     write_problems(tmp_path, TASKS["lists"])
     prompts = {}
@@ -276,7 +276,7 @@ def test_a_collapse_is_warned_of_by_the_effective_sample_size(tmp_path, monkeypa
     ]
 
 
-def test_problems_of_the_pretrained_model(tmp_path):
+def test_the_problems_of_the_pretrained_model_are_new_and_have_right_answers(tmp_path):
     """Answers are right, all four kinds are there, and no held-out problem is trained."""
     write_problems(tmp_path, TASKS["arithmetic"])
     problems = {}
@@ -313,7 +313,7 @@ def test_problems_of_the_pretrained_model(tmp_path):
         (study_page.PAGE, "## What was found", "## What it could have seen", 25),
     ],
 )
-def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, numbers):
+def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, start, end, numbers):
     """All numbers with three digits behind the point that stand outside of tables."""
     tables = ""
     for journal in (study_page.FROM_SCRATCH, study_page.PRETRAINED):
@@ -323,16 +323,16 @@ def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, n
     content = page.read_text()
     between = content[content.index(start) : content.index(end)]
     sentences = re.sub(r"(?s)<!-- .*?<!-- end -->", "", between)
-    said = re.findall(r"\b\d\.\d{3}\b", sentences)
-    assert len(said) == numbers
-    assert [number for number in said if number not in tables] == []
+    numbers_in_text = re.findall(r"\b\d\.\d{3}\b", sentences)
+    assert len(numbers_in_text) == numbers
+    assert [number for number in numbers_in_text if number not in tables] == []
 
 
 def test_the_largest_stable_rates_are_those_of_the_table():
     page = study_page.FROM_SCRATCH.read_text()
-    said = page[page.index("## Q3") : page.index("## Q2")]
-    rates = re.search(r"\| loss \| rollout\.lag \| ([\d.e|\- ]+) \|\n", said)[1].split(" | ")
-    tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", said)
+    section = page[page.index("## Q3") : page.index("## Q2")]
+    rates = re.search(r"\| loss \| rollout\.lag \| ([\d.e|\- ]+) \|\n", section)[1].split(" | ")
+    tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", section)
     assert len(tried) == 12
     for loss, lag, finals in tried:
         stable = [
@@ -340,7 +340,7 @@ def test_the_largest_stable_rates_are_those_of_the_table():
             for rate, final in zip(rates, finals.split("|"), strict=False)
             if float(final) >= 0.181
         ]
-        shown = re.search(rf"(?m)^\| `{loss}`.*", said)[0].split(" | ")[1:]
+        shown = re.search(rf"(?m)^\| `{loss}`.*", section)[0].split(" | ")[1:]
         assert shown[["0", "8", "32", "128"].index(lag)].strip(" |") == stable[-1]
 
 
@@ -351,17 +351,17 @@ def predicted(folder, content):
     study_predictions.main(file, [str(four_losses(folder / "runs"))])
 
 
-def test_predictions_stand_beside_the_answers(tmp_path, capsys):
-    """One of a loss that has not run, with a key that was to be a part of each block and has one
-    value."""
+def test_predictions_are_printed_with_the_answers(tmp_path, capsys):
+    """A prediction is of a loss that has not run. The key in `over` is a part of each block, and
+    has a single value."""
     predicted(
         tmp_path,
         f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\nover: trainer.max_steps\n"
         "expected: {gspo: equal, cispo: 0.2, reinforce: worse, sapo: better}\n",
     )
-    said = capsys.readouterr().out
-    assert "paired by trainer.max_steps and seed" in " ".join(said.split())
-    assert said.splitlines()[-4:] == [
+    output = capsys.readouterr().out
+    assert "paired by trainer.max_steps and seed" in " ".join(output.split())
+    assert output.splitlines()[-4:] == [
         "Predicted: gspo equal: right (equal within 0.02)",
         "Predicted: cispo 0.2: wrong (better)",
         "Predicted: reinforce worse: undecided (unknown)",
@@ -382,6 +382,6 @@ def test_predictions_stand_beside_the_answers(tmp_path, capsys):
         ("folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
     ],
 )
-def test_predictions_that_mean_nothing_are_refused(tmp_path, content, expected):
+def test_predictions_that_cannot_be_compared_are_refused(tmp_path, content, expected):
     with pytest.raises(ConfigError, match=expected):
         predicted(tmp_path, content)

@@ -1,4 +1,4 @@
-"""What `pip install .` gives: the wheel carries conf/ and sweeps/, and its command works far from
+"""The wheel has the package, conf/ and sweeps/ and nothing else, and its command works outside of
 the repository."""
 
 import os
@@ -23,9 +23,10 @@ def succeed(*command, **options) -> str:
     return done.stdout
 
 
-def build(folder: Path, *what: str) -> dict[str, bytes]:
-    """The files of the wheel that is built into `folder`."""
-    succeed(sys.executable, "-m", "build", *what, "--no-isolation", "--outdir", folder, REPOSITORY)
+def build(folder: Path, *options: str) -> dict[str, bytes]:
+    """Return the files of the wheel that is built into `folder`."""
+    command = [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", folder]
+    succeed(*command, REPOSITORY)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -64,7 +65,7 @@ def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
     assert {name: data for name, data in wheel.items() if ".dist-info/" not in name} == expected
 
 
-def test_the_page_of_the_wheel_stands_by_itself(wheel):
+def test_the_page_of_the_wheel_names_all_extras_and_has_only_full_links(wheel):
     """It is called pgtk, and its description, which no repository surrounds, leads nowhere within
     one."""
     (metadata,) = [data.decode() for name, data in wheel.items() if name.endswith("/METADATA")]
@@ -77,7 +78,7 @@ def test_the_page_of_the_wheel_stands_by_itself(wheel):
     assert set(re.findall(r"[`k]\[([\w-]+)\]", page)) == extras - {"test", "bench", "docs"}
 
 
-def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
+def test_a_wheel_built_from_the_source_archive_is_the_same(wheel, tmp_path):
     assert build(tmp_path) == wheel
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
@@ -96,7 +97,8 @@ def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
 
 def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     (file,) = dist.glob("*.whl")
-    target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    target = tmp_path / "installed"
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     pip = [
         sys.executable,
@@ -110,9 +112,9 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     ]
     succeed(*pip, "--target", target, file)
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
-    where = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
-    found = succeed(sys.executable, "-c", where, **options).split()
-    assert found == [
+    script = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
+    paths = succeed(sys.executable, "-c", script, **options).split()
+    assert paths == [
         str(target / "pgtoolkit" / "config" / "files.py"),
         str(target / "pgtoolkit" / "conf"),
     ]

@@ -139,7 +139,7 @@ def test_children_end_with_their_parent(tmp_path, then):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_guarded_process_is_ended_with_all_that_came_of_it(tmp_path):
+def test_a_guarded_process_is_ended_with_all_its_descendants(tmp_path):
     """It is asked first, and killed after its time; another one need not be waited for."""
     log = tmp_path / "log"
     stubborn = Child(under_guard(python(STUBBORN, tmp_path / "stubborn"), 0.2), log=log)
@@ -173,7 +173,7 @@ def test_a_guarded_process_that_ends_leaves_nothing_and_its_status_is_known(tmp_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
-def test_a_guard_does_not_end_by_what_is_sent_to_all_processes_of_a_job(tmp_path, number):
+def test_a_guard_outlives_a_signal_to_its_job_until_its_process_has_ended(tmp_path, number):
     """Nor is its program deaf to it: by the signal it ends here, and so does the guard then."""
     child = Child(under_guard(python(LEAVING, tmp_path / "pids", "time.sleep(600)"), 0))
     process, left = pids_in(tmp_path / "pids")
@@ -187,7 +187,7 @@ def test_a_guard_does_not_end_by_what_is_sent_to_all_processes_of_a_job(tmp_path
     child.end()
 
 
-def test_a_guard_that_is_killed_takes_its_process_along(tmp_path):
+def test_a_guarded_process_ends_when_its_guard_is_killed(tmp_path):
     child = Child(under_guard(python(STUBBORN, tmp_path / "pids"), 0))
     process, of_process = pids_in(tmp_path / "pids")
     os.kill(child.pid, signal.SIGKILL)
@@ -197,7 +197,7 @@ def test_a_guard_that_is_killed_takes_its_process_along(tmp_path):
     wait_until(lambda: not lives(of_process))
 
 
-def test_a_program_of_ours_is_asked_before_it_is_killed(tmp_path):
+def test_a_program_of_ours_gets_sigterm_before_it_is_killed(tmp_path):
     log = tmp_path / "log"
     orderly = Child([sys.executable, "-c", ORDERLY], log=log)
     deaf = Child(python(STUBBORN, tmp_path / "pids"), log=log)
@@ -223,7 +223,7 @@ os._exit(4)
 
 
 @pytest.mark.parametrize("guarded", [(), ("under guard",)])
-def test_its_session_its_log_and_its_channel(tmp_path, guarded):
+def test_a_child_has_its_own_session_its_log_and_its_channel(tmp_path, guarded):
     environment = {**os.environ, "NUMBER": "17"}
     log = tmp_path / "log"
     log.write_text("before\n")
@@ -242,7 +242,7 @@ def test_its_session_its_log_and_its_channel(tmp_path, guarded):
     ]
 
 
-def test_what_is_quiet_has_its_errors_in_the_log(tmp_path):
+def test_a_quiet_child_writes_its_errors_to_the_log(tmp_path):
     child = Child(
         python("import sys; print('out'); print('error', file=sys.stderr)"),
         None,

@@ -65,7 +65,7 @@ def test_a_function_that_cannot_be_called_is_refused(beside, path):
         ("table", "got dict"),
     ],
 )
-def test_weights_that_are_none_end_the_run(beside, name, got):
+def test_wrong_weights_of_a_reducer_end_the_run(beside, name, got):
     path = f"my_reducers.{name}"
     with pytest.raises(
         ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"
@@ -73,7 +73,7 @@ def test_weights_that_are_none_end_the_run(beside, name, got):
         run(beside / "run", f"aggregation.reducer={path}")
 
 
-def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
+def test_the_error_of_a_reducer_is_reported_with_its_own_traceback(beside):
     with pytest.raises(ConfigError) as error:
         run(beside / "run", "aggregation.reducer=my_reducers.failing")
     first, *lines = str(error.value).splitlines()
@@ -88,7 +88,7 @@ def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
     assert lines[-1] == "KeyError: 'length'"
 
 
-def test_what_fails_as_it_is_imported(beside):
+def test_a_module_that_fails_as_it_is_imported_is_refused(beside):
     (beside / "explosive.py").write_text("raise RuntimeError('imported')")
     with pytest.raises(ConfigError, match="imported"):
         import_function("key", "explosive.f")

@@ -1,8 +1,9 @@
-"""Links and pipes inside a run directory: the commands that open one refuse it; nothing outside is
-written or sent."""
+"""Every command that opens a run directory refuses it if a link or a pipe is inside, and writes
+nothing outside of it."""
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from builders.runs import run
@@ -12,7 +13,7 @@ from pgtoolkit.system.plain_files import remove, write_atomically
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(
         tmp_path_factory.mktemp("links") / "run",
         "trainer.max_steps=1",
@@ -39,32 +40,33 @@ COMMANDS = {
         ("checkpoints/step-000001/model.safetensors", "link"),
     ],
 )
-def test_a_run_directory_with_a_link_or_a_pipe_is_refused(trained, tmp_path, capsys, name, kind):
-    folder, outside = tmp_path / "run", tmp_path / "outside"
-    shutil.copytree(trained, folder)
+def test_a_run_directory_with_a_link_or_a_pipe_is_refused(run_dir, tmp_path, capsys, name, kind):
+    folder = tmp_path / "run"
+    outside = tmp_path / "outside"
+    shutil.copytree(run_dir, folder)
     remove(folder / name)
     outside.write_text("{}\n")
     (folder / name).symlink_to(outside) if kind == "link" else os.mkfifo(folder / name)
     before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
     for command, arguments in COMMANDS.items():
-        status = main([command, *(one.format(run=folder, top=tmp_path) for one in arguments)])
-        said = capsys.readouterr().err
-        assert f"{folder / name} needs to be a plain file or a folder (got a {kind})" in said, (
-            command
-        )
-        assert status == (2 if command == "compare" else 6)  # which needs one run that can be read
+        paths = [argument.format(run=folder, top=tmp_path) for argument in arguments]
+        status = main([command, *paths])
+        message = f"{folder / name} needs to be a plain file or a folder (got a {kind})"
+        assert message in capsys.readouterr().err, command
+        # For compare it is a refusal that none of the runs can be read.
+        assert status == (2 if command == "compare" else 6)
     assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
 
-def test_a_run_directory_may_itself_be_a_link(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "disk" / "run")
+def test_a_run_directory_may_itself_be_a_link(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / "disk" / "run")
     (tmp_path / "outputs").symlink_to(tmp_path / "disk")
     (tmp_path / "run").symlink_to(tmp_path / "outputs" / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     assert main(["compare", str(tmp_path / "outputs" / "run")]) == 0
 
 
-def test_replacing_keeps_what_was_there_when_it_fails(tmp_path):
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):
     write_atomically(tmp_path / "file", "before")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "file", "\ud800")

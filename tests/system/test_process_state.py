@@ -1,5 +1,5 @@
-"""Code of the user's that changes this process: what a run depends on is put back, and said
-once."""
+"""Settings of this process that the user's code changes are put back, with a single note, and files
+beside that code hide no library."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_call_changes_is_put_back_and_said_once(name, caplog):
+def test_a_setting_that_a_call_changes_is_put_back_and_noted_once(name, caplog):
     change, value = CHANGES[name]
     before = value()
     for _ in range(2):
@@ -57,14 +57,11 @@ def test_what_a_call_changes_is_put_back_and_said_once(name, caplog):
     with pytest.raises(DataError), blaming(f"verifier of {name}", DataError, "a text"):
         raise ValueError(change())
     assert value() == before
-    said = (
-        f"note: verifier of {name} changed {name}, which was put back: the run depends on it. "
-        "Said once."
-    )
-    assert caplog.messages == [said]
+    (note,) = caplog.messages
+    assert note.startswith(f"note: verifier of {name} changed {name}, which was put back")
 
 
-def test_what_an_import_changes_is_put_back(tmp_path, monkeypatch):
+def test_settings_that_an_import_changes_are_put_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "changing.py").write_text(
@@ -76,8 +73,8 @@ def test_what_an_import_changes_is_put_back(tmp_path, monkeypatch):
     assert os.getcwd() == str(tmp_path)
 
 
-def test_an_import_of_torch_leaves_its_own_settings(tmp_path):
-    """As in the process that checks a run and then trains it."""
+def test_a_module_that_is_first_to_import_torch_leaves_torchs_own_settings(tmp_path):
+    """So it is in the process that checks a run and then trains it."""
     (tmp_path / "changing.py").write_text(
         "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
         "def f(completion, answer):\n    return 1\n"
@@ -88,17 +85,17 @@ def test_an_import_of_torch_leaves_its_own_settings(tmp_path):
         "make_verifier('changing.f')\nimport torch\nprint(torch.is_grad_enabled(), "
         "torch.get_default_dtype())"
     )
-    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(
-        command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "True torch.float32"
 
 
-def test_files_beside_a_module_of_ones_own_hide_no_library(tmp_path):
-    """A library's import finds the library's, the named module is the user's, and so is what it
-    imports alone."""
+def test_files_beside_a_module_of_the_user_hide_no_library(tmp_path):
+    """A library imports libraries. The named module is the user's, and so is a module that only the
+    user has."""
     for name in ("profile", "statistics", "matplotlib", "numpy", "torch"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong one')\n")
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
@@ -112,13 +109,13 @@ def test_files_beside_a_module_of_ones_own_hide_no_library(tmp_path):
         "print(make_verifier('mine.f')('a', 'b'))\nimport torch, matplotlib, profile\n"
         "print(sys.path.index(sys.argv[1]))"
     )
-    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", program, str(tmp_path)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split()[0] == "8.5"
-    assert int(done.stdout.split()[1]) > 1  # behind those of Python's own
+    assert int(done.stdout.split()[1]) > 1  # the user's folder comes after Python's own
 
 
 def test_the_named_module_is_that_of_the_current_directory(tmp_path, monkeypatch):
@@ -133,7 +130,7 @@ def test_the_named_module_is_that_of_the_current_directory(tmp_path, monkeypatch
     assert make_verifier("my_named_module.f")("a", "b") == 2
 
 
-def test_a_file_that_a_library_hides_is_named(tmp_path, monkeypatch):
+def test_a_function_in_a_file_that_a_library_hides_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "statistics.py").write_text("def score(completion, answer):\n    return 1\n")

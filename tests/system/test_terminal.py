@@ -63,7 +63,7 @@ def test_a_character_that_the_encoding_lacks_is_a_question_mark(environment):
         (">&- 2>&-", "", ""),
     ],
 )
-def test_a_stream_that_is_gone_stops_nothing(redirection, out, err):
+def test_a_command_goes_on_when_a_stream_is_gone(redirection, out, err):
     """No traceback for a line, none at the end of Python, and no other status."""
     script = (
         "[log.warning('line %d', i) for i in range(20000)]; print('from a library'); "
@@ -82,7 +82,7 @@ def test_the_status_of_a_command_tells_that_its_output_was_lost(redirection, sta
     assert spoken("say('page'); sys.exit(status_of_output(3))", redirection)[2] == status
 
 
-def test_a_warning_of_a_library_acts_on_no_terminal():
+def test_escape_sequences_in_a_warning_of_a_library_do_not_reach_the_terminal():
     _, err, _ = spoken("warnings.warn('Glyph 27 (\\x1b[31m) is missing')")
     assert "Glyph 27 (<U+001B>[31m) is missing" in err
     assert "\x1b" not in err
