@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.runs import config_of, module_and_loader
-from keys import rows_file
+from keys.small_runs import rows_file
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.training.train import train
