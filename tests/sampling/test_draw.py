@@ -69,8 +69,8 @@ def test_tokens_and_log_probs_are_those_of_a_draw_in_float64(vocabulary, scale):
 
 
 def test_tokens_are_drawn_as_often_as_their_probabilities_say():
-    """By chi-squared with 19 degrees of freedom, whose standard deviation is 6.2, over the rows of
-    a batch and over the tokens of a row."""
+    """Chi-squared over the rows of a batch, and over the tokens of a row, is at most four standard
+    deviations (6.2) above its 19 degrees of freedom."""
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
     logits = torch.linspace(-3, 1.5, 20)[order]
     probabilities = logits.double().softmax(0)

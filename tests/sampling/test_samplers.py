@@ -299,7 +299,7 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
 
 @pytest.mark.parametrize("static", ["false", "true"])
 def test_in_bfloat16_a_rounded_copy_of_the_current_weights_samples(folder, static):
-    """By a copy whose memory is given back afterwards."""
+    """The copy gives its memory back afterwards."""
     overrides = [
         "model.dtype=bfloat16",
         f"sampler.static_cache={static}",
