@@ -1,5 +1,4 @@
-"""Names of runs and of folders: what their overrides change, in the letters of a directory's
-name."""
+"""Names of runs and of folders have what their overrides change, and are names of directories."""
 
 import re
 
@@ -17,34 +16,37 @@ ON_THE_HUB = [
 LONG = [f"task.options.key{i}={i}" for i in range(40)]
 
 
-def test_a_folder_is_named_by_what_was_typed():
-    assert name_from([], DEFAULTS) == "default"
-    assert name_from(["loss=gspo", "aggregation=constant"], DEFAULTS) == "aggregation-constant"
-    assert name_from(["loss=gspo", "experiment=dapo"], DEFAULTS) == "loss-gspo_dapo"
-    assert (
-        name_from(["optimizer.learning_rate=3e-4", "seed=1"], DEFAULTS)
-        == "learning-rate-3e-4_seed-1"
-    )
-    assert (
-        name_from(["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], DEFAULTS)
-        == "default"
-    )
-    assert name_from(["model.path=/home/me/../some model"], DEFAULTS) == "some-model"
-    assert name_from([*ON_THE_HUB, "loss=grpo"], DEFAULTS) == "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"
-    # By which sweeps of earlier versions are found: the letters and the digits are theirs.
-    answers = [
-        "task.verifier=math_verify",
-        "rollout.max_completion_length=1024",
-        "trainer.max_steps=2000",
-    ]
-    both = [
-        name_from([*ON_THE_HUB, *answers, "loss=grpo", f"seed={seed}"], DEFAULTS) for seed in (3, 4)
-    ]
-    assert (
-        both[0]
-        == "max-steps-2000_loss-grpo_seed-3_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri-c74729"
-    )
-    assert both[1].startswith(
+ANSWERS = [
+    "task.verifier=math_verify",
+    "rollout.max_completion_length=1024",
+    "trainer.max_steps=2000",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "default"),
+        (["loss=gspo", "aggregation=constant"], "aggregation-constant"),
+        (["loss=gspo", "experiment=dapo"], "loss-gspo_dapo"),
+        (["optimizer.learning_rate=3e-4", "seed=1"], "learning-rate-3e-4_seed-1"),
+        (["tracking=none", "hydra.run.dir=x", "hydra/launcher=joblib"], "default"),
+        (["model.path=/home/me/../some model"], "some-model"),
+        ([*ON_THE_HUB, "loss=grpo"], "Qwen3-0.6B_gsm8k.jsonl_loss-grpo"),
+        # Sweeps of earlier versions are found by this name, digits included.
+        (
+            [*ON_THE_HUB, *ANSWERS, "loss=grpo", "seed=3"],
+            "max-steps-2000_loss-grpo_seed-3_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri-c74729",
+        ),
+    ],
+)
+def test_a_folder_is_named_by_the_overrides_that_change_a_default(overrides, name):
+    assert name_from(overrides, DEFAULTS) == name
+
+
+def test_long_names_of_folders_keep_the_seed():
+    name = name_from([*ON_THE_HUB, *ANSWERS, "loss=grpo", "seed=4"], DEFAULTS)
+    assert name.startswith(
         "max-steps-2000_loss-grpo_seed-4_Qwen3-0.6B_gsm8k.jsonl_verifier-math-veri-"
     )
 
@@ -54,7 +56,7 @@ def test_a_folder_is_named_by_what_was_typed():
     [
         ([], "gspo_sample-mean"),
         (["loss=gspo", "seed=1"], "gspo_sample-mean_seed-1"),
-        # as the configuration has it
+        # Loss and aggregation are those of the configuration, here gspo and sample_mean.
         (["seed=1", "loss=grpo", "aggregation=token_mean"], "gspo_sample-mean_seed-1"),
         (["experiment=dapo", "loss.epsilon_high=0.3"], "gspo_sample-mean_dapo_epsilon-high-0.3"),
         (["tracking=none", "hydra.run.dir=x"], "gspo_sample-mean"),
@@ -76,40 +78,46 @@ def test_names_of_runs_begin_with_loss_and_aggregation(overrides, name):
         ([], "default"),
     ],
 )
-def test_in_a_sweep_names_have_what_varies(overrides, name):
+def test_names_of_the_runs_of_a_sweep_have_the_overrides_that_vary(overrides, name):
     assert run_name(overrides, {}, None, None) == name
 
 
-def test_a_long_name_keeps_its_words():
-    answers = [
-        "task.verifier=math_verify",
-        "rollout.max_completion_length=1024",
-        "trainer.max_steps=2000",
-    ]
-    names = [
-        run_name([*ON_THE_HUB, *answers, f"seed={seed}"], {}, "grpo", "token_mean")
-        for seed in (3, 4)
-    ]
-    words = "grpo_token-mean_max-steps-2000_seed-3_Qwen3-0.6B_gsm8k.jsonl"
-    assert re.fullmatch(re.escape(words) + "-[0-9a-f]{6}", names[0])
-    assert names[1].startswith(words.replace("seed-3", "seed-4"))
-    names = {
-        run_name(LONG, {}, "grpo", "token_mean"),
-        run_name([*LONG, "seed=1"], {}, "grpo", "token_mean"),
-    }
-    assert len(names) == 2
-    one_word = ["-".join(["gsm8k"] * 30), "a" * 200]
-    long = [run_name([f"task.path={word}"], {}, None, None) for word in one_word]
-    assert re.fullmatch(r"gsm8k(-gsm8k){11}-[0-9a-f]{6}", long[0])
-    assert long[1].startswith("a" * 73 + "-")
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_long_name_of_a_run_ends_after_a_whole_word_with_a_hash(seed):
+    name = run_name([*ON_THE_HUB, *ANSWERS, f"seed={seed}"], {}, "grpo", "token_mean")
+    words = f"grpo_token-mean_max-steps-2000_seed-{seed}_Qwen3-0.6B_gsm8k.jsonl"
+    assert re.fullmatch(re.escape(words) + "-[0-9a-f]{6}", name)
 
 
-def test_names_are_names_of_directories():
-    names = {name_from(LONG, {}), name_from([*LONG, "seed=1"], {}), run_name(LONG, {}, None, None)}
-    assert len(names) == 3
-    odd = ["experiment=../../.x"], ["a=.."], ["task.path='a b/../c d'", "seed=1"]
-    names |= {name_from(words, {}) for words in odd} | {
-        run_name(words, {}, "a b.C", None) for words in odd
+def test_a_single_long_word_is_cut_at_a_dash_or_within():
+    with_dashes = run_name([f"task.path={'-'.join(['gsm8k'] * 30)}"], {}, None, None)
+    assert re.fullmatch(r"gsm8k(-gsm8k){11}-[0-9a-f]{6}", with_dashes)
+    without_dashes = run_name([f"task.path={'a' * 200}"], {}, None, None)
+    assert without_dashes.startswith("a" * 73 + "-")
+
+
+def test_long_names_of_other_overrides_differ():
+    folders = {name_from(LONG, {}), name_from([*LONG, "seed=1"], {})}
+    runs = {
+        run_name(overrides, {}, "grpo", "token_mean") for overrides in (LONG, [*LONG, "seed=1"])
     }
-    for name in names:
+    assert (len(folders), len(runs)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LONG,
+        [*LONG, "seed=1"],
+        ["experiment=../../.x"],
+        ["a=.."],
+        ["task.path='a b/../c d'", "seed=1"],
+    ],
+)
+def test_names_are_names_of_directories_of_at_most_80_letters(overrides):
+    for name in (
+        name_from(overrides, {}),
+        run_name(overrides, {}, None, None),
+        run_name(overrides, {}, "a b.C", None),
+    ):
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)

@@ -1,5 +1,4 @@
-"""Whatever is typed as the value of a key, `pgtk check` answers with a page, never with a
-traceback."""
+"""`pgtk check` answers any value of any key with a page and sentences, never with a traceback."""
 
 import dataclasses
 import random
@@ -54,9 +53,9 @@ OF_HYDRA = (
 )
 
 
-def keys():
-    """(override that chooses the option, its keys) of everything in the schema; the seed; the
-    groups themselves."""
+def keys_by_option() -> list[tuple[str | None, list[str]]]:
+    """Return the keys of each option, with the override that chooses it; the seed; the groups
+    themselves."""
     rows = [(None, ["seed"]), (None, sorted(options()))]
     for schema, types in SCHEMAS.items():
         group, _, option = schema.partition("/")
@@ -65,37 +64,37 @@ def keys():
     return rows
 
 
-def looked_at(*overrides, multirun=False):
-    """The problems of a command line, after its page was made."""
+def problems_of(*overrides: str, multirun: bool = False) -> list[str]:
+    """Return the problems of a command line, after its page was made."""
     checked = check(list(overrides), multirun)
     assert render_plan(checked)
     return problems(checked)
 
 
-def in_sentences(found):
+def are_sentences(refusals: list[str]) -> bool:
     openings = ("the configuration cannot be composed: ", "Unknown key '")
-    return all(" needs " in problem or problem.startswith(openings) for problem in found)
+    return all(" needs " in refusal or refusal.startswith(openings) for refusal in refusals)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chosen", "own"), keys(), ids=lambda value: str(value)[:40])
-def test_odd_values_of_all_keys_of_an_option_are_answered_in_sentences(chosen, own):
+@pytest.mark.parametrize(("option", "keys"), keys_by_option(), ids=lambda value: str(value)[:40])
+def test_odd_values_of_all_keys_of_an_option_are_answered_in_sentences(option, keys):
     for first in range(0, len(ODD), 7):
-        typed = [f"{key}={ODD[(first + number) % len(ODD)]}" for number, key in enumerate(own)]
-        refusals = looked_at(*([chosen] if chosen else []), *typed)
-        assert in_sentences(refusals), (typed, refusals)
+        typed = [f"{key}={ODD[(first + number) % len(ODD)]}" for number, key in enumerate(keys)]
+        refusals = problems_of(*([option] if option else []), *typed)
+        assert are_sentences(refusals), (typed, refusals)
 
 
-def test_odd_values_of_hydras_own_keys_are_answered_in_sentences():
+def test_odd_values_of_the_keys_of_hydra_are_answered_in_sentences():
     pairs = [
         (key, value, multirun) for key in OF_HYDRA for value in ODD for multirun in (False, True)
     ]
     for key, value, multirun in random.Random(0).sample(pairs, 8):
-        assert in_sentences(looked_at(f"{key}={value}", multirun=multirun)), (key, value)
+        assert are_sentences(problems_of(f"{key}={value}", multirun=multirun)), (key, value)
 
 
 @pytest.mark.parametrize(
-    ("typed", "multirun", "says"),
+    ("typed", "multirun", "message"),
     [
         ("hydra.job.chdir=true", False, "hydra.job.chdir=true needs to be left out"),
         ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
@@ -134,18 +133,20 @@ def test_odd_values_of_hydras_own_keys_are_answered_in_sentences():
         ),
     ],
 )
-def test_what_would_end_in_a_traceback_or_never_is_one_sentence(typed, multirun, says):
-    (problem,) = looked_at(typed, "kl=k3_ratio", "kl.coefficient=1", multirun=multirun)
-    assert says in problem
+def test_values_that_would_end_in_a_traceback_or_an_endless_sweep_are_one_sentence(
+    typed, multirun, message
+):
+    (problem,) = problems_of(typed, "kl=k3_ratio", "kl.coefficient=1", multirun=multirun)
+    assert message in problem
 
 
 @pytest.mark.parametrize(
     "body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"]
 )
-def test_a_file_that_makes_no_configuration(tmp_path, body):
+def test_a_file_that_gives_no_valid_configuration_is_answered_in_sentences(tmp_path, body):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
     checked = check(["experiment=mine"], config_dir=tmp_path)
     assert render_plan(checked)
     assert len(problems(checked)) >= 1
-    assert in_sentences(problems(checked)), problems(checked)
+    assert are_sentences(problems(checked)), problems(checked)

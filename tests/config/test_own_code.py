@@ -1,5 +1,5 @@
-"""Own code is chosen as an option is, `loss=my_module.MyFamily`, wherever an option can be
-chosen."""
+"""Code of the user is chosen like an option, `loss=my_module.MyFamily`, wherever an option can be
+chosen, and a run with it trains as this code says."""
 
 import json
 import sys
@@ -36,12 +36,12 @@ def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return mask.double() / (2 * totals.num_tokens)
 """
 LONG = ["loss=custom", "loss.path=mine.Squared"]
-"""What `loss=mine.Squared` stands for, as earlier versions had it typed."""
+"""The longer spelling of `loss=mine.Squared`, and the only one of earlier versions."""
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """The current directory, with a module in it that has a loss, advantages and weights."""
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a current directory with a module that has a loss, advantages and weights."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -60,30 +60,26 @@ def mine(tmp_path, monkeypatch):
         (["aggregation=mine.halves"], ["aggregation.reducer=mine.halves"]),
     ],
 )
-def test_a_path_stands_for_the_keys_that_a_run_keeps(typed, meant):
-    short, long = compose(typed), compose(meant)
+def test_a_path_stands_for_the_keys_that_a_run_saves(typed, meant):
+    short = compose(typed)
+    long = compose(meant)
     assert short.problems == long.problems == []
     assert short.config == long.config
     assert digest(plain_config(short.config)) == digest(plain_config(long.config))
-    assert as_typed({"loss.name": "grpo", "advantage.path": None}) == {
-        "loss.name": "grpo",
-        "advantage.path": None,
-    }
 
 
-def test_files_choose_own_code_and_set_its_parameters(tmp_path):
+def test_a_configuration_without_code_of_the_user_is_shown_as_it_was_saved():
+    saved = {"loss.name": "grpo", "advantage.path": None}
+    assert as_typed(saved) == saved
+
+
+def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path):
     experiments = tmp_path / "mine" / "experiment"
     experiments.mkdir(parents=True)
     (experiments / "tried.yaml").write_text(
         "# @package _global_\n"
         "defaults: [override /loss: mine.Squared, override /aggregation: mine.halves, _self_]\n"
         "loss: {tau: 0.3, num_splits: 2}\n"
-    )
-    sweep = tmp_path / "asked.yaml"
-    sweep.write_text(
-        "defaults: [config, override loss: mine.Squared, _self_]\n"
-        "loss: {tau: 0.3}\n"
-        "hydra: {sweeper: {params: {advantage: 'dr_grpo,mine.shifted'}}}\n"
     )
     config = compose(["experiment=tried"], tmp_path / "mine").config
     assert (config.loss.path, dict(config.loss.options), config.loss.num_splits) == (
@@ -94,14 +90,26 @@ def test_files_choose_own_code_and_set_its_parameters(tmp_path):
     assert config.aggregation.reducer == "mine.halves"
     typed = compose(["experiment=tried", "loss.tau=0.5"], tmp_path / "mine").config
     assert dict(typed.loss.options) == {"tau": 0.5}
-    asked = compose_sweep([], sweep_file=sweep)
-    assert asked.varying == {"advantage": ["dr_grpo", "mine.shifted"]}
+
+
+def test_a_sweep_file_chooses_code_of_the_user_and_sweeps_over_it(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "defaults: [config, override loss: mine.Squared, _self_]\n"
+        "loss: {tau: 0.3}\n"
+        "hydra: {sweeper: {params: {advantage: 'dr_grpo,mine.shifted'}}}\n"
+    )
+    sweep = compose_sweep([], sweep_file=file)
+    assert sweep.varying == {"advantage": ["dr_grpo", "mine.shifted"]}
     jobs = [
-        asked.compose(overrides, number).composed for number, overrides in enumerate(asked.jobs)
+        sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
     ]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.config.advantage.path for job in jobs] == [None, "mine.shifted"]
     assert [dict(job.config.loss.options) for job in jobs] == [{"tau": 0.3}] * 2
+
+
+def test_a_target_of_hydra_among_the_parameters_of_a_class_is_refused(tmp_path):
     acting = tmp_path / "acting.yaml"
     acting.write_text(
         "defaults: [config, override loss: mine.Squared, _self_]\nloss: {_target_: os.system}\n"
@@ -111,7 +119,7 @@ def test_files_choose_own_code_and_set_its_parameters(tmp_path):
     )
 
 
-def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of_them_lacks(mine):
+def test_a_sweep_over_options_and_a_class_refuses_a_key_that_an_option_lacks(mine):
     sweep = compose_sweep(["loss=grpo,mine.Squared", "loss.tau=0.3"])
     jobs = [
         sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
@@ -120,9 +128,12 @@ def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of
         "loss.tau=0.3 needs loss=kimi (got loss=grpo)" in " ".join(job.problems) for job in jobs
     ] == [True, False]
     assert jobs[1].problems == []
-    others = compose_sweep(["loss=gspo,mine.Squared", "loss.epsilon_low=0.1", "tracking=none"])
+
+
+def test_a_parameter_that_a_class_does_not_take_is_refused_when_it_is_tried(mine):
+    sweep = compose_sweep(["loss=gspo,mine.Squared", "loss.epsilon_low=0.1", "tracking=none"])
     jobs = [
-        others.compose(overrides, number).composed for number, overrides in enumerate(others.jobs)
+        sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
     ]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.name for job in jobs] == ["gspo", "Squared"]
@@ -157,7 +168,7 @@ def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of
         ("kl=mine.Squared", "needs one of full_forward", "kl=none"),
     ],
 )
-def test_a_wrong_path_is_refused_with_the_nearest(typed, message, use, mine):
+def test_a_wrong_path_is_refused_with_the_nearest_that_exists(typed, message, use, mine):
     (problem,) = problems(check([typed, "tracking=none"]))
     assert problem.startswith(f"{typed} needs ")
     assert message in problem
@@ -166,7 +177,7 @@ def test_a_wrong_path_is_refused_with_the_nearest(typed, message, use, mine):
 
 
 @pytest.mark.parametrize(
-    ("typed", "twice"),
+    ("typed", "message"),
     [
         (
             ["loss=mine.Squared", "loss.path=mine.Other"],
@@ -182,11 +193,11 @@ def test_a_wrong_path_is_refused_with_the_nearest(typed, message, use, mine):
         ),
     ],
 )
-def test_two_paths_and_two_values_of_a_parameter_are_refused(typed, twice):
-    assert twice in " ".join(compose(typed).problems)
+def test_two_paths_and_two_values_of_a_parameter_are_refused(typed, message):
+    assert message in " ".join(compose(typed).problems)
 
 
-def test_names_have_the_name_of_the_class():
+def test_names_of_runs_and_folders_have_the_name_of_the_class():
     assert (
         name_from(["loss=mine.Squared", "loss.tau=0.3"], {"loss": "gspo"}) == "loss-Squared_tau-0.3"
     )
@@ -195,9 +206,9 @@ def test_names_have_the_name_of_the_class():
     assert compose(words).name == run_name(words, {}, None, None) == "Squared_halves_seed-1"
 
 
-def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_class(mine, capsys):
-    """`compare`, `check`, MLflow's parameters, the model's card and the plan call them by the
-    path."""
+def test_runs_of_either_spelling_are_one_configuration_which_every_page_calls_by_the_path(
+    mine, capsys
+):
     losses = [["loss=mine.Squared", "loss.tau=0.3"], [*LONG, "loss.options.tau=0.3"], ["loss=grpo"]]
     for number, loss in enumerate(losses):
         run(mine / "runs" / f"{number}", *loss, "trainer.max_steps=1", f"seed={number % 2}")
@@ -224,7 +235,7 @@ def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_clas
     }
 
 
-def test_a_run_of_the_long_spelling_is_continued_by_either(mine):
+def test_a_run_of_the_long_spelling_is_resumed_by_either(mine):
     run(mine / "run", *LONG, "loss.options.tau=0.3", "trainer.max_steps=1")
     again = compose(
         ["loss=mine.Squared", "loss.tau=0.4", "trainer.max_steps=2"], run_dir=mine / "run"
@@ -242,23 +253,26 @@ def test_a_run_of_the_long_spelling_is_continued_by_either(mine):
     )
 
 
-def test_own_advantages_and_weights_are_what_a_run_trains_with(mine):
-    run(mine / "own", "advantage=mine.shifted", "aggregation=mine.halves", "trainer.max_steps=1")
-    run(mine / "usual", "aggregation=token_mean", "advantage=mine.shifted", "trainer.max_steps=1")
-    (own,), (usual,) = metrics_of(mine / "own"), metrics_of(mine / "usual")
-    assert own["loss"] == pytest.approx(usual["loss"] / 2)
-    assert own["loss"] != 0
+def test_a_run_trains_with_the_advantages_and_weights_of_the_user(mine):
+    """The user's weights are half of those of token_mean."""
+    shifted = ("advantage=mine.shifted", "trainer.max_steps=1")
+    run(mine / "halves", *shifted, "aggregation=mine.halves")
+    run(mine / "token_mean", *shifted, "aggregation=token_mean")
+    (halves,) = metrics_of(mine / "halves")
+    (token_mean,) = metrics_of(mine / "token_mean")
+    assert halves["loss"] == pytest.approx(token_mean["loss"] / 2)
+    assert halves["loss"] != 0
 
 
-def test_what_is_said_before_a_run_and_in_its_plan(mine, capsys):
+def test_check_names_the_imports_and_puts_the_paths_into_the_equation(mine, capsys):
     words = ["loss=mine.Squared", "aggregation=mine.halves", "advantage=mine.shifted"]
     assert main(["check", *words, *SHORT[-3:], "tracking=none", "--json"]) == 0
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     assert (
         "imports mine.Squared (loss), mine.halves (aggregation), mine.shifted (advantage)"
-        in said.err
+        in printed.err
     )
-    assert json.loads(said.out)["problems"] == []
+    assert json.loads(printed.out)["problems"] == []
     first, second, *_ = equation(compose(words).config)
     assert first.startswith("mine.Squared, mine.halves: sum over")
     assert second == "l_t = as mine.Squared computes it"
@@ -266,6 +280,6 @@ def test_what_is_said_before_a_run_and_in_its_plan(mine, capsys):
     assert equation(beside)[0].startswith("gspo, prompt_mean: ")
 
 
-def test_explain_says_that_a_group_takes_own_code(capsys):
+def test_explain_says_that_a_group_takes_a_class_of_the_user(capsys):
     assert main(["explain", "loss"]) == 0
     assert "loss=package.module.class: A class of your own" in capsys.readouterr().out

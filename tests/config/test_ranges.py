@@ -1,5 +1,5 @@
-"""Every number of the configuration has a range: both ends are taken, what lies beyond is
-refused."""
+"""Every number of the configuration has a range: both ends are accepted, and values beyond it are
+refused with a value that is accepted."""
 
 import math
 import re
@@ -7,6 +7,7 @@ import re
 import pytest
 
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, fits, values_in_words
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.resolve import in_range
@@ -21,37 +22,40 @@ NEEDED |= {
     f"task/{name}": ["rollout.max_completion_length=66"]
     for name in ("chain_sum", "shortest_path", "guess")
 }
-"""What an option needs besides, for a number of it to be looked at."""
+"""Further overrides without which an option is refused before its numbers are."""
 
 
 NUMBERS = [key for key in KEYS if key.type.startswith(("int", "float"))]
 
 
-def choice(key):
-    """The overrides that choose the option of a key."""
-    chosen = [key.schema.replace("/", "=")] if "/" in key.schema else []
-    return chosen + NEEDED.get(key.schema, [])
+def problems_of(key: Key, value: float | str) -> list[str]:
+    """Return the problems of a key with this value of it."""
+    option = [key.schema.replace("/", "=")] if "/" in key.schema else []
+    composed = compose([*option, *NEEDED.get(key.schema, []), f"{key.name}={value}"])
+    problems = validated(composed)[1].problems
+    return [problem for problem in problems if problem.startswith(f"{key.name}=")]
 
 
-def refused(chosen, key, value):
-    """The problems of one key with this value."""
-    composed = compose([*chosen, f"{key}={value}"])
-    return [one for one in validated(composed)[1].problems if one.startswith(f"{key}=")]
+def is_in_range(key: Key, value: float | str) -> bool:
+    """Return whether no problem says that the value is outside of the key's range."""
+    return not any(values_in_words(key) in problem for problem in problems_of(key, value))
 
 
 @pytest.mark.parametrize("key", NUMBERS, ids=lambda key: f"{key.schema}.{key.leaf}")
-def test_both_ends_are_taken_and_beyond_is_refused(key):
-    chosen, (least, most) = choice(key), key.range
-    assert -math.inf < least < most < math.inf
-    for value in (least, most):
-        assert not any(values_in_words(key) in one for one in refused(chosen, key.name, value))
-    whole = key.type.startswith("int")
-    beyond = (least - 1, most + 1) if whole else (least - abs(least) / 100 or -1e-9, most * 1.01)
+def test_both_ends_of_a_range_are_accepted_and_values_beyond_it_refused(key):
+    least, greatest = key.range
+    assert -math.inf < least < greatest < math.inf
+    assert is_in_range(key, least)
+    assert is_in_range(key, greatest)
+    if key.type.startswith("int"):
+        beyond = (least - 1, greatest + 1)
+    else:
+        beyond = (least - abs(least) / 100 or -1e-9, greatest * 1.01)
     for value in beyond:
-        (problem,) = refused(chosen, key.name, value)
+        (problem,) = problems_of(key, value)
         assert f"needs {values_in_words(key)} (got " in problem
-    use = re.search(rf" Use {key.name}=([^ \n]*)\.$", problem)[1]
-    assert not any(values_in_words(key) in one for one in refused(chosen, key.name, use))
+    suggested = re.search(rf" Use {key.name}=([^ \n]*)\.$", problem)[1]
+    assert is_in_range(key, suggested)
     for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
         assert not fits(key, value)
 
@@ -69,7 +73,7 @@ def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path):
     assert problem.endswith(" Use optimizer.learning_rate=0.001.")
 
 
-def test_a_resumed_run_knows_the_defaults_without_the_choices():
+def test_a_refusal_of_a_saved_number_suggests_the_default_of_the_saved_options():
     values = plain_config(compose(["aggregation=constant", "loss=grpo"]).config)
     values["loss"]["epsilon_low"] = 7.0
     values["aggregation"]["divisor"] = 1e300

@@ -1,8 +1,9 @@
-"""What a refusal says to use is typed as it stands, and accepted."""
+"""The override that a refusal suggests is accepted when it is typed unchanged."""
 
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +36,8 @@ PROMPTS = "task=prompts task.path=prompts.jsonl"
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """A current directory with a module of the user's own, and prompts."""
+def current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current directory with a module of the user and prompts."""
     (tmp_path / "my_verifier.py").write_text(MODULE)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "12=", "answer": "21"}\n')
     chat = {"messages": [{"role": "user", "content": "12="}], "answer": "21"}
@@ -45,8 +46,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def problems(capsys, *overrides):
-    """What `pgtk check` refuses."""
+def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Return the problems on the page of `pgtk check`."""
     main(["check", *overrides])
     return capsys.readouterr().out.partition("\nProblems")[2].partition("\n")[2].strip()
 
@@ -83,15 +84,14 @@ def problems(capsys, *overrides):
         (f"hydra.run.dir={'x' * 256}", "", "hydra.run.dir=outputs/FOLDER"),
     ],
 )
-def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
-    said = problems(capsys, *before.split(), typed)
-    assert re.search(r"Use (.*?)\.?$", said, re.DOTALL)[1] == use
-    instead = shlex.split(use)
-    assert problems(capsys, *before.split(), *instead) == "none"
+def test_the_override_that_a_refusal_suggests_is_accepted(capsys, typed, before, use):
+    refusal = problems(capsys, *before.split(), typed)
+    assert re.search(r"Use (.*?)\.?$", refusal, re.DOTALL)[1] == use
+    assert problems(capsys, *before.split(), *shlex.split(use)) == "none"
 
 
 @pytest.mark.parametrize(
-    ("typed", "before", "says", "function", "good"),
+    ("typed", "before", "message", "function", "good"),
     [
         (
             "task.verifier=my_verifier.{}",
@@ -111,11 +111,11 @@ def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
         ),
     ],
 )
-def test_a_function_with_other_arguments_is_told_how_it_is_called(
-    capsys, typed, before, says, function, good
+def test_a_function_with_other_parameters_is_refused_with_those_that_it_needs(
+    capsys, typed, before, message, function, good
 ):
-    said = problems(capsys, *before.split(), typed.format(function))
-    assert f"needs a function {says}" in said
+    refusal = problems(capsys, *before.split(), typed.format(function))
+    assert f"needs a function {message}" in refusal
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
 
 
@@ -144,62 +144,61 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(
         ("ppo_mini_batch_size=3", "pgtk explain ppo_mini_batch_size"),
     ],
 )
-def test_what_others_call_it_is_answered_with_what_it_is_here(typed, use):
+def test_a_spelling_of_another_kind_is_answered_with_ours(typed, use):
     (problem, *_) = compose([typed]).problems
     assert f"Use {use}" in problem
 
 
-def test_a_path_with_a_comma_is_told_to_take_quotes(tmp_path):
+def test_a_path_with_a_comma_is_answered_with_quotes(tmp_path):
     (tmp_path / "a,b").mkdir()
     assert compose(["model.path=a,b"]).problems[0].endswith("Use \"model.path='a,b'\".")
 
 
-def test_a_word_without_a_value_is_not_told_to_take_quotes(capsys):
+def test_a_word_without_a_value_is_answered_with_an_example_and_no_quotes(capsys):
     assert problems(capsys, "aggregation").endswith("Use KEY=VALUE, such as loss=grpo.")
 
 
 @pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])
-def test_who_has_no_teacher_is_not_told_to_take_the_policy_itself(capsys, typed):
-    assert "Use kl.reference=FOLDER" in (
-        said := problems(capsys, "experiment=distillation", *typed)
-    )
-    assert "initial" not in said
+def test_the_policy_is_not_suggested_as_a_missing_teacher(capsys, typed):
+    refusal = problems(capsys, "experiment=distillation", *typed)
+    assert "Use kl.reference=FOLDER" in refusal
+    assert "initial" not in refusal
 
 
-def test_messages_are_asked_for_by_their_field_and_need_a_template(capsys):
+def test_rows_of_messages_are_answered_with_their_field_and_then_with_a_chat_template(capsys):
     chats = ("task=prompts", "task.path=chats.jsonl")
     assert (
         "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use "
         "task.prompt_field=messages"
     ) in problems(capsys, *chats)
-    said = problems(capsys, *chats, "task.prompt_field=messages")
-    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in said
+    refusal = problems(capsys, *chats, "task.prompt_field=messages")
+    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in refusal
 
 
-def test_a_sweep_file_chooses_options_as_it_is_told_to(capsys, tmp_path):
+def test_the_defaults_list_that_a_refusal_of_a_sweep_file_suggests_is_accepted(capsys, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n"
     )
     assert main(["sweep", "mine.yaml", "seed=1,2"]) == 2
-    said = capsys.readouterr().err
+    refusal = capsys.readouterr().err
     assert (
         "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)"
-        in said
+        in refusal
     )
-    lines = re.search(r"Use (.*)\.", said)[1].replace(", ", "\n  ")
+    lines = re.search(r"Use (.*)\.", refusal)[1].replace(", ", "\n  ")
     (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
     (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
     assert (run.config.loss.name, run.config.aggregation.mode) == ("cispo", "token_mean")
 
 
-def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):
+def test_compare_with_overrides_of_a_sweep_is_answered_with_the_name_of_its_folder(capsys):
     assert main(["compare", "clip_range", "trainer.max_steps=2", "seed=0,1"]) == 2
     assert capsys.readouterr().err.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
     main(["check", "sweep", "clip_range", "trainer.max_steps=2", "seed=0,1"])
     assert "folder: outputs/sweeps/clip_range_seed-0-1_max-steps-2\n" in capsys.readouterr().out
 
 
-def test_a_bound_of_the_ratio_given_as_a_ratio_is_noted(capsys):
+def test_an_epsilon_that_looks_like_a_bound_of_the_ratio_is_noted(capsys):
     main(["check", "loss=grpo", "loss.epsilon_high=1.28"])
     assert (
         "  loss.epsilon_high=1.28 clips above a ratio of 1 + 1.28 = 2.28; DAPO's is 0.28"

@@ -1,28 +1,28 @@
-"""Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be
-typed."""
+"""Rules of `validate` that depend on the environment of the process; golden_refusals.txt has those
+that depend on overrides alone."""
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 
 
-def problems(overrides):
+def problems(overrides: str) -> list[str]:
     return validated(compose(overrides.split()))[1].problems
 
 
-def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):
+def test_parallel_sizes_that_do_not_multiply_to_the_started_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    found = problems("parallelism=ddp")
+    (problem,) = problems("parallelism=ddp")
     assert (
         "2 = pipeline_parallel=1 x data_parallel=2 x sequence_data_parallel=1 x tensor_parallel=1"
-        in found[0]
+        in problem
     )
     assert problems("parallelism=ddp parallelism.data_parallel=4") == []
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert problems("parallelism=ddp") == []
 
 
-def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
+def test_triton_without_a_gpu_or_its_interpreter_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "kernel=triton needs a GPU" in problems("kernel=triton trainer.device=cpu")[0]
     assert problems("kernel=triton") == []
@@ -30,6 +30,6 @@ def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch):
     assert problems("kernel=triton trainer.device=cpu") == []
 
 
-def test_a_password_is_not_repeated():
+def test_a_refusal_does_not_repeat_a_password():
     (problem,) = problems("tracking.uri=postgresql://me:hunter2@host/db")
     assert problem.startswith("tracking.uri=postgresql://***@host/db needs to hold no secret")

@@ -1,12 +1,15 @@
-"""What `pgtk check` says of several GPUs, against what was measured."""
+"""The ways that `pgtk check` lists to use several GPUs: their order and their seconds are near
+those measured on two GPUs."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from builders.runs import config_of
 
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.ways import ways, ways_in_words
 
 MEMORY = 80e9
@@ -28,8 +31,9 @@ GROUPS = {"0.5b": 2, "7b": 4}
 AHEAD = "rollout.max_staleness=1 rollout.old_log_probs=sampling"
 
 
-def job(folder, shape, *overrides):
-    """32 prompts of some 112 tokens, with 8 completions of 512, one update: docs/rollouts.md."""
+def job(folder: Path, shape: str, *overrides: str) -> Config:
+    """Return the job of docs/rollouts.md: 32 prompts of some 112 tokens, 8 completions of 512 for
+    each, one update."""
     known = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": shape == "0.5b"}
     known |= SHAPES[shape] | {
         "num_key_value_heads": GROUPS[shape],
@@ -58,21 +62,21 @@ def job(folder, shape, *overrides):
     )
 
 
-def test_the_order_and_the_seconds_are_those_measured_on_two_gpus(tmp_path):
-    found = ways(job(tmp_path, "0.5b"), 2, MEMORY)
+def test_ways_have_the_order_and_nearly_the_seconds_that_were_measured_on_two_gpus(tmp_path):
+    listed = ways(job(tmp_path, "0.5b"), 2, MEMORY)
     measured = {
         f"sampler.gpus=[1] {AHEAD}": 1.63,
         "parallelism=ddp parallelism.data_parallel=2": 1.71,
         "": 2.68,
         f"sampler=vllm sampler.gpus=[1] {AHEAD}": 7.93,
     }
-    assert [way.settings for way in found] == list(measured)
-    for way in found:
+    assert [way.settings for way in listed] == list(measured)
+    for way in listed:
         assert way.seconds == pytest.approx(measured[way.settings], rel=0.2)
 
 
-def test_of_more_gpus_some_train_and_some_sample(tmp_path):
-    """As many for each rank; a batch of several steps is as many updates old."""
+def test_the_best_way_on_four_gpus_trains_on_two_and_samples_on_two(tmp_path):
+    # A batch makes four steps, so a document is up to seven updates old.
     best = ways(job(tmp_path, "0.5b", "accumulation.docs_per_step=64"), 4, MEMORY)[0]
     ahead = "rollout.max_staleness=7 rollout.old_log_probs=sampling"
     assert (
@@ -80,9 +84,8 @@ def test_of_more_gpus_some_train_and_some_sample(tmp_path):
     )
 
 
-def test_a_way_without_room_is_left_out(tmp_path):
-    """All weights of 7.6 billion take 122 GB of each GPU that trains; adapters, and the copy,
-    fit."""
+def test_a_way_that_does_not_fit_into_memory_is_left_out(tmp_path):
+    # To train all weights of 7.6 billion takes 122 GB of each GPU; adapters and a copy fit.
     assert ways(job(tmp_path, "7b"), 2, MEMORY) == []
     assert list(ways_in_words(job(tmp_path, "7b"), 2, MEMORY)) == []
     lines = list(ways_in_words(job(tmp_path, "7b", "model.lora_rank=16"), 2, MEMORY))
@@ -95,6 +98,6 @@ def test_a_way_without_room_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     "other", ["parallelism.shard=true", "accumulation.last_step=carry", "model=tiny"]
 )
-def test_what_cannot_be_compared_is_not(tmp_path, other):
+def test_no_way_is_listed_for_a_job_whose_time_cannot_be_estimated(tmp_path, other):
     config = job(tmp_path, "0.5b", other) if other != "model=tiny" else config_of("model=tiny")
     assert ways(config, 2, MEMORY) == []

@@ -1,7 +1,8 @@
-"""YAML of anybody's: a run's configuration, a sweep, options of a user's own. What cannot be read
-is one sentence."""
+"""YAML that a stranger may have written (a run's configuration, a sweep, options): aliases, deep
+nesting and other unreadable texts are refused in one sentence."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,22 +17,23 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 """Ten to the tenth texts, in less than a kilobyte."""
 
 
-def refusal(capsys, *arguments):
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one problem of a command that is refused."""
     assert main(list(arguments)) == 2
-    said = capsys.readouterr()
-    return (said.err or said.out.partition("Problems (1)\n")[2]).strip()
+    printed = capsys.readouterr()
+    return (printed.err or printed.out.partition("Problems (1)\n")[2]).strip()
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
     assert len(BOMB) < 1000
     (tmp_path / "bomb.yaml").write_text(BOMB)
-    said = refusal(capsys, "sweep", "bomb.yaml")
-    assert "bomb.yaml needs YAML that can be read (got line 2 has the alias *a0" in said
+    message = refusal(capsys, "sweep", "bomb.yaml")
+    assert "bomb.yaml needs YAML that can be read (got line 2 has the alias *a0" in message
     (tmp_path / "mine/loss").mkdir(parents=True)
     shutil.copy("bomb.yaml", "mine/loss/large.yaml")
     assert "large.yaml needs YAML that can be read" in refusal(
@@ -42,13 +44,13 @@ def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
         read_resolved(tmp_path)
 
 
-def test_a_saved_configuration_refers_to_nothing(tmp_path):
+def test_interpolations_in_a_saved_configuration_are_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("a: xx\nb: ${a}${a}\n")
     with pytest.raises(StorageError, match=r"config.yaml is damaged \(a line has several"):
         read_resolved(tmp_path)
 
 
-def test_a_star_or_an_ampersand_alone_is_a_text():
+def test_a_star_or_an_ampersand_within_a_text_is_no_alias():
     assert plain_yaml(b"a: 2 * 3 & 4\nb: '*c &d'\n") == {"a": "2 * 3 & 4", "b": "*c &d"}
 
 
@@ -61,12 +63,12 @@ DEEP = {
 
 
 @pytest.mark.parametrize("shape", DEEP)
-def test_a_text_nested_too_deep_is_refused_before_a_parser_breaks_off(shape):
+def test_a_deeply_nested_text_is_refused_before_it_is_parsed(shape):
     with pytest.raises(ValueError, match="is more than 30 lists or keys deep"):
         plain_yaml(DEEP[shape])
 
 
-def test_thirty_levels_are_read_and_no_more():
+def test_thirty_levels_are_read_and_thirty_one_refused():
     value = plain_yaml(b"[" * 30 + b"1" + b"]" * 30)
     for _ in range(30):
         value = value[0]
@@ -75,7 +77,7 @@ def test_thirty_levels_are_read_and_no_more():
         plain_yaml(b"[" * 31 + b"1" + b"]" * 31)
 
 
-def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
+def test_a_deeply_nested_run_option_or_sweep_is_refused_in_one_sentence(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_bytes(DEEP["brackets"])
     assert main(["resume", "run"]) == 6
@@ -90,7 +92,7 @@ def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("[a: b\n  - : {", "mine.yaml needs YAML that can be read (got no YAML, line 2:"),
         (
@@ -100,8 +102,8 @@ def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
         ("- seed\n", "must be a DictConfig, got ListConfig"),
     ],
 )
-def test_a_sweep_that_cannot_be_read_is_one_sentence(tmp_path, capsys, text, says):
+def test_a_sweep_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, capsys, text, expected):
     (tmp_path / "mine.yaml").write_text(text)
-    said = refusal(capsys, "check", "sweep", "mine.yaml")
-    assert says in said
-    assert "\n" not in said
+    message = refusal(capsys, "check", "sweep", "mine.yaml")
+    assert expected in message
+    assert "\n" not in message
