@@ -1,5 +1,5 @@
-"""Sweeps on Ray and through submitit, with both of them really running on this machine, and the
-runs they leave."""
+"""Sweeps on a real Ray cluster and through submitit's local executor on this machine: their runs
+end bit-equal to runs that were never interrupted."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -34,34 +35,35 @@ SUBMITIT = (
 )
 
 
-def ended(process) -> tuple[int, str]:
+def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return exit status and output of a process, once it has wait_for_end."""
     output, _ = process.communicate(timeout=300)
     assert "Traceback" not in output
     return process.returncode, output
 
 
-def wait_for_steps(folder, name, steps) -> Path:
-    """The run directory of a job that has made so many steps."""
+def wait_for_steps(folder: Path, name: str, steps: int) -> Path:
+    """Return the run directory of a job, once it has made this number of steps."""
     wait_until(has_steps(folder, name, steps), 120)
     return next((folder / "sweep").glob(f"{name}*/metrics.jsonl")).parent
 
 
-def status_of(directory) -> dict:
+def status_of(directory: Path) -> dict:
     return json.loads((directory / "status.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run of a seed that nobody interrupted."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that trains a seed without interruption, once, and returns its folder."""
     return functools.cache(
-        lambda seed: train_short(tmp_path_factory.mktemp("whole"), *LONG, f"seed={seed}")
+        lambda seed: train_short(tmp_path_factory.mktemp("uninterrupted"), *LONG, f"seed={seed}")
     )
 
 
 @pytest.fixture(scope="module")
-def ray_head():
-    """A head of Ray on the loopback interface, and the processes it has started, as a script begins
-    it by `&`."""
+def ray_head() -> Iterator[psutil.Process]:
+    """Start a head of Ray on the loopback interface, deaf to SIGINT like a process that a script
+    starts by `&`."""
     command = [
         PGTK.with_name("ray"),
         "start",
@@ -88,20 +90,20 @@ def ray_head():
 
 
 def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(
-    tmp_path, ray_head, whole
+    tmp_path, ray_head, uninterrupted
 ):
     with running_sweep(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
         process = psutil.Process(status_of(first)["pid"]).parent()
         assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
         psutil.Process(process.ppid()).kill()
-        status, output = ended(launcher)
+        status, output = wait_for_end(launcher)
     assert status == 0, output
     assert len(json.loads((first / "provenance.json").read_text())["resumed"]) == 1
     for seed in (0, 1):
         (directory,) = (tmp_path / "sweep").glob(f"seed-{seed}-*")
-        assert metrics_of(directory) == metrics_of(whole(seed))
-        assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(whole(seed), STEPS))
+        assert metrics_of(directory) == metrics_of(uninterrupted(seed))
+        assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(uninterrupted(seed), STEPS))
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")}
     status, output = run_sweep(tmp_path, *RAY, *LONG, "seed=0,1")
     assert status == 0, output
@@ -111,40 +113,36 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
     } == times
 
 
-def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
+def test_a_signal_to_a_sweep_on_ray_saves_its_running_jobs(tmp_path, ray_head):
     with running_sweep(
         tmp_path, *RAY, "trainer.max_steps=100000", "trainer.checkpoint_every=100000", "seed=0,1,2"
     ) as launcher:
         directory = wait_for_steps(tmp_path, "seed-0", 5)
         launcher.send_signal(signal.SIGTERM)
-        status, output = ended(launcher)
+        status, output = wait_for_end(launcher)
     assert status == 75, output
-    found = status_of(directory)
-    assert (found["state"], found["reason"]) == ("interrupted", "SIGTERM")
-    assert (directory / "checkpoints" / f"step-{found['step']:06d}" / "manifest.json").exists()
+    run = status_of(directory)
+    assert (run["state"], run["reason"]) == ("interrupted", "SIGTERM")
+    assert (directory / "checkpoints" / f"step-{run['step']:06d}" / "manifest.json").exists()
     assert "Continue with: " in output
 
 
-def test_a_failing_job_on_ray_is_one_line_with_its_log(tmp_path, ray_head):
-    wrong = (
+def test_each_failing_job_on_ray_is_named_with_its_error_and_its_log(tmp_path, ray_head):
+    diverging = (
         "optimizer.learning_rate=1e5",
         "optimizer.warmup_steps=0",
         "optimizer.weight_decay=10",
         "seed=0,1",
     )
-    status, output = run_sweep(tmp_path, *RAY, *wrong)
+    status, output = run_sweep(tmp_path, *RAY, *diverging)
     assert status == 1, output
-    assert (
-        len(
-            re.findall(
-                r"^failed: seed-\d-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M
-            )
-        )
-        == 2
+    failures = re.findall(
+        r"^failed: seed-\d-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M
     )
+    assert len(failures) == 2
 
 
-def test_a_head_that_does_not_answer_is_said(monkeypatch):
+def test_a_head_of_ray_that_does_not_answer_is_refused(monkeypatch):
     monkeypatch.setattr(engines, "_SECONDS_TO_CONNECT", 1)
     with pytest.raises(
         ConfigError, match=r"address=127\.0\.0\.1:1 needs a Ray cluster .*after 1 seconds"
@@ -152,7 +150,7 @@ def test_a_head_that_does_not_answer_is_said(monkeypatch):
         engines.RayEngine({"address": "127.0.0.1:1"}, {})
 
 
-def test_a_signal_ends_the_wait_for_a_head(tmp_path):
+def test_a_signal_ends_the_wait_for_a_head_of_ray(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with running_sweep(
@@ -161,18 +159,18 @@ def test_a_signal_ends_the_wait_for_a_head(tmp_path):
             while "connecting to Ray" not in launcher.stdout.readline():
                 pass
             launcher.send_signal(signal.SIGTERM)
-            status, output = ended(launcher)
+            status, output = wait_for_end(launcher)
     assert (status, "stopped as asked (SIGTERM)" in output) == (75, True), output
 
 
-def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
+def test_a_preempted_job_of_submitit_saves_and_is_queued_again_to_its_end(tmp_path, uninterrupted):
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
     with running_sweep(tmp_path, *command) as launcher:
         directory = wait_for_steps(tmp_path, "", 25)
         task = psutil.Process(status_of(directory)["pid"]).parent().parent()
         assert "submitit.core._submit" in task.cmdline()
         task.send_signal(signal.SIGUSR2)
-        status, output = ended(launcher)
+        status, output = wait_for_end(launcher)
     assert status == 0, output
     assert len(json.loads((directory / "provenance.json").read_text())["resumed"]) == 1
     log = (directory / "run.log").read_text()
@@ -180,13 +178,13 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
         re.search(r"^.*SIGUSR2\) after step (\d+); saved up to step \1", log, re.MULTILINE)[1]
     )
     assert 25 <= saved < STEPS
-    assert metrics_of(directory) == metrics_of(whole(0))
+    assert metrics_of(directory) == metrics_of(uninterrupted(0))
     status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert "starts" not in output
 
 
-def test_what_slurm_refuses_is_one_sentence(tmp_path):
+def test_a_sweep_that_slurm_does_not_take_is_refused(tmp_path):
     path = os.pathsep.join(
         part for part in ENVIRONMENT["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists()
     )

@@ -1,10 +1,14 @@
-"""Jobs forked from one process: the same as those started alone, and nothing of one in another."""
+"""Jobs that are forked from one process are bit-equal to those started alone, and share no random
+state, thread, signal or file with each other."""
 
 import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -13,36 +17,37 @@ from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, metrics
 
 import pgtoolkit
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch import engines
 from pgtoolkit.launch.forks import Forks, JobProcess
 
-TELLING = """
+STATE_WRITING = """
 import json, os, random, signal, threading
 import numpy, torch
 
-told = {"draws": []}
+seen = {"draws": []}
 
 def score(completion, answer):
     if completion == answer:  # so it is tried at the start, in the process that is started alone
         return 1.0
-    told["draws"].append([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
-    if len(told["draws"]) == 1:
-        told["environment"] = dict(os.environ)
-        names = [one.name for one in threading.enumerate()]
+    seen["draws"].append([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
+    if len(seen["draws"]) == 1:
+        seen["environment"] = dict(os.environ)
+        names = [thread.name for thread in threading.enumerate()]
         # A thread "(call)" lives only while MLflow is asked something.
         lasting = [name for name in names if not name.endswith("(call)")]
-        told["threads"] = [torch.get_num_threads(), sorted(lasting)]
-        told["blocked"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        seen["threads"] = [torch.get_num_threads(), sorted(lasting)]
+        seen["blocked"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         links = [link for link in links if os.path.exists(link)]
-        told["sockets"] = sum("socket" in os.readlink(link) for link in links)
+        seen["sockets"] = sum("socket" in os.readlink(link) for link in links)
     with open(f"{os.getpid()}.json", "w") as file:
-        json.dump(told, file)
+        json.dump(seen, file)
     return len(completion) % 3 / 2
 """
-"""A verifier that draws from every state which a fork shares, and tells what it finds in its
-process."""
+"""A verifier that draws from every random state that forks share, and writes the state of its
+process into a file."""
 
 
 LEAVING = """
@@ -61,21 +66,22 @@ def score(completion, answer):
 
 
 @pytest.fixture
-def forks(tmp_path, monkeypatch):
+def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forks:
+    """Start the process that forks jobs, with both verifiers and their prompts beside it."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(TELLING)
+    (tmp_path / "mine.py").write_text(STATE_WRITING)
     (tmp_path / "leaving.py").write_text(LEAVING)
     (tmp_path / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40))
     )
-    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", COUNTING: "0"})
+    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"})
 
 
-COUNTING = "PYTORCH_NVML_BASED_CUDA_CHECK"
+CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """A variable that Lightning sets."""
 
 OVERRIDES = [
-    *(one for one in SHORT if not one.startswith(("task.", "tracking"))),
+    *(setting for setting in SHORT if not setting.startswith(("task.", "tracking"))),
     *("task=prompts", "task.path=rows.jsonl", "task.verifier=mine.score"),
     *("trainer.num_threads=null", "tracking.uri=sqlite:///mlflow.db"),
 ]
@@ -83,51 +89,63 @@ OVERRIDES = [
 
 def start(forks: Forks, name: str, *overrides: str, gpu: str | None = None) -> JobProcess:
     """Start the job of these overrides in the directory of this name."""
-    directory = Path(name).resolve()
+    config = config_of(*OVERRIDES, *overrides)
+    return start_config(forks, Path(name).resolve(), config, overrides, gpu)
+
+
+def start_config(
+    forks: Forks,
+    directory: Path,
+    config: Config,
+    overrides: Sequence[str] = (),
+    gpu: str | None = None,
+) -> JobProcess:
     directory.mkdir()
-    config = plain_config(config_of(*OVERRIDES, *overrides))
     job = {
         "command": ["pgtk"],
         "sweep": "s",
         "directory": str(directory),
         "overrides": [*overrides],
-        "config": config,
+        "config": plain_config(config),
     }
     (directory / ".job.json").write_text(json.dumps(job))
     return forks.start(directory / ".job.json", directory / "output.log", gpu)
 
 
-def told_by(directory: Path) -> dict:
-    return json.loads(
-        Path(f"{json.loads((directory / 'status.json').read_text())['pid']}.json").read_text()
-    )
+def state_of_process(directory: Path) -> dict:
+    """Return what the verifier of a job has written about its process."""
+    pid = json.loads((directory / "status.json").read_text())["pid"]
+    return json.loads(Path(f"{pid}.json").read_text())
 
 
-def test_forked_jobs_are_those_that_are_started_alone(tmp_path, forks):
-    """Metrics, weights and moments, to the last bit; random states, environment, threads and
-    signals."""
+def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(tmp_path, forks):
+    """Also its random states, environment, threads and signals are the same."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
     assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "seed-1" / "output.log").read_text()
     alone = Command(
-        tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2", COUNTING: "0"}
+        tmp_path,
+        *OVERRIDES,
+        "seed=2",
+        environment={"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"},
     )
     assert "reward" in alone.end()
-    assert (
-        metrics_of(tmp_path / "seed-2")
-        == metrics_of(alone.directory)
-        != metrics_of(tmp_path / "seed-1")
-    )
+    assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory)
+    assert metrics_of(tmp_path / "seed-2") != metrics_of(tmp_path / "seed-1")
     assert_equal(checkpoint_of(tmp_path / "seed-2", 6), checkpoint_of(alone.directory, 6))
-    forked, one = told_by(tmp_path / "seed-2"), told_by(alone.directory)
-    assert forked["draws"] == one["draws"] != told_by(tmp_path / "seed-1")["draws"]
-    assert forked["threads"] == [2, sorted([*one["threads"][1], "launcher"])]
-    assert forked["blocked"] == one["blocked"] == []
-    assert forked["sockets"] == one["sockets"] + 1  # the line to the launcher
-    assert forked["environment"] == one["environment"] | {"CUDA_VISIBLE_DEVICES": "2"}
+    forked = state_of_process(tmp_path / "seed-2")
+    single = state_of_process(alone.directory)
+    assert forked["draws"] == single["draws"]
+    assert forked["draws"] != state_of_process(tmp_path / "seed-1")["draws"]
+    assert forked["threads"] == [2, sorted([*single["threads"][1], "launcher"])]
+    assert forked["blocked"] == single["blocked"] == []
+    assert forked["sockets"] == single["sockets"] + 1  # the socket to the launcher
+    assert forked["environment"] == single["environment"] | {"CUDA_VISIBLE_DEVICES": "2"}
 
 
-def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, forks):
-    """A thread would be missing in the jobs, with the locks that it held."""
+def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_when_stopped(
+    tmp_path, forks
+):
+    """A job would lack any further thread, but have the locks that it held."""
     pid = forks._process.pid
     long = start(forks, "long", "trainer.max_steps=5000", "trainer.checkpoint_every=5000")
     wait_until(lambda: (tmp_path / "long" / "metrics.jsonl").exists())
@@ -141,11 +159,14 @@ def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, f
     status = json.loads((tmp_path / "long" / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
     assert checkpoint_of(tmp_path / "long", status["step"])
+
+
+def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, forks):
     killed = start(forks, "killed", "trainer.max_steps=5000", "task.verifier=leaving.score")
     left = tmp_path / "left.txt"
     wait_until(lambda: left.exists() and left.read_text().endswith("."))
     process = psutil.Process(int(left.read_text().rstrip(".")))
-    psutil.Process(pid).children()[0].kill()
+    psutil.Process(forks._process.pid).children()[0].kill()
     assert killed.wait() == -signal.SIGKILL
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
 
@@ -156,23 +177,16 @@ def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypat
     missing.mkdir()
     (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
     forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
-    config = plain_config(config_of(*SHORT, "tracking=none", "trainer.max_steps=2"))
-    job = {
-        "command": ["pgtk"],
-        "sweep": "s",
-        "directory": str(tmp_path / "job"),
-        "overrides": [],
-        "config": config,
-    }
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / ".job.json").write_text(json.dumps(job))
-    status = forks.start(tmp_path / "job" / ".job.json", tmp_path / "job" / "output.log").wait()
-    assert (status, len(metrics_of(tmp_path / "job"))) == (0, 2), (
-        tmp_path / "job" / "output.log"
-    ).read_text()
+    directory = tmp_path / "job"
+    config = config_of(*SHORT, "tracking=none", "trainer.max_steps=2")
+    status = start_config(forks, directory, config).wait()
+    assert status == 0, (directory / "output.log").read_text()
+    assert len(metrics_of(directory)) == 2
 
 
-def test_a_killed_process_that_forks_is_said(forks):
+def test_the_death_of_the_process_that_forks_is_the_reason_of_its_jobs_and_refuses_the_next(
+    forks,
+):
     waiting = start(forks, "waiting")
     waiting.stop(signal.SIGTERM)
     forks._process.send_signal(signal.SIGKILL)
@@ -186,17 +200,17 @@ import os, sys
 def run_job(file):
     return {} if {} else 8
 """
-"""In the place of `pgtoolkit/launch/ranks.py`."""
+"""Replaces `pgtoolkit/launch/ranks.py`: a job ends with the first status if the condition holds."""
 
 
-def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
-    """That of its start: code that was changed since the first job is imported anew, by the jobs
-    that follow.
+def test_a_job_runs_the_code_of_its_start(tmp_path):
+    """Code that has changed since the first job is imported anew by the jobs that follow.
 
-    Where the home cannot be written, and matplotlib makes a folder for a while, a job leaves it to
-    those that follow.
+    Where the home cannot be written, matplotlib makes a temporary folder. A job that ends leaves it
+    to those that follow.
     """
-    shutil.copytree(Path(pgtoolkit.__file__).parent, package := tmp_path / "pgtoolkit")
+    package = tmp_path / "pgtoolkit"
+    shutil.copytree(Path(pgtoolkit.__file__).parent, package)
     (tmp_path / "temporary").mkdir()
     unwritable = {
         "HOME": "/proc/none",
@@ -216,35 +230,57 @@ def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
     assert [log.read_text() for log in logs] == [""] * 3
 
 
-class Recorded:
-    """In the place of `Forks`: what it is made with, and the GPU of each job, which ends when
-    `ended` holds it."""
+class RecordedForks:
+    """Takes the place of `Forks`, and starts no process.
 
-    made, started, ended = [], [], set()
+    Records the threads of the environment that it gets, and the GPU of each job. A job ends when
+    `ended` has its file.
+    """
 
-    def __init__(self, environment):
-        self.made.append(environment.get("OMP_NUM_THREADS"))
+    threads: ClassVar[list[str | None]]
+    gpus: ClassVar[list[str | None]]
+    ended: ClassVar[set[str]]
 
-    def start(self, file, log, gpu):
-        self.started.append(gpu)
-        return type("Job", (), {"poll": lambda job: 0 if file in self.ended else None})()
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.threads.append(environment.get("OMP_NUM_THREADS"))
+
+    def start(self, file: str, log: str, gpu: str | None) -> SimpleNamespace:
+        self.gpus.append(gpu)
+        return SimpleNamespace(poll=lambda: 0 if file in self.ended else None)
 
 
-def test_jobs_are_spread_over_gpus_and_divide_the_cores(monkeypatch):
-    monkeypatch.setattr(engines, "Forks", Recorded)
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordedForks]:
+    """Let the local engine use `RecordedForks`, on a machine of two GPUs and nine cores."""
+    RecordedForks.threads = []
+    RecordedForks.gpus = []
+    RecordedForks.ended = set()
+    monkeypatch.setattr(engines, "Forks", RecordedForks)
     monkeypatch.setattr(engines, "visible_gpus", lambda: ["2", "GPU-5a"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(9))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return RecordedForks
+
+
+def test_jobs_are_spread_over_gpus_and_take_the_place_of_those_that_ended(recorded):
     engine = engines.LocalEngine(n_jobs=1, jobs_per_gpu=2)
     assert engine.at_a_time == 4
-    engine.start([(name, "") for name in "abcd"])
-    assert Recorded.started == ["2", "GPU-5a", "2", "GPU-5a"]
-    Recorded.ended |= {"b", "d"}
+    engine.start([(file, "") for file in "abcd"])
+    assert recorded.gpus == ["2", "GPU-5a", "2", "GPU-5a"]
+    recorded.ended |= {"b", "d"}
     engine.start([("e", ""), ("f", "")])
-    assert Recorded.started[4:] == ["GPU-5a", "GPU-5a"]
+    assert recorded.gpus[4:] == ["GPU-5a", "GPU-5a"]
+
+
+def test_jobs_without_a_gpu_get_none(recorded):
+    engines.LocalEngine(n_jobs=2, jobs_per_gpu=None).start([("a", "")])
+    assert recorded.gpus == [None]
+
+
+def test_jobs_at_a_time_divide_the_cores_unless_the_environment_sets_threads(recorded, monkeypatch):
+    engines.LocalEngine(n_jobs=1, jobs_per_gpu=2)  # four at a time
     engines.LocalEngine(n_jobs=12, jobs_per_gpu=None)
     engines.LocalEngine(n_jobs=1, jobs_per_gpu=None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    engines.LocalEngine(n_jobs=2, jobs_per_gpu=None).start([("g", "")])
-    assert Recorded.made == ["2", "1", None, "7"]
-    assert Recorded.started[6:] == [None]
+    engines.LocalEngine(n_jobs=2, jobs_per_gpu=None)
+    assert recorded.threads == ["2", "1", None, "7"]

@@ -1,4 +1,5 @@
-"""The installed command as a process: signals, exit statuses, and what a killed run leaves."""
+"""Signals to the command as a process: its exit status, and a run directory that can be resumed to
+the same bits."""
 
 import json
 import shlex
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from builders.commands import Command
@@ -16,13 +18,14 @@ from pgtoolkit.cli import main
 LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
 
 
-def status_of(folder):
+def status_of(folder: Path) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, monkeypatch):
-    """The steps after the resume are bit-equal to those of a run that was never interrupted."""
+def test_a_run_that_a_signal_stopped_resumes_bit_equal_to_one_that_was_never_stopped(
+    tmp_path, monkeypatch
+):
     command = Command(tmp_path, *SHORT, *LONG)
     command.wait_for_steps(3)
     command.process.send_signal(signal.SIGTERM)
@@ -37,9 +40,9 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(["resume", "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]) == 0
     assert status_of(tmp_path / "run")["state"] == "done"
-    whole = run(tmp_path / "whole", f"trainer.max_steps={last}")
-    assert metrics_of(tmp_path / "run") == metrics_of(whole)
-    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole, last))
+    uninterrupted = run(tmp_path / "uninterrupted", f"trainer.max_steps={last}")
+    assert metrics_of(tmp_path / "run") == metrics_of(uninterrupted)
+    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(uninterrupted, last))
 
 
 @pytest.mark.parametrize(("start", "status", "step"), [("", 75, 2), ("nohup ", 0, 3)])
@@ -63,7 +66,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
         capture_output=True,
         text=True,
         timeout=120,
-        # also where nohup started the tests
+        # The default action, even if nohup started the tests.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
@@ -72,7 +75,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
     )
 
 
-INTERRUPTED_WHILE_IT_SPEAKS = """
+INTERRUPTED_WHILE_IT_WRITES = """
 import io, os, signal, sys
 from pgtoolkit.cli import main
 
@@ -87,8 +90,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_signal_while_a_line_is_written_disturbs_nothing(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_SPEAKS, *last_of_each_key(*SHORT, *LONG)]
+def test_a_signal_while_a_line_is_written_stops_after_the_step_without_a_traceback(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_WRITES, *last_of_each_key(*SHORT, *LONG)]
     command += [f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
@@ -174,7 +177,7 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
 
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_with_each_row_once(tmp_path, monkeypatch):
-    """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
+    # SIGKILL leaves rows after the last checkpoint, which the resumed run writes again.
     command = Command(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
     command.wait_for_steps(6)
     command.kill()
@@ -185,20 +188,20 @@ def test_a_killed_run_is_resumed_with_each_row_once(tmp_path, monkeypatch):
     assert steps == list(range(1, 10))
 
 
-def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path, monkeypatch, capsys):
+def test_a_numerical_failure_exits_with_4_and_names_the_documents_of_skipped_steps(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     broken = [
         "optimizer.learning_rate=1e5",
         "optimizer.weight_decay=10",
         "accumulation.docs_per_step=4",
     ]
-    assert (
-        main([*last_of_each_key(*SHORT, *broken, "optimizer.warmup_steps=0"), "hydra.run.dir=run"])
-        == 4
-    )
-    said = capsys.readouterr()
-    assert "not finite" in said.err
-    assert "prompt 2, completion 0" in said.out  # the step before was skipped, its documents named
+    overrides = last_of_each_key(*SHORT, *broken, "optimizer.warmup_steps=0")
+    assert main([*overrides, "hydra.run.dir=run"]) == 4
+    printed = capsys.readouterr()
+    assert "not finite" in printed.err
+    assert "prompt 2, completion 0" in printed.out
     assert status_of(tmp_path / "run")["state"] == "failed"
     rows = metrics_of(tmp_path / "run")
     assert all(abs(value) < float("inf") for row in rows for value in row.values())

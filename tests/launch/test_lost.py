@@ -1,5 +1,5 @@
-"""What becomes of runs whose node, disk, data or store gives out, or which a stranger has
-written."""
+"""Runs that lose a node, their disk or their data, and `pgtk continue`: the status and the exit say
+so, and what was saved is continued."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from builders.commands import wait_until
 from builders.runs import SHORT, last_of_each_key, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 
 PGTK = Path(sys.executable).with_name("pgtk")
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path):
-    """Two ranks that no common parent watches, as on two nodes; the first of them is killed."""
+def test_a_lost_node_is_named_in_the_log_and_the_status_of_the_run(tmp_path):
+    """Two ranks without a common parent, as on two nodes. The first is killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,10 +51,8 @@ def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path):
                 env=os.environ | {name: str(value) for name, value in place.items()},
             )
         )
-    rows, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, 120)
     ranks[0].send_signal(signal.SIGKILL)
     _, errors = ranks[1].communicate(timeout=60)
     assert ranks[1].returncode == 5
@@ -66,8 +65,8 @@ def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path):
     assert (tmp_path / "run" / "run.log").read_text().count(f"ERROR RankLost: {reason}") == 1
 
 
-def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, monkeypatch):
-    """As after a kill amid the imports, or a run that was refused before its first line."""
+def test_a_directory_without_a_configuration_is_free_for_a_run(tmp_path, monkeypatch):
+    """A kill during the imports leaves such a directory, and so does a refused run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     for name in ("run.log", "data.json", "overrides.yaml", "provenance.json"):
@@ -77,43 +76,48 @@ def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, m
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
-def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_done(
+OVERRIDES = last_of_each_key(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
+
+
+def test_continue_starts_a_run_and_continues_it_after_a_signal_bit_equal_to_an_uninterrupted_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    append_metrics = RunDirectory.append_metrics
+
+    def interrupt_after_step_3(
+        directory: RunDirectory, step: int, metrics: dict[str, float]
+    ) -> None:
+        append_metrics(directory, step, metrics)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "append_metrics", interrupt_after_step_3)
+        assert main(["continue", "my run", *OVERRIDES]) == 75
+    status = read_status(tmp_path / "my run")
+    assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGUSR2", 3)
+    assert main(["continue", "my run", *OVERRIDES]) == 0
+    uninterrupted = run(tmp_path / "uninterrupted", *OVERRIDES)
+    assert metrics_of(tmp_path / "my run") == metrics_of(uninterrupted)
+    assert not (tmp_path / "my run" / "drift.jsonl").exists()
+
+
+def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configuration(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    overrides = last_of_each_key(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
-    whole = run(tmp_path / "whole", *overrides)
-
-    def interrupt(step):
-        def append_metrics(self, number, metrics):
-            written(self, number, metrics)
-            if number == step:
-                os.kill(os.getpid(), signal.SIGUSR2)
-
-        from pgtoolkit.runs.directory import RunDirectory
-
-        written = RunDirectory.append_metrics
-        monkeypatch.setattr(RunDirectory, "append_metrics", append_metrics)
-
-    with monkeypatch.context():
-        interrupt(3)
-        assert main(["continue", "my run", *overrides]) == 75
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    status = read_status(tmp_path / "my run")
-    assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGUSR2", 3)
-    assert main(["continue", "my run", *overrides]) == 0
-    assert metrics_of(tmp_path / "my run") == metrics_of(whole)
-    assert not (tmp_path / "my run" / "drift.jsonl").exists()
+    run(tmp_path / "my run", *OVERRIDES)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")}
     capsys.readouterr()
-    assert main(["continue", "my run", *overrides]) == 0
+    assert main(["continue", "my run", *OVERRIDES]) == 0
     assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
-    assert main(["continue", "my run", *last_of_each_key(*overrides, "seed=5")]) == 2
-    # nor by a resume
-    refused = "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
-    assert capsys.readouterr().err.endswith(refused)
-    assert main(["continue", "my run", *overrides, "loss=grpo"]) == 2
+    assert main(["continue", "my run", *last_of_each_key(*OVERRIDES, "seed=5")]) == 2
+    # A resume would refuse another seed as well, so only another directory is suggested.
+    assert capsys.readouterr().err.endswith(
+        "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
+    )
+    assert main(["continue", "my run", *OVERRIDES, "loss=grpo"]) == 2
     assert capsys.readouterr().err.endswith(
         "Use another directory, or pgtk resume 'my run' loss=grpo.\n"
     )
@@ -121,7 +125,7 @@ def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_do
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")} == before
 
 
-FILLED = """
+DISK_FILLED_AT_STEP_2 = """
 import sys
 from pathlib import Path
 from pgtoolkit.cli import main
@@ -131,7 +135,7 @@ written = RunDirectory.append_metrics
 
 def append_metrics(self, step, metrics):
     written(self, step, metrics)
-    if step == 2:  # of a disk of 3 MiB nothing is left
+    if step == 2:
         with open("filled", "wb") as file:
             try:
                 while True:
@@ -146,7 +150,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
+def test_the_status_of_a_run_on_a_full_disk_is_failed(tmp_path):
     mount = f"mount -t tmpfs -o size=3m none {tmp_path} && cd {tmp_path} && "
     if subprocess.run(
         ["unshare", "-rm", "sh", "-c", f"{mount} true"], capture_output=True
@@ -155,7 +159,7 @@ def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
     train = [
         sys.executable,
         "-c",
-        FILLED,
+        DISK_FILLED_AT_STEP_2,
         *last_of_each_key(*SHORT, "trainer.keep_checkpoints=1"),
         "hydra.run.dir=run",
     ]
@@ -170,7 +174,9 @@ def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
     assert "No space left on device" in status["reason"]
 
 
-def test_a_resumed_run_writes_to_no_folder_that_only_its_file_names(tmp_path, monkeypatch, capsys):
+def test_a_resume_writes_to_no_outside_folder_that_only_the_run_s_file_names(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     folder = run(tmp_path / "run", "trainer.max_steps=1", "rollout.save_path=elsewhere")
     (tmp_path / "elsewhere").rename(tmp_path / "kept")
@@ -187,7 +193,7 @@ def test_a_resumed_run_writes_to_no_folder_that_only_its_file_names(tmp_path, mo
     assert main(["resume", "run", "trainer.max_steps=5"]) == 0
 
 
-def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(
+def test_data_that_ends_before_the_last_step_ends_the_run_which_can_be_resumed_with_more_epochs(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -212,14 +218,15 @@ def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(
         "aggregation=token_mean",
     ]
     assert main([*recorded, "hydra.run.dir=run"]) == 0
-    status, said = read_status(tmp_path / "run"), capsys.readouterr().out
+    printed = capsys.readouterr().out
+    status = read_status(tmp_path / "run")
     assert (status["state"], status["step"]) == ("done", 3)
     assert (
         status["reason"]
         == "the data ended after step 3 of 5: rollout.epochs=1 is how often it is read"
     )
-    assert status["reason"] in said
-    assert "resume run rollout.epochs=2\n" in said
+    assert status["reason"] in printed
+    assert "resume run rollout.epochs=2\n" in printed
     assert main(["resume", "run", "rollout.epochs=2"]) == 0
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert read_status(tmp_path / "run")["reason"] is None

@@ -1,5 +1,5 @@
-"""Runs over several nodes as docs/rollouts.md types them: launchers of their own, and servers that
-run already."""
+"""Runs over several nodes, as docs/rollouts.md types them: they pass the checks, and two nodes
+train like one process, also with a server that runs already."""
 
 import contextlib
 import os
@@ -8,6 +8,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from pgtoolkit.launch.check import check_run
 PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
 
 
-def documented() -> list[tuple[str, ...]]:
-    """The overrides of each run on the page, after its variables; of `pgtk`, and of torchrun and
-    srun."""
-    commands, variables = [], {"HOME": "/home/user"}
+def documented_runs() -> list[tuple[str, ...]]:
+    """Return the overrides of each run on the page, also of those under torchrun and srun, with the
+    page's variables replaced."""
+    commands = []
+    variables = {"HOME": "/home/user"}
     for block in re.findall(r"```(?:bash)?\n(.*?)```", PAGE, flags=re.DOTALL):
         block = block.replace("\\\n", " ")
         for name, value in re.findall(
@@ -47,13 +49,15 @@ def documented() -> list[tuple[str, ...]]:
     return commands
 
 
-def test_every_documented_run_passes_the_checks(tmp_path, monkeypatch):
-    """But for what a machine must have: GPUs, vLLM, a package of its own for mathematics."""
+def test_every_run_on_the_page_passes_the_checks(tmp_path, monkeypatch):
+    """GPUs and vLLM are not looked for, and math_verify, which may be missing, is replaced."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "10=", "answer": "2"}\n')
     save_with_tokenizer(small_llama(num_attention_heads=4, num_hidden_layers=2), tmp_path / "qwen")
-    commands = documented()
-    sizes = [tuple(re.findall(r"(\w+)_parallel=(\d+)", " ".join(one))) for one in commands]
+    commands = documented_runs()
+    sizes = [
+        tuple(re.findall(r"(\w+)_parallel=(\d+)", " ".join(overrides))) for overrides in commands
+    ]
     assert {(), (("data", "8"),), (("tensor", "4"),), (("data", "16"),), (("data", "32"),)} <= {
         *sizes
     }
@@ -68,23 +72,16 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def trained_on_two_nodes(folder: Path, *overrides: str) -> Path:
-    """The run of two launchers of torchrun, one of each node, with a rank each."""
-    port, streams = (
-        free_port(),
-        {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
-    )
-    own = (
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-    )
+def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
+    """Train with two launchers of torchrun, one for each node, with a rank each."""
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        *own,
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
         "--local-addr=127.0.0.1",
         "-m",
         "pgtoolkit.cli",
@@ -93,30 +90,33 @@ def trained_on_two_nodes(folder: Path, *overrides: str) -> Path:
         *last_of_each_key(*overrides, "parallelism.data_parallel=2"),
         f"hydra.run.dir={folder}/run",
     ]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
     shown = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], shown
     return folder / "run"
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    rows, others = metrics_of(found), metrics_of(expected)
-    assert len(rows) == len(others) > 0
-    for row, other in zip(rows, others, strict=True):
+def assert_same_metrics(folder: Path, expected: Path) -> None:
+    """Assert that two runs have the same rewards, losses, tokens and gradients but for rounding."""
+    rows = metrics_of(folder)
+    expected_rows = metrics_of(expected)
+    assert len(rows) == len(expected_rows) > 0
+    for row, expected_row in zip(rows, expected_rows, strict=True):
         for key in ("reward", "loss", "num_tokens", "grad_norm"):
-            assert row[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
+            assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-6), key
 
 
 @pytest.mark.slow
 def test_two_nodes_sample_and_train_as_one_process_does(tmp_path):
     more = ("trainer.max_steps=4", "trainer.device=cpu")
-    found = trained_on_two_nodes(tmp_path, *SHORT, *more, "parallelism=fsdp")
-    assert_same(found, run_on_ranks(tmp_path / "one", [*SHORT, *more]))
+    on_two_nodes = train_on_two_nodes(tmp_path, *SHORT, *more, "parallelism=fsdp")
+    assert_same_metrics(on_two_nodes, run_on_ranks(tmp_path / "one", [*SHORT, *more]))
 
 
 @contextlib.contextmanager
-def running_server(model: Path, port: int):
-    """As the page starts one; its own child ends with it."""
+def running_server(model: Path, port: int) -> Iterator[str]:
+    """Run a server as the page starts one, and yield its address."""
     section = PAGE.partition("## Running servers")[2]
     typed = (
         re.search(r"vllm serve FOLDER (.*?)```", section, flags=re.DOTALL)
@@ -135,7 +135,7 @@ def running_server(model: Path, port: int):
 
 
 @pytest.mark.slow
-def test_two_nodes_train_on_what_a_server_samples_that_runs_already(tmp_path):
+def test_two_nodes_with_a_server_that_runs_already_train_as_one_process_does(tmp_path):
     model = save_llama(tmp_path / "model")
     settings = with_model(model, "trainer.device=cpu", "model.dtype=float32", "trainer.max_steps=4")
     settings += [
@@ -144,9 +144,9 @@ def test_two_nodes_train_on_what_a_server_samples_that_runs_already(tmp_path):
         f"sampler.weights_folder={tmp_path}/weights",
     ]
     with running_server(model, free_port()) as url:
-        found = trained_on_two_nodes(
+        on_two_nodes = train_on_two_nodes(
             tmp_path, *settings, f"sampler.urls=[{url}]", "parallelism=fsdp"
         )
         expected = run_on_ranks(tmp_path / "one", [*settings, f"sampler.urls=[{url}]"])
-    assert_same(found, expected)
+    assert_same_metrics(on_two_nodes, expected)
     assert list((tmp_path / "weights").iterdir()) == []

@@ -1,21 +1,23 @@
-"""What becomes of a run of several processes when one of them is killed, stopped, frozen or started
-wrongly.
+"""A run of several processes of which one is killed, stopped, frozen or started wrongly ends in
+time, with the reason in its status.
 
-Every case is the installed command with real processes, and bounded in time.
+Every case is the installed command with real processes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from builders.commands import PGTK, Command
 from builders.runs import SHORT, last_of_each_key, metrics_of
+from builders.stores import free_port
 
 pytestmark = pytest.mark.slow
 LONG = (
@@ -43,16 +45,18 @@ class Run(Command):
         super().kill()
 
 
-def listening(process: int) -> list:
+def listening_addresses(pid: int) -> list[str]:
+    """Return the addresses at which a process listens to the network."""
+    connections = psutil.Process(pid).net_connections("inet")
     return [
-        one
-        for one in psutil.Process(process).net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
+        connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN
     ]
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Return a function that starts a run and waits for its first steps; the runs end with the
+    test."""
     runs = []
 
     def begin(*words: str, steps: int = 2) -> Run:
@@ -65,8 +69,8 @@ def start(tmp_path):
         run.kill()
 
 
-def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start):
-    """First to one rank alone, then, in the resumed run, to the command."""
+def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_can_be_resumed(start):
+    """The signal goes to one rank alone, and in the resumed run to the command."""
     run = start(*SHORT, *LONG)
     os.kill(run.rank(1).pid, signal.SIGTERM)
     shown = run.end(60)
@@ -92,7 +96,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
 
 
 def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start):
-    """To all at once, as a terminal sends it; a worker's interpreter is still starting."""
+    """A terminal sends it to all processes at once, while the interpreter of a worker starts."""
     run = start(*SHORT, *LONG, steps=0)
     run.wait_for(run.workers)
     time.sleep(0.2)
@@ -104,13 +108,14 @@ def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start):
     assert "pgtk resume" in shown
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(start):
-    """Rank 0, which cannot write down itself how it ended. Until then nothing listened to the
-    network."""
+def test_a_run_listens_on_the_loopback_interface_alone_and_names_a_killed_rank(start):
+    """The killed rank is 0, which would have written the status itself."""
     run = start(*SHORT, *LONG)
-    sockets = [one for process in (run.process, *run.workers()) for one in listening(process.pid)]
-    assert len(sockets) > 2  # the store, and gloo in each worker
-    assert {one.laddr.ip for one in sockets} == {"127.0.0.1"}
+    addresses = []
+    for process in (run.process, *run.workers()):
+        addresses += listening_addresses(process.pid)
+    assert len(addresses) > 2  # the store, and gloo in each worker
+    assert set(addresses) == {"127.0.0.1"}
     run.rank(0).kill()
     shown = run.end(60)
     assert run.process.returncode == 5, shown
@@ -121,7 +126,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(start):
     assert "rank 0 was ended by SIGKILL" in run.status["reason"]
 
 
-def test_a_frozen_rank_ends_the_run_in_time(start):
+def test_a_frozen_rank_ends_the_run_within_the_timeout(start):
     run = start(*SHORT, *LONG, "parallelism.timeout_seconds=4")
     began = time.monotonic()
     run.rank(1).suspend()
@@ -144,51 +149,51 @@ def test_workers_whose_command_was_killed_save_and_end(start):
     assert (run.status["state"], run.status["reason"]) == ("interrupted", "the end of its launcher")
 
 
-def test_ranks_of_a_launcher_train_together_and_a_wrong_number_of_them_is_refused(tmp_path):
-    """As torchrun starts them: one environment for each."""
+def start_rank(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
+    """Start a rank of two that train in folder/run, as torchrun starts it."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    overrides = last_of_each_key(*SHORT, "parallelism=ddp", "trainer.max_steps=2")
+    return subprocess.Popen(
+        [PGTK, *overrides, f"hydra.run.dir={folder / 'run'}"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {name: str(value) for name, value in variables.items()},
+    )
 
-    def begin(rank: int, size: int, *overrides: str) -> subprocess.Popen:
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        return subprocess.Popen(
-            [
-                PGTK,
-                *last_of_each_key(*SHORT, *overrides, "trainer.max_steps=2"),
-                f"hydra.run.dir={tmp_path / 'run'}",
-            ],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    wrong = begin(0, 3, "parallelism=ddp")
-    _, errors = wrong.communicate(timeout=60)
-    assert wrong.returncode == 2
+def run_two_ranks(folder: Path) -> tuple[list[int], list[tuple[str, str]]]:
+    """Return the exit statuses of two ranks, and output and errors of each."""
+    port = free_port()
+    ranks = [start_rank(folder, rank, 2, port) for rank in range(2)]
+    printed = [rank.communicate(timeout=120) for rank in ranks]
+    return [rank.returncode for rank in ranks], printed
+
+
+def test_a_wrong_number_of_ranks_is_refused(tmp_path):
+    rank = start_rank(tmp_path, 0, 3, free_port())
+    _, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 2
     assert "WORLD_SIZE=3 needs the product of the parallel sizes, 2 = " in errors
     assert not (tmp_path / "run").exists()
-    ranks = [begin(rank, 2, "parallelism=ddp") for rank in range(2)]
-    (shown, errors), (others, other_errors) = (
-        process.communicate(timeout=120) for process in ranks
-    )
-    assert [process.returncode for process in ranks] == [0, 0], errors + other_errors
+
+
+def test_ranks_of_a_launcher_train_together_and_refuse_a_directory_that_has_a_run(tmp_path):
+    statuses, ((shown, errors), others) = run_two_ranks(tmp_path)
+    assert statuses == [0, 0], errors + others[1]
     assert shown.count("step 2/2") == 1
-    assert (others, other_errors) == ("", "")
+    assert others == ("", "")
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    # Now rank 0 alone sees that the directory is taken.
-    ranks = [begin(rank, 2, "parallelism=ddp") for rank in range(2)]
-    (_, errors), others = (process.communicate(timeout=120) for process in ranks)
-    assert [process.returncode for process in ranks] == [2, 2], errors + others[1]
+    # Rank 0 alone sees that the directory is taken, and both end.
+    statuses, ((_, errors), others) = run_two_ranks(tmp_path)
+    assert statuses == [2, 2], errors + others[1]
     assert "needs a directory without a run (got one with config.yaml)" in errors
     assert others == ("", "")

@@ -1,10 +1,13 @@
-"""How processes find their place, and how `pgtk` starts them."""
+"""A process finds its rank in the variables of torchrun or srun, and the end of a worker becomes
+the end of the run."""
 
 import errno
 import pickle
 import re
 import signal
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -31,15 +34,19 @@ VARIABLES = (
 
 
 @pytest.fixture
-def environment(monkeypatch):
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Unset the variables of launchers; return a function that sets some of them."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return lambda **variables: [
-        monkeypatch.setenv(name, value) for name, value in variables.items()
-    ]
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_variables
 
 
-def test_a_process_started_alone_has_no_place(environment):
+def test_a_process_that_no_launcher_started_has_no_rank(environment):
     assert joined() is None
     environment(WORLD_SIZE="1", RANK="0")
     assert joined() is None
@@ -47,12 +54,12 @@ def test_a_process_started_alone_has_no_place(environment):
     assert joined() is None
 
 
-def test_the_place_that_torchrun_gives(environment):
+def test_a_process_of_torchrun_has_the_rank_and_the_address_of_its_variables(environment):
     environment(RANK="5", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="head", MASTER_PORT="1234")
     assert joined() == Rank(number=5, world_size=8, local=1, address="head", port=1234)
 
 
-def test_the_place_that_srun_gives(environment):
+def test_a_process_of_srun_has_its_rank_and_the_address_of_the_first_node(environment):
     environment(
         SLURM_PROCID="5",
         SLURM_STEP_NUM_TASKS="8",
@@ -66,15 +73,15 @@ def test_the_place_that_srun_gives(environment):
 
 
 @pytest.mark.parametrize(
-    ("variables", "shows"),
+    ("variables", "message"),
     [
         ({"WORLD_SIZE": "x", "RANK": "0"}, "WORLD_SIZE=x needs a whole number >= 0 (got x)"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 needs a rank below WORLD_SIZE=2 (got 2)"),
     ],
 )
-def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
+def test_a_rank_that_is_no_number_or_too_large_is_refused(environment, variables, message):
     environment(**variables)
-    with pytest.raises(ConfigError, match=re.escape(shows)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         joined()
 
 
@@ -87,14 +94,16 @@ def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
         ("n1", "n1"),
     ],
 )
-def test_the_first_of_a_list_of_nodes(nodes, first):
+def test_the_first_node_of_a_list_of_slurm_is_its_first_name_and_number(nodes, first):
     assert first_host(nodes) == first
 
 
-def work(monkeypatch, tmp_path, error):
-    """The status of a worker in which training raises an error, and what it was to train."""
+def run_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException
+) -> tuple[int, worker.Training]:
+    """Run a worker in which training raises an error; return its exit status, and its task."""
 
-    def train(training, place):
+    def train(training: worker.Training, rank: Rank) -> None:
         raise error
 
     monkeypatch.setattr(worker, "train_as_rank", train)
@@ -104,29 +113,29 @@ def work(monkeypatch, tmp_path, error):
     return worker.main(tmp_path), training
 
 
-def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypatch, tmp_path):
+def test_ctrl_c_while_workers_start_interrupts_the_run(environment, monkeypatch, tmp_path):
     environment(RANK="0", WORLD_SIZE="2")
-    status, training = work(monkeypatch, tmp_path, KeyboardInterrupt())
+    status, training = run_worker(monkeypatch, tmp_path, KeyboardInterrupt())
     assert status == 130
     assert list(tmp_path.glob("rank-*")) == []
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
     recorded = stop_signals_recorded(config_of("seed=1"), training.run_dir, [])
-    said = r"stopped as asked \(SIGINT\); the run is interrupted at step 0. Continue with:"
-    with pytest.raises(Interrupted, match=said), recorded:
+    message = r"stopped as asked \(SIGINT\); the run is interrupted at step 0. Continue with:"
+    with pytest.raises(Interrupted, match=message), recorded:
         _conclude(tmp_path, processes, [signal.SIGINT], [], training)
     assert read_status(training.run_dir)["reason"] == "SIGINT"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path, rank):
+def test_a_full_disk_in_a_worker_is_the_error_of_the_run(environment, monkeypatch, tmp_path, rank):
     environment(RANK=str(rank), WORLD_SIZE="2")
     full = OSError(errno.ENOSPC, "No space left on device", "outputs/x")
-    status, training = work(monkeypatch, tmp_path, full)
+    status, training = run_worker(monkeypatch, tmp_path, full)
     assert status == 6
-    said = (
-        "" if rank == 0 else "rank 1: "
-    ) + "outputs/x cannot be read or written: No space left on device"
-    with pytest.raises(StorageError, match=f"^{said}$"):
+    message = "outputs/x cannot be read or written: No space left on device"
+    if rank == 1:
+        message = f"rank 1: {message}"
+    with pytest.raises(StorageError, match=f"^{message}$"):
         _conclude(tmp_path, {rank: SimpleNamespace(returncode=6)}, [], [], training)
 
 

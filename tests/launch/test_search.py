@@ -1,5 +1,5 @@
-"""A sweep whose values Optuna proposes: what they are drawn from, and that the same results lead to
-the same values."""
+"""A sweep whose values Optuna proposes: they lie within the typed ranges, and the same results lead
+to the same values."""
 
 import pytest
 
@@ -23,7 +23,7 @@ SEARCHED = [
 ]
 
 
-def test_values_are_drawn_from_what_was_typed():
+def test_typed_ranges_and_lists_become_the_axes_of_a_search():
     search = compose_sweep(SEARCHED).search
     assert search.fixed == ["loss=grpo"]
     assert search.axes == {
@@ -39,7 +39,7 @@ def test_values_are_drawn_from_what_was_typed():
     )
 
 
-def test_an_axis_of_a_file_is_replaced_by_what_is_typed(tmp_path):
+def test_a_typed_value_replaces_the_axis_of_a_sweep_file(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, override hydra/sweeper: optuna_search, _self_]\n"
         "hydra: {sweeper: {params: {seed: 'interval(1, 9)', loss: 'grpo,gspo'}}}\n"
@@ -48,30 +48,30 @@ def test_an_axis_of_a_file_is_replaced_by_what_is_typed(tmp_path):
     assert (search.axes, search.fixed) == ({"seed": Axis(low=1, high=9)}, ["loss=cispo"])
 
 
-def test_the_same_results_lead_to_the_same_values():
+def search_by_epsilon() -> list[tuple[int, list[list[str]]]]:
+    """Search for the best epsilon_low, with a failure of each job of seed 3; return the batches of
+    jobs, each with the number of its first job."""
+    batches = []
+
+    def run(jobs: list[list[str]], first: int) -> list[float | None]:
+        batches.append((first, jobs))
+        values = [dict(override.split("=") for override in job) for job in jobs]
+        return [None if job["seed"] == "3" else float(job["loss.epsilon_low"]) for job in values]
+
+    run_search(compose_sweep(SEARCHED).search, run)
+    return batches
+
+
+def test_proposed_values_lie_within_the_axes_and_are_the_same_for_the_same_results():
     pytest.importorskip("optuna")
-
-    def searched():
-        launched = []
-
-        def run(jobs, first):
-            launched.append((first, jobs))
-            values = [dict(override.split("=") for override in job) for job in jobs]
-            return [
-                None if job["seed"] == "3" else float(job["loss.epsilon_low"]) for job in values
-            ]
-
-        run_search(compose_sweep(SEARCHED).search, run)
-        return launched
-
-    launched = searched()
-    assert [(first, len(jobs)) for first, jobs in launched] == [(0, 5), (5, 5), (10, 2)]
-    for _, jobs in launched:
+    batches = search_by_epsilon()
+    assert [(first, len(jobs)) for first, jobs in batches] == [(0, 5), (5, 5), (10, 2)]
+    for _, jobs in batches:
         for job in jobs:
-            chosen = dict(override.split("=") for override in job)
-            assert chosen["loss"] == "grpo"
-            assert chosen["seed"] in ("1", "3", "5", "7")
-            assert 1e-4 <= float(chosen["loss.epsilon_low"]) <= 1e-2
-            assert chosen["aggregation"] in ("constant", "token_mean")
-            assert 2 <= int(chosen["rollout.group_size"]) <= 8
-    assert searched() == launched
+            values = dict(override.split("=") for override in job)
+            assert values["loss"] == "grpo"
+            assert values["seed"] in ("1", "3", "5", "7")
+            assert 1e-4 <= float(values["loss.epsilon_low"]) <= 1e-2
+            assert values["aggregation"] in ("constant", "token_mean")
+            assert 2 <= int(values["rollout.group_size"]) <= 8
+    assert search_by_epsilon() == batches

@@ -1,4 +1,4 @@
-"""`pgtk solutions`: rows that experiment=sft takes, of problems that are not held out."""
+"""`pgtk solutions` writes rows that experiment=sft trains on, of problems that are not held out."""
 
 import json
 
@@ -9,28 +9,21 @@ from pgtoolkit.cli import main
 from pgtoolkit.tasks.generated import is_held_out
 
 
-def solutions(capsys, *arguments, status=0):
+def solutions(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Return the output of the command, or the message of a refusal if the status is not 0."""
     assert main(["solutions", *map(str, arguments)]) == status
     printed = capsys.readouterr()
     return printed.err if status else printed.out
 
 
-def test_rows_are_the_worked_answers_and_are_trained_as_a_policy_would_write_them(tmp_path, capsys):
+def test_rows_are_worked_answers_which_sft_trains_on_as_prompt_and_completion(tmp_path, capsys):
     file = tmp_path / "train.jsonl"
-    said = solutions(
-        capsys,
-        file,
-        "task=chain_sum",
-        "task.min_terms=2",
-        "task.max_terms=2",
-        "seed=7",
-        "--count",
-        300,
-    )
+    task = ("task=chain_sum", "task.min_terms=2", "task.max_terms=2", "seed=7")
+    printed = solutions(capsys, file, *task, "--count", 300)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     different = len({row["prompt"] for row in rows})
     assert different < len(rows) == 300
-    assert said.startswith(
+    assert printed.startswith(
         f"300 rows of task=chain_sum with seed 7, {different} of them different: "
     )
     for row in rows:
@@ -53,7 +46,7 @@ def test_rows_are_the_worked_answers_and_are_trained_as_a_policy_would_write_the
         assert decode(document.tokens[document.loss_mask]) == row["completion"] + "<end>"
 
 
-def test_prompts_of_a_file_are_each_written_once(tmp_path, capsys):
+def test_each_prompt_of_a_file_is_written_once(tmp_path, capsys):
     chat = [{"role": "user", "content": "7 * 7?"}]
     asked = [{"prompt": "6 * 7?", "answer": 42}, {"prompt": chat, "answer": "49"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))

@@ -1,5 +1,5 @@
-"""Sweeps without their processes: which job is which, where it may write, what is checked before
-the first starts."""
+"""Sweeps without their processes: the directory and the state of each job, where it may write, and
+the checks before the first job starts."""
 
 import json
 import re
@@ -25,29 +25,31 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
 
 
-def refused(capsys, *arguments):
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the message of a command that is refusal."""
     assert main(list(arguments)) == 2
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err + out.out
-    return out.err or out.out
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    return printed.err or printed.out
 
 
-# Which job is which
+# The state of a job
 
 
-def test_the_digest_is_that_of_the_saved_configuration(tmp_path):
+def test_a_configuration_has_the_same_digest_after_it_was_saved_and_read(tmp_path):
     config = config_of("seed=3")
     with RunDirectory(tmp_path) as run:
         run.write_config(plain_config(config), [])
     assert digest(read_resolved(tmp_path)) == digest(plain_config(config))
 
 
-def planned(*overrides):
+def job_with(*overrides: str) -> Job:
     return Job("job", list(overrides), compose(list(overrides)).config)
 
 
-def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
-    job, folder = planned("seed=1"), tmp_path / "job"
+def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
+    job = job_with("seed=1")
+    folder = tmp_path / "job"
     job.update_from(tmp_path)
     assert (job.status, job.step) == ("pending", 0)
     with RunDirectory(folder) as run:
@@ -66,16 +68,16 @@ def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
         assert (job.status, job.reason, job.step) == (state, "why", 5)
 
 
-def test_another_configuration_in_the_directory_is_refused(tmp_path):
-    job = planned("seed=1")
+def test_another_or_a_damaged_configuration_in_the_directory_of_a_job_is_refused(tmp_path):
+    job = job_with("seed=1")
     with RunDirectory(tmp_path / "job") as run:
         run.write_config(
-            plain_config(planned("seed=1", "tracking=none", "trainer.checkpoint_every=3").config),
+            plain_config(job_with("seed=1", "tracking=none", "trainer.checkpoint_every=3").config),
             [],
         )
     job.update_from(tmp_path)
     with RunDirectory(tmp_path / "job") as run:
-        run.write_config(plain_config(planned("seed=1", "trainer.max_steps=900").config), [])
+        run.write_config(plain_config(job_with("seed=1", "trainer.max_steps=900").config), [])
     with pytest.raises(ConfigError, match=r"got one with trainer\.max_steps=900, not 300"):
         job.update_from(tmp_path)
     (tmp_path / "job" / "config.yaml").write_text("seed: [")
@@ -83,85 +85,107 @@ def test_another_configuration_in_the_directory_is_refused(tmp_path):
         job.update_from(tmp_path)
 
 
-def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alone(tmp_path):
-    whole = train_short(tmp_path / "whole")
-    failed = copy_as_of(whole, 4, tmp_path / "failed")
+def test_a_failed_job_continues_from_its_checkpoint_and_a_finished_one_is_left_alone(tmp_path):
+    uninterrupted = train_short(tmp_path / "uninterrupted")
+    failed = copy_as_of(uninterrupted, 4, tmp_path / "failed")
     with RunDirectory(failed) as run:
         run.set_status("failed", 4, "OSError: the disk was full")
     train_job(config_of(*SHORT), failed, [], "mine")
     status = read_status(failed)
     assert (status["state"], status["step"], status["sweep"]) == ("done", 6, "mine")
-    assert metrics_of(failed) == metrics_of(whole)
-    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (failed, whole)]
-    # with their times
-    assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2
-    assert_equal(checkpoint_of(failed, 6), checkpoint_of(whole, 6))
+    assert metrics_of(failed) == metrics_of(uninterrupted)
+    # The rows of the first four steps are kept with their times; the others are new.
+    rows = (failed / "metrics.jsonl").read_text().splitlines()
+    first_rows = (uninterrupted / "metrics.jsonl").read_text().splitlines()
+    kept = [row == first_row for row, first_row in zip(rows, first_rows, strict=True)]
+    assert kept == [True] * 4 + [False] * 2
+    assert_equal(checkpoint_of(failed, 6), checkpoint_of(uninterrupted, 6))
     before = {file: file.stat().st_mtime_ns for file in failed.rglob("*")}
     train_job(config_of(*SHORT), failed, [], "mine")
     assert {file: file.stat().st_mtime_ns for file in failed.rglob("*")} == before
 
 
-def test_a_sweep_is_held_by_one_launcher(tmp_path):
-    sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": planned("seed=1")})
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """Save a sweep of one job."""
+    sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": job_with("seed=1")})
     with sweep.held():
         sweep.save()
-        with (
-            pytest.raises(ConfigError, match="in use by process"),
-            Sweep(tmp_path / "s", []).held(),
-        ):
-            pass
-    saved = json.loads((tmp_path / "s" / "sweep.json").read_text())
-    assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])
-    assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= saved[
-        "jobs"
-    ][0].keys()
-    (other := planned("seed=2")).directory = "other"
-    again = Sweep(tmp_path / "s", [], jobs={"other": other})
-    with again.held():
-        again.save()  # jobs of an earlier command stay listed
-        before = (tmp_path / "s" / "sweep.json").stat().st_mtime_ns
-        other.status = "failed"
-        again.add(other)
-        other.status = "done"
-        again.add(other)  # a line each: the whole file would be rewritten once a job
-        assert (tmp_path / "s" / "sweep.json").stat().st_mtime_ns == before
-        states = [(job["name"], job["status"]) for job in read_sweep(tmp_path / "s")["jobs"]]
-        assert states == [("job", "pending"), ("other", "done")]
-        again.save()
-    assert not (tmp_path / "s" / "sweep.jsonl").exists()
-    assert [(job["name"], job["status"]) for job in read_sweep(tmp_path / "s")["jobs"]] == states
-    (tmp_path / "s" / "sweep.json").write_text('{"jobs": 3}')
-    with pytest.raises(StorageError, match=r"sweep\.json is damaged"), again.held():
+    return sweep
+
+
+def states_of_jobs(folder: Path) -> list[tuple[str, str]]:
+    return [(job["name"], job["status"]) for job in read_sweep(folder)["jobs"]]
+
+
+def test_a_sweep_that_a_launcher_holds_is_refused_to_another(sweep):
+    with (
+        sweep.held(),
+        pytest.raises(ConfigError, match="in use by process"),
+        Sweep(sweep.folder, []).held(),
+    ):
         pass
 
 
-# What is checked before the first job starts
+def test_the_file_of_a_sweep_has_its_command_and_its_jobs(sweep):
+    saved = json.loads((sweep.folder / "sweep.json").read_text())
+    assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])
+    (job,) = saved["jobs"]
+    assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= job.keys()
 
 
-def test_the_same_command_finds_its_folder_again():
-    def folder(*overrides):
-        return str(check(list(overrides), multirun=True).sweep.folder)
-
-    assert folder("seed=1,2", "loss=grpo,gspo") == "outputs/sweeps/seed-1-2_loss-grpo-gspo"
-    assert folder("tracking=none", "loss=grpo", "seed=1,2") == "outputs/sweeps/seed-1-2_loss-grpo"
-    assert folder("hydra.launcher.n_jobs=2", "seed=range(3)") == "outputs/sweeps/seed-range-3"
-    assert folder("seed=1,2", "hydra.sweep.dir=mine/now") == "mine/now"
-    file = sweep_file("metrics_cost")
-    assert check([], True, sweep_file=file).sweep.folder == Path("outputs/sweeps/metrics_cost")
-    assert check(["seed=1"], True, sweep_file=file).sweep.folder == Path(
-        "outputs/sweeps/metrics_cost_seed-1"
-    )
-
-
-def test_directories_are_named_by_what_varies_and_do_not_depend_on_the_order():
-    one = check(["aggregation=constant", "seed=1,2", "loss=grpo"], True).sweep.jobs
-    assert [re.fullmatch(r"seed-\d-[0-9a-f]{8}", name) is not None for name in one] == [True, True]
-    other = check(["loss=grpo", "aggregation=constant", "seed=2,1,3"], True).sweep.jobs
-    assert set(one) < set(other)
-    assert [job.config.tracking.run_name for job in one.values()] == ["seed-1", "seed-2"]
+def test_jobs_of_an_earlier_command_stay_in_the_file_and_each_new_state_is_one_line(sweep):
+    other = job_with("seed=2")
+    other.directory = "other"
+    later = Sweep(sweep.folder, [], jobs={"other": other})
+    expected = [("job", "pending"), ("other", "done")]
+    with later.held():
+        later.save()
+        before = (sweep.folder / "sweep.json").stat().st_mtime_ns
+        for status in ("failed", "done"):
+            other.status = status
+            later.add(other)
+        assert (sweep.folder / "sweep.json").stat().st_mtime_ns == before
+        assert states_of_jobs(sweep.folder) == expected
+        later.save()
+    assert not (sweep.folder / "sweep.jsonl").exists()
+    assert states_of_jobs(sweep.folder) == expected
 
 
-def test_a_job_is_found_again_where_something_else_varied(tmp_path):
+def test_a_damaged_file_of_a_sweep_is_refused(sweep):
+    (sweep.folder / "sweep.json").write_text('{"jobs": 3}')
+    with pytest.raises(StorageError, match=r"sweep\.json is damaged"), sweep.held():
+        pass
+
+
+# The checks before the first job starts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "file", "folder"),
+    [
+        (["seed=1,2", "loss=grpo,gspo"], None, "outputs/sweeps/seed-1-2_loss-grpo-gspo"),
+        (["tracking=none", "loss=grpo", "seed=1,2"], None, "outputs/sweeps/seed-1-2_loss-grpo"),
+        (["hydra.launcher.n_jobs=2", "seed=range(3)"], None, "outputs/sweeps/seed-range-3"),
+        (["seed=1,2", "hydra.sweep.dir=mine/now"], None, "mine/now"),
+        ([], "metrics_cost", "outputs/sweeps/metrics_cost"),
+        (["seed=1"], "metrics_cost", "outputs/sweeps/metrics_cost_seed-1"),
+    ],
+)
+def test_the_folder_of_a_sweep_is_named_by_its_file_and_its_overrides(overrides, file, folder):
+    checked = check(overrides, True, sweep_file=file and sweep_file(file))
+    assert str(checked.sweep.folder) == folder
+
+
+def test_directories_of_jobs_are_named_by_what_varies_whatever_the_order_of_overrides():
+    jobs = check(["aggregation=constant", "seed=1,2", "loss=grpo"], True).sweep.jobs
+    assert all(re.fullmatch(r"seed-\d-[0-9a-f]{8}", name) for name in jobs)
+    assert [job.config.tracking.run_name for job in jobs.values()] == ["seed-1", "seed-2"]
+    reordered = check(["loss=grpo", "aggregation=constant", "seed=2,1,3"], True).sweep.jobs
+    assert set(jobs) < set(reordered)
+
+
+def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
     place = f"hydra.sweep.dir={tmp_path}"
     (first,) = check(
         ["seed=1", "loss=gspo", "trainer.max_steps=9", place], True
@@ -176,19 +200,21 @@ def test_a_job_is_found_again_where_something_else_varied(tmp_path):
     ]
 
 
-def test_the_same_configuration_twice_is_one_job():
+def test_equal_configurations_are_one_job():
     checked = check(["loss.epsilon_low=3e-4,0.0003,1e-4"], True)
     assert len(checked.sweep.jobs) == 2
     assert "it is run once" in render_plan(checked)
 
 
-def test_two_configurations_do_not_share_a_directory(capsys):
-    assert "Two jobs would write to one directory" in refused(
+def test_two_jobs_with_one_directory_are_refused(capsys):
+    assert "Two jobs would write to one directory" in refusal(
         capsys, "check", "-m", "seed=1,2", "hydra.sweep.subdir=x"
     )
 
 
-def test_all_problems_of_all_jobs_come_before_the_first_starts(tmp_path, capsys, monkeypatch):
+def test_all_problems_of_all_jobs_are_refused_before_the_first_starts(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\nhydra: {sweeper: {params: {loss: 'grpo,gspo', "
@@ -196,34 +222,43 @@ def test_all_problems_of_all_jobs_come_before_the_first_starts(tmp_path, capsys,
     )
     wrong = ["hydra.launcher.n_jobs=0", "seed=-1,x"]
     for command in (["sweep", "mine.yaml"], ["check", "sweep", "mine.yaml"]):
-        said = refused(capsys, *command, *wrong)
+        message = refusal(capsys, *command, *wrong)
         for expected in (
             "hydra.launcher.n_jobs=0 needs a whole number >= 1",
             "loss=gspo needs loss.num_splits=1",
             "seed=x",
         ):
-            assert expected in said
+            assert expected in message
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
-    def refusals(*overrides: str) -> str:
-        return "\n".join(problems(check(["seed=1,2", *overrides], multirun=True)))
+def refusals_on_gpus(*overrides: str) -> str:
+    """Return the problems of a sweep over two seeds."""
+    return "\n".join(problems(check(["seed=1,2", *overrides], multirun=True)))
 
+
+def test_jobs_on_gpus_are_refused_on_a_machine_without_one(monkeypatch):
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", list)
-    said = (
+    assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=2").endswith(
         "needs a GPU (got none). It counts jobs on each GPU of this machine. Use "
         "hydra.launcher.n_jobs=2."
     )
-    assert refusals("hydra.launcher.jobs_per_gpu=2").endswith(said)
+
+
+@pytest.fixture
+def small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the machine have two GPUs of 2.3 GB."""
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr("pgtoolkit.training.machine.gpu_memory", lambda: 2.3e9)
-    assert refusals("hydra.launcher.jobs_per_gpu=3") == ""
-    said = "needs 4 times 0.734 GB of each GPU (got 2.3). Its jobs share this memory. Use "
-    assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(
-        said + "hydra.launcher.jobs_per_gpu=3."
+
+
+def test_more_jobs_than_the_memory_of_a_gpu_holds_are_refused_with_what_fits(small_gpus):
+    assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=3") == ""
+    assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=4").endswith(
+        "needs 4 times 0.734 GB of each GPU (got 2.3). Its jobs share this memory. Use "
+        "hydra.launcher.jobs_per_gpu=3."
     )
-    assert refusals("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith(
+    assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith(
         "hydra.launcher.jobs_per_gpu=2."
     )
     larger = (
@@ -231,18 +266,27 @@ def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
         "accumulation.max_tokens=65536",
         "rollout.prompts_per_batch=512",
     )
-    said = "hydra.launcher.jobs_per_gpu=1, or accumulation.max_tokens=7936."
-    assert refusals("hydra.launcher.jobs_per_gpu=2", *larger).endswith(said)
-    for override, got in (
+    assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=2", *larger).endswith(
+        "hydra.launcher.jobs_per_gpu=1, or accumulation.max_tokens=7936."
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "got"),
+    [
         ("trainer.device=cpu", "trainer.device=cpu"),
         ("parallelism=ddp", "2 processes"),
         ("sampler.gpus=[1]", "2 processes"),
         ("hydra.launcher.n_jobs=2", "2"),
-    ):
-        assert f"(got {got})" in refusals("hydra.launcher.jobs_per_gpu=2", override)
+    ],
+)
+def test_jobs_per_gpu_is_refused_for_jobs_that_do_not_take_one_gpu_each(small_gpus, override, got):
+    assert f"(got {got})" in refusals_on_gpus("hydra.launcher.jobs_per_gpu=2", override)
 
 
-def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypatch):
+def test_the_page_of_check_shows_the_values_and_the_state_of_each_job(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     arguments = ["check", "-m", "loss=grpo", "seed=1,2,3,4", "trainer.max_steps=10"]
     assert main(arguments) == 0
@@ -267,7 +311,7 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
         assert expected in shown
 
 
-def test_values_that_a_search_draws_make_a_job_as_others_do():
+def test_a_job_of_a_search_is_planned_like_a_typed_one():
     checked = check(
         ["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True
     )
@@ -283,9 +327,9 @@ def test_values_that_a_search_draws_make_a_job_as_others_do():
     assert problem.startswith("seed=x needs a whole number")
 
 
-def test_jobs_that_differ_in_values_alone_are_those_that_hydra_composes(tmp_path):
-    """Of each kind the first is composed: what follows from other keys, defaults and notes are of
-    each job's own."""
+def test_each_job_of_a_sweep_has_the_configuration_that_hydra_composes(tmp_path):
+    """Only the first job of each choice of options is composed, the others are made from it. Values
+    that follow from other keys, defaults and notes must still be those of each job."""
     axes = [
         "loss=grpo,gspo",
         "accumulation.docs_per_step=16,32",
@@ -303,14 +347,13 @@ def test_jobs_that_differ_in_values_alone_are_those_that_hydra_composes(tmp_path
     assert len(runs) == 32
     assert len({run.config.optimizer.learning_rate for run in runs}) == 2
     for run in runs:
-        composed = compose(run.overrides)
-        whole, report = validated(composed)
-        assert run.config == whole
+        config, report = validated(compose(run.overrides))
+        assert run.config == config
         assert (run.report.notes, run.report.problems) == (report.notes, report.problems)
-        assert run.job.config.tracking.run_name == f"a-{whole.seed}"
+        assert run.job.config.tracking.run_name == f"a-{config.seed}"
 
 
-def test_an_override_on_a_swept_key_replaces_its_values():
+def test_a_typed_value_replaces_the_swept_values_of_its_key():
     file = sweep_file("loss_by_aggregation")
     assert len(check(["aggregation=constant", "seed=0,1"], True, sweep_file=file).runs) == 4
     assert jobs(["seed=1,2", "seed=3"]) == [["seed=3"]]
@@ -320,7 +363,7 @@ def test_an_override_on_a_swept_key_replaces_its_values():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shows"),
+    ("arguments", "message"),
     [
         (["sweep", "clip_rang"], "Use pgtk sweep clip_range."),
         (["sweep", "zzz"], "Use one of clip_range, "),
@@ -329,18 +372,18 @@ def test_an_override_on_a_swept_key_replaces_its_values():
         (["sweep", "metrics_cost", "sed=1"], "Use seed=1."),
     ],
 )
-def test_a_sweep_that_is_not_there(capsys, arguments, shows):
-    assert shows in refused(capsys, *arguments)
+def test_a_sweep_that_does_not_exist_is_refused_with_the_nearest(capsys, arguments, message):
+    assert message in refusal(capsys, *arguments)
 
 
 def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
-    said = refused(capsys, "sweep", str(tmp_path / "mine.yaml"))
+    message = refusal(capsys, "sweep", str(tmp_path / "mine.yaml"))
     assert (
         "the configuration needs the keys of an option in every group (got none in loss, "
         "aggregation"
-    ) in said
-    assert said.endswith("Use defaults: [config, _self_] at the file's top.\n")
+    ) in message
+    assert message.endswith("Use defaults: [config, _self_] at the file's top.\n")
 
 
 # Other launchers
@@ -354,17 +397,22 @@ def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
         ("hydra/sweeper=optuna_search", "optuna"),
     ],
 )
-def test_other_launchers_and_the_search_say_what_installs_them(capsys, monkeypatch, choice, extra):
+def test_a_launcher_or_search_without_its_package_is_refused_with_the_command_that_installs_it(
+    capsys, monkeypatch, choice, extra
+):
     assert compose([choice]).problems == []
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: False)
-    said = refused(capsys, "check", "-m", choice, "seed=1,2")
-    assert f"{choice} needs the package" in said
-    assert f'Use pip install "pgtk[{extra}]".' in said
+    message = refusal(capsys, "check", "-m", choice, "seed=1,2")
+    assert f"{choice} needs the package" in message
+    assert f'Use pip install "pgtk[{extra}]".' in message
 
 
-def test_settings_of_the_launchers_are_typed(capsys):
-    assert "n_jobs" in refused(capsys, "check", "-m", "hydra.launcher.n_jobs=many", "seed=1,2")
-    assert "n_job" in refused(capsys, "check", "-m", "hydra.launcher.n_job=2", "seed=1,2")
+def test_a_setting_of_a_launcher_that_does_not_exist_or_has_another_type_is_refused(capsys):
+    assert "n_jobs" in refusal(capsys, "check", "-m", "hydra.launcher.n_jobs=many", "seed=1,2")
+    assert "n_job" in refusal(capsys, "check", "-m", "hydra.launcher.n_job=2", "seed=1,2")
+
+
+def test_settings_of_a_launcher_that_are_not_typed_have_their_defaults():
     slurm = compose_sweep(
         ["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "seed=1,2"]
     ).launcher
@@ -378,7 +426,7 @@ def test_settings_of_the_launchers_are_typed(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shows"),
+    ("arguments", "message"),
     [
         (
             ["task=prompts", "task.path=../../x", "hydra.run.dir=outputs/${task.path}"],
@@ -393,11 +441,11 @@ def test_settings_of_the_launchers_are_typed(capsys):
         (["-m", "tracking.run_name=../x,../y"], "tracking.run_name=../x needs"),
     ],
 )
-def test_nothing_is_written_outside_the_output_folder(capsys, arguments, shows):
-    assert shows in refused(capsys, "check", *arguments)
+def test_a_directory_outside_of_the_output_folder_is_refused(capsys, arguments, message):
+    assert message in refusal(capsys, "check", *arguments)
 
 
-def test_values_that_look_like_paths_make_plain_names(tmp_path, monkeypatch):
+def test_jobs_over_paths_are_named_by_the_names_of_the_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x" / "etc").mkdir(parents=True)
     for place in ("there.jsonl", "x/etc/passwd.jsonl"):

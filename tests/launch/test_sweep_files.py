@@ -1,4 +1,5 @@
-"""The sweeps that come along: each is valid, asks a question, and has the runs that it says."""
+"""Each file in sweeps/ is valid, begins with its command and a question, has the listed number of
+runs, and compares the pairs that its prediction names."""
 
 import json
 from argparse import Namespace
@@ -16,7 +17,7 @@ from pgtoolkit.comparison.measures import parse_metric
 from pgtoolkit.comparison.text_report import planned
 from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.check import Checked, check, problems
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
 
@@ -38,9 +39,10 @@ SIZES |= {"study_anchor": 128, "pretrained_rates": 24, "pretrained_loss": 32}
 
 
 @pytest.mark.slow
-# which needs files
 @pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])
-def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
+def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
+    name, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
     for start in range(1, 11) if name.startswith("study_") else ():
@@ -66,30 +68,33 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
         "study_anchor",
         "pretrained_loss",
     ):
-        assert contrasts(checked, name) == predicted(name)
+        predicted, options = prediction_of(name)
+        assert planned_configurations(checked, options) == predicted
 
 
-def predicted(name):
-    """What a prediction is written down of."""
-    return sorted(study_predictions.take(*options_of(name)))
+def prediction_of(name: str) -> tuple[list[str], Namespace]:
+    """Return the configurations that the prediction of a sweep names, and its options of
+    `compare`."""
+    options = Namespace(
+        **dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of"))
+    )
+    file = sweep_file(name).parent / "predictions" / f"{name}.yaml"
+    return sorted(study_predictions.take(file, options)), options
 
 
-def options_of(name):
-    args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
-    return sweep_file(name).parent / "predictions" / f"{name}.yaml", args
-
-
-def contrasts(checked, name):
-    """What `pgtk compare` will compare with the base, once the sweep's runs are there."""
-    file, args = options_of(name)
-    study_predictions.take(file, args)
-    metric, runs = parse_metric(args.metric)[1], []
+def planned_configurations(checked: Checked, options: Namespace) -> list[str]:
+    """Return the configurations that `compare` will compare with the base, once the runs of the
+    sweep exist."""
+    metric = parse_metric(options.metric)[1]
+    runs = []
     for run in checked.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", metric)}
         runs.append(
             Run("", "", "done", config=dict(leaves(plain_config(run.config))), columns=columns)
         )
-    compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
+    compared = compare(
+        runs, options.metric, options.best_of, over=options.over, against=options.against
+    )
     return sorted(
         {
             compared.arm(compared.groups[pair.second])
@@ -99,8 +104,9 @@ def contrasts(checked, name):
     )
 
 
-def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):
-    """With files made as its comments say."""
+def test_the_sweep_of_a_real_model_is_valid_with_the_files_of_its_comments(
+    capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("qwen-sft"), template)
@@ -117,7 +123,7 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, 
     assert page.rstrip().endswith("Problems\n  none")
 
 
-def test_the_runs_of_docs_per_step_train_on_as_many_documents():
+def test_all_runs_of_the_sweep_docs_per_step_train_on_the_same_number_of_documents():
     runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
     assert {
         run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs

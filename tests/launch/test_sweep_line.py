@@ -1,4 +1,4 @@
-"""The line of a sweep on a terminal, and how far a job is by the end of its metrics."""
+"""The progress line of a sweep on a real terminal, and the last step of a job by its metrics."""
 
 import re
 import sys
@@ -17,7 +17,8 @@ from pgtoolkit.launch.sweep_line import SweepLine
 config = compose(["trainer.max_steps=10"]).config
 done, running, failing, waiting = jobs = [Job(f"job-{number}", [], config) for number in range(4)]
 done.status = "done"
-waiting.status, waiting.step = "failed", 1  # of an earlier launch: it waits to be continued
+waiting.status = "failed"  # in an earlier launch: it waits to be continued
+waiting.step = 1
 Path("job-1").mkdir()
 Path("job-1/metrics.jsonl").write_text('{"step": 3, "loss": 1}\\n{"step": 4, "loss": 1}\\n')
 line = SweepLine(Path("."), jobs)
@@ -29,7 +30,7 @@ line.close()
 """
 
 
-def test_the_line_counts_jobs_and_steps(tmp_path):
+def test_the_line_shows_the_share_of_all_steps_and_the_number_of_jobs_in_each_state(tmp_path):
     status, written = on_terminal([sys.executable, "-c", JOBS], tmp_path)
     assert status == 0, written
     # 10 + 4 steps are made, 10 more are not needed, and 1 was made before: 25 of 40.
@@ -39,14 +40,14 @@ def test_the_line_counts_jobs_and_steps(tmp_path):
     assert "4 jobs |██▊       |" in written  # before: 11 of 40
 
 
-def test_in_a_file_there_is_no_such_line(tmp_path):
+def test_no_line_is_written_into_a_file(tmp_path):
     status, written = on_terminal(
         [sys.executable, "-c", JOBS], tmp_path, environment={"TERM": "dumb"}
     )
     assert (status, written) == (0, "")
 
 
-def test_the_last_step_is_read_from_the_end(tmp_path):
+def test_the_last_step_of_a_job_is_that_of_the_last_complete_row(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     assert last_step(metrics) == 0
     metrics.write_text("")

@@ -1,5 +1,5 @@
-"""Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills
-and signals."""
+"""Sweeps as real processes: after kills, signals and failures the same command skips finished jobs,
+resumes the others, and ends bit-equal to runs without interruption."""
 
 import json
 import os
@@ -20,30 +20,38 @@ STEPS = 200
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
 
 
-def jobs_of(folder) -> dict[str, dict]:
+def jobs_of(folder: Path) -> dict[str, dict]:
+    """Return the jobs of a sweep by their names without the digest."""
     return {job["name"].rpartition("-")[0]: job for job in read_sweep(folder / "sweep")["jobs"]}
 
 
-def process_of(folder, name) -> int:
+def pid_of_job(folder: Path, name: str) -> int:
     return json.loads((job_directory(folder, name) / "status.json").read_text())["pid"]
 
 
-def rows_of(folder, name, steps) -> list[str]:
-    """The rows of a job's first steps, with the time at which they were written."""
-    return (job_directory(folder, name) / "metrics.jsonl").read_text().splitlines()[:steps]
+def first_rows(folder: Path, steps: int) -> list[str]:
+    """Return the rows of the first steps of both jobs, with the times at which they were
+    written."""
+    rows = []
+    for name in ("seed-0", "seed-1"):
+        metrics = job_directory(folder, name) / "metrics.jsonl"
+        rows += metrics.read_text().splitlines()[:steps]
+    return rows
 
 
-def times(path: Path) -> dict[str, int]:
-    return {str(file): file.stat().st_mtime_ns for file in sorted(path.rglob("*"))}
+def times_of_jobs(folder: Path) -> dict[str, int]:
+    """Return when each file in the directories of the jobs was last written."""
+    files = (folder / "sweep").glob("seed-*/**/*")
+    return {str(file): file.stat().st_mtime_ns for file in files}
 
 
-def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
-    """SIGKILL of one job, then of the launcher of another: the same command resumes both, to the
-    same bits."""
+def test_a_sweep_whose_job_and_launcher_were_killed_resumes_bit_equal_to_uninterrupted_runs(
+    tmp_path,
+):
     command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
     with running_sweep(tmp_path, *command) as launcher:
         wait_until(has_steps(tmp_path, "seed-0", 50))
-        os.kill(process_of(tmp_path, "seed-0"), signal.SIGKILL)
+        os.kill(pid_of_job(tmp_path, "seed-0"), signal.SIGKILL)
         wait_until(lambda: jobs_of(tmp_path)["seed-0"]["status"] == "interrupted")
         assert jobs_of(tmp_path)["seed-0"]["reason"] == "killed by SIGKILL"
         wait_until(has_steps(tmp_path, "seed-1", 50))
@@ -53,46 +61,35 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
         "[1/2] starts",
         "[2/2] starts",
     ]
-    made = rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40)
+    rows_before = first_rows(tmp_path, 40)
 
-    # At once: the second job may still be saving, since it sees that its launcher is gone.
+    # The second job may still be saving, since it sees that its launcher has ended.
     status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert len(re.findall(r"continues after step \d+", output)) == 2
-    assert rows_of(tmp_path, "seed-0", 40) + rows_of(tmp_path, "seed-1", 40) == made
+    assert first_rows(tmp_path, 40) == rows_before
     for seed in (0, 1):
-        found, name = job_directory(tmp_path, f"seed-{seed}"), f"seed-{seed}"
-        whole = train_short(tmp_path / f"whole-{seed}", *LONG, f"seed={seed}")
-        assert metrics_of(found) == metrics_of(whole)
-        assert_equal(checkpoint_of(found, STEPS), checkpoint_of(whole, STEPS))
-        status = json.loads((found / "status.json").read_text())
-        assert (status["state"], status["sweep"]) == ("done", "sweep")
-        assert (
-            f"step {STEPS}/{STEPS}"
-            in (tmp_path / "sweep" / jobs_of(tmp_path)[name]["log"]).read_text()
-        )
-    assert (
-        len(
-            re.findall(
-                r"^\[\d/2\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE
-            )
-        )
-        == 2
-    )
-    assert (
-        len(re.findall(rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-", output, re.MULTILINE)) == 2
-    )
+        directory = job_directory(tmp_path, f"seed-{seed}")
+        uninterrupted = train_short(tmp_path / f"uninterrupted-{seed}", *LONG, f"seed={seed}")
+        assert metrics_of(directory) == metrics_of(uninterrupted)
+        assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(uninterrupted, STEPS))
+        run_status = json.loads((directory / "status.json").read_text())
+        assert (run_status["state"], run_status["sweep"]) == ("done", "sweep")
+        log = tmp_path / "sweep" / jobs_of(tmp_path)[f"seed-{seed}"]["log"]
+        assert f"step {STEPS}/{STEPS}" in log.read_text()
+    ends = r"^\[\d/2\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d"
+    assert len(re.findall(ends, output, re.MULTILINE)) == 2
+    summary = rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-"
+    assert len(re.findall(summary, output, re.MULTILINE)) == 2
 
-    before = times(tmp_path / "sweep")
+    before = times_of_jobs(tmp_path)
     status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert "sweep sweep: 2 jobs, 2 done" in output
-    assert {path: time for path, time in times(tmp_path / "sweep").items() if "/seed-" in path} == {
-        path: time for path, time in before.items() if "/seed-" in path
-    }
+    assert times_of_jobs(tmp_path) == before
 
 
-def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
+def test_a_failing_job_is_named_and_stops_the_others_only_with_fail_fast(tmp_path):
     overrides = (
         "optimizer.learning_rate=1e5,1e-3",
         "optimizer.warmup_steps=0",
@@ -119,7 +116,7 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
     assert len(list((tmp_path / "sweep").glob("learning-rate-*"))) == 2
 
 
-def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_lets_the_running_jobs_save_and_prints_the_command_that_continues(tmp_path):
     with running_sweep(
         tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000"
     ) as launcher:
@@ -141,11 +138,11 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
 
 
-def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
+def test_a_signal_before_training_has_begun_ends_a_job_which_stays_pending(tmp_path):
     with running_sweep(tmp_path, "seed=0,1") as launcher:
         while not launcher.stdout.readline().startswith("[1/2] starts"):
             pass
-        time.sleep(1)  # amid the imports, where an exception would break modules
+        time.sleep(1)  # during the imports, where an exception would break modules
         launcher.send_signal(signal.SIGTERM)
         output, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, output
@@ -154,14 +151,13 @@ def test_a_signal_before_training_has_begun_ends_a_job_at_once(tmp_path):
     assert (tmp_path / "sweep" / jobs["seed-0"]["log"]).read_text() == ""
 
 
-def test_data_parallel_jobs_in_one_sweep(tmp_path):
-    """Two jobs at a time, each of two processes: their ranks do not meet."""
+def test_two_data_parallel_jobs_at_a_time_do_not_exchange_ranks(tmp_path):
     overrides = ("parallelism=ddp", "seed=1,2", "trainer.max_steps=4", "hydra.launcher.n_jobs=2")
     status, output = run_sweep(tmp_path, *overrides)
     assert status == 0, output
     assert "2 jobs, 2 done" in output
     rows = [metrics_of(job_directory(tmp_path, name)) for name in ("seed-1", "seed-2")]
-    assert [[row["step"] for row in one] for one in rows] == [[1, 2, 3, 4]] * 2
+    assert [[row["step"] for row in of_job] for of_job in rows] == [[1, 2, 3, 4]] * 2
     assert [row["reward"] for row in rows[0]] != [row["reward"] for row in rows[1]]
     assert all(
         (job_directory(tmp_path, name) / "checkpoints" / "step-000004").is_dir()
