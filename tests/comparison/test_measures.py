@@ -1,4 +1,4 @@
-"""When a run reaches a threshold, its area, and the default threshold and metric of a comparison:
+"""Measures of a run, a threshold and an area, and the default threshold and metric of a comparison:
 against plain loops and values worked out by hand."""
 
 import csv
