@@ -102,7 +102,7 @@ TESTED_ELSEWHERE = {
         "rollouts/test_sampled.py::test_old_log_probs_of_training_are_computed_by_the_model_beside_the_samplers",
     ),
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
-    "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
+    "test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones",
     "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_must_say_whether_they_are_truncated",
     "rollout/policy.stop": "tasks/test_stops.py::test_a_stop_string_changes_no_token_and_no_log_prob_before_it",
     **dict.fromkeys(
@@ -129,7 +129,7 @@ TESTED_ELSEWHERE = {
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_targets": "model/test_lora.py::test_the_layers_that_are_named_get_adapters",
     "rollout/policy.keep_completions": "training/test_kept_completions.py::test_keeping_completions_changes_neither_training_nor_digest",
-    "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_that_many_updates_old",
+    "rollout/policy.lag": "rollouts/test_lag.py::test_a_batch_is_sampled_by_the_weights_of_lag_updates_ago",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",

@@ -178,7 +178,7 @@ def test_the_mask_is_that_of_transformers_for_byte_level_tokens(template):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_of_a_prompt_with_its_completion_the_completion_is_trained(template):
+def test_a_row_of_prompt_and_completion_trains_the_completion_alone(template):
     tokenizer, conversations = conversations_of(template)
     row = conversations.tokens({"prompt": TALK[:4], "completion": TALK[4:]})
     assert row["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]

@@ -158,7 +158,7 @@ def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
 
 
 def run_with_verifier(folder: Path, verifier: str) -> list[str]:
-    """Write four prompts into `folder`; return the overrides of a run that scores them so."""
+    """Write four prompts into `folder`; return the overrides of a run with this verifier."""
     rows = [{"prompt": f"{digit}{digit}=", "answer": str(digit)} for digit in range(4)]
     path = write_jsonl(folder / "prompts.jsonl", rows)
     return [

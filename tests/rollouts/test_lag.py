@@ -210,15 +210,6 @@ def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
     assert (num_without > 0) is (not correction and last_step == "short")
 
 
-@pytest.mark.parametrize(
-    ("lag", "staleness"), [(1, [0, 1, 1, 2, 1, 2, 1, 2]), (3, [0, 1, 2, 3, 3, 4, 3, 4])]
-)
-def test_a_lag_makes_documents_that_many_updates_old(lag, staleness):
-    """A batch has two steps: in the second its documents are an update older."""
-    steps = train_steps(8, f"rollout.lag={lag}").steps
-    assert [metrics["staleness"] for _, metrics in steps] == staleness
-
-
 class BatchRecorder:
     """An endless source of batches; notes the position before each step, and the step that begins
     each batch."""

@@ -63,7 +63,7 @@ class FixedSampler:
 
 
 def log_probs_after(num_written: int, count: int) -> Tensor:
-    """Return the log-probs that FixedSampler gives after it has written so many tokens."""
+    """Return the log-probs that FixedSampler gives after it has written `num_written` tokens."""
     return -torch.arange(num_written, num_written + count, dtype=torch.float32)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders.losses import AGGREGATIONS, covering
 from builders.parallel_runs import run_on_ranks
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
@@ -103,9 +104,10 @@ def assert_trains_as_by_loops(
     assert metrics["num_tokens"] == sum(trained_tokens_of_groups().values())
 
 
-@pytest.mark.parametrize("family", ["grpo", "gspo"])
-@pytest.mark.parametrize("kernel", ["torch", "auto"])
-@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+@pytest.mark.parametrize(
+    ("aggregation", "kernel", "family"),
+    covering(AGGREGATIONS, ("torch", "auto"), ("grpo", "gspo")),
+)
 def test_truncated_documents_count_and_have_weight_zero(aggregation, kernel, family):
     divisor = "4" if aggregation == "constant" else "null"
     module = module_with(
@@ -185,7 +187,7 @@ def first_step_and_gradient(truncated: str) -> tuple[list[Document], Tensor]:
     return step.documents, module.policy.head.weight.grad.clone()
 
 
-def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones():
+def test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones():
     """The rewards of truncated completions stay in the baseline: advantages do not change."""
     plain, plain_gradient = first_step_and_gradient("train")
     masked, gradient = first_step_and_gradient("mask")

@@ -35,6 +35,7 @@ from pgtoolkit.training.train import train
 
 ENVIRONMENTS = "tasks.environments_for_tests"
 STOPS = "abcdefghijklm012345"
+"""Characters that end a turn; with so many of them conversations have several turns."""
 CONVERSATION = (
     *(setting for setting in SHORT if not setting.startswith("task.")),
     "task=conversation",

@@ -4,10 +4,11 @@ of a run that keeps them."""
 import pytest
 import torch
 from builders.rollout_rows import write_jsonl
-from builders.runs import SHORT, metrics_of, module_and_loader, run
+from builders.runs import SHORT, module_and_loader
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
+from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.group_rollouts import has_signal
 
 DROP = "rollout.uninformative=drop"
@@ -16,8 +17,6 @@ FIXED = (
     "accumulation.docs_per_step=0",
     "accumulation.micro_batches_per_step=2",
 )
-
-
 CARRY = ("accumulation.last_step=carry",)
 
 
@@ -51,6 +50,9 @@ def test_steps_have_the_informative_groups_of_a_batch_in_their_order(accumulatio
         torch.testing.assert_close(document.advantages, expected.advantages)
         assert document.dropped_group_fraction == pytest.approx(fraction)
     assert all((document.advantages != 0).any() for document in documents)
+    metrics = data_metrics(documents[: len(informative)], 0)
+    assert metrics["dropped_group_fraction"] == pytest.approx(fraction)
+    assert metrics["zero_advantage_group_fraction"] == 0
     for step in steps:
         assert step.totals.num_documents == len(step.documents)
         assert step.totals.num_tokens == sum(document.num_trained for document in step.documents)
@@ -76,9 +78,3 @@ def test_ten_batches_of_equal_rewards_end_the_run(tmp_path):
     ):
         next(iter(loader))
     assert loader.source.state_dict()["number"] == 9
-
-
-def test_metrics_show_the_fraction_of_groups_that_are_left_out(tmp_path):
-    rows = metrics_of(run(tmp_path / "run", DROP))
-    assert max(row["dropped_group_fraction"] for row in rows) > 0
-    assert all(row["zero_advantage_group_fraction"] == 0 for row in rows)
