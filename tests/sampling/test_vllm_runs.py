@@ -59,22 +59,6 @@ def test_the_first_update_of_a_batch_has_ratios_of_one(uninterrupted):
     assert max(abs(row["max_ratio_new_old"] - 1) for row in rows[1::2]) > 1e-3
 
 
-def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(tmp_path):
-    """The completions are of weights of two updates before; the correction sees the difference."""
-    overrides = (
-        "rollout.lag=2",
-        "rollout.old_log_probs=proximal",
-        "correction=token_truncate",
-        "loss=grpo",
-    )
-    rows = metrics_of(run(tmp_path / "run", *VLLM, *overrides))
-    assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 2, 3]
-    for row in rows[::2]:
-        assert abs(row["max_ratio_new_old"] - 1) < 1e-5
-    assert rows[0]["max_difference_old_sampling"] < 1e-4
-    assert min(row["max_difference_old_sampling"] for row in rows[2:]) > 1e-3
-
-
 def test_a_run_leaves_no_server_and_keeps_its_log(uninterrupted):
     assert "engine" in (uninterrupted / "vllm.log").read_text()
     assert processes_of(uninterrupted) == []
