@@ -60,9 +60,8 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tmp_path,
     (tmp_path / "step-000011").mkdir()
     assert load_newest(tmp_path)["step"] == 5
     save_state(tmp_path, checkpoint_state(6), keep)
-    assert (
-        sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"][-keep:]
-    )
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-000005", "step-000006"][-keep:]
     assert load_newest(tmp_path)["step"] == 6
 
 
@@ -307,7 +306,6 @@ def test_weights_and_moments_of_another_model_are_refused(
     ("missing", "message"),
     [
         (["lm_head.weight.exp_avg_sq"], "lm_head.weight.exp_avg_sq of the optimizer is missing"),
-        (["lm_head.weight.step"], "lm_head.weight.step of the optimizer is missing"),
         (
             [f"lm_head.weight.{field}" for field in ("step", "exp_avg", "exp_avg_sq")],
             "lm_head.weight.step of the optimizer is missing",

@@ -141,9 +141,8 @@ def test_values_are_those_of_the_critic_as_training_on_a_batch_begins(settings):
     largest_values = []
     for number, step in enumerate(itertools.islice(loader, 8)):
         if number % 2 == 0:
-            batch = [Document(**document) for document in loader.source.state_dict()["documents"]][
-                :16
-            ]
+            documents = loader.source.state_dict()["documents"]
+            batch = [Document(**fields) for fields in documents[:16]]
             advantages = []
             for document in batch:
                 with torch.no_grad():

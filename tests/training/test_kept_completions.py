@@ -33,7 +33,7 @@ def uninterrupted(tmp_path_factory) -> Iterator[Path]:
     """Train six steps and keep all completions, in files of four steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_completions, "STEPS_PER_FILE", 4)
-        yield run(tmp_path_factory.mktemp("whole") / "run", "rollout.keep_completions=99")
+        yield run(tmp_path_factory.mktemp("uninterrupted") / "run", "rollout.keep_completions=99")
 
 
 def test_kept_rows_make_up_the_metrics_of_their_steps(uninterrupted):

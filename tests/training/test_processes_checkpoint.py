@@ -60,9 +60,7 @@ def parallelism(sizes: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{}, {"data_parallel": 4}, {"pipeline_parallel": 2}],
-    ids=["1", "4", "pp"],
+    "sizes", [{"data_parallel": 4}, {"pipeline_parallel": 2}], ids=["data", "pipeline"]
 )
 def test_another_number_of_ranks_continues(tmp_path, recorded, run_of_two_ranks, sizes):
     """Weights, moments, documents_seen and the position in the data are those of two ranks."""

@@ -183,7 +183,6 @@ def assert_drawn_alike(run: Path, expected: Path) -> None:
 RUNS = {
     "ddp of four": ({"data_parallel": 4}, [], FULL),
     "fsdp of four, lag": ({"data_parallel": 4}, [FSDP], LAG),
-    "ddp, staleness": ({"data_parallel": 2}, [], STALE),
     "fsdp, proximal": ({"data_parallel": 2}, [FSDP], PROXIMAL),
     "sequence": ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"], FULL),
     "sequence_data": ({"sequence_data_parallel": 2}, [], FULL),
