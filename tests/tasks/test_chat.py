@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from builders.models import small_llama
-from builders.runs import SHORT, config_of, last_of_each_key, sampler_of, with_model
+from builders.runs import SHORT, config_of, last_of_each_key, with_model
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pgtoolkit.completion import Prompt, Request
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
@@ -261,22 +261,6 @@ def settings_of(folder: Path, *overrides: str, task: Sequence[str] | None = None
         task = ["task=prompts", f"task.path={folder / 'p.jsonl'}"]
     settings = with_model(folder / "model", "accumulation.max_tokens=128", of=short)
     return last_of_each_key(*settings, *task, *overrides)
-
-
-def test_a_completion_ends_with_each_end_token_of_the_generation_config(folder):
-    module, loader = build(config_of(*settings_of(folder, "rollout.max_completion_length=60")))
-    tokenizer = module.policy.tokenizer
-    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    (prompt,) = encoded(tokenizer, [TEXT])
-    completions = sampler_of(loader).complete([Request(prompt, 256, 0)])
-    last_tokens = {
-        int(completion.tokens[-1])
-        for completion in completions
-        if completion.finish_reason == "stop"
-    }
-    assert last_tokens == set(ends)
-    for completion in completions:
-        assert not set(ends) & set(completion.tokens[:-1].tolist())
 
 
 def test_a_run_trains_on_prompts_through_the_template(folder, capsys):

@@ -217,7 +217,6 @@ def test_chats_are_read_from_every_kind_of_file(tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        (["hi"], "needs a text or a list of chat messages (got ['hi'])"),
         (
             [{"role": "user"}],
             "needs chat messages whose role and content are texts (got {'role': 'user'})",
@@ -232,7 +231,7 @@ def test_chats_are_read_from_every_kind_of_file(tmp_path):
         ),
         ([{"role": "user", "content": ""}], "needs a last message that the model is to answer"),
     ],
-    ids=["texts", "no content", "parts", "answered", "empty"],
+    ids=["no content", "parts", "answered", "empty"],
 )
 def test_prompts_that_are_not_chats_are_refused_with_their_row(tmp_path, prompt, reason):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt, "answer": 1}) + "\n")

