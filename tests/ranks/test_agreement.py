@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.threads import on_ranks
 
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import DataError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 
@@ -41,6 +41,19 @@ def test_all_ranks_raise_an_error_of_one_from_nested_blocks(failing, place):
     if failing is not None:
         expected = (f"rank {failing}: rollouts.parquet is torn", True, [0, 1])
     assert on_ranks(2, error_of_nested_blocks, failing, place) == [expected] * 2
+
+
+def error_of_every_rank(rank: int) -> tuple[str, bool]:
+    """Return the error on this rank where all have the same, and whether it is on all ranks."""
+    layout = Layout.of_world("cpu", 60, data_parallel=2)
+    with pytest.raises(StorageError) as raised, failing_together(layout):
+        raise StorageError("the disk is full")
+    return str(raised.value), raised.value.on_all_ranks
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_the_message_of_an_error_that_all_ranks_have_names_no_rank():
+    assert on_ranks(2, error_of_every_rank) == [("the disk is full", True)] * 2
 
 
 def values_of_rank(rank: int) -> dict[str, torch.Tensor | str]:

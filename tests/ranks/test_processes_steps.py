@@ -1,4 +1,4 @@
-"""Ranks share the documents of a step, sum their gradients, and agree on errors.
+"""Ranks share the documents of a step, sum their gradients, and notice one that is lost.
 
 Steps are compared with those of one process, sums with sums in float64.
 """
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pgtoolkit.batch import Document
-from pgtoolkit.errors import DataError, RankLost, StorageError
+from pgtoolkit.errors import RankLost
 from pgtoolkit.ranks import gradients
-from pgtoolkit.ranks.agreement import failing_together, largest, losing_ranks
+from pgtoolkit.ranks.agreement import largest, losing_ranks
 from pgtoolkit.ranks.gradients import sum_gradients
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
@@ -93,26 +93,6 @@ def largest_on_rank() -> int:
 
 def test_all_ranks_get_the_largest_number_of_any():
     assert world(2).run(largest_on_rank) == [15, 15]
-
-
-def errors_on_rank() -> list[str | tuple[str, str, bool]]:
-    """Return the outcomes of three blocks: rank 1 fails, both fail, none fails."""
-    ranks = layout(data_parallel=2)
-    outcomes = []
-    for failing in ({1: DataError("torn")}, {0: StorageError("full"), 1: StorageError("full")}, {}):
-        try:
-            with failing_together(ranks):
-                if ranks.rank in failing:
-                    raise failing[ranks.rank]
-            outcomes.append("no error")
-        except (DataError, StorageError) as error:
-            outcomes.append((type(error).__name__, str(error), error.on_all_ranks))
-    return outcomes
-
-
-def test_an_error_of_one_rank_is_raised_by_all():
-    expected = [("DataError", "rank 1: torn", True), ("StorageError", "full", True), "no error"]
-    assert world(2).run(errors_on_rank) == [expected] * 2
 
 
 def error_of_waiting() -> str | None:
