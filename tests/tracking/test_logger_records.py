@@ -171,7 +171,7 @@ def test_tensorboard_has_the_configuration_and_curves_over_documents(run):
 
 def test_wandb_has_the_configuration_names_and_documents_of_a_run(run):
     pytest.importorskip("wandb")
-    record = recorded_run("wandb", run)
+    tracker = recorded_run("wandb", run)
     assert history("wandb", run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
     records = wandb_records(run)
     (opened,) = [record.run for record in records if record.HasField("run")]
@@ -189,7 +189,7 @@ def test_wandb_has_the_configuration_names_and_documents_of_a_run(run):
     assert config == {**FLAT, "run_directory": str(run.path)}
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
     (folder,) = run.path.glob("wandb/offline-run-*")
-    assert record.shown_by == f"wandb sync {folder}"
+    assert tracker.shown_by == f"wandb sync {folder}"
 
 
 def hyperparameters_of_tensorboard(run: RunDirectory) -> dict[str, object]:
