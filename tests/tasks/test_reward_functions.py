@@ -74,29 +74,40 @@ def rewards_of(task: Task, texts: Sequence[str]) -> list[float | None]:
     return [score.reward for score in scores_of(task, texts)]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("in_another_order", [3 - 10, 4 - 20]),
-        ("of_prompt_and_row", [30 + 3, 100 + 50 + 4]),
-        ("takes_anything", [1 + 10 + 0.3, 2 + 20 + 0.4]),
-        ("by_position", [0, 0]),
-        ("longest_of_the_batch", [0, 1]),
-        ("of_a_batch", [3 + 1, 4 + 22]),
-        ("progress", [1, 22]),
-    ],
-)
-@pytest.mark.parametrize("processes", [0, 1])
-def test_a_function_gets_the_arguments_that_its_parameters_name(task_of, name, expected, processes):
-    limits = {"verifier_processes": processes, "verifier_seconds": 60 if processes else None}
-    task = task_of(MINE + name, **limits)
-    prompts = list(task.rows())
+EXPECTED = {
+    "in_another_order": [3 - 10, 4 - 20],
+    "of_prompt_and_row": [30 + 3, 100 + 50 + 4],
+    "takes_anything": [1 + 10 + 0.3, 2 + 20 + 0.4],
+    "by_position": [0, 0],
+    "longest_of_the_batch": [0, 1],
+    "of_a_batch": [3 + 1, 4 + 22],
+    "progress": [1, 22],
+}
+"""The scores by each function of the texts `xyz` and `wxyz`, before the first step."""
+
+
+def scores_before_the_first_step(task: Task) -> list[Score]:
     state = reward_functions.TrainerState(global_step=0, max_steps=7)
     responses = [
         Response(prompt, text, True, trainer_state=state)
-        for prompt, text in zip(prompts, ["xyz", "wxyz"], strict=True)
+        for prompt, text in zip(task.rows(), ["xyz", "wxyz"], strict=True)
     ]
-    assert [score.reward for score in task.scores(responses)] == pytest.approx(expected)
+    return task.scores(responses)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_function_gets_the_arguments_that_its_parameters_name(task_of, name):
+    scores = scores_before_the_first_step(task_of(MINE + name))
+    assert [score.reward for score in scores] == pytest.approx(EXPECTED[name])
+
+
+def test_functions_in_a_process_get_the_arguments_that_their_parameters_name(task_of):
+    names = [MINE + name for name in EXPECTED]
+    task = task_of(*names, verifier_processes=1, verifier_seconds=60)
+    scores = scores_before_the_first_step(task)
+    for number, (name, expected) in enumerate(EXPECTED.items()):
+        measured = [score.measures[f"reward/v{number}"] for score in scores]
+        assert measured == pytest.approx(expected), name
 
 
 def test_trainer_state_counts_the_steps_of_the_weights_that_sampled(task_of):
