@@ -179,6 +179,8 @@ def _continuous(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int, 
             continuous_batching_config=ContinuousBatchingConfig(**options),
             persistent_manager=True,
         )
+        errors = {str(x.error) for x in outputs.values() if x.error}
+        assert not errors, errors
         assert all(len(x.logprobs) == len(x.generated_tokens) for x in outputs.values())
         return [len(x.generated_tokens) for x in outputs.values()]
 
