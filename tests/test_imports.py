@@ -222,15 +222,18 @@ def test_the_command_line_starts_without_the_heavy_libraries():
             assert {name for name in modules_of_package(names) if not is_light(name)} == set(), file
 
 
-def test_check_imports_none_of_the_heavy_libraries():
-    code = (
-        "import sys; from pgtoolkit.launch.check import check, render_plan;"
-        "render_plan(check(['experiment=dapo']));"
-        "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & "
-        "set(sys.modules)))"
-    )
+def test_check_and_explain_import_none_of_the_heavy_libraries():
+    code = """
+import sys
+from pgtoolkit.cli import main
+from pgtoolkit.launch.check import check, render_plan
+main(["explain", "gspo"])
+render_plan(check(["experiment=dapo"]))
+print(sorted({"torch", "lightning", "mlflow", "transformers", "numpy"} & set(sys.modules)))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert "one ratio per document" in done.stdout
+    assert done.stdout.endswith("\n[]\n")
 
 
 def of_rooms(*wings):

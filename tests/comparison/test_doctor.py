@@ -119,7 +119,6 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ((REVERSE,), ()),
         (("task=chain_sum", "task.max_terms=3"), ("groups without signal",)),
         (
             ("task=prompts", "task.path=prompts.jsonl", "task.verifier=patients.flaky"),
@@ -142,7 +141,7 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
 )
 def test_a_run_that_is_broken_in_this_way_has_these_failures(user_code, settings, names):
     failed = {rule.name for rule, _ in examine(trained(user_code / "run", *settings)).failures}
-    assert set(names) <= failed if names else failed == set()
+    assert set(names) <= failed
 
 
 @pytest.mark.slow

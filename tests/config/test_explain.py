@@ -2,8 +2,6 @@
 the words that people use."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from builders.runs import metrics_of, run
@@ -127,16 +125,3 @@ def test_an_unknown_word_is_answered_with_the_nearest(capsys, word, near):
 def test_a_word_that_is_near_to_no_other_is_answered_with_the_page_of_keys(capsys):
     assert main(["explain", "behaviour"]) == 2
     assert capsys.readouterr().err.endswith("Use pgtk --help, or docs/keys.md.\n")
-
-
-def test_explain_loads_no_torch():
-    code = (
-        "import sys; from pgtoolkit.cli import main; main(['explain', 'gspo']); assert 'torch' "
-        "not in sys.modules"
-    )
-    assert (
-        "one ratio per document"
-        in subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-    )

@@ -1,5 +1,5 @@
 """Code of the user is chosen like an option, `loss=my_module.MyFamily`, wherever an option can be
-chosen, and a run with it trains as this code says."""
+chosen. tests/system/test_functions.py trains with it."""
 
 import json
 import sys
@@ -251,17 +251,6 @@ def test_a_run_of_the_long_spelling_is_resumed_by_either(mine):
         not (mine / "run" / "drift.jsonl").exists()
         or "loss" not in (mine / "run" / "drift.jsonl").read_text()
     )
-
-
-def test_a_run_trains_with_the_advantages_and_weights_of_the_user(mine):
-    """The user's weights are half of those of token_mean."""
-    shifted = ("advantage=mine.shifted", "trainer.max_steps=1")
-    run(mine / "halves", *shifted, "aggregation=mine.halves")
-    run(mine / "token_mean", *shifted, "aggregation=token_mean")
-    (halves,) = metrics_of(mine / "halves")
-    (token_mean,) = metrics_of(mine / "token_mean")
-    assert halves["loss"] == pytest.approx(token_mean["loss"] / 2)
-    assert halves["loss"] != 0
 
 
 def test_check_names_the_imports_and_puts_the_paths_into_the_equation(mine, capsys):

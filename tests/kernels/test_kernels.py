@@ -95,7 +95,6 @@ def result_of_logits(
 @pytest.mark.parametrize(
     ("choice", "dtype"),
     [
-        (Choice("cispo", aggregation="constant"), torch.float32),
         (Choice("cispo", aggregation="constant"), torch.float16),
         (Choice("gspo", kl="k3_ratio"), torch.bfloat16),
         (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16),

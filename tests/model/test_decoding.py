@@ -182,7 +182,7 @@ def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("every", [1, 2, 32])
+@pytest.mark.parametrize("every", [1, 32])
 def test_rows_that_have_ended_are_dropped_and_the_others_continue(monkeypatch, device, every):
     """Here prompts are also read one by one."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", every)
@@ -207,8 +207,9 @@ def test_rows_that_have_ended_are_dropped_and_the_others_continue(monkeypatch, d
         torch.testing.assert_close(actual[:length], log_probs_expected, rtol=0, atol=2e-6)
     assert len(set(lengths)) > 4
     assert rows_kept == sorted(rows_kept, reverse=True)
-    assert len(rows_kept) >= 2 or every == 32
-    if every == 1:  # nothing is computed once all rows have ended
+    if every == 1:
+        assert len(rows_kept) >= 2
+        # Nothing is computed once all rows have ended.
         assert (tokens[:, max(lengths) + 1 :] == 0).all()
 
 

@@ -66,8 +66,13 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
 TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11], [4, 4, 4, 4, 9, 0, 7, 2]])
 
 
-@pytest.mark.parametrize("kind", ["gpt2_tied_lora", "qwen2_checkpointed_lora"])
-@pytest.mark.parametrize(("loss", "aggregation"), [("gspo", "sample_mean"), ("grpo", "token_mean")])
+@pytest.mark.parametrize(
+    ("kind", "loss", "aggregation"),
+    [
+        ("gpt2_tied_lora", "gspo", "sample_mean"),
+        ("qwen2_checkpointed_lora", "grpo", "token_mean"),
+    ],
+)
 def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
     """By the chain rule from the gradient of W + alpha / rank B A in the place of each W, in
     float64."""

@@ -84,7 +84,8 @@ CUTS = {
 }
 
 
-CUTS_OVER_TWO_RANKS = ["data", "fully sharded", "tensor", "sequence", "sequence-data", "pipeline"]
+CUTS_OVER_TWO_RANKS = ["data", "tensor", "sequence", "sequence-data", "pipeline"]
+"""Without "fully sharded": sharding divides weights, which no objective sees."""
 
 
 @functools.cache

@@ -38,8 +38,8 @@ with open(sys.argv[1], "w") as file:
     file.write(f"{os.getpid()} {left}.")
 exec(sys.argv[2])
 """
-"""Leaves a process behind in a session of its own, whose parent has ended; then does what it is
-told."""
+"""Leaves a process behind in a session of its own, whose parent has ended; then executes its second
+argument."""
 
 ORDERLY = """
 import signal, sys, threading, time
@@ -61,7 +61,7 @@ PARENT = """
 import json, os, sys, time
 from pathlib import Path
 from pgtoolkit.system.child import Child
-commands, log, then = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+commands, log = json.loads(sys.argv[1]), Path(sys.argv[2])
 children = [Child(command, log=log) for command in commands]
 connections = [child.connection() for child in children]
 if os.fork() == 0:  # shares the channels, unless they are closed in it
@@ -71,8 +71,8 @@ if os.fork() == 0:  # shares the channels, unless they are closed in it
     time.sleep(600)
 print(*(child.pid for child in children), flush=True)
 sys.stdin.readline()
-exec(then)
 """
+"""Starts children, and a fork of itself which outlives it; ends once it has read a line."""
 
 
 def lives(pid: int) -> bool:
@@ -99,23 +99,22 @@ def python(program: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-@pytest.mark.parametrize(
-    "then", ["signal.SIGKILL", "signal.SIGTERM", "pass", "raise SystemExit(1)"]
-)
-def test_children_end_with_their_parent(tmp_path, then):
-    """However it ends, what ignores SIGTERM and what has children of its own; a program of ours
-    saves first."""
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_children_end_with_their_parent(tmp_path, is_killed):
+    """Also a child that ignores SIGTERM, and the descendants of a child. A program of ours saves
+    first."""
     log = tmp_path / "log"
     commands = [
         under_guard(python(STUBBORN, tmp_path / "stubborn"), 0.5),
         under_guard(python(LEAVING, tmp_path / "leaving", "time.sleep(600)"), 0),
         [sys.executable, "-c", ORDERLY],
     ]
-    arguments = python(
-        PARENT, json.dumps(commands), log, "pass" if then.startswith("signal") else then
-    )
     parent = subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        python(PARENT, json.dumps(commands), log),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     forked = [child.pid for child in psutil.Process(parent.pid).children() if child.pid not in pids]
@@ -124,8 +123,8 @@ def test_children_end_with_their_parent(tmp_path, then):
         wait_until(lambda: "begun" in log.read_text())
         assert len(pids) == 7
         assert all(map(lives, pids))
-        if then.startswith("signal"):
-            parent.send_signal(eval(then))
+        if is_killed:
+            parent.kill()
         parent.stdin.write("\n")
         parent.stdin.close()
         parent.wait(30)
