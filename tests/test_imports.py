@@ -56,7 +56,7 @@ parsed = functools.cache(lambda file: ast.parse(file.read_text()))
 
 
 def module(file: Path) -> str:
-    """Its dotted name within the package."""
+    """Return the dotted name of a file within the package."""
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -236,8 +236,8 @@ print(sorted({"torch", "lightning", "mlflow", "transformers", "numpy"} & set(sys
     assert done.stdout.endswith("\n[]\n")
 
 
-def of_rooms(*wings):
-    return [file for file in FILES if room(module(file)) in wings]
+def of_rooms(*names: str) -> list[Path]:
+    return [file for file in FILES if room(module(file)) in names]
 
 
 def test_losses_and_kernels_know_only_torch():

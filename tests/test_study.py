@@ -46,7 +46,7 @@ def test_the_controls_shuffle_toss_and_keep_advantages():
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """A run that is done, one that numbers which are not finite have ended, and one that was
+    """Write a run that is done, one that ended by numbers that are not finite, and one that was
     interrupted."""
     monkeypatch.chdir(tmp_path)
     for seed, state in enumerate(("done", "failed", "interrupted")):
@@ -122,7 +122,7 @@ def test_packed_runs_are_compared_as_the_runs_themselves(sweep, monkeypatch):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The folder of all sweeps that are packed in this repository."""
+    """Unpack all sweeps that are packed in this repository, and return their folder."""
     return study_page.unpack(tmp_path_factory.mktemp("packed"))
 
 

@@ -20,10 +20,12 @@ PATH = "pgtoolkit.adapters.prime_rl.policy_loss"
 
 
 def step(config, cut=((0, 1, 2), (3, 4, 5)), weights=None):
-    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that
-    is cut so."""
+    """Return loss, gradient by the log-probs (B, WIDTH), and the last micro-batch's metrics, of a
+    step that is cut into micro-batches of these documents."""
     new, old, advantages, mask = batch()
-    leaf, losses, metrics = new.clone().requires_grad_(), [], None
+    leaf = new.clone().requires_grad_()
+    losses = []
+    metrics = None
     for rows in cut:
         streams = {"rl_weights": weights, "ce_weights": None, "ref_kl_weights": None}
 
@@ -59,9 +61,9 @@ def custom(loss, **kwargs):
 def test_a_custom_loss_is_ours_under_token_mean_however_the_step_is_cut(loss, parameters):
     exact = ours(loss, parameters, "token_mean")
     for cut in (((0, 1, 2, 3, 4, 5),), ((3,), (1, 0), (2, 4, 5))):
-        found = step(custom(loss, **parameters), cut)
-        assert float(found[0]) == pytest.approx(float(exact[0]), rel=1e-12)
-        torch.testing.assert_close(found[1], exact[1], rtol=1e-10, atol=1e-14)
+        value, gradient, _ = step(custom(loss, **parameters), cut)
+        assert float(value) == pytest.approx(float(exact[0]), rel=1e-12)
+        torch.testing.assert_close(gradient, exact[1], rtol=1e-10, atol=1e-14)
 
 
 def pull(kl_tau):
@@ -80,7 +82,8 @@ def test_prime_rls_default_has_the_gradient_of_our_dppo(weighted, kl_tau):
     )
     theirs = DefaultLossConfig(dppo_mask_low=0.01, dppo_mask_high=0.008, kl_tau=kl_tau)
     same = custom("dppo", delta_low=0.01, delta_high=0.008, ratio_cap=1e9, **pull(kl_tau))
-    exact, found = step(theirs, weights=weights), step(same, weights=weights)
-    torch.testing.assert_close(found[1], exact[1], rtol=1e-10, atol=1e-14)
-    assert float(found[0]) != pytest.approx(float(exact[0]), rel=0.1)
-    assert float((exact[2]["is_masked"] > 0).sum()) > 0
+    their_loss, their_gradient, their_metrics = step(theirs, weights=weights)
+    our_loss, our_gradient, _ = step(same, weights=weights)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-10, atol=1e-14)
+    assert float(our_loss) != pytest.approx(float(their_loss), rel=0.1)
+    assert float((their_metrics["is_masked"] > 0).sum()) > 0

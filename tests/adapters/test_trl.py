@@ -74,7 +74,7 @@ NOT_SHOWN = {"step_time", "train_runtime", "policy_loss", "entropy_coef"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The small model, saved: TRL reads the reference again."""
+    """Save the small model, since TRL reads the reference again, and return its folder."""
     folder = tmp_path_factory.mktemp("llama")
     small_llama().save_pretrained(folder)
     return str(folder)
@@ -101,8 +101,8 @@ def with_slow_rest(rows: list[tuple], number: int) -> list:
 
 @pytest.mark.parametrize(("flags", "ours", "common"), with_slow_rest(EQUAL, 3), ids=str)
 def test_trls_own_loss_with_these_flags_trains_the_same_weights(flags, ours, common, folder):
-    (exact, their_log), (weights, log), way = trained_by_both(flags, ours, common, folder)
-    assert float(way) > 1
+    (exact, their_log), (weights, log), moved = trained_by_both(flags, ours, common, folder)
+    assert float(moved) > 1
     torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
         for name in theirs.keys() - NOT_SHOWN:
@@ -113,8 +113,10 @@ def test_trls_own_loss_with_these_flags_trains_the_same_weights(flags, ours, com
 def test_where_trl_computes_something_else_the_weights_differ_by_as_much(
     flags, ours, common, apart, folder
 ):
-    (exact, _), (weights, _), way = trained_by_both(flags, ours, {"max_steps": 2} | common, folder)
-    assert float((weights - exact).norm() / way) == pytest.approx(apart, rel=0.05)
+    (exact, _), (weights, _), moved = trained_by_both(
+        flags, ours, {"max_steps": 2} | common, folder
+    )
+    assert float((weights - exact).norm() / moved) == pytest.approx(apart, rel=0.05)
 
 
 ENGINES = [
@@ -132,8 +134,8 @@ ENGINES = [
 @pytest.mark.parametrize("engine", with_slow_rest([(engine,) for engine in ENGINES], 2), ids=str)
 def test_the_correction_for_vllms_log_probs_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
-    (exact, _), (weights, log), way = trained_by_both(*task, engine)
-    assert float(way) > 1
+    (exact, _), (weights, log), moved = trained_by_both(*task, engine)
+    assert float(moved) > 1
     torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     assert log[0]["pgtk/difference_old_sampling"] > 0.2
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])

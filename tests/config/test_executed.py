@@ -48,7 +48,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the output of a command that is refusal."""
+    """Return the output of a command that is refused."""
     assert main(list(arguments)) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err + printed.out
@@ -100,9 +100,9 @@ def test_a_callback_of_hydra_in_an_option_that_no_job_chooses_is_refused(evil, c
     (evil / "conf/loss").mkdir()
     callback = "hydra: {callbacks: {a: {_target_: evil.Callback}}}"
     (evil / "conf/experiment/second.yaml").write_text(
-        "# @package _global_\ndefaults: [override /loss: foreign_run]\n"
+        "# @package _global_\ndefaults: [override /loss: with_callback]\n"
     )
-    (evil / "conf/loss/foreign_run.yaml").write_text(
+    (evil / "conf/loss/with_callback.yaml").write_text(
         f"# @package _global_\ndefaults: [/loss/gspo@loss]\n{callback}\n"
     )
     command = [

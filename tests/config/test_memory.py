@@ -38,7 +38,7 @@ READ = ("rollout=recorded", "rollout.path=rows.jsonl", "accumulation.docs_per_st
 
 
 def job(folder: Path, size: str, *more: str) -> Config:
-    """Return the job of a job of a Qwen2 of this many billion parameters."""
+    """Return the configuration of a job of a Qwen2 with this many billion parameters."""
     *sizes, tied = SHAPES[size]
     shape = dict(zip(NAMES, sizes, strict=True)) | {
         "vocab_size": 151936,

@@ -32,8 +32,8 @@ AHEAD = "rollout.max_staleness=1 rollout.old_log_probs=sampling"
 
 
 def job(folder: Path, shape: str, *overrides: str) -> Config:
-    """Return the job of docs/rollouts.md: 32 prompts of some 112 tokens, 8 completions of 512 for
-    each, one update."""
+    """Return the configuration of the job of docs/rollouts.md: 32 prompts of some 112 tokens, 8
+    completions of 512 for each, one update."""
     known = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": shape == "0.5b"}
     known |= SHAPES[shape] | {
         "num_key_value_heads": GROUPS[shape],

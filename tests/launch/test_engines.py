@@ -23,6 +23,7 @@ from builders.runs import run as train_short
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch import engines
+from pgtoolkit.runs.records import read_status
 
 pytestmark = pytest.mark.slow
 STEPS = 120
@@ -36,7 +37,7 @@ SUBMITIT = (
 
 
 def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return exit status and output of a process, once it has wait_for_end."""
+    """Return exit status and output of a process, once it has ended."""
     output, _ = process.communicate(timeout=300)
     assert "Traceback" not in output
     return process.returncode, output
@@ -46,10 +47,6 @@ def wait_for_steps(folder: Path, name: str, steps: int) -> Path:
     """Return the run directory of a job, once it has made this number of steps."""
     wait_until(has_steps(folder, name, steps), 120)
     return next((folder / "sweep").glob(f"{name}*/metrics.jsonl")).parent
-
-
-def status_of(directory: Path) -> dict:
-    return json.loads((directory / "status.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +91,7 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
 ):
     with running_sweep(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
-        process = psutil.Process(status_of(first)["pid"]).parent()
+        process = psutil.Process(read_status(first)["pid"]).parent()
         assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
         psutil.Process(process.ppid()).kill()
         status, output = wait_for_end(launcher)
@@ -121,7 +118,7 @@ def test_a_signal_to_a_sweep_on_ray_saves_its_running_jobs(tmp_path, ray_head):
         launcher.send_signal(signal.SIGTERM)
         status, output = wait_for_end(launcher)
     assert status == 75, output
-    run = status_of(directory)
+    run = read_status(directory)
     assert (run["state"], run["reason"]) == ("interrupted", "SIGTERM")
     assert (directory / "checkpoints" / f"step-{run['step']:06d}" / "manifest.json").exists()
     assert "Continue with: " in output
@@ -167,7 +164,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again_to_its_end(tmp_pa
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
     with running_sweep(tmp_path, *command) as launcher:
         directory = wait_for_steps(tmp_path, "", 25)
-        task = psutil.Process(status_of(directory)["pid"]).parent().parent()
+        task = psutil.Process(read_status(directory)["pid"]).parent().parent()
         assert "submitit.core._submit" in task.cmdline()
         task.send_signal(signal.SIGUSR2)
         status, output = wait_for_end(launcher)

@@ -1,25 +1,20 @@
 """Signals to the command as a process: its exit status, and a run directory that can be resumed to
 the same bits."""
 
-import json
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from builders.commands import Command
 from builders.runs import SHORT, assert_equal, checkpoint_of, last_of_each_key, metrics_of, run
 
 from pgtoolkit.cli import main
+from pgtoolkit.runs.records import read_status
 
 LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
-
-
-def status_of(folder: Path) -> dict:
-    return json.loads((folder / "status.json").read_text())
 
 
 @pytest.mark.slow
@@ -33,13 +28,13 @@ def test_a_run_that_a_signal_stopped_resumes_bit_equal_to_one_that_was_never_sto
     assert command.process.returncode == 75, shown
     assert "resume" in shown
     assert "Traceback" not in shown
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("interrupted", "SIGTERM")
     last = status["step"] + 2
     assert last >= 5
     monkeypatch.chdir(tmp_path)
     assert main(["resume", "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]) == 0
-    assert status_of(tmp_path / "run")["state"] == "done"
+    assert read_status(tmp_path / "run")["state"] == "done"
     uninterrupted = run(tmp_path / "uninterrupted", f"trainer.max_steps={last}")
     assert metrics_of(tmp_path / "run") == metrics_of(uninterrupted)
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(uninterrupted, last))
@@ -69,7 +64,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
         # The default action, even if nohup started the tests.
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
-    assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
+    assert (done.returncode, read_status(tmp_path / "run")["step"]) == (status, step), done.stderr
     assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (
         status == 75
     )
@@ -97,7 +92,7 @@ def test_a_signal_while_a_line_is_written_stops_after_the_step_without_a_traceba
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
     assert "SIGINT: finishing this step, then saving\n" in done.stdout
-    assert status_of(tmp_path / "run")["step"] == 3
+    assert read_status(tmp_path / "run")["step"] == 3
 
 
 INTERRUPTED_IN_A_FINALIZER = """
@@ -130,7 +125,7 @@ def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_st
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
     assert "Exception ignored" in done.stderr
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, "SIGINT")
 
 
@@ -151,7 +146,7 @@ def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(
     assert command.process.returncode == 75, shown
     assert "Traceback" not in shown
     assert "resume run" in shown
-    status = status_of(tmp_path / "run")
+    status = read_status(tmp_path / "run")
     assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, number.name)
     if moment == "imports":
         monkeypatch.chdir(tmp_path)
@@ -172,7 +167,7 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
     assert command.process.returncode == 75, shown
     assert "saved up to step" in shown
     assert "Traceback" not in shown
-    assert status_of(tmp_path / "run")["state"] == "interrupted"
+    assert read_status(tmp_path / "run")["state"] == "interrupted"
 
 
 @pytest.mark.slow
@@ -181,7 +176,7 @@ def test_a_killed_run_is_resumed_with_each_row_once(tmp_path, monkeypatch):
     command = Command(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
     command.wait_for_steps(6)
     command.kill()
-    assert status_of(tmp_path / "run")["state"] == "running"
+    assert read_status(tmp_path / "run")["state"] == "running"
     monkeypatch.chdir(tmp_path)
     assert main(["resume", "run", "trainer.max_steps=9"]) == 0
     steps = [row["step"] for row in metrics_of(tmp_path / "run")]
@@ -202,6 +197,6 @@ def test_a_numerical_failure_exits_with_4_and_names_the_documents_of_skipped_ste
     printed = capsys.readouterr()
     assert "not finite" in printed.err
     assert "prompt 2, completion 0" in printed.out
-    assert status_of(tmp_path / "run")["state"] == "failed"
+    assert read_status(tmp_path / "run")["state"] == "failed"
     rows = metrics_of(tmp_path / "run")
     assert all(abs(value) < float("inf") for row in rows for value in row.values())

@@ -6,29 +6,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from builders.commands import wait_until
+from builders.commands import PGTK, wait_until
 from builders.runs import SHORT, last_of_each_key, metrics_of, run
+from builders.stores import free_port
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 
-PGTK = Path(sys.executable).with_name("pgtk")
-
 
 @pytest.mark.slow
 def test_a_lost_node_is_named_in_the_log_and_the_status_of_the_run(tmp_path):
     """Two ranks without a common parent, as on two nodes. The first is killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     overrides = last_of_each_key(
         *SHORT, "parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=1000"
     )

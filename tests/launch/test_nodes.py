@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
+from builders.stores import free_port
 from builders.vllm_servers import COMMAND
 
 from pgtoolkit.config.compose import compose
@@ -64,12 +64,6 @@ def test_every_run_on_the_page_passes_the_checks(tmp_path, monkeypatch):
     for overrides in commands:
         typed = [override.replace("math_verify", "exact_match") for override in overrides]
         assert check_run(compose(typed), typed).report.problems == [], overrides
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def train_on_two_nodes(folder: Path, *overrides: str) -> Path:

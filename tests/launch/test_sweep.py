@@ -26,7 +26,7 @@ from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the message of a command that is refusal."""
+    """Return the message of a command that is refused."""
     assert main(list(arguments)) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err + printed.out

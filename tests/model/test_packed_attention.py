@@ -134,13 +134,13 @@ def test_divided_heads_do_the_same(monkeypatch):
     expected = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
     assert not calls
     monkeypatch.setattr(fixed_order, "_on", True)
-    found = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
+    divided = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
     assert sum(calls[0]) == 14
-    assert torch.equal(found[0], expected[0])
-    for a, b in zip(found, expected, strict=True):
+    assert torch.equal(divided[0], expected[0])
+    for a, b in zip(divided, expected, strict=True):
         assert (a.double() - b.double()).norm() < 1e-2 * b.double().norm()
     again = result_and_gradients(lambda *x: by_document(*x, documents, None, None), inputs)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(divided, again, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed", "qwen3", "mistral"])

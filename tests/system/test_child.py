@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from builders.commands import wait_until
 
 from pgtoolkit.system.child import Child, end_all, under_guard
 
@@ -82,16 +82,9 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
 def pids_in(file: Path) -> list[int]:
     """Return the numbers of processes that a program has written."""
-    wait_until(lambda: file.exists() and file.read_text().endswith("."))
+    wait_until(lambda: file.exists() and file.read_text().endswith("."), 30)
     return [int(pid) for pid in file.read_text().rstrip(".").split()]
 
 
@@ -120,7 +113,7 @@ def test_children_end_with_their_parent(tmp_path, is_killed):
     forked = [child.pid for child in psutil.Process(parent.pid).children() if child.pid not in pids]
     try:
         pids += pids_in(tmp_path / "stubborn") + pids_in(tmp_path / "leaving")
-        wait_until(lambda: "begun" in log.read_text())
+        wait_until(lambda: "begun" in log.read_text(), 30)
         assert len(pids) == 7
         assert all(map(lives, pids))
         if is_killed:
@@ -128,7 +121,7 @@ def test_children_end_with_their_parent(tmp_path, is_killed):
         parent.stdin.write("\n")
         parent.stdin.close()
         parent.wait(30)
-        wait_until(lambda: not any(map(lives, pids)))
+        wait_until(lambda: not any(map(lives, pids)), 30)
         assert sorted(log.read_text().splitlines()) == ["asked to end", "begun", "saved: True"]
         assert all(map(lives, forked))
         assert len(forked) == 1
@@ -191,9 +184,9 @@ def test_a_guarded_process_ends_when_its_guard_is_killed(tmp_path):
     process, of_process = pids_in(tmp_path / "pids")
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait(30) == -signal.SIGKILL
-    wait_until(lambda: not lives(process))
+    wait_until(lambda: not lives(process), 30)
     child.end()
-    wait_until(lambda: not lives(of_process))
+    wait_until(lambda: not lives(of_process), 30)
 
 
 def test_a_program_of_ours_gets_sigterm_before_it_is_killed(tmp_path):
@@ -201,12 +194,12 @@ def test_a_program_of_ours_gets_sigterm_before_it_is_killed(tmp_path):
     orderly = Child([sys.executable, "-c", ORDERLY], log=log)
     deaf = Child(python(STUBBORN, tmp_path / "pids"), log=log)
     pids = pids_in(tmp_path / "pids")
-    wait_until(lambda: "begun" in log.read_text())
+    wait_until(lambda: "begun" in log.read_text(), 30)
     deaf.send_signal(signal.SIGTERM)
-    wait_until(lambda: "asked to end" in log.read_text())
+    wait_until(lambda: "asked to end" in log.read_text(), 30)
     assert (orderly.end(20), deaf.end(0.1)) == (7, -signal.SIGKILL)
     assert log.read_text().splitlines()[-1] == "saved: True"
-    wait_until(lambda: not any(map(lives, pids)))
+    wait_until(lambda: not any(map(lives, pids)), 30)
 
 
 ANSWERING = """
@@ -232,7 +225,7 @@ def test_a_child_has_its_own_session_its_log_and_its_channel(tmp_path, guarded):
     answers = child.channel.makefile("r")
     assert [answers.readline(), answers.readline()] == ["17 one\n", "17 two\n"]
     status = child.end(10)
-    # who sees the end of the channel first
+    # A guard may end the child before the child sees the end of its channel.
     assert status == 4 or (guarded and status == -signal.SIGKILL)
     assert sorted(log.read_text().splitlines()) == [
         "before",

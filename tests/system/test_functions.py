@@ -30,7 +30,7 @@ def inner(mask):
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """The current directory, with a module of the user's in it."""
+    """Make a current directory with a module of the user."""
     (tmp_path / "my_reducers.py").write_text(REDUCERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # so that the path is as before afterwards

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-SPEAKING = """
+PREPARED = """
 import logging, sys, warnings
 from pgtoolkit.system.report import say
 from pgtoolkit.system.terminal import Terminal, flush_streams, prepare_streams, status_of_output
@@ -17,10 +17,10 @@ log.addHandler(Terminal())
 """
 
 
-def spoken(script: str, redirection: str = "", **environment: str) -> tuple[str, str, int]:
-    """Standard output, standard error and status of a process that speaks."""
+def output_of(script: str, redirection: str = "", **environment: str) -> tuple[str, str, int]:
+    """Return standard output, standard error and status of a process that runs a script."""
     command = (
-        f"{shlex.join([sys.executable, '-c', SPEAKING + script])} {redirection}; exit "
+        f"{shlex.join([sys.executable, '-c', PREPARED + script])} {redirection}; exit "
         f"${{PIPESTATUS[0]}}"
     )
     process = subprocess.run(
@@ -46,7 +46,7 @@ def test_a_character_that_the_encoding_lacks_is_a_question_mark(environment):
         r"say('a \u2581\u2588 b'); log.warning('c \u2581 d'); print('e \u2581 f'); say('g "
         r"\u2581 h', error=True)"
     )
-    out, err, status = spoken(script, **environment)
+    out, err, status = output_of(script, **environment)
     assert (out, err, status) == ("a ?? b\nc ? d\ne ? f\n", "g ? h\n", 0)
 
 
@@ -69,20 +69,20 @@ def test_a_command_goes_on_when_a_stream_is_gone(redirection, out, err):
         "[log.warning('line %d', i) for i in range(20000)]; print('from a library'); "
         "flush_streams()"
     )
-    assert spoken(script, redirection) == (out, err, 0)
+    assert output_of(script, redirection) == (out, err, 0)
 
 
 def test_a_closed_stream_writes_to_no_other_file(tmp_path):
-    spoken(f"file = open({str(tmp_path / 'data')!r}, 'w'); say('stray'); file.close()", ">&-")
+    output_of(f"file = open({str(tmp_path / 'data')!r}, 'w'); say('stray'); file.close()", ">&-")
     assert (tmp_path / "data").read_text() == ""
 
 
 @pytest.mark.parametrize(("redirection", "status"), [("", 3), ("> /dev/full", 6), (">&-", 3)])
 def test_the_status_of_a_command_tells_that_its_output_was_lost(redirection, status):
-    assert spoken("say('page'); sys.exit(status_of_output(3))", redirection)[2] == status
+    assert output_of("say('page'); sys.exit(status_of_output(3))", redirection)[2] == status
 
 
 def test_escape_sequences_in_a_warning_of_a_library_do_not_reach_the_terminal():
-    _, err, _ = spoken("warnings.warn('Glyph 27 (\\x1b[31m) is missing')")
+    _, err, _ = output_of("warnings.warn('Glyph 27 (\\x1b[31m) is missing')")
     assert "Glyph 27 (<U+001B>[31m) is missing" in err
     assert "\x1b" not in err
