@@ -144,8 +144,8 @@ def test_terminal_shows_best_worst_and_changed_completions(folder, capsys, monke
     assert lines[9] == "  0.000  a: 0 tokens, ended by itself, weights of update 0"
     assert lines[13:] == [
         (
-            "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of what "
-            "was kept)"
+            "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of the "
+            "kept completions)"
         ),
         "  0.000 -> 0.875  b",
         "    prompt      b?",
