@@ -122,22 +122,24 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             config = with_values(config, {"tracking.run_name": None})  # named after its folder
         if is_first:
             _make_branch(run, run_dir, step, folder)
-    elif is_first:
-        _note_if_done(config, run_dir)
+    note = _note_if_done(config, run_dir) if is_first and step is None else None
     train_on_processes(Training(config, folder, True, overrides))
+    if note is not None:
+        # Said at the end, since a damaged run is refused by then.
+        say(note, error=True)
     return 0
 
 
-def _note_if_done(config: Config, run_dir: Path) -> None:
-    """Say how a run that has made all of its steps can train on."""
+def _note_if_done(config: Config, run_dir: Path) -> str | None:
+    """Return how a run that has made all of its steps can train on; None for another run."""
     status = read_status(run_dir)
-    if status.get("state") == "done" and status["step"] >= config.trainer.max_steps:
-        path = shell_path(run_dir)
-        say(
-            f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to "
-            f"train. pgtk resume {path} trainer.max_steps={2 * status['step']} trains on.",
-            error=True,
-        )
+    if status.get("state") != "done" or status["step"] < config.trainer.max_steps:
+        return None
+    path = shell_path(run_dir)
+    return (
+        f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to "
+        f"train. pgtk resume {path} trainer.max_steps={2 * status['step']} trains on."
+    )
 
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:
