@@ -98,6 +98,16 @@ def test_continue_starts_a_run_and_continues_it_after_a_signal_bit_equal_to_an_u
     assert not (tmp_path / "my run" / "drift.jsonl").exists()
 
 
+def test_a_resume_of_a_finished_run_says_how_to_train_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "finished", *last_of_each_key(*OVERRIDES, "trainer.max_steps=2"))
+    capsys.readouterr()
+    assert main(["resume", "finished"]) == 0
+    assert "pgtk resume finished trainer.max_steps=4" in capsys.readouterr().err
+    assert main(["resume", "finished", "trainer.max_steps=4"]) == 0
+    assert read_status(tmp_path / "finished")["step"] == 4
+
+
 def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configuration(
     tmp_path, monkeypatch, capsys
 ):
