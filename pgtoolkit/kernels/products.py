@@ -13,6 +13,12 @@ from torch import Tensor
 
 _ROWS_PER_BLOCK = 4096
 """Rows of an operand that are copied to float32 at once where the device has no mixed product."""
+_MOST_COLUMNS_AT_ONCE = 2048
+"""Columns of a product that is added to float32 totals in one call; more are divided into halves.
+
+Of 3584 columns and more cuBLAS picks a kernel that waits longer for the totals (H100, 1984 rows,
+151936 x 3584: 3.86 ms at once, 3.26 ms in halves). For halves of few columns it picks one that is
+slower by far (151936 x 896: 0.99 ms at once, 1.97 ms in halves)."""
 
 
 def accumulation_dtype(values: Tensor) -> torch.dtype:
@@ -43,11 +49,12 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
     if total.dtype == a.dtype:
         return total.addmm_(a, b, alpha=alpha)
     if a.device.type == "cuda":
-        # In two halves, since cuBLAS picks a kernel for all columns that waits longer for the
-        # totals that it adds to (H200, 2048 x 151936 x 4096: 3.87 ms at once, 3.50 ms in halves,
-        # 3.38 ms without adding).
-        half = b.shape[1] // 128 * 64
-        for columns in (slice(0, half), slice(half, None)) if half else (slice(None),):
+        num_columns = b.shape[1]
+        parts = [slice(None)]
+        if num_columns > _MOST_COLUMNS_AT_ONCE:
+            half = num_columns // 128 * 64
+            parts = [slice(0, half), slice(half, None)]
+        for columns in parts:
             part = total[:, columns]
             torch.addmm(part, a, b[:, columns], out_dtype=total.dtype, alpha=alpha, out=part)
         return total

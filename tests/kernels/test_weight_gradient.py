@@ -89,16 +89,18 @@ def test_the_weight_gradient_adds_up_in_float32_over_chunks(with_buffer):
     assert relative_error(gradient, expected) < 1e-5
 
 
+@pytest.mark.parametrize("columns", [130, 2200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
+def test_products_add_to_a_float32_total_without_rounding_in_between(dtype, columns):
+    """A GPU adds products of more than 2048 columns in two halves."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(300, 50, generator=generator).to(DEVICE, dtype)
-    b = torch.randn(50, 130, generator=generator).to(DEVICE, dtype)
-    total = torch.full((300, 130), 100.0, device=DEVICE)
+    b = torch.randn(50, columns, generator=generator).to(DEVICE, dtype)
+    total = torch.full((300, columns), 100.0, device=DEVICE)
     accumulate_matmul(total, a, b, alpha=0.25)
     accumulate_matmul(total, a, b, alpha=0.25)
     assert relative_error(total, 100 + 0.5 * (a.double() @ b.double())) < 1e-6
-    product = matmul(a, b, torch.empty(300, 130, device=DEVICE))
+    product = matmul(a, b, torch.empty(300, columns, device=DEVICE))
     assert relative_error(product, a.double() @ b.double()) < 1e-6
 
 
