@@ -130,7 +130,8 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     path: str = key(
         default=REQUIRED,
-        help="A local folder or a name on the Hugging Face hub.",
+        help="A local folder or a name on the Hugging Face hub. Where the hub does not answer, its "
+        "cache on this machine is used.",
         reads="model",
         fixed=_WEIGHTS,
         example="Qwen/Qwen3-0.6B",

@@ -208,6 +208,7 @@ def _trained(path: str, model_config: PreTrainedConfig, dtype: torch.dtype) -> P
 
     needs = "weights of the model that config.json describes"
     reason = "transformers would fill in random numbers."
+    how_to_load = model_folder.how_to_load(path)
     with model_folder.refused(path, needs, "They and config.json must be of one model."):
         loaded = AutoModelForCausalLM.from_pretrained(
             os.path.expanduser(path),
@@ -215,7 +216,9 @@ def _trained(path: str, model_config: PreTrainedConfig, dtype: torch.dtype) -> P
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
-            **model_folder.how_to_load(path),
+            # With peft installed, transformers looks for adapters by these arguments alone.
+            adapter_kwargs={"local_files_only": how_to_load["local_files_only"]},
+            **how_to_load,
         )
     # Two values, because of output_loading_info, which no type says.
     model, report = cast("tuple[PreTrainedModel, dict[str, set]]", loaded)

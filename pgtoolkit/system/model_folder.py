@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system import report
+from pgtoolkit.system import hub, report
 from pgtoolkit.system.plain_files import JsonObject, json_object
 
 if TYPE_CHECKING:
@@ -59,9 +59,11 @@ def load_config(path: str) -> PretrainedConfig:
     Raises ConfigError, also for adapters and damaged files that transformers would accept in
     silence.
     """
+    folder = Path(path).expanduser()
+    if not os.path.isdir(folder):
+        _check_name(path)
     from transformers import AutoConfig
 
-    folder = Path(path).expanduser()
     # transformers would put them into any model beside them
     if os.path.exists(folder / ADAPTER_SETTINGS):
         reason = (
@@ -79,6 +81,27 @@ def load_config(path: str) -> PretrainedConfig:
         "It says what kind of model it is.",
     ):
         return AutoConfig.from_pretrained(os.path.expanduser(path), **how_to_load(path))
+
+
+def _check_name(path: str) -> None:
+    """Refuse a path that is no folder, where it cannot be the name of a model on the hub either, or
+    where neither the cache nor the hub can be asked for it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    needs = "the folder of a model, or the name of one on the Hugging Face hub"
+    if os.path.exists(os.path.expanduser(path)):
+        reason = "The folder holds config.json, the tokenizer and the weights."
+        raise ConfigError(refusal(path, needs, "a file", reason))
+    no_folder = "no such folder here"
+    try:
+        cached = try_to_load_from_cache(path, "config.json") is not None
+    except HFValidationError as error:
+        reason = "A name on the hub is OWNER/NAME."
+        raise ConfigError(refusal(path, needs, no_folder, reason)) from error
+    if not cached and not hub.answers(path):
+        got = f"{no_folder}, and no such name in the hub's cache"
+        raise ConfigError(refusal(path, needs, got, hub.silence()))
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -114,8 +137,9 @@ def load_generation_config(path: str) -> GenerationConfig:
 
 def how_to_load(path: str) -> dict[str, bool]:
     """Return the arguments of every `from_pretrained`: they keep code of the model from being run,
-    and the hub from being asked for a folder."""
-    return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
+    and the hub from being asked for a folder, or where it does not answer."""
+    is_folder = os.path.isdir(os.path.expanduser(path))
+    return {"trust_remote_code": False, "local_files_only": is_folder or not hub.answers(path)}
 
 
 def model_settings(path: str | Path | None) -> JsonObject:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system import hub
 from pgtoolkit.system.report import refusal, text
 
 _MAX_CHARACTERS = 300
@@ -29,16 +30,22 @@ def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, .
     setting = f"task.path={name}"
     if config is not None:
         setting += f" with task.config={config}"
+    reason = "There is no such folder here, so it is taken for a name on the hub."
     with _quiet():
         try:
-            splits = datasets.load_dataset(name, config)
+            if hub.answers(name, "dataset"):
+                splits = datasets.load_dataset(name, config)
+            else:
+                reason += f" {hub.silence()}"
+                with _offline():
+                    splits = datasets.load_dataset(name, config)
         except Exception as error:  # The package and its dependencies raise what they like.
             raise ConfigError(
                 refusal(
                     setting=setting,
                     needs="a data set of the Hugging Face hub, or of its cache on this machine",
                     got=" ".join(str(error).split())[:_MAX_CHARACTERS],
-                    reason="There is no such folder here, so it is taken for a name on the hub.",
+                    reason=reason,
                     use="OWNER/NAME, with task.config=NAME if it has several configurations, or "
                     "the path of a file or folder",
                 )
@@ -57,6 +64,19 @@ def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, .
             )
         )
     return tuple(Path(file["filename"]) for file in splits[split].cache_files)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Inside the block the package reads its cache, and does not wait for the hub."""
+    from datasets import config
+
+    was_offline = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = was_offline
 
 
 @contextlib.contextmanager

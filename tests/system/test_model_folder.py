@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.setup import build_policy
+from pgtoolkit.system.hub import answers
 
 OVERRIDES = [setting for setting in SHORT if not setting.startswith("model.")]
 OVERRIDES.append("model=huggingface")
@@ -176,15 +178,56 @@ def test_a_folder_with_code_and_further_weights_is_loaded_without_them(
     assert sorted(os.listdir()) == ["model"]
 
 
-def test_a_folder_is_loaded_without_asking_the_hub(folder, monkeypatch):
+@pytest.fixture
+def connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Let no hub answer, and its cache be in `tmp_path`; return the addresses that are asked, and
+    the pauses between two attempts."""
     connections = []
 
-    def connect(*_: object) -> None:
-        connections.append(1)
+    def connect(_: socket.socket, address: object) -> None:
+        connections.append(address)
         raise OSError("no network")
 
+    hub = "http://127.0.0.1:9"
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    address_of_file = hub + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address_of_file)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(time, "sleep", connections.append)
+    answers.cache_clear()
+    return connections
+
+
+def test_a_name_is_refused_at_once_where_the_hub_does_not_answer(
+    tmp_path, monkeypatch, connections, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*OVERRIDES, "model.path=nothere"]) == 2
+    assert (
+        "model.path=nothere needs the folder of a model, or the name of one on the Hugging Face "
+        "hub (got no such folder here, and no such name in the hub's cache). The hub, "
+        "http://127.0.0.1:9, does not answer. Use model.path=FOLDER."
+    ) in capsys.readouterr().err
+    assert set(connections) == {("127.0.0.1", 9)}
+
+
+def test_a_model_in_the_cache_is_loaded_where_the_hub_does_not_answer(
+    folder, tmp_path, connections
+):
+    cached = tmp_path / "cache" / "models--owner--name"
+    commit = "0" * 40
+    shutil.copytree(folder, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    policy = build_policy(model_config("owner/name"), None, False)
+    saved = load_file(folder / WEIGHTS)
+    torch.testing.assert_close(policy.model.state_dict()[NORM], saved[NORM], rtol=0, atol=0)
+    assert set(connections) == {("127.0.0.1", 9)}
+
+
+def test_a_folder_is_loaded_without_asking_the_hub(folder, connections):
     changed(CONFIG, transformers_version=None)(folder)
     (folder / "generation_config.json").unlink()
     build_policy(model_config(folder), None, False)

@@ -19,7 +19,8 @@ for config in ("main", "socratic"):
 
 @pytest.fixture(scope="module")
 def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return variables that name a cache of two configurations, each with two splits."""
+    """Return variables that name a cache of two configurations, each with two splits, and a hub
+    that does not answer."""
     folder = tmp_path_factory.mktemp("hub")
     source = folder / "gsm8k"
     header = ["---", "configs:"]
@@ -39,7 +40,12 @@ def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
             )
             header += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
     (source / "README.md").write_text("\n".join([*header, "---", ""]))
-    environment = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     subprocess.run(
         [sys.executable, "-c", WRITE, str(source)], env=environment, check=True, capture_output=True
     )
@@ -49,13 +55,15 @@ def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompt_rows import prompt_files
 from pgtoolkit.training.machine import check_machine
+pauses = []
+time.sleep = pauses.append
 for overrides in json.loads(sys.argv[1]):
     common = ["task=prompts", "rollout.max_completion_length=9", "tracking=none"]
     composed = compose([*common, *overrides])
@@ -68,6 +76,7 @@ for overrides in json.loads(sys.argv[1]):
         prompts = make_task(config.task, 0).rows()
         rows = [[prompt.text, prompt.answer, prompt.place] for prompt in prompts]
     print(json.dumps([config.task.path, report.problems, rows]))
+assert not pauses, "The hub is asked again."
 """
 
 
@@ -103,7 +112,10 @@ REFUSED = [
     ),
     (
         (*COLUMNS, "task.path=openai/nothing"),
-        "needs a data set of the Hugging Face hub, or of its cache on this machine (got ",
+        "needs a data set of the Hugging Face hub, or of its cache on this machine (got "
+        "Couldn't reach 'openai/nothing' on the Hub (OfflineModeIsEnabled)). There is no such "
+        "folder here, so it is taken for a name on the hub. The hub, http://127.0.0.1:9, does not "
+        "answer. ",
     ),
     (
         (*COLUMNS, "task.path=openai/nothing.jsonl"),
@@ -138,7 +150,7 @@ def outcomes(
         text=True,
         timeout=300,
     )
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0, process.stderr  # The hub is asked once for each name.
     assert "Hugging Face Hub" not in process.stderr  # `datasets` itself prints nothing.
     lines = process.stdout.splitlines()
     return {case: json.loads(line) for case, line in zip(cases, lines, strict=True)}

@@ -211,14 +211,27 @@ def test_groups_that_only_rows_beyond_the_first_complete_are_left_to_the_run(
     assert "note:" not in capsys.readouterr().err
 
 
-def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused(capsys, monkeypatch):
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused(
+    capsys, monkeypatch, current_folder
+):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for path, reason in (
-        ("models/of/mine", "Repo id must be in the form"),
-        ("models/mine", "We couldn't connect to"),
+    (current_folder / "config.json").write_text("{}")
+    needs = "needs the folder of a model, or the name of one on the Hugging Face hub"
+    for path, got in (
+        ("models/of/mine", "(got no such folder here). A name on the hub is OWNER/NAME."),
+        (
+            "models/mine",
+            "(got no such folder here, and no such name in the hub's cache). "
+            "HF_HUB_OFFLINE keeps the hub from being asked.",
+        ),
+        ("config.json", "(got a file)."),
     ):
         error = refusal(capsys, *HUGGING_FACE, f"model.path={path}")
-        assert (
-            f"model.path={path} needs a model that transformers can load, with its config.json "
-            f"(got {reason}"
-        ) in error
+        assert f"model.path={path} {needs} {got}" in error
+    for key, overrides in (
+        ("kl.reference", ["kl=k3", "kl.reference=models/of/mine"]),
+        ("critic.path", ["advantage=gae", "critic.path=models/of/mine"]),
+    ):
+        save_with_tokenizer(small_llama(), current_folder / "model")
+        error = refusal(capsys, *HUGGING_FACE, "model.path=model", *overrides)
+        assert f"{key}=models/of/mine {needs} (got no such folder here)." in error
