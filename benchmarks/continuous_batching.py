@@ -7,9 +7,10 @@ The job is that of benchmarks/rollouts.py: prompts of 64 to 160 tokens with 8 co
 of `length` tokens, drawn at temperature 1 in bfloat16, with their log-probs. First both write
 completions of a small model greedily, in float32, and the tokens are compared. Each case is a
 process of its own with a time limit; numbers are medians of the calls after the first, which warms
-up. `sdpa` is `generate_batch` where flash-attn is missing; `flash` needs flash-attn or
-flash_attn_by_torch.py; `compiled` is `flash` with `default_compile_level=1`. With `--shape tiny`
-the script can be tried on a CPU.
+up. Then the log-probs of one completion are compared with those of a forward pass. `sdpa` is
+`generate_batch` where flash-attn is missing; `flash` needs flash-attn or flash_attn_by_torch.py;
+`compiled` is `flash` with `default_compile_level=1`. With `--shape tiny` the script can be tried on
+a CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,6 +48,11 @@ CASES = {
     "flash": "continuous batching, flash-attn",
     "compiled": "the same, default_compile_level=1",
 }
+PAGE = 256
+"""Tokens of a page of transformers' cache, its default."""
+
+Run = Callable[[int], tuple[list[list[int]], list[list[float]]]]
+"""A call of a case, given its number: the tokens and the log-probs of each completion."""
 
 
 def main() -> int:
@@ -94,10 +101,13 @@ def _in_process(case: str, limit: float) -> list[float]:
         child.kill()
         output, _ = child.communicate()
         print(f"{CASES[case]} was ended after {limit:.0f} s")
-    seconds = [json.loads(line) for line in output.splitlines() if line.startswith('{"seconds"')]
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
     if child.returncode:
         print(output[-2500:], flush=True)
-    return [call["seconds"] for call in seconds]
+    notes = [result for result in results if "seconds" not in result]
+    if notes:
+        print(f"{case}: {notes}", flush=True)
+    return [result["seconds"] for result in results if "seconds" in result]
 
 
 def _measure(arguments: argparse.Namespace) -> None:
@@ -110,31 +120,47 @@ def _measure(arguments: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if GPU else torch.float32
     model = Qwen2ForCausalLM.from_pretrained(arguments.folder / "model", dtype=dtype)
     model = model.to(DEVICE).eval().requires_grad_(False)
+    rows = [prompt for prompt in prompts for _ in range(GROUP)]
     if arguments.case == "ours":
-        run = _ours(model, prompts, arguments.length)
+        run = _ours(model, rows, arguments.length)
     else:
-        run = _continuous(model, prompts, arguments.length, arguments.case)
+        run = _continuous(model, rows, arguments.length, arguments.case)
+    tokens: list[list[int]] = []
+    log_probs: list[list[float]] = []
     for call in range(arguments.calls):
         started = _now()
-        lengths = run(call)
+        tokens, log_probs = run(call)
         seconds = _now() - started
-        assert lengths == [arguments.length] * arguments.completions, sorted(set(lengths))
+        lengths = [len(row) for row in tokens]
+        assert lengths == [arguments.length] * arguments.completions, (len(lengths), set(lengths))
         print("\n" + json.dumps({"seconds": seconds}), flush=True)
-    if GPU:
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        print(json.dumps({"peak_gb": peak}), flush=True)
+        if call == 0:
+            peak = torch.cuda.max_memory_allocated() / 1e9 if GPU else 0.0
+            apart = _apart(arguments.folder, rows[-1], tokens[-1], log_probs[-1])
+            print(json.dumps({"peak_gb": peak, "log_probs_apart": apart}), flush=True)
     os._exit(0)  # nothing that a library does at the end is measured
 
 
-def _ours(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int):
+@torch.no_grad()
+def _apart(folder: Path, prompt: list[int], tokens: list[int], log_probs: list[float]) -> float:
+    """Return the mean distance of a completion's log-probs from those of a forward pass in the same
+    type."""
+    dtype = torch.bfloat16 if GPU else torch.float32
+    model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=dtype).to(DEVICE).eval()
+    logits = model(torch.tensor([prompt + tokens], device=DEVICE)).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits.float(), -1)
+    expected = expected.gather(-1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
+    return (expected.cpu() - torch.tensor(log_probs)).abs().mean().item()
+
+
+def _ours(model: Qwen2ForCausalLM, rows: list[list[int]], length: int) -> Run:
     """Return a call of our decoding as sampler=transformers makes it, with a float32 LM head."""
-    rows = [prompt for prompt in prompts for _ in range(GROUP)]
     if GPU:
         switch_on(model)
     policy = Policy(model, None, model.dtype, compiled=GPU)
     copied = policy.copied(policy.compute_dtype)
 
-    def run(call: int) -> list[int]:
+    def run(call: int) -> tuple[list[list[int]], list[list[float]]]:
         copied.load(policy.weights())
         uniform = uniform_numbers([(call, row) for row in range(len(rows))], length).to(DEVICE)
         tokens, log_probs = copied.decode(
@@ -146,15 +172,21 @@ def _ours(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int):
             check=lambda: None,
             ends=[],
         )
-        log_probs.cpu()
         copied.unload()
-        return [len(row) for row in tokens.cpu().tolist()]
+        return tokens.cpu().tolist(), log_probs.cpu().tolist()
 
     return run
 
 
-def _continuous(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int, case: str):
-    """Return a call of `generate_batch`, whose manager is kept from call to call."""
+def _continuous(model: Qwen2ForCausalLM, rows: list[list[int]], length: int, case: str) -> Run:
+    """Return a call of `generate_batch`, whose manager is kept from call to call.
+
+    Each prompt is given once for each of its completions: with `num_return_sequences`,
+    `generate_batch` of transformers 5.17 makes all of them and returns the first. The cache has
+    room for the job and a quarter more, since transformers starts no further completion while less
+    than 15 % is free. By default it takes all of the GPU, and the first call attends once over all
+    of it.
+    """
     implementation = "paged|sdpa" if case == "sdpa" else "flash_attention_2"
     model.set_attn_implementation(implementation)
     settings = GenerationConfig(
@@ -162,27 +194,30 @@ def _continuous(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int, 
         temperature=1.0,
         top_k=0,
         max_new_tokens=length,
-        num_return_sequences=GROUP,
         eos_token_id=-1,
         pad_token_id=0,
     )
-    options = {"return_logprobs": True}
+    pages = max(-(-(len(row) + length) // PAGE) for row in rows) + 1
+    options = {
+        "return_logprobs": True,
+        "block_size": PAGE,
+        "num_blocks": len(rows) * pages * 5 // 4,
+        "max_batch_tokens": 8192 if GPU else 256,
+    }
     if case == "compiled":
         options["default_compile_level"] = 1
-    if not GPU:
-        options |= {"num_blocks": 64, "max_batch_tokens": 256}
 
-    def run(_: int) -> list[int]:
+    def run(_: int) -> tuple[list[list[int]], list[list[float]]]:
         outputs = model.generate_batch(
-            inputs=prompts,
+            inputs=rows,
             generation_config=settings,
             continuous_batching_config=ContinuousBatchingConfig(**options),
             persistent_manager=True,
         )
         errors = {str(x.error) for x in outputs.values() if x.error}
         assert not errors, errors
-        assert all(len(x.logprobs) == len(x.generated_tokens) for x in outputs.values())
-        return [len(x.generated_tokens) for x in outputs.values()]
+        completions = list(outputs.values())
+        return [x.generated_tokens for x in completions], [x.logprobs for x in completions]
 
     return run
 

@@ -8,6 +8,9 @@ attention, forward and backward, is the FlashAttention 2 that PyTorch itself con
 (`torch.nn.attention.varlen`), attention over a cache in pages is the FlashAttention 3 that vLLM
 contains, and the cross entropy is compiled by torch.compile. With FOLDER and this file's folder on
 PYTHONPATH both programs take it for flash-attn 2.8.3.
+
+Of vLLM it needs the folder vllm/vllm_flash_attn alone, beside an empty vllm/__init__.py: so a GPU
+without vLLM needs no more than these files of its wheel on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import sys
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 VERSION = "2.8.3"
@@ -110,32 +115,83 @@ def flash_attn_with_kvcache(
     q: (rows, 1, heads, width); k, v: (rows, 1, key-value heads, width). k_cache, v_cache: (pages,
     tokens of a page, key-value heads, width). cache_seqlens: (rows,) int32, tokens before this one.
     block_table: (rows, pages of a row) int32, -1 where a row has no further page: such a token goes
-    to the last page, which transformers keeps for it.
+    to the last page, which transformers keeps for it. A row that only fills up the batch has -1
+    tokens.
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func as paged_attention
 
     rows = len(q)
-    page_size = k_cache.shape[1]
-    index = torch.arange(rows, device=q.device)
-    place = cache_seqlens.long().clamp(min=0)
-    page = block_table[index, place // page_size].long()
-    k_cache[page, place % page_size] = k[:, 0]
-    v_cache[page, place % page_size] = v[:, 0]
+    num_pages, page_size = k_cache.shape[:2]
+    numbers = k[0].numel()
+    ends = torch.empty(rows + 1, dtype=torch.int32, device=q.device)
+    seen = torch.empty_like(cache_seqlens)
+    _write_token[(rows,)](
+        k.contiguous(),
+        v.contiguous(),
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        block_table,
+        ends,
+        seen,
+        block_table.stride(0),
+        num_pages,
+        page_size,
+        numbers,
+        NUMBERS=triton.next_power_of_2(numbers),
+    )
     out = paged_attention(
         q[:, 0],
         k_cache,
         v_cache,
         max_seqlen_q=1,
-        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=q.device),
+        cu_seqlens_q=ends,
         max_seqlen_k=block_table.shape[1] * page_size,
-        seqused_k=cache_seqlens + 1,
+        seqused_k=seen,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=list(window_size),
-        block_table=block_table.clamp(min=0),
+        block_table=block_table,
         fa_version=3,
     )
     return out[:, None]
+
+
+@triton.jit
+def _write_token(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    lengths,
+    block_table,
+    ends,
+    seen,
+    table_stride,
+    num_pages,
+    page_size,
+    numbers,
+    NUMBERS: tl.constexpr,
+):
+    """Copy a row's key and value, `numbers` each, into its page.
+
+    Also writes what the attention kernel needs besides: `ends`, where the rows' queries begin and
+    end, and `seen`, the keys of each row.
+    """
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    place = tl.maximum(length, 0)
+    page = tl.load(block_table + row * table_stride + place // page_size)
+    page = tl.where(page < 0, num_pages - 1, page)
+    columns = tl.arange(0, NUMBERS)
+    inside = columns < numbers
+    at = (page.to(tl.int64) * page_size + place % page_size) * numbers + columns
+    new = row.to(tl.int64) * numbers + columns
+    tl.store(k_cache + at, tl.load(k + new, mask=inside), mask=inside)
+    tl.store(v_cache + at, tl.load(v + new, mask=inside), mask=inside)
+    tl.store(ends + row, row)
+    tl.store(ends + row + 1, row + 1)
+    tl.store(seen + row, length + 1)
 
 
 def cross_entropy_loss(

@@ -1,14 +1,15 @@
 """Measure the whole training step on a GPU: tokens per second, peak memory and the busy kernels.
 
     python benchmarks/training_step.py FOLDER
-    python benchmarks/training_step.py FOLDER --prime-rl
+    python benchmarks/training_step.py FOLDER --prime-rl [--rows lora16-16384 lora16-65536]
+        [--steps 4]
 
 Trains a model with random weights on made-up recorded rollouts by the program's own main job.
 Without options the model has half a billion parameters and each way of computing the head takes a
 turn (fused; materialised logits by Triton and by PyTorch), under PyTorch's profiler of GPU
 activity. With `--prime-rl` it has the shape of Qwen3-0.6B, the steps are those of prime-rl's
-published benchmark of its trainer, and its numbers are printed beside ours. `--tiny` makes either
-small enough for a CPU.
+published benchmark of its trainer, and its numbers are printed beside ours; `--rows` chooses some
+of its rows. `--tiny` makes either small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ MICRO_BATCHES = 2
 """Micro-batches of a step in prime-rl's benchmark, each of them one document."""
 
 PRIME_RL_STEPS = 4
-"""Steps of a run, as many as in prime-rl's benchmark."""
+"""Steps of a run by default, as many as in prime-rl's benchmark."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,24 @@ def main() -> int:
     parser.add_argument(
         "--prime-rl", action="store_true", help="the steps of prime-rl's published benchmark"
     )
+    names = [published.name for published in PUBLISHED]
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, help="of prime-rl's benchmark"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=PRIME_RL_STEPS, help="of each of prime-rl's rows, at least 2"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="a small model and short documents, for a CPU"
     )
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps must be at least 2 (got {arguments.steps}): the first warms up")
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.prime_rl:
-        results = _prime_rl(folder, arguments.tiny)
+        rows = [published for published in PUBLISHED if published.name in arguments.rows]
+        results = _prime_rl(folder, arguments.tiny, rows, arguments.steps)
     else:
         results = _heads(folder, arguments.tiny)
     (folder / "training_step.json").write_text(json.dumps(results, indent=1))
@@ -167,7 +178,7 @@ def _line(run: dict) -> str:
     )
 
 
-def _prime_rl(folder: Path, tiny: bool) -> list[dict]:
+def _prime_rl(folder: Path, tiny: bool, rows: list[Published], steps: int) -> list[dict]:
     """Measure the steps of each published row and print both."""
     model = QWEN3 | TINY if tiny else QWEN3
     results = []
@@ -175,12 +186,12 @@ def _prime_rl(folder: Path, tiny: bool) -> list[dict]:
         f"{'job':>12} {'':>9} {'tokens/s':>9} {'s':>7} {'MFU %':>6} {'GiB':>6}   "
         "(s: of a micro-batch; GiB: reserved)"
     )
-    for published in PUBLISHED:
+    for published in rows:
         length = published.length // 256 if tiny else published.length
         inputs = folder / published.name
         inputs.mkdir(exist_ok=True)
         # A group has eight documents, of which the last steps may take a part.
-        num_documents = -(-PRIME_RL_STEPS * MICRO_BATCHES // 8) * 8
+        num_documents = -(-steps * MICRO_BATCHES // 8) * 8
         # The first token of a document has no log-prob, so it is the prompt. prime-rl draws its
         # tokens from the first hundred of the vocabulary.
         write_inputs(
@@ -192,7 +203,7 @@ def _prime_rl(folder: Path, tiny: bool) -> list[dict]:
             num_words=100,
             weights=published.lora_rank is not None,
         )
-        job = overrides(inputs, MICRO_BATCHES, length, PRIME_RL_STEPS)
+        job = overrides(inputs, MICRO_BATCHES, length, steps)
         job += ["model.compile=" + ("false" if tiny else "true")]
         if published.lora_rank is not None:
             job.remove("model.random_weights=true")  # adapters need weights that are there
