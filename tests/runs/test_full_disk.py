@@ -25,6 +25,8 @@ def test_a_full_disk_ends_a_run_in_one_line(
     tmp_path, monkeypatch, capsys, max_bytes, last_file, named_file
 ):
     monkeypatch.chdir(tmp_path)
+    # Without git no file holds the uncommitted changes of this repository, however large they are.
+    monkeypatch.setenv("PATH", "")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, before[1]))
     try:
