@@ -122,7 +122,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             config = with_values(config, {"tracking.run_name": None})  # named after its folder
         if is_first:
             _make_branch(run, run_dir, step, folder)
-    note = _note_if_done(config, run_dir) if is_first and step is None else None
+    note = _note_on_finished_run(config, run_dir) if is_first and step is None else None
     train_on_processes(Training(config, folder, True, overrides))
     if note is not None:
         # Said at the end, since a damaged run is refused by then.
@@ -130,7 +130,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     return 0
 
 
-def _note_if_done(config: Config, run_dir: Path) -> str | None:
+def _note_on_finished_run(config: Config, run_dir: Path) -> str | None:
     """Return how a run that has made all of its steps can train on; None for another run."""
     status = read_status(run_dir)
     if status.get("state") != "done" or status["step"] < config.trainer.max_steps:

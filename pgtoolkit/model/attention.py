@@ -168,24 +168,29 @@ def by_document(
         query_ends, key_ends = documents.ends
         longest_query = max(documents.queries)
         longest_key = max(documents.keys)
-        heads = [(query, key, value)]
+        inputs_of_shares = [(query, key, value)]
         if fixed_order.is_on() and query.requires_grad and longest_key >= _LONG:
             processors = torch.cuda.get_device_properties(query.device).multi_processor_count
             shares = shares_of_heads(query.shape[1], len(documents.queries), processors)
             if len(shares) > 1:
-                parts = (query, _repeated(key, query), _repeated(value, query))
-                heads = list(zip(*(x.split(shares, 1) for x in parts), strict=True))
+                queries = query.split(shares, 1)
+                keys = _repeated(key, query).split(shares, 1)
+                values = _repeated(value, query).split(shares, 1)
+                inputs_of_shares = list(zip(queries, keys, values, strict=True))
         outputs = []
-        for q, k, v in heads:
+        for q, k, v in inputs_of_shares:
             out = varlen_attn(q, k, v, query_ends, key_ends, longest_query, longest_key, **options)
             assert isinstance(out, Tensor)
             outputs.append(in_fixed_order(out))
         return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-    key, value = _repeated(key, query), _repeated(value, query)
     queries = query.split(documents.queries)
-    keys = key.split(documents.keys)
-    parts = zip(queries, keys, value.split(documents.keys), strict=True)
-    return torch.cat([_one_document(q, k, v, scaling, window) for q, k, v in parts])
+    keys = _repeated(key, query).split(documents.keys)
+    values = _repeated(value, query).split(documents.keys)
+    outputs = [
+        _one_document(q, k, v, scaling, window)
+        for q, k, v in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(outputs)
 
 
 def _repeated(keys: Tensor, query: Tensor) -> Tensor:
