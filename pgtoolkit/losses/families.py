@@ -277,8 +277,7 @@ class Gmpo(Family):
 class Dppo(Family):
     """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879).
 
-    With divergence=binary_kl, bounds of 0.05 are usual. The configuration has them as defaults
-    then; in Python, pass them.
+    Its bounds are 0.2 by default, and 0.05 with divergence=binary_kl.
     """
 
     delta_low: float = parameter(

@@ -13,10 +13,10 @@ methods.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, cast
 
 from pgtoolkit.losses.checks import check_name, shown
 
@@ -65,7 +65,8 @@ def parameter(
 
     help: its meaning, in sentences.
     least, most: the range of a number, both ends included.
-    default_if: (condition, default): the default of the key where a condition on other keys holds.
+    default_if: (condition, default): the default where another parameter has a value, such as
+        "loss.divergence=binary_kl". The field is None until `_default` fills it in.
     declared: other attributes of the key, see `config.key.Key`.
     """
     declared |= {"default": default, "help": help}
@@ -73,7 +74,18 @@ def parameter(
         declared["default_if"] = default_if
     if least is not None:
         declared["range"] = (least, most)
-    return field(default=default, metadata=declared)
+    if default_if is None:
+        return field(default=default, metadata=declared)
+    return cast("Value", field(default=None, metadata=declared))
+
+
+def _default(declared: DataclassInstance, parameter: Field) -> object:
+    """Return the default of a parameter of a family that depends on another one."""
+    condition, default = parameter.metadata["default_if"]
+    key, _, value = condition.partition("=")
+    if getattr(declared, key.rpartition(".")[2]) == value:
+        return default
+    return parameter.metadata["default"]
 
 
 def check_parameters(declared: DataclassInstance) -> None:
@@ -123,6 +135,9 @@ class Family:
     clips_by_sign: ClassVar[bool] = True
 
     def __post_init__(self):
+        for parameter in fields(self):
+            if "default_if" in parameter.metadata and getattr(self, parameter.name) is None:
+                object.__setattr__(self, parameter.name, _default(self, parameter))
         check_parameters(self)
 
     @property

@@ -1,5 +1,9 @@
 """conf/: its defaults, written from the schema, and experiments that can change everything."""
 
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import StrEnum
+
 import hydra
 import pytest
 import yaml
@@ -17,6 +21,9 @@ from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.launch.check import check
+from pgtoolkit.losses.corrections import CORRECTIONS, Correction
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import Report
 from pgtoolkit.system.yaml_text import to_yaml
@@ -102,6 +109,33 @@ def test_the_bounds_of_dppo_depend_on_its_divergence():
     assert bounds(binary_kl, "loss.delta_high=0.1") == (0.05, 0.1)
     jobs = check(["loss=dppo", "loss.divergence=total_variation,binary_kl"], multirun=True).runs
     assert [job.config.loss.delta_low for job in jobs] == [0.2, 0.05]
+
+
+def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str, str]]]:
+    """Yield (group, family or correction made in Python, the parameters that it was given): by its
+    name alone, and with each name of a parameter that takes names."""
+    for group, kinds in (("loss", FAMILIES), ("correction", CORRECTIONS)):
+        for name, kind in kinds.items():
+            yield group, kind(), {"name": name}
+            for parameter in fields(kind):
+                if not isinstance(parameter.default, StrEnum):
+                    continue
+                for value in type(parameter.default):
+                    more = {parameter.name: value}
+                    if value == "worst":
+                        more["factor"] = "one"  # it has no factor of the document
+                    yield group, kind(**more), {"name": name, **more}
+
+
+@pytest.mark.parametrize(
+    ("group", "made", "typed"),
+    [pytest.param(*case, id="-".join(case[2].values())) for case in objects_with_defaults()],
+)
+def test_families_and_corrections_have_the_same_defaults_in_python(group, made, typed):
+    name, *more = [f"{group}.{key}={value}" for key, value in typed.items()]
+    config = compose([name.replace(".name", ""), *more]).config
+    kinds = FAMILIES if group == "loss" else CORRECTIONS
+    assert configured(getattr(config, group), kinds) == made
 
 
 def test_a_resume_keeps_the_saved_learning_rate_unless_the_optimizer_is_typed(tmp_path):
