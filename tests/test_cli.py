@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from builders.refusals import refusal
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
@@ -30,13 +31,6 @@ def pgtk(*arguments, cwd, **more):
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **more
     )
-
-
-def refused(capsys, *arguments):
-    assert main(list(arguments)) == 2
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err + out.out
-    return out.err or out.out
 
 
 @pytest.mark.parametrize(
@@ -68,7 +62,7 @@ def refused(capsys, *arguments):
     ],
 )
 def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
-    error = refused(capsys, "check", typed)
+    error = refusal(capsys, "check", typed)
     assert suggested in error
     assert typed.lstrip("+").split("=")[0] in error
 
@@ -88,8 +82,8 @@ def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
         ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2"),
     ],
 )
-def test_a_value_given_twice_is_refused(capsys, typed, first, last):
-    error = refused(capsys, "check", *typed.split())
+def test_a_value_given_twice_is_refusal(capsys, typed, first, last):
+    error = refusal(capsys, "check", *typed.split())
     needs = (
         f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
     )
@@ -114,11 +108,11 @@ def test_overrides_may_change_the_values_of_a_file(capsys):
     ],
 )
 def test_the_nearest_command_is_suggested(capsys, word, suggested):
-    assert suggested in refused(capsys, word)
+    assert suggested in refusal(capsys, word)
 
 
 def test_all_problems_of_all_kinds_are_printed_together(capsys):
-    error = refused(
+    error = refusal(
         capsys, "loss=gpro", "sed=1", "seed=x", "loss.num_splits=2", "rollout.temperature=0"
     )
     assert error.startswith("pgtk: error: 5 problems in the configuration:\n")
@@ -130,12 +124,12 @@ def test_a_wrong_key_in_a_file_of_the_user_is_refused_with_the_files_name(tmp_pa
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nloss:\n  epsilon_hi: 3\n"
     )
-    error = refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
+    error = refusal(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
     assert (
         "experiment=mine needs options with the keys that it sets (got Key 'epsilon_hi' not in "
         "'Gspo"
     ) in error
-    assert "Use experiment=mine." in refused(
+    assert "Use experiment=mine." in refusal(
         capsys, "check", f"--config-dir={tmp_path}", "experiment=mien"
     )
 
@@ -246,8 +240,7 @@ def test_help_lists_every_flag(capsys):
 
 
 def test_check_and_explain_print_json(capsys):
-    assert main(["check", "loss=gspo", "loss.num_splits=2", "--json"]) == 2
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(refusal(capsys, "check", "loss=gspo", "loss.num_splits=2", "--json"))
     assert plan["run_name"] == ["gspo_sample-mean_num-splits-2"]
     problems = [problem.partition(" (")[0] for problem in plan["problems"]]
     assert problems == ["loss=gspo needs loss.num_splits=1"]
@@ -275,15 +268,15 @@ def test_a_wrong_configuration_exits_with_2_and_writes_nothing(tmp_path, monkeyp
     wrong = pgtk("loss.num_splits=2", cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
-    assert "Use loss=grpo." in refused(capsys, "--cfg", "job", "loss=gpro")
-    assert "--loss=grpo. Overrides are written without dashes: loss=grpo." in refused(
+    assert "Use loss=grpo." in refusal(capsys, "--cfg", "job", "loss=gpro")
+    assert "--loss=grpo. Overrides are written without dashes: loss=grpo." in refusal(
         capsys, "--loss=grpo"
     )
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("pgtk ")
     assert main(["check", "loss=gspo", "-m", "seed=1,2"]) == 0
     assert capsys.readouterr().out.startswith("Sweep of 2 runs")
-    assert "loss=gspo needs" in refused(capsys, "-m", "loss=grpo,gspo", "loss.num_splits=2")
+    assert "loss=gspo needs" in refusal(capsys, "-m", "loss=grpo,gspo", "loss.num_splits=2")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -363,14 +356,14 @@ def test_a_run_from_before_a_group_was_added_gets_its_defaults(run_dir, capsys):
 
 
 def test_resume_needs_a_run_directory(tmp_path, capsys):
-    assert "needs a run directory (got none)" in refused(capsys, "resume")
-    assert "no such folder" in refused(capsys, "resume", str(tmp_path / "x"))
-    assert "a folder without runs" in refused(capsys, "resume", str(tmp_path))
+    assert "needs a run directory (got none)" in refusal(capsys, "resume")
+    assert "no such folder" in refusal(capsys, "resume", str(tmp_path / "x"))
+    assert "a folder without runs" in refusal(capsys, "resume", str(tmp_path))
     (tmp_path / "config.yaml").write_text("seed: [")
     assert main(["resume", str(tmp_path)]) == 6
     assert f"{tmp_path}/config.yaml is damaged (no YAML, line 1: " in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    assert "does not fit this version" in refused(capsys, "resume", str(tmp_path))
+    assert "does not fit this version" in refusal(capsys, "resume", str(tmp_path))
 
 
 @pytest.mark.parametrize("task", ["reverse", "reasoning_gym"])
@@ -385,7 +378,7 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
 
 
 def test_only_a_single_configuration_is_printed_at_a_time(capsys):
-    assert "needs one run (got -m)" in refused(capsys, "-m", "--cfg", "job", "seed=1,2")
+    assert "needs one run (got -m)" in refusal(capsys, "-m", "--cfg", "job", "seed=1,2")
 
 
 @pytest.mark.parametrize("command", [[], ["check"]])
@@ -401,12 +394,11 @@ def test_only_a_single_configuration_is_printed_at_a_time(capsys):
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )
-def test_options_of_hydra_that_pgtk_does_not_take_are_refused(capsys, command, typed, says):
-    assert f"pgtk: error: {says}" in refused(capsys, *command, typed)
+def test_options_of_hydra_that_pgtk_does_not_take_are_refusal(capsys, command, typed, says):
+    assert f"pgtk: error: {says}" in refusal(capsys, *command, typed)
 
 
 @pytest.mark.parametrize("word", ["convert", "diff", "plan"])
 def test_a_command_that_is_gone_is_answered_with_what_to_use(word, capsys):
-    assert main([word, "FILE"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = refusal(capsys, word, "FILE").splitlines()
     assert line.startswith(f"pgtk: error: pgtk {word} is gone: use ")

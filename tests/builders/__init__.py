@@ -5,6 +5,7 @@ cuts           a step cut over micro-batches and ranks
 models         small models, and folders of them
 runs           short real runs in this process
 commands       `pgtk` as a process: a run, or a sweep
+refusals       the message of a command that is refused
 parallel_runs  runs of several processes
 stores         run directories, and the MLflow stores that follow them
 studies        run directories of a small study

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.refusals import refusal
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -87,14 +88,6 @@ def page(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def unwrapped_page(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Return the output of a comparison as one line, with single spaces."""
     return " ".join(page(capsys, *arguments).split())
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the message of a comparison that is refused."""
-    assert main(["compare", *map(str, arguments)]) == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    return message
 
 
 def test_a_run_whose_configuration_lacks_a_key_is_left_out(sweep, capsys):
@@ -367,7 +360,7 @@ def test_a_label_of_the_user_names_its_configuration_in_tables_and_pictures(swee
 
 
 def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
-    message = refusal(capsys, sweep, "--label=loss=gsop=ours")
+    message = refusal(capsys, "compare", sweep, "--label=loss=gsop=ours")
     assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in message
     assert "These are loss=grpo, loss=gspo." in message
 
@@ -434,7 +427,7 @@ def test_bad_input_is_refused_in_one_line(
     sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected
 ):
     monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
-    message = refusal(capsys, *(argument.format(sweep=sweep) for argument in arguments))
+    message = refusal(capsys, "compare", *(argument.format(sweep=sweep) for argument in arguments))
     assert expected in message
     assert len(message.splitlines()) == 1
 

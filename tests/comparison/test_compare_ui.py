@@ -10,9 +10,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 from builders.stores import free_port
 
-from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
@@ -69,29 +69,27 @@ def test_ui_opens_the_newest_run_and_leaves_no_process_behind(store, tmp_path):
         urllib.request.urlopen(address, timeout=5)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def line_of_refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return the one line that refuses these arguments."""
-    assert main(["ui", *arguments]) == 2
-    message = capsys.readouterr().err
-    assert len(message.splitlines()) == 1
-    return message
+    (line,) = refusal(capsys, "ui", *arguments).splitlines()
+    return line
 
 
 def test_a_missing_store_is_refused_and_not_created(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "got outputs/mlflow.db: no such file" in refusal(capsys)
+    assert "got outputs/mlflow.db: no such file" in line_of_refusal(capsys)
     assert not (tmp_path / "outputs").exists()
 
 
 def test_a_port_that_is_not_a_number_or_not_free_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "store.db").touch()
-    assert "argument --port: '5x' is no whole number >= 1" in refusal(capsys, "--port=5x")
+    assert "argument --port: '5x' is no whole number >= 1" in line_of_refusal(capsys, "--port=5x")
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        message = refusal(capsys, "--port", str(port), "--uri=sqlite:///store.db")
+        message = line_of_refusal(capsys, "--port", str(port), "--uri=sqlite:///store.db")
     assert (
         f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)"
         in message

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
 from pgtoolkit.cli import main
@@ -281,8 +282,7 @@ def test_page_has_since_when_a_failure_holds_and_what_to_change(study, capsys, t
     assert main(["doctor", broken, "--json"]) == 0
     (page_as_json,) = json.loads(capsys.readouterr().out)
     assert [row["failure"] for row in page_as_json["found"]] == ["reward lost"]
-    assert main(["doctor", str(tmp_path)]) == 2
-    assert "needs a run directory" in capsys.readouterr().err
+    assert "needs a run directory" in refusal(capsys, "doctor", tmp_path)
 
 
 def test_a_run_of_few_steps_is_not_judged():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
+from builders.refusals import refusal
 from builders.studies import four_losses
 
 from pgtoolkit.cli import main
@@ -289,8 +290,7 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
     ],
 )
 def test_bad_input_is_refused_in_one_line(study, capsys, arguments, expected):
-    assert main(["compare", str(study), *arguments]) == 2
-    message = capsys.readouterr().err
+    message = refusal(capsys, "compare", study, *arguments)
     assert expected in message
     assert len(message.splitlines()) == 1
 

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
 from pgtoolkit.cli import main
@@ -45,14 +46,6 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     assert not (tmp_path / "executed").exists()
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the output of a command that is refused."""
-    assert main(list(arguments)) == 2
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err + printed.out
-    return printed.err + printed.out
 
 
 HYDRA = {

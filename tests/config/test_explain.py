@@ -4,9 +4,9 @@ the words that people use."""
 import re
 
 import pytest
+from builders.refusals import refusal
 from builders.runs import metrics_of, run
 
-from pgtoolkit.cli import main
 from pgtoolkit.config.explain import entries, explain, explanations
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
@@ -118,10 +118,8 @@ def test_a_word_has_its_explanation(words, explanation):
     ("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")]
 )
 def test_an_unknown_word_is_answered_with_the_nearest(capsys, word, near):
-    assert main(["explain", word]) == 2
-    assert capsys.readouterr().err.endswith(f"Use pgtk explain {near}.\n")
+    assert refusal(capsys, "explain", word).endswith(f"Use pgtk explain {near}.\n")
 
 
 def test_a_word_that_is_near_to_no_other_is_answered_with_the_page_of_keys(capsys):
-    assert main(["explain", "behaviour"]) == 2
-    assert capsys.readouterr().err.endswith("Use pgtk --help, or docs/keys.md.\n")
+    assert refusal(capsys, "explain", "behaviour").endswith("Use pgtk --help, or docs/keys.md.\n")

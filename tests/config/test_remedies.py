@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
@@ -179,22 +180,22 @@ def test_the_defaults_list_that_a_refusal_of_a_sweep_file_suggests_is_accepted(c
     (tmp_path / "mine.yaml").write_text(
         "defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n"
     )
-    assert main(["sweep", "mine.yaml", "seed=1,2"]) == 2
-    refusal = capsys.readouterr().err
+    message = refusal(capsys, "sweep", "mine.yaml", "seed=1,2")
     assert (
         "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)"
-        in refusal
+        in message
     )
-    lines = re.search(r"Use (.*)\.", refusal)[1].replace(", ", "\n  ")
+    lines = re.search(r"Use (.*)\.", message)[1].replace(", ", "\n  ")
     (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
     (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
     assert (run.config.loss.name, run.config.aggregation.mode) == ("cispo", "token_mean")
 
 
 def test_compare_with_overrides_of_a_sweep_is_answered_with_the_name_of_its_folder(capsys):
-    assert main(["compare", "clip_range", "trainer.max_steps=2", "seed=0,1"]) == 2
-    assert capsys.readouterr().err.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
-    main(["check", "sweep", "clip_range", "trainer.max_steps=2", "seed=0,1"])
+    words = ("clip_range", "trainer.max_steps=2", "seed=0,1")
+    message = refusal(capsys, "compare", *words)
+    assert message.endswith("Use pgtk compare clip_range_seed-0-1_max-steps-2.\n")
+    main(["check", "sweep", *words])
     assert "folder: outputs/sweeps/clip_range_seed-0-1_max-steps-2\n" in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
@@ -15,13 +16,6 @@ BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
 )
 """Ten to the tenth texts, in less than a kilobyte."""
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the one problem of a command that is refused."""
-    assert main(list(arguments)) == 2
-    printed = capsys.readouterr()
-    return (printed.err or printed.out.partition("Problems (1)\n")[2]).strip()
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +98,6 @@ def test_a_deeply_nested_run_option_or_sweep_is_refused_in_one_sentence(tmp_path
 )
 def test_a_sweep_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, capsys, text, expected):
     (tmp_path / "mine.yaml").write_text(text)
-    message = refusal(capsys, "check", "sweep", "mine.yaml")
-    assert expected in message
-    assert "\n" not in message
+    page = refusal(capsys, "check", "sweep", "mine.yaml")
+    (problem,) = page.partition("Problems (1)\n")[2].splitlines()
+    assert expected in problem

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from builders.commands import PGTK, wait_until
+from builders.refusals import refusal
 from builders.runs import SHORT, last_of_each_key, metrics_of, run
 from builders.stores import free_port
 from omegaconf import OmegaConf
@@ -117,13 +118,12 @@ def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configura
     capsys.readouterr()
     assert main(["continue", "my run", *OVERRIDES]) == 0
     assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
-    assert main(["continue", "my run", *last_of_each_key(*OVERRIDES, "seed=5")]) == 2
+    message = refusal(capsys, "continue", "my run", *last_of_each_key(*OVERRIDES, "seed=5"))
     # A resume would refuse another seed as well, so only another directory is suggested.
-    assert capsys.readouterr().err.endswith(
+    assert message.endswith(
         "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
     )
-    assert main(["continue", "my run", *OVERRIDES, "loss=grpo"]) == 2
-    assert capsys.readouterr().err.endswith(
+    assert refusal(capsys, "continue", "my run", *OVERRIDES, "loss=grpo").endswith(
         "Use another directory, or pgtk resume 'my run' loss=grpo.\n"
     )
     assert main(["continue", "seed=5"]) == 2
@@ -185,9 +185,9 @@ def test_a_resume_writes_to_no_outside_folder_that_only_the_run_s_file_names(
     monkeypatch.chdir(tmp_path)
     folder = run(tmp_path / "run", "trainer.max_steps=1", "rollout.save_path=elsewhere")
     (tmp_path / "elsewhere").rename(tmp_path / "kept")
-    assert main(["resume", "run", "trainer.max_steps=3"]) == 2
+    message = refusal(capsys, "resume", "run", "trainer.max_steps=3")
     place = f"rollout.save_path={tmp_path}/elsewhere"
-    assert f"{place} needs to be typed (got it from the run's file)" in capsys.readouterr().err
+    assert f"{place} needs to be typed (got it from the run's file)" in message
     assert not (tmp_path / "elsewhere").exists()
     assert main(["resume", "run", "trainer.max_steps=3", place]) == 0
     assert (tmp_path / "elsewhere").is_dir()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from builders.models import save_with_tokenizer, small_llama
+from builders.refusals import refusal
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
 from builders.runs import run as train_short
 
@@ -23,15 +24,6 @@ from pgtoolkit.launch.ranks import train_job
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the message of a command that is refused."""
-    assert main(list(arguments)) == 2
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err + printed.out
-    return printed.err or printed.out
-
 
 # The state of a job
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from builders.models import small_llama
+from builders.refusals import refusal
 from builders.rollout_rows import recorded_config, write_jsonl, write_parquet
 from builders.runs import module_and_loader
 from tasks.test_chat import CHATML, tokenizer_of
@@ -452,12 +453,11 @@ def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model, row, over
 def test_pgtk_check_reads_the_first_rows_through_the_template(tmp_path, model, capsys):
     rows = [{"messages": TALK}, {"messages": TALK[:2]}]
     overrides = [*SFT, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}"]
-    assert main(["check", *overrides, "model=huggingface", f"model.path={model}"]) == 2
+    with_template = ("model=huggingface", f"model.path={model}")
     problem = "rows.jsonl:2:messages: has no message of the assistant to be trained"
-    assert problem in capsys.readouterr().out
-    assert main(["check", *overrides]) == 2
+    assert problem in refusal(capsys, "check", *overrides, *with_template)
     problem = "rows.jsonl:1:messages: is a list of chat messages, and there is no chat template"
-    assert problem in capsys.readouterr().out
+    assert problem in refusal(capsys, "check", *overrides)
 
 
 ADD = "Add the id of the token that ends an answer to eos_token_id in generation_config.json."

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
+from builders.refusals import refusal
 from builders.runs import SHORT
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -149,8 +150,7 @@ def test_a_damaged_folder_is_refused_in_a_single_line(folder, monkeypatch, capsy
     damage(folder)
     (folder / "evil.py").write_text("open('ran', 'w')\n")
     if kind in SEEN_BY_CHECK:
-        assert main([*OVERRIDES, "model.path=model"]) == 2
-        error = capsys.readouterr().err
+        error = refusal(capsys, *OVERRIDES, "model.path=model")
         assert error.startswith("pgtk: error: model.path=model needs ")
         assert error.count("\n") == 1
         assert message in error
@@ -204,12 +204,12 @@ def test_a_name_is_refused_at_once_where_the_hub_does_not_answer(
     tmp_path, monkeypatch, connections, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert main([*OVERRIDES, "model.path=nothere"]) == 2
-    assert (
-        "model.path=nothere needs the folder of a model, or the name of one on the Hugging Face "
-        "hub (got no such folder here, and no such name in the hub's cache). The hub, "
-        "http://127.0.0.1:9, does not answer. Use model.path=FOLDER."
-    ) in capsys.readouterr().err
+    message = refusal(capsys, *OVERRIDES, "model.path=nothere")
+    assert message == (
+        "pgtk: error: model.path=nothere needs the folder of a model, or the name of one on the "
+        "Hugging Face hub (got no such folder here, and no such name in the hub's cache). The hub, "
+        "http://127.0.0.1:9, does not answer. Use model.path=FOLDER.\n"
+    )
     assert set(connections) == {("127.0.0.1", 9)}
 
 

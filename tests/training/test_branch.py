@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
 from pgtoolkit.cli import main
@@ -164,8 +165,7 @@ def test_a_refused_branch_changes_neither_parent_nor_folder(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     before = hashes_of_files(tmp_path)
-    assert main(["resume", str(copied), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, "resume", copied, *arguments)
     assert hashes_of_files(tmp_path) == before
 
 
@@ -174,8 +174,7 @@ def test_recorded_batches_of_the_parent_are_not_overwritten(tmp_path, capsys):
     parent = run(tmp_path / "run", f"rollout.save_path={folder}", "trainer.max_steps=3")
     before = hashes_of_files(folder)
     words = ["resume", str(parent), "--step", "2", f"hydra.run.dir={tmp_path / 'new'}"]
-    assert main(words) == 2
-    assert f"rollout.save_path={folder} needs a new or empty folder" in capsys.readouterr().err
+    assert f"rollout.save_path={folder} needs a new or empty folder" in refusal(capsys, *words)
     assert main([*words, f"rollout.save_path={tmp_path / 'others'}"]) == 0
     assert hashes_of_files(folder) == before
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
@@ -184,14 +183,14 @@ def test_recorded_batches_of_the_parent_are_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize("folder", ["inner", "."])
 def test_a_branch_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, folder):
     before = hashes_of_files(copied)
-    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / folder}"]) == 2
-    assert f"needs a folder outside {copied}" in capsys.readouterr().err
+    assert f"needs a folder outside {copied}" in refusal(
+        capsys, "resume", copied, "--step", "3", f"hydra.run.dir={copied / folder}"
+    )
     assert hashes_of_files(copied) == before
 
 
 def test_a_branch_without_a_step_is_refused(copied, tmp_path, capsys):
-    assert main(["resume", str(copied), f"hydra.run.dir={tmp_path / 'new'}"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "resume", copied, f"hydra.run.dir={tmp_path / 'new'}")
     assert "needs --step N, which makes a run of its own (got none)" in error
     usage = f"pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}"
     assert f"Use {usage}." in error

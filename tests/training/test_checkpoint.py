@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.refusals import refusal
 from builders.runs import (
     assert_equal,
     checkpoint_of,
@@ -296,8 +297,7 @@ def test_weights_and_moments_of_another_model_are_refused(
     tensors = contents_of(path)[kind] | change
     file = {"model": "model.safetensors", "optimizer": OPTIMIZER_FILE}[kind]
     replace_file(path, file, save({name: x for name, x in tensors.items() if x is not None}))
-    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "resume", folder, "trainer.max_steps=3")
     assert "the checkpoint does not fit the configured model: " in error
     assert message in error
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 from builders.runs import (
     SHORT,
     assert_equal,
@@ -237,8 +238,7 @@ def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monk
 
 
 def test_an_export_of_the_best_checkpoint_needs_evaluations(short, tmp_path, capsys):
-    assert main(["export", str(short), str(tmp_path / "model"), "--best"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "export", short, tmp_path / "model", "--best")
     assert "--best needs a run with evaluations and checkpoints (got none)" in error
 
 
@@ -411,8 +411,7 @@ def test_training_prompts_are_evaluated_with_a_warning_if_asked_for(folder_of_fi
 def test_a_generator_with_the_seed_of_training_is_refused(short, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     seed = OmegaConf.load(short / "config.yaml").seed
-    assert main(["evaluate", str(short), f"evaluation.seed={seed}"]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "evaluate", short, f"evaluation.seed={seed}")
     assert "with the same seed asks the same questions. Use another evaluation.seed, or" in error
 
 

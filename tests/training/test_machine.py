@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from builders.models import save_with_tokenizer, small_llama
+from builders.refusals import refusal
 from huggingface_hub import constants
 from torch.cuda import is_available
 
@@ -30,12 +31,11 @@ def current_folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def refusal(capsys, *arguments: str, status: int = 2) -> str:
+def refusal_of_start(capsys, *arguments: str, status: int = 2) -> str:
     """Return the error of a run's start, after checking that `check` lists the same problems and
     neither makes a file."""
     before = set(os.listdir())
-    assert main(["check", *arguments]) == 2
-    problems = capsys.readouterr().out.partition("\nProblems")[2]
+    problems = refusal(capsys, "check", *arguments).partition("\nProblems")[2]
     assert main(list(arguments)) == status
     error = capsys.readouterr().err
     assert set(os.listdir()) == before
@@ -52,7 +52,7 @@ def test_a_device_and_kernels_that_need_a_missing_gpu_are_refused(capsys, monkey
     if is_available():
         pytest.skip("there is a GPU")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    error = refusal(capsys, "kernel=triton", "trainer.device=cuda")
+    error = refusal_of_start(capsys, "kernel=triton", "trainer.device=cuda")
     assert (
         "trainer.device=cuda needs a GPU that torch can use (got none). Its driver or torch's CUDA "
         "build is "
@@ -65,7 +65,7 @@ def test_a_device_and_kernels_that_need_a_missing_gpu_are_refused(capsys, monkey
 
 def test_a_compiled_model_is_refused_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    error = refusal(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
+    error = refusal_of_start(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
     assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in error
 
 
@@ -82,7 +82,7 @@ def test_functions_that_are_missing_or_take_other_parameters_are_refused(capsys,
     (current_folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (current_folder / "badly_asked.py").write_text("def verify(other):\n    return 1\n")
     functions = ("task.verifier=badly_asked.verify", "aggregation=badly_asked.reduce")
-    error = refusal(capsys, *PROMPTS, "task.path=prompts.jsonl", *functions)
+    error = refusal_of_start(capsys, *PROMPTS, "task.path=prompts.jsonl", *functions)
     parameters = "completion, answer, prompt, row"
     assert (
         f"task.verifier=badly_asked.verify needs a function with parameters among {parameters}"
@@ -96,10 +96,10 @@ def test_functions_that_are_missing_or_take_other_parameters_are_refused(capsys,
 
 def test_a_file_of_prompts_that_is_empty_or_lacks_a_field_is_refused(capsys, current_folder):
     (current_folder / "empty.jsonl").touch()
-    error = refusal(capsys, *PROMPTS, "task.path=empty.jsonl", status=3)
+    error = refusal_of_start(capsys, *PROMPTS, "task.path=empty.jsonl", status=3)
     assert error == "pgtk: error: task.path=empty.jsonl needs at least one prompt (got none).\n"
     (current_folder / "wrong.jsonl").write_text('{"prompt": "1"}\n')
-    assert "1:answer: is missing" in refusal(
+    assert "1:answer: is missing" in refusal_of_start(
         capsys, "-m", *PROMPTS, "task.path=wrong.jsonl", "seed=1,2", status=3
     )
 
@@ -107,13 +107,13 @@ def test_a_file_of_prompts_that_is_empty_or_lacks_a_field_is_refused(capsys, cur
 def test_a_pattern_of_two_groups_is_refused(capsys, current_folder):
     (current_folder / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     pattern = ("task.verifier=regular_expression", "task.pattern='(a)(b)'")
-    error = refusal(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
+    error = refusal_of_start(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
     assert "needs task.pattern with one group (got (a)(b))." in error
 
 
 def test_more_processes_than_the_machine_has_room_for_are_refused(capsys, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    error = refusal(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
+    error = refusal_of_start(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
     assert (
         "parallelism.data_parallel=33 needs at most 32 processes on this machine (got 33 of them)"
         in error
@@ -160,7 +160,7 @@ def test_recorded_rows_that_cannot_be_trained_on_are_refused(
 ):
     write_rows(current_folder / "rows.jsonl", rows)
     recorded = ("rollout=recorded", "rollout.path=rows.jsonl")
-    assert message in refusal(capsys, *recorded, *overrides, status=3)
+    assert message in refusal_of_start(capsys, *recorded, *overrides, status=3)
 
 
 def test_recorded_rollouts_that_end_before_the_last_step_are_noted(capsys, current_folder):
@@ -183,7 +183,7 @@ def test_recorded_rollouts_that_end_before_the_last_step_are_noted(capsys, curre
 def test_completions_as_long_as_all_positions_of_the_model_are_refused(capsys):
     save_with_tokenizer(small_llama(), Path("model"))
     settings = (*HUGGING_FACE, "model.path=model", "task.num_digits=3")
-    error = refusal(capsys, *settings, "rollout.max_completion_length=32")
+    error = refusal_of_start(capsys, *settings, "rollout.max_completion_length=32")
     assert (
         "rollout.max_completion_length=32 needs a number < 32 (got 32). Prompt and completion share"
         in error
@@ -194,7 +194,7 @@ def test_completions_as_long_as_all_positions_of_the_model_are_refused(capsys):
 def test_rollouts_are_not_saved_into_a_folder_of_other_rollouts(capsys, current_folder):
     (current_folder / "rollouts").mkdir()
     (current_folder / "rollouts" / "batch-0.parquet").touch()
-    error = refusal(capsys, "rollout.save_path=rollouts")
+    error = refusal_of_start(capsys, "rollout.save_path=rollouts")
     assert (
         "rollout.save_path=rollouts needs a new or empty folder (got one with 1 batches of "
         "rollouts)."
@@ -226,12 +226,12 @@ def test_a_model_that_is_neither_here_nor_on_the_hub_is_refused(
         ),
         ("config.json", "(got a file)."),
     ):
-        error = refusal(capsys, *HUGGING_FACE, f"model.path={path}")
+        error = refusal_of_start(capsys, *HUGGING_FACE, f"model.path={path}")
         assert f"model.path={path} {needs} {got}" in error
     for key, overrides in (
         ("kl.reference", ["kl=k3", "kl.reference=models/of/mine"]),
         ("critic.path", ["advantage=gae", "critic.path=models/of/mine"]),
     ):
         save_with_tokenizer(small_llama(), current_folder / "model")
-        error = refusal(capsys, *HUGGING_FACE, "model.path=model", *overrides)
+        error = refusal_of_start(capsys, *HUGGING_FACE, "model.path=model", *overrides)
         assert f"{key}=models/of/mine {needs} (got no such folder here)." in error

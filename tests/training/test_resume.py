@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders.refusals import refusal
 from builders.runs import (
     SHORT,
     assert_equal,
@@ -154,8 +155,7 @@ def test_a_run_whose_checkpoints_were_deleted_is_refused_and_its_record_stays(
         if path.is_file() and path.suffix != ".log"
     }
     for command, *words in commands:
-        assert main([command, str(copied), *words]) == 2
-        error = capsys.readouterr().err
+        error = refusal(capsys, command, copied, *words)
         assert f"needs the checkpoint of step 6, which the run has saved (got {newest}" in error
     assert {path: path.read_bytes() for path in before} == before
 
@@ -202,8 +202,7 @@ def test_a_key_changed_by_hand_that_a_resume_cannot_change_is_refused(copied, ca
     """The checkpoint holds the configuration of before."""
     rows = metrics_of(copied)
     replace_in_config(copied, "seed: 0", "seed: 1")
-    assert main(["resume", str(copied)]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "resume", copied)
     assert "seed=1 needs to stay as the run began (got 1, was 0). " in error
     assert "config.yaml has changed since the checkpoint of step 6: put the value back" in error
     assert metrics_of(copied) == rows
