@@ -85,6 +85,15 @@ class _Product(NamedTuple):
 
         The gradients of weights and biases are added to `grad`.
         """
+        self.add_gradients(x, gradient)
+        return self.by_input(gradient)
+
+    def by_input(self, gradient: Tensor) -> Tensor:
+        """Return the gradient by x, (n, in), given that by the product, (n, out)."""
+        return gradient @ self.weight
+
+    def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of weights and biases to `grad`."""
         rows = [module.out_features for module in self.modules]
         # The product is rounded before it is added, as by autograd. Only then does cuBLAS divide
         # the many tokens of a product with few results among all processors.
@@ -92,7 +101,6 @@ class _Product(NamedTuple):
         if self.bias is not None:
             total = gradient.sum(0, dtype=self.modules[0].bias.dtype)
             _add([module.bias for module in self.modules], total.split(rows))
-        return gradient @ self.weight
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ class _Recomputed(torch.autograd.Function):
             run = _Run(inputs, hidden[0].detach())
             run.attend(False)
             run.to_gate()
-            return (run.hidden + run.down(run.gated)).view_as(hidden)
+            (gated,) = run.gate().values(run.both)
+            return (run.hidden + run.down(gated)).view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
@@ -194,34 +203,29 @@ class _Run:
             )
 
     def to_gate(self) -> None:
-        """Compute the layer from attention's output to the input of the last product."""
+        """Compute the layer from attention's output to the input of the gate."""
         self.flat = self.attended.detach().flatten(start_dim=1)
-        self.added = self.out(self.flat)
         self.mlp_input, self.hidden = self._norm(
-            self.module.post_attention_layernorm, self.before, self.added
+            self.module.post_attention_layernorm, self.before, self.out(self.flat)
         )
         self.both = self.gate_and_up(self.mlp_input)
-        (self.gated,) = self._gate().values(self.both)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Return the gradient by the hidden states that came in, given that by those that go out.
 
         Tensors are freed as soon as they have been used.
         """
-        del self.hidden
-        by_gated = self.down.backward(self.gated, gradient.to(self.inputs.dtype))
-        del self.gated
-        (by_both,) = self._gate().derivative([self.both], [by_gated], (True,))
-        del self.both, by_gated
+        by_both = self._to_gate_backward(gradient.to(self.inputs.dtype))
         by_mlp_input = self.gate_and_up.backward(self.mlp_input, by_both)
         del self.mlp_input, by_both
         norm = self.module.post_attention_layernorm
         by_before, by_added = self._norm_backward(
-            norm, [self.before, self.added], [by_mlp_input, gradient]
+            norm, self.hidden, by_mlp_input, gradient, self.inputs.dtype
         )
+        del self.hidden, by_mlp_input
         by_attended = self.out.backward(self.flat, by_added).view_as(self.attended)
         by_parts = torch.autograd.grad(self.attended, self.parts, by_attended)
-        del self.attended, self.flat, self.added, by_attended
+        del self.attended, self.flat, by_added, by_attended
         by_projected, *by_head_weights = self._turned_heads().derivative(
             [self.projected, *self.turns],
             by_parts,
@@ -232,10 +236,8 @@ class _Run:
         by_input = self.query_key_value.backward(
             self.attention_input, by_projected.flatten(start_dim=1)
         )
-        # The norm's function returns its input as a second result, so that both gradients of the
-        # input are added in one kernel.
-        (by_before,) = self._norm_backward(
-            self.module.input_layernorm, [self.before], [by_input, by_before]
+        by_before, _ = self._norm_backward(
+            self.module.input_layernorm, self.before, by_input, by_before, by_before.dtype
         )
         return by_before
 
@@ -243,16 +245,50 @@ class _Run:
         function = rms_norm(norm.variance_epsilon, self.inputs.dtype, len(added) > 1)
         return function.values(*added, norm.weight.detach().expand_as(added[0]))
 
-    def _norm_backward(
-        self, norm: Layer, added: list[Tensor], gradients: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        inputs = [*added, norm.weight.detach().expand_as(added[0])]
-        function = rms_norm(norm.variance_epsilon, self.inputs.dtype, True)
-        *by_added, by_weight = function.derivative(inputs, gradients, (True,) * len(inputs))
-        _add([norm.weight], [by_weight.sum(0)])
-        return tuple(by_added)
+    def _to_gate_backward(self, gradient: Tensor) -> Tensor:
+        """Return the gradient by gate and up, given that by the MLP's output."""
+        if self.module.mlp.config.hidden_act == "silu" and _has_kernels(gradient):
+            from pgtoolkit.kernels.triton_layer import gate_backward
 
-    def _gate(self) -> Rowwise:
+            # Whoever computes the derivative has the numbers for the gate, too.
+            by_both, gated = gate_backward(self.both, self.down.by_input(gradient))
+            self.down.add_gradients(gated, gradient)
+        else:
+            (gated,) = self.gate().values(self.both)
+            by_gated = self.down.backward(gated, gradient)
+            del gated
+            (by_both,) = self.gate().derivative([self.both], [by_gated], (True,))
+        del self.both
+        return by_both
+
+    def _norm_backward(
+        self, norm: Layer, x: Tensor, by_normed: Tensor, by_x: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient by the norm's input x, in its type and in dtype.
+
+        by_x: another gradient by x, which is added.
+        """
+        weight = norm.weight.detach()
+        epsilon = norm.variance_epsilon
+        if _has_kernels(x):
+            from pgtoolkit.kernels.triton_layer import rms_norm_backward
+
+            total, rounded, by_weight = rms_norm_backward(
+                x, weight, epsilon, by_normed, by_x, dtype
+            )
+        else:
+            # The function returns its input as a second result, so that both gradients of the
+            # input are added in one kernel.
+            function = rms_norm(epsilon, self.inputs.dtype, True)
+            total, rows = function.derivative(
+                [x, weight.expand_as(x)], [by_normed, by_x], (True, True)
+            )
+            rounded = total.to(dtype)
+            by_weight = rows.sum(0)
+        _add([norm.weight], [by_weight])
+        return total, rounded
+
+    def gate(self) -> Rowwise:
         return gate(self.module.mlp.config.hidden_act)
 
     def _head_norms(self) -> list[Layer]:
@@ -277,3 +313,8 @@ def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     else:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype, copy=True)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether the kernels of `triton_layer`, which compute in float32, serve for x."""
+    return x.is_cuda and x.dtype != torch.float64

@@ -17,6 +17,7 @@ from pgtoolkit.kernels import (
     triton_attention,
     triton_draw,
     triton_families,
+    triton_layer,
     triton_one_pass,
     triton_passes,
     triton_two_pass,
@@ -192,9 +193,29 @@ def _of_two_passes(
     return compiled(kernel, constants, types, divisible=strides, num_warps=num_warps)
 
 
+def norm(width: int, dtype: str) -> bytes:
+    """Compile the derivative of a norm whose rows have `width` float32 numbers.
+
+    dtype: of the gradient by the norm.
+    """
+    block = triton.next_power_of_2(width)
+    types = {
+        **dict.fromkeys(("by_normed", "rounded"), f"*{dtype}"),
+        **dict.fromkeys(("num_rows", "width"), "i32"),
+        "epsilon": "fp32",
+    }
+    return compiled(
+        triton_layer.rms_norm_kernel,
+        {"BLOCK": block},
+        types,
+        divisible=("width",),
+        num_warps=triton_layer.warps_of_norm(block),
+    )
+
+
 KERNELS = {
     function.__name__: function
-    for function in (one_pass, draw_blocks, draw, attention, combine, divergence, backward)
+    for function in (one_pass, draw_blocks, draw, attention, combine, divergence, backward, norm)
 }
 
 

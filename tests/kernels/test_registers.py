@@ -111,3 +111,10 @@ def test_the_kernels_for_attention_spill_no_register(usage_of):
         arguments = {"dtype": dtype, "group": group, "parts": parts, "rotates": rotates}
         usage = usage_of("attention", **arguments)
         assert " STACK:0 " in usage, usage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [896, 1536, 3584, 8192])
+def test_the_derivative_of_a_norm_spills_no_register(usage_of, width):
+    usage = usage_of("norm", width=width, dtype="bf16")
+    assert " STACK:0 " in usage, usage

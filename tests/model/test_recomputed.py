@@ -11,7 +11,9 @@ from builders.models import HAS_COMPILER, small_policy
 from model.test_compiled import LENGTHS, distances, packed, states_and_gradient
 from model.test_decoding import DEVICES
 from torch._dynamo.utils import counters
+from transformers.activations import ACT2FN
 
+from pgtoolkit.kernels import triton_layer
 from pgtoolkit.model import compiled, recomputed, rowwise
 
 pytestmark = [
@@ -74,6 +76,34 @@ def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
             )
 
 
+@pytest.mark.parametrize(("kind", "activation"), [("qwen2", "silu"), ("qwen3", "gelu")])
+def test_the_kernels_compute_the_gradients_of_compiled_code(monkeypatch, kind, activation):
+    """Here they run under Triton's interpreter. Only silu has a kernel."""
+    policy = small_policy(f"{kind}_checkpointed_by_document")
+    policy.model.float().config.hidden_act = activation
+    for layer in policy.model.base_model.layers:
+        layer.mlp.act_fn = ACT2FN[activation]
+    compiled.switch_on(policy.model)
+    _, expected = states_and_gradient(policy, (5, 7))
+    calls = []
+
+    def counted(function):
+        def call(*arguments):
+            calls.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    for name in ("gate_backward", "rms_norm_backward"):
+        monkeypatch.setattr(triton_layer, name, counted(getattr(triton_layer, name)))
+    monkeypatch.setattr(recomputed, "_has_kernels", lambda x: True)
+    _, gradient = states_and_gradient(policy, (5, 7))
+    assert distances([gradient], [expected])[0] < 1e-6
+    layers = len(policy.model.base_model.layers)
+    assert calls.count("rms_norm_backward") == 2 * layers
+    assert calls.count("gate_backward") == (layers if activation == "silu" else 0)
+
+
 def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
     """The backward pass runs in a thread of its own, as on a GPU, where it does not see the forward
     pass's autocast."""
@@ -91,15 +121,15 @@ def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
         thread.start()
         thread.join()
     counts.append(counters["stats"]["unique_graphs"])
-    # A norm, a norm of a sum, the heads and the gate; the derivative of each, and the derivative of
-    # a norm that also returns its input.
-    assert [count - counts[0] for count in counts] == [0, 4, 9, 9, 9]
+    # A norm, a norm of a sum, the heads and the gate. The derivatives of the heads, the gate, the
+    # last norm, and a norm that also returns its input.
+    assert [count - counts[0] for count in counts] == [0, 4, 8, 8, 8]
     dtype = torch.float32
     epsilon = policy.model.base_model.norm.variance_epsilon
     functions = [rowwise.rms_norm(epsilon, dtype, both) for both in (False, True)]
     functions += [rowwise.turned_heads(8, 4, None, dtype), rowwise.gate("silu")]
     codes = [code for function in functions for code in function._compiled.values()]
-    assert len(codes) == 9
+    assert len(codes) == 8
     assert all(code.direct is not None for code in codes)
 
 

@@ -147,6 +147,13 @@ def an_attention_window_is_one_key_too_wide(
     return right(query, key, value, keys, values, positions, scaling, window and window + 1, turns)
 
 
+@mutant("kernels.triton_layer:rms_norm_backward")
+def the_gradient_by_a_norms_input_lacks_that_of_the_residual_stream(
+    right, x, weight, epsilon, by_normed, by_x, dtype
+):
+    return right(x, weight, epsilon, by_normed, torch.zeros_like(by_x), dtype)
+
+
 @mutant("kernels.triton_draw:draw_tokens")
 def tokens_are_sampled_at_temperature_one(right, logits, uniform, temperature):
     return right(logits, uniform, 1.0)
