@@ -141,7 +141,8 @@ class RewardFunction:
         Failure of the last call."""
         failure = None
         for wait in self._retries.waits():
-            time.sleep(wait)
+            if wait:  # even a sleep of 0 seconds gives the processor away
+                time.sleep(wait)
             try:
                 value = call()
             except Exception as error:
