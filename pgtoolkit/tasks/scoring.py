@@ -7,7 +7,8 @@ one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import VERIFIERS
@@ -16,6 +17,9 @@ from pgtoolkit.tasks.process_pool import Failure, Processes
 from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFunction, TrainerState
 from pgtoolkit.tasks.signatures import Signature
 from pgtoolkit.tasks.verifiers import BatchQuestion, Named, Verifiers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _AT_THE_START = TrainerState(global_step=0, max_steps=0)
 
@@ -34,7 +38,7 @@ class Response:
     prompt: Prompt
     text: str
     finished: bool
-    tokens: Sequence[int] = ()
+    tokens: list[int] | Tensor = field(default_factory=list)
     messages: Sequence[Message] | None = None
     trainer_state: TrainerState = _AT_THE_START
 
@@ -140,8 +144,7 @@ def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dic
     """Return the arguments of a function that scores a batch, by name, in the form that TRL's
     trainers give them.
 
-    Those of each batch are always there; `RewardFunction` leaves out what the function does not ask
-    for.
+    Some may be among them that the function does not ask for; `RewardFunction` leaves them out.
     """
     arguments: dict[str, object] = {}
     rows = [
@@ -163,10 +166,15 @@ def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dic
             completions.append([{"role": "assistant", "content": response.text}])
     arguments["prompts"] = prompts
     arguments["completions"] = completions
-    arguments["completion_ids"] = [[*response.tokens] for response in responses]
+    if signature.wants("completion_ids"):
+        arguments["completion_ids"] = [_as_list(response.tokens) for response in responses]
     # The latest of all: a tuple is compared by its first field, which is global_step.
     arguments["trainer_state"] = max(response.trainer_state for response in responses)
     return arguments
+
+
+def _as_list(tokens: list[int] | Tensor) -> list[int]:
+    return tokens if isinstance(tokens, list) else tokens.tolist()
 
 
 def verifier_pool(
