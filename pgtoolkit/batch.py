@@ -21,6 +21,9 @@ them unless it is on_policy.
 CRITIC_VECTORS = ("values", "returns")
 """Numbers of each trained token that the documents of a run with a critic have."""
 
+_TRAINED_VECTORS = ("advantages", *OPTIONAL_VECTORS, *CRITIC_VECTORS)
+"""The fields of a document that have a number for each trained token, or are None."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -99,10 +102,18 @@ class Document:
     logged: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
-        trained = int(self.loss_mask.sum())
-        vectors = "advantages", *known_vectors(self), *vectors_of_critic([self])
-        lengths = {name: len(getattr(self, name)) for name in ("loss_mask", *vectors)}
-        if lengths != {"loss_mask": len(self.tokens)} | dict.fromkeys(vectors, trained):
+        # A GPU waits while a batch's documents are made, so this asks torch for little.
+        trained = int(self.loss_mask.count_nonzero())
+        fits = self.loss_mask.shape == self.tokens.shape
+        for name in _TRAINED_VECTORS:
+            vector = getattr(self, name)
+            fits = fits and (vector is None or vector.shape[0] == trained)
+        if not fits:
+            lengths = {
+                name: len(getattr(self, name))
+                for name in ("loss_mask", *_TRAINED_VECTORS)
+                if getattr(self, name) is not None
+            }
             raise ValueError(
                 f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and "
                 f"{lengths}"
@@ -321,18 +332,15 @@ def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
     return keys
 
 
-def pack(
-    documents: list[Document], known: tuple[str, ...] | None = None, has_trajectories: bool = False
-) -> MicroBatch:
+def pack(documents: list[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
     """Pack the documents into one micro-batch, in their order.
 
-    Their groups and trajectories are numbered within the step. Only here tokens become labels:
-    position t predicts token t + 1 of its document, with that token's old log-prob and advantage;
-    the last position of a document predicts nothing. Without documents its length is 0.
+    Only here tokens become labels: position t predicts token t + 1 of its document, with that
+    token's old log-prob and advantage; the last position of a document predicts nothing. Without
+    documents its length is 0. Groups have the numbers that the documents give them.
 
     known: the optional vectors that all documents of the step have; None: those that these
         documents have.
-    has_trajectories: True if documents of the step name trajectories.
     """
     lengths = [len(document.tokens) for document in documents]
     tokens = _concatenate([document.tokens for document in documents], torch.int64)
@@ -342,9 +350,6 @@ def pack(
     def labelled(values: Tensor, elsewhere: float) -> Tensor:
         """Return (T,) with each trained token's value at the place before, which predicts it."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
-
-    def numbers(name: str) -> Tensor:
-        return torch.tensor([getattr(document, name) for document in documents], dtype=torch.int64)
 
     vectors = {}
     if not any(document.on_policy for document in documents):
@@ -369,8 +374,7 @@ def pack(
         ),
         **vectors,
         num_documents=len(documents),
-        group_index=numbers("group"),
-        trajectory_index=numbers("trajectory") if has_trajectories else None,
+        group_index=torch.tensor([document.group for document in documents], dtype=torch.int64),
         truncated=torch.tensor([bool(document.truncated) for document in documents]),
         excluded=excluded,
         names=tuple(document.name for document in documents),

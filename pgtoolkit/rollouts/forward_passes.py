@@ -77,13 +77,7 @@ class ForwardPasses:
                 unchanged = shares[rank][: len(shares[rank]) - len(documents)]
                 shares = self._gathered(unchanged + documents)
                 groups = _groups_of_shares(shares, len(groups), self.rollout.group_size)
-        return [
-            [
-                replace(document, old_log_probs=None) if document.on_policy else document
-                for document in group
-            ]
-            for group in groups
-        ]
+        return groups
 
     def with_kl_reward(self, documents: list[Document], penalty: KL) -> list[Document]:
         """Return the documents with the reference's log-probs, and the sum that the penalty adds to
@@ -164,6 +158,7 @@ class ForwardPasses:
             replace(
                 document,
                 on_policy=True,
+                old_log_probs=None,
                 anchor_version=version,
                 sampling_log_probs=_sampled(document),
             )

@@ -154,26 +154,35 @@ def scored_groups(
     if task.reference_prompt is not None:
         reference_prompts = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
     scores = task.scores([prompt for prompt in prompts for _ in range(size)], completions, answers)
+    starts = [torch.tensor(request.tokens) for request in requests]
     documents = []
     for i, (completion, score) in enumerate(zip(completions, scores, strict=True)):
         place, number = divmod(i, size)
+        name = f"prompt {prompts[place].index}, completion {number}"
         documents.append(
-            _document(requests[place], number, completion, score, rollout, reference_prompts[place])
+            _document(
+                prompts[place].index,
+                name,
+                starts[place],
+                completion,
+                score,
+                rollout,
+                reference_prompts[place],
+            )
         )
     return in_groups(documents, size)
 
 
 def _document(
-    request: Request,
-    number: int,
+    group: int,
+    name: str,
+    start: Tensor,
     completion: Completion,
     score: Score,
     rollout: PolicyRolloutConfig,
     reference_prompt: Tensor | None,
 ) -> Document:
-    """Return a completion, of this number among those of its request, as a scored document."""
-    prompt = _prompt_of(request)
-    start = torch.tensor(request.tokens)
+    """Return a completion as a scored document. start: the tokens of its prompt."""
     written = completion.tokens
     drawn = completion.drawn
     if drawn is None:
@@ -194,8 +203,8 @@ def _document(
         loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
         old_log_probs=completion.log_probs,
         advantages=torch.zeros(len(completion.log_probs)),
-        group=prompt.index,
-        name=f"prompt {prompt.index}, completion {number}",
+        group=group,
+        name=name,
         reward=reward,
         exact_match=score.exact_match,
         truncated=completion.finish_reason == "length",

@@ -67,7 +67,8 @@ class KeptCompletions:
             self.write()
             self._path = path
             self._rows = []
-        prompts = {document.group: self._prompt_of(document) for document in documents}
+        first_of_group = {document.group: document for document in reversed(documents)}
+        prompts = {group: self._prompt_of(first) for group, first in first_of_group.items()}
         names = {group: prompt.place for group, prompt in prompts.items()}
         rows = []
         for document in chosen(documents, names, self._count):

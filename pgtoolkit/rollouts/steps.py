@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -41,16 +42,30 @@ def make_step(
         tokens_per_trajectory=tokens_per_trajectory,
     )
     shares = divide_among_ranks(documents, data_size)
-    num_parts = max(len(cut([documents[i] for i in share], max_tokens)) for share in shares)
-    numbered = []
-    for i in shares[data_rank]:
-        trajectory = None if trajectories is None else trajectories[i]
-        numbered.append(replace(documents[i], group=groups[i], trajectory=trajectory))
-    parts = cut(numbered, max_tokens)
+    parts_of_ranks = [cut([documents[i] for i in share], max_tokens) for share in shares]
+    num_parts = max(map(len, parts_of_ranks))
+    parts = parts_of_ranks[data_rank]
     parts += [[]] * (num_parts - len(parts))
     known = known_vectors(*documents)
-    micro_batches = [pack(part, known, has_trajectories=trajectories is not None) for part in parts]
+    micro_batches = []
+    places = iter(shares[data_rank])
+    for part in parts:
+        of_part = list(itertools.islice(places, len(part)))
+        micro_batches.append(
+            replace(
+                pack(part, known),
+                group_index=_chosen(groups, of_part),
+                trajectory_index=_chosen(trajectories, of_part),
+            )
+        )
     return Step(micro_batches, totals, documents, state_after or {})
+
+
+def _chosen(numbers: list[int] | None, places: list[int]) -> torch.Tensor | None:
+    """Return the numbers at these places, int64; None without numbers."""
+    if numbers is None:
+        return None
+    return torch.tensor([numbers[place] for place in places], dtype=torch.int64)
 
 
 def _numbered(names: Sequence[Hashable], trained: list[int]) -> tuple[list[int], torch.Tensor]:

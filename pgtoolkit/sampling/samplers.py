@@ -292,10 +292,7 @@ class TransformersSampler:
         is_end = torch.isin(tokens, torch.tensor(self._ends(), dtype=torch.int64))
         first_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1])
         up_to_end = (first_end + 1).tolist()
-        return [
-            self._completion(tokens[i, :limit], log_probs[i, :limit], up_to_end[i])
-            for i, limit in enumerate(limits)
-        ]
+        return list(map(self._completion, tokens, log_probs, limits, up_to_end))
 
     @property
     def _drawn_by_kernel(self) -> bool:
@@ -371,15 +368,18 @@ class TransformersSampler:
         ]
         return torch.tensor(stopped, device=written.device)
 
-    def _completion(self, tokens: Tensor, log_probs: Tensor, up_to_end: int) -> Completion:
+    def _completion(
+        self, tokens: Tensor, log_probs: Tensor, limit: int, up_to_end: int
+    ) -> Completion:
         """Return a completion up to its first end-of-sequence token or stop string.
 
-        tokens, log_probs: (C,), of all that was sampled. up_to_end: the number of tokens up to and
-            with the first end-of-sequence token; more than C where there is none.
+        tokens, log_probs: (C,), of all that was sampled. limit: the most tokens that it may have.
+        up_to_end: the number of tokens up to and with the first end-of-sequence token; more than C
+            where there is none.
         """
-        length = min(up_to_end, len(tokens))
+        length = min(up_to_end, limit)
         stopped = self._stops.end(tokens[:length].tolist()) if self._stops else None
-        reason = "stop" if up_to_end <= len(tokens) or stopped is not None else "length"
+        reason = "stop" if up_to_end <= limit or stopped is not None else "length"
         length = stopped or length
         return Completion(
             tokens[:length].clone(), log_probs[:length].clone(), reason, self._version

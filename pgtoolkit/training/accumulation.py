@@ -166,11 +166,14 @@ class DynamicAccumulation(lightning.LightningModule):
         """
         started = time.perf_counter()
         self.documents_seen += int(step.totals.num_documents)
-        metrics = data_metrics(step.documents, self.num_updates)
+        updates_before = self.num_updates
+        of_update = {}
         if step.totals.num_tokens == 0:
             self.num_skipped_steps += 1
         else:
-            metrics |= self._update(step)
+            of_update = self._update(step)
+        # Not earlier: a GPU still changes the weights, and does not wait for this.
+        metrics = data_metrics(step.documents, updates_before) | of_update
         metrics |= {
             "documents_seen": self.documents_seen,
             "num_skipped_steps": self.num_skipped_steps,
