@@ -395,7 +395,7 @@ def _translate(parser: _Parser, argv: list[str]) -> None:
 REPORTS = {
     "compare": (
         "RUN_DIR...",
-        "what runs reached over seeds: better, equal, unknown; --html FILE",
+        "what runs reached over seeds, and whether it differs; --html FILE",
         _compare,
     ),
     "doctor": (
