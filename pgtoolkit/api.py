@@ -56,7 +56,7 @@ def policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
-    **parameters: float | None,
+    **parameters: float | str | None,
 ) -> PolicyLoss:
     """Return the policy-gradient loss of packed documents, differentiable by their logits.
 
@@ -196,7 +196,7 @@ def linear_policy_loss(
     vocabulary_start: int | None = None,
     sequence_group: ProcessGroup | None = None,
     data_group: ProcessGroup | None = None,
-    **parameters: float | None,
+    **parameters: float | str | None,
 ) -> PolicyLoss:
     """Return `policy_loss` of the logits hidden @ lm_head_weight.T + bias.
 
@@ -292,7 +292,7 @@ def log_prob_loss(
     ref_log_probs: Tensor | None = None,
     metrics: str = "none",
     check_finite: bool = True,
-    **parameters: float | None,
+    **parameters: float | str | None,
 ) -> PolicyLoss:
     """Return `policy_loss` of log-probs that the caller has computed, differentiable by them.
 

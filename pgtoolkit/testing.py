@@ -45,7 +45,7 @@ def assert_conforms(
     kl: KL | None = None,
     micro_batches: bool = True,
     tolerance: float = 1e-5,
-    **parameters: float | None,
+    **parameters: float | str | None,
 ) -> None:
     """Raise AssertionError unless the function computes this loss: value, gradient, denominators.
 

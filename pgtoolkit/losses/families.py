@@ -469,7 +469,7 @@ FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family 
 """Name in `loss=` -> family."""
 
 
-def family_of(loss: str | Family, **parameters: float | None) -> Family:
+def family_of(loss: str | Family, **parameters: float | str | None) -> Family:
     """Return the family of this name, or the object itself.
 
     parameters: those of the family; None for the paper's value.
