@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pgtoolkit import __version__
 from pgtoolkit.config.files import sweep_file
-from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
+from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.plain_files import plain_run
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 141
     except OSError as error:
-        return print_error(unusable(error))
+        return print_error(as_storage_error(error))
     finally:
         sys.argv = before
         flush_streams()

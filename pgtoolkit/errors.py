@@ -2,17 +2,17 @@
 
 import os
 
-MOST_CHARACTERS = 1000
-"""The longest message of another library that is shown."""
+MAX_CHARACTERS = 1000
+"""Characters of another library's message that are shown."""
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's message, or the exception's type without one.
 
-    A longer line is cut after MOST_CHARACTERS.
+    A longer line is cut after MAX_CHARACTERS.
     """
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"
+    return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} …"
 
 
 class PgtoolkitError(Exception):
@@ -64,8 +64,8 @@ class StorageError(PgtoolkitError):
     exit_status = 6
 
 
-def unusable(error: OSError) -> StorageError:
-    """Return an error of the operating system, such as of a full disk, as one of ours."""
+def as_storage_error(error: OSError) -> StorageError:
+    """Return the StorageError for an error of the operating system, such as that of a full disk."""
     try:
         os.getcwd()
     except FileNotFoundError:

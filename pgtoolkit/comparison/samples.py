@@ -30,7 +30,7 @@ MOST_COMPLETIONS = 2000
 MOST_LOGGED = 60
 """The most characters that are shown of a text that a reward function has logged."""
 
-MOST_CHARACTERS = 8000
+MAX_CHARACTERS = 8000
 """Characters of each text on the page."""
 
 
@@ -374,7 +374,7 @@ def _page_row(set_name: str, row: CompletionRow) -> dict:
     texts = {"prompt": row.prompt, "completion": row.completion, "answer": row.answer}
     has_number = row.reward is not None and math.isfinite(row.reward)
     return {
-        **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
+        **{key: text and shortened(legible(text), MAX_CHARACTERS) for key, text in texts.items()},
         "set": set_name,
         "step": row.step,
         "name": legible(row.name),

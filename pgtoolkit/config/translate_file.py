@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pgtoolkit.config.elsewhere import rows_of_trainers
 from pgtoolkit.config.files import options
-from pgtoolkit.errors import ConfigError, unusable
+from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
 
@@ -131,7 +131,7 @@ def read(path: Path) -> TheirConfig:
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
     except OSError as error:
-        raise unusable(error) from error
+        raise as_storage_error(error) from error
     try:
         if len(data) > _LARGEST:
             raise ValueError(f"more than {_LARGEST} bytes")

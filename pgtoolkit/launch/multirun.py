@@ -26,8 +26,9 @@ from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
-STOPPED = (signal.SIGKILL, *STOP_SIGNALS)
-"""Signals that somebody sends to end a process; other signals come from its own failure."""
+_ENDING_SIGNALS = (signal.SIGKILL, *STOP_SIGNALS)
+"""Signals that somebody sends to end a process; those that are not among them come from its own
+failure."""
 
 
 def run_sweep(checked: Checked) -> int:
@@ -114,8 +115,10 @@ class _Launch:
         self.run(list({job.directory: job for job in jobs}.values()))
         rewards = []
         for job in jobs:
-            directory = self._sweep.folder / job.directory
-            rewards.append(sweep_report.reached(directory) if job.status == "done" else None)
+            reward = None
+            if job.status == "done":
+                reward = sweep_report.final_objective(self._sweep.folder / job.directory)
+            rewards.append(reward)
         return rewards
 
 
@@ -246,7 +249,7 @@ class Jobs:
         job = running.job
         if status < 0:
             number = signal.Signals(-status)
-            job.status = "interrupted" if number in STOPPED else "failed"
+            job.status = "interrupted" if number in _ENDING_SIGNALS else "failed"
             job.reason = f"killed by {number.name}"
         elif status == Interrupted.exit_status:
             job.reason = job.reason or running.handle.reason or "stopped before it began"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import typed
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, unusable
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, as_storage_error
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
@@ -81,7 +81,7 @@ def train_on_processes(training: Training) -> None:
         if count > 1:
             _run_workers(training, count)
             return
-        # `without` holds back garbage collection, which makes the import faster.
+        # `imports_skipping` holds back garbage collection, which makes the import faster.
         with imports_skipping(), stop_signals_wait():
             from pgtoolkit.training.train import train
 
@@ -354,7 +354,7 @@ def run_job(file: Path) -> int:
         config = typed(job["config"], str(file))
         train_job(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except (PgtoolkitError, OSError) as error:
-        return print_error(unusable(error) if isinstance(error, OSError) else error)
+        return print_error(as_storage_error(error) if isinstance(error, OSError) else error)
     except KeyboardInterrupt:
         return Interrupted.exit_status
     return 0

@@ -26,20 +26,20 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
     task, seed = _checked_task(out, overrides)
-    made = make_task(scored_by_nobody(task), seed)
-    count = min(count, made.num_prompts or count)
-    different = set()
+    prompts_of_task = make_task(scored_by_nobody(task), seed)
+    count = min(count, prompts_of_task.num_prompts or count)
+    questions = set()
     with replacing(out) as file:
         for number in range(count):
-            prompt = made.prompt(number)
+            prompt = prompts_of_task.prompt(number)
             question = prompt.messages or prompt.text
             answer = prompt.answer
             if prompt.messages:
                 answer = [{"role": "assistant", "content": prompt.answer}]
-            different.add(repr(question))
+            questions.add(repr(question))
             row = {"prompt": question, "completion": answer}
             file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    rows = f"{count} rows of task={task.name} with seed {seed}, {len(different)} of them different"
+    rows = f"{count} rows of task={task.name} with seed {seed}, {len(questions)} of them different"
     return f"{rows}: {shell_path(out)}"
 
 
@@ -49,16 +49,16 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
     config = composed.config
     default_of = functools.partial(default, config, choices=composed.choices)
     report = Report([*composed.problems], default_of=default_of)
-    new = out.with_suffix(".jsonl")
-    if new.exists():
-        new = out.with_name(f"{out.stem}-2.jsonl")
+    free = out.with_suffix(".jsonl")
+    if free.exists():
+        free = out.with_name(f"{out.stem}-2.jsonl")
     if out.exists():
         report.refuse(
             setting=f"OUT={out}",
             needs="a new .jsonl file",
             got="one that exists",
             reason="Nothing is written over.",
-            use=str(new),
+            use=str(free),
         )
     elif out.suffix != ".jsonl":
         report.refuse(
@@ -66,7 +66,7 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
             needs="a name that ends in .jsonl",
             got=out.name,
             reason="Each line of the file is a JSON object.",
-            use=str(new),
+            use=str(free),
         )
     for override in overrides:
         if re.match(r"task[.=]|seed=", override):

@@ -18,7 +18,7 @@ OBJECTIVE = "reward"
 _STATES = ("done", "failed", "interrupted", "running", "pending")
 
 
-def reached(directory: Path) -> float | None:
+def final_objective(directory: Path) -> float | None:
     """Return the objective's mean over the last tenth of the steps; None if not measured."""
     try:
         rewards = values(read_metrics(directory / "metrics.jsonl", {OBJECTIVE}), OBJECTIVE)
@@ -43,7 +43,7 @@ def ended(job: Job, folder: Path, number: int, count: int, seconds: float) -> st
     """Return the line of a job that has ended, with its reward or the reason."""
     line = f"{_place(number, count)} {job.status:<12}{seconds:>6.0f} s {job.directory}"
     if job.status == "done":
-        value = reached(folder / job.directory)
+        value = final_objective(folder / job.directory)
         return line + (f"  {OBJECTIVE} {value:.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
@@ -59,7 +59,7 @@ def table(sweep: Sweep) -> str:
         f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}",
     ]
     for job in sweep.jobs.values():
-        reward = reached(sweep.folder / job.directory)
+        reward = final_objective(sweep.folder / job.directory)
         reward_text = "" if reward is None else f"{reward:.3f}"
         seconds = f"{job.seconds:.0f}" if job.seconds else ""
         lines.append(f"{job.status:<12}{job.step:>6}{seconds:>9}{reward_text:>9}  {job.directory}")

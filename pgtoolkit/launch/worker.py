@@ -20,8 +20,8 @@ from pgtoolkit.errors import (
     Interrupted,
     PgtoolkitError,
     RankLost,
+    as_storage_error,
     first_line,
-    unusable,
 )
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
@@ -152,8 +152,8 @@ def main(folder: Path) -> int:
         train_as_rank(training, rank)
     except PgtoolkitError as known:
         error = known
-    except OSError as refused:
-        error = unusable(refused)
+    except OSError as system_error:
+        error = as_storage_error(system_error)
     except KeyboardInterrupt:
         return 130  # the process that sent the signal prints the message
     except BaseException as defect:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.errors import PgtoolkitError, RankLost, first_line, unusable
+from pgtoolkit.errors import PgtoolkitError, RankLost, as_storage_error, first_line
 from pgtoolkit.ranks.layout import Layout
 
 _LOST = (
@@ -110,7 +110,7 @@ def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Ite
     try:
         yield
     except (PgtoolkitError, OSError) as raised:
-        mendable = unusable(raised) if isinstance(raised, OSError) else raised
+        mendable = as_storage_error(raised) if isinstance(raised, OSError) else raised
         if layout.world_size == 1 or mendable.agreed:
             raise
         error = mendable

@@ -22,7 +22,7 @@ from pgtoolkit.system.report import nearest, refusal
 
 _PACKAGE = Path(__file__).parents[1]
 
-MOST_CHARACTERS = 10_000
+MAX_CHARACTERS = 10_000
 """Characters of a traceback of the user's code in an error."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
@@ -202,7 +202,7 @@ def blaming(function: str, kind: type[PgtoolkitError], on: str) -> Iterator[None
                 break
             frames = frames.tb_next
         lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-        text = shortened(lines, MOST_CHARACTERS)
+        text = shortened(lines, MAX_CHARACTERS)
         raise kind(f"{function} raised {type(error).__name__} on {on}:\n{text}") from error
     finally:
         state.restore(function)
