@@ -86,8 +86,8 @@ def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     ],
 )
 def test_the_override_that_a_refusal_suggests_is_accepted(capsys, typed, before, use):
-    refusal = problems(capsys, *before.split(), typed)
-    assert re.search(r"Use (.*?)\.?$", refusal, re.DOTALL)[1] == use
+    problem = problems(capsys, *before.split(), typed)
+    assert re.search(r"Use (.*?)\.?$", problem, re.DOTALL)[1] == use
     assert problems(capsys, *before.split(), *shlex.split(use)) == "none"
 
 
@@ -115,8 +115,8 @@ def test_the_override_that_a_refusal_suggests_is_accepted(capsys, typed, before,
 def test_a_function_with_other_parameters_is_refused_with_those_that_it_needs(
     capsys, typed, before, message, function, good
 ):
-    refusal = problems(capsys, *before.split(), typed.format(function))
-    assert f"needs a function {message}" in refusal
+    problem = problems(capsys, *before.split(), typed.format(function))
+    assert f"needs a function {message}" in problem
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
 
 
@@ -161,9 +161,9 @@ def test_a_word_without_a_value_is_answered_with_an_example_and_no_quotes(capsys
 
 @pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])
 def test_the_policy_is_not_suggested_as_a_missing_teacher(capsys, typed):
-    refusal = problems(capsys, "experiment=distillation", *typed)
-    assert "Use kl.reference=FOLDER" in refusal
-    assert "initial" not in refusal
+    problem = problems(capsys, "experiment=distillation", *typed)
+    assert "Use kl.reference=FOLDER" in problem
+    assert "initial" not in problem
 
 
 def test_rows_of_messages_are_answered_with_their_field_and_then_with_a_chat_template(capsys):
@@ -172,8 +172,8 @@ def test_rows_of_messages_are_answered_with_their_field_and_then_with_a_chat_tem
         "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use "
         "task.prompt_field=messages"
     ) in problems(capsys, *chats)
-    refusal = problems(capsys, *chats, "task.prompt_field=messages")
-    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in refusal
+    problem = problems(capsys, *chats, "task.prompt_field=messages")
+    assert "task.prompt_field needs texts (got chat messages with model=tiny)" in problem
 
 
 def test_the_defaults_list_that_a_refusal_of_a_sweep_file_suggests_is_accepted(capsys, tmp_path):
