@@ -1,5 +1,5 @@
-"""Whether the Hugging Face hub answers: without a network its client would ask again for half a
-minute, for each file."""
+"""Asks the Hugging Face hub once whether it answers. Without a network its client would ask again
+for half a minute, for each file."""
 
 from __future__ import annotations
 
