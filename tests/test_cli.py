@@ -82,7 +82,7 @@ def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
         ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2"),
     ],
 )
-def test_a_value_given_twice_is_refusal(capsys, typed, first, last):
+def test_a_value_given_twice_is_refused(capsys, typed, first, last):
     error = refusal(capsys, "check", *typed.split())
     needs = (
         f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
@@ -394,11 +394,5 @@ def test_only_a_single_configuration_is_printed_at_a_time(capsys):
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
     ],
 )
-def test_options_of_hydra_that_pgtk_does_not_take_are_refusal(capsys, command, typed, says):
+def test_options_of_hydra_that_pgtk_does_not_take_are_refused(capsys, command, typed, says):
     assert f"pgtk: error: {says}" in refusal(capsys, *command, typed)
-
-
-@pytest.mark.parametrize("word", ["convert", "diff", "plan"])
-def test_a_command_that_is_gone_is_answered_with_what_to_use(word, capsys):
-    (line,) = refusal(capsys, word, "FILE").splitlines()
-    assert line.startswith(f"pgtk: error: pgtk {word} is gone: use ")

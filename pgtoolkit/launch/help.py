@@ -110,18 +110,8 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
-_REPLACED = {
-    "convert": "a script of a few lines, as docs/data.md shows for TRL and verl",
-    "diff": "pgtk compare RUN_A RUN_B, which begins with the differences of two runs",
-    "plan": "the column of needed seeds that pgtk compare prints for earlier runs",
-}
-"""Commands of earlier versions -> their replacement."""
-
-
 def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
-    """Return the refusal of a word that is no command, with the nearest or its replacement."""
-    if word in _REPLACED:
-        return ConfigError(f"pgtk {word} is gone: use {_REPLACED[word]}.")
+    """Return the refusal of a word that is no command, with the nearest command."""
     uses = {name: f"pgtk {name}=OPTION" for name in options()}
     uses |= {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
