@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.plain_files import plain_run
-from pgtoolkit.system.report import print_error, say
+from pgtoolkit.system.report import print_error, refusal, say
 from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_output
 
 
@@ -46,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    _refuse_empty_words(argv)
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     if command in REPORTS:  # their parsers answer --help themselves
         return status_of_output(report(command, argv[1:]))
@@ -64,6 +67,26 @@ def _dispatch(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise unknown_command(command, COMMANDS)
     return COMMANDS[command][2](argv[1:])
+
+
+def _refuse_empty_words(argv: list[str]) -> None:
+    """Refuse a word without a character, and an option such as `--html=` without its value.
+
+    An unset variable of a shell leaves one. As a path it would be the current directory, in which
+    `pgtk continue "$RUN"` would train.
+    """
+    for number, word in enumerate(argv, start=1):
+        if not word.strip() or re.fullmatch(r"--[a-z-]+=\s*", word):
+            command = " ".join(shlex.quote(typed) for typed in ["pgtk", *argv])
+            raise ConfigError(
+                refusal(
+                    setting=command,
+                    needs="words that are not empty",
+                    got=f"{word!r} as word {number} after pgtk",
+                    reason="A shell's variable without a value leaves one.",
+                    use="a dot for the current directory, or leave it out",
+                )
+            )
 
 
 def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:

@@ -366,6 +366,34 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "does not fit this version" in refusal(capsys, "resume", str(tmp_path))
 
 
+def test_a_folder_of_runs_is_no_run_and_its_runs_are_named(tmp_path, capsys):
+    run = tmp_path / "sweep" / "job"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "provenance.json").touch()
+    for folder in (tmp_path, run.parent):
+        said = refusal(capsys, "resume", str(folder))
+        assert f"(got {folder}: a folder of runs)" in said
+        assert said.rstrip().endswith(f"Use {run}.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["continue", "", "loss=grpo"],
+        ["compare", "outputs/a", " "],
+        ["sync", ""],
+        ["samples", "outputs/a", "--html="],
+        ["check", ""],
+        [""],
+    ],
+)
+def test_an_empty_word_is_not_the_current_directory(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    assert "needs words that are not empty (got '" in refusal(capsys, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("task", ["reverse", "reasoning_gym"])
 def test_the_predicted_vocabulary_is_the_tokenizers(task):
     from pgtoolkit.model.setup import character_tokenizer

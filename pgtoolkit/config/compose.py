@@ -164,6 +164,9 @@ def composed_of(node: Node) -> Composed:
     problems_of_keys: dict[str, str] = {}
     choices = choices_of(node.config)
     config = in_range(resolve(node.config, problems_of_keys), problems_of_keys, choices)
+    # A required key whose value was refused is not refused again for having none.
+    for key in [key for key in problems_of_keys if _is_refused(key, node.problems)]:
+        del problems_of_keys[key]
     directory, problems_of_directory = hydra_keys.folder_in(node.config, "hydra.run.dir")
     return Composed(
         config=config,
@@ -271,7 +274,7 @@ def _problem_of_key(
 ) -> str | None:
     """Return what is wrong with an override before its value is looked at; None if nothing is."""
     key = override.key_or_group
-    problem = refusals.wrong_form(override, groups)
+    problem = refusals.wrong_form(override, groups, is_saved)
     if problem is not None:
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
@@ -391,6 +394,8 @@ def set_value(
                 use=f"{key.group}={value}",
             )
         ]
+    if value == "" and key.type.startswith("str") and not is_free:
+        return [refusals.empty_text(key, default_in(config, key.name))]
     try:
         with open_dict(config) if is_free else contextlib.nullcontext():
             # An empty dictionary empties the key. Merged, it would change nothing.
@@ -402,6 +407,11 @@ def set_value(
         problem = refusals.unresolvable(name, value, error) if is_free else None
         return [problem or refusals.wrong_type(key, value, default_in(config, key.name))]
     return []
+
+
+def _is_refused(key: str, problems: list[str]) -> bool:
+    """Return whether one of the problems is with a value of this key."""
+    return any(problem.startswith(f"{key}=") for problem in problems)
 
 
 def _unique(problems: list[str]) -> list[str]:

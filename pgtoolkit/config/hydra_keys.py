@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from hydra._internal.config_loader_impl import get_overrides_dirname
@@ -42,6 +42,9 @@ _ACTING = (
     "hydra/sweeper",
 )
 """Keys of Hydra that change what pgtk does, with the keys inside them."""
+
+_OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra.sweeper")
+"""Keys of Hydra that only a sweep reads, with the keys inside them."""
 
 _ONLY_TYPED = {"setup", "additional_parameters", "submitit_folder", "address"}
 """Keys of launchers whose values are executed, or name a folder or server that gets the code to
@@ -123,6 +126,43 @@ def _does_nothing(key: str, value: object) -> str:
             if is_inside(key, name):
                 reason, use = instead
     return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)
+
+
+def keys_of_sweeps(overrides: Sequence[str]) -> list[str]:
+    """Refuse keys of sweeps that are typed for a single run, where they would have no effect."""
+    problems = []
+    for override in overrides:
+        key = key_of(override).replace("/", ".")
+        if not any(is_inside(key, name) for name in _OF_SWEEPS):
+            continue
+        use = f"pgtk -m {override}, or leave it out"
+        if key == "hydra.sweep.dir":
+            use = f"hydra.run.dir={override.partition('=')[2]}, or pgtk -m {override}"
+        problems.append(
+            refusal(
+                setting=override,
+                needs="a sweep",
+                got="a single run",
+                reason="It says how the jobs of a sweep are made.",
+                use=use,
+            )
+        )
+    return problems
+
+
+def key_of_single_run(overrides: Sequence[str]) -> list[str]:
+    """Refuse hydra.run.dir for a sweep, whose jobs have folders in hydra.sweep.dir."""
+    return [
+        refusal(
+            setting=override,
+            needs="a single run",
+            got="a sweep",
+            reason="The jobs of a sweep have folders of their own in that of the sweep.",
+            use=f"hydra.sweep.dir={override.partition('=')[2]}",
+        )
+        for override in overrides
+        if key_of(override) == "hydra.run.dir"
+    ]
 
 
 def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
@@ -267,6 +307,16 @@ def folder_in(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
     path, problems = _name_of_folder(config, key)
     if path is None:
         return None, problems
+    if not path.strip():
+        return None, [
+            refusal(
+                setting=f"{key}={path}",
+                needs="the path of a folder",
+                got=repr(path),
+                reason="A run would write into the current directory.",
+                use=f"{key}=outputs/NAME",
+            )
+        ]
     # The path is also written into the scripts of SLURM's jobs.
     if ".." in PurePath(path).parts or not path.isprintable():
         return None, [

@@ -23,9 +23,11 @@ from pgtoolkit.config.keys import (
     keys_of,
     values_in_words,
 )
+from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.own_code import keys_set
 from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
+from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import nearest, refusal, text
@@ -43,6 +45,12 @@ SEARCH_PATH = refusal(
 """Refuses a search path: Hydra would import the packages in it before they can be checked."""
 
 _NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+
+_OPTIONS_OF_HYDRA = {
+    "hydra/launcher": LAUNCHERS,
+    "hydra/sweeper": ("basic", SEARCH),
+}
+"""Group of Hydra's -> its options that pgtk knows, the default first."""
 
 ALSO_CALLED = {"ppo": "loss=grpo"}
 """Name that the field has for an option -> our name of it."""
@@ -62,6 +70,14 @@ _TAKES_VALUE = {
 def unreadable(override: str, error: Exception) -> str:
     """Refuse an override that is not in Hydra's grammar."""
     key, equals, value = override.partition("=")
+    if override.startswith("-"):
+        return refusal(
+            setting=override,
+            needs="to be left out",
+            got="a flag",
+            reason="This command has no such flag.",
+            use="pgtk --help, which has the flags",
+        )
     reason = _first_line(error)
     use = "quotes around special characters: \"key='a, b'\""
     if not equals:
@@ -91,7 +107,15 @@ def pattern(override: Override, groups: dict[str, list[str]]) -> str:
     key = override.key_or_group
     value = override.value()
     assert isinstance(value, Glob)  # which Hydra's annotation of `value` leaves out
-    matching = value.filter(groups.get(key, []))
+    if key not in groups:
+        return refusal(
+            setting=as_typed(override),
+            needs="values",
+            got="a pattern",
+            reason="A pattern stands for options, of which a key has none.",
+            use=f"{key}=A,B",
+        )
+    matching = value.filter(groups[key])
     return refusal(
         setting=as_typed(override),
         needs="names of options",
@@ -107,9 +131,14 @@ def _as_list(key: str, value: str) -> str:
     return f"'{key}=[\"{inside}\"]'"
 
 
-def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
+def wrong_form(
+    override: Override, groups: dict[str, list[str]], is_saved: bool = False
+) -> str | None:
     """Refuse what no single run can take: a secret, a removal, several values, a search path, or a
-    group that is moved. Returns None for other overrides."""
+    group that is moved. Returns None for other overrides.
+
+    is_saved: whether the override is set on a saved run, of which no sweep is made.
+    """
     typed = as_typed(override)
     key = override.key_or_group
     without_secret = redact(typed)
@@ -125,6 +154,15 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
             got="a removal",
             reason="The configuration is always complete.",
             use=use,
+        )
+    if override.is_sweep_override() and is_saved:
+        first = typed.partition(",")[0] if "(" not in typed and "[" not in typed else None
+        return refusal(
+            setting=typed,
+            needs="one value",
+            got="several values",
+            reason="A run that has begun is one run: a sweep starts new ones.",
+            use=first or f"{key}=VALUE",
         )
     if override.is_sweep_override():
         return refusal(
@@ -392,12 +430,28 @@ def unresolvable(key: str, value: object, error: Exception) -> str:
     )
 
 
+def empty_text(key: Key, default: object) -> str:
+    """Refuse a text without a character. default: the key's."""
+    better = default if default or key.type.endswith("| None") else "VALUE"
+    return refusal(
+        setting=f"{key.name}=",
+        needs="a text that is not empty",
+        got="",
+        reason=key.help or "Every key has a type.",
+        use=f"{key.name}={text(better)}",
+    )
+
+
 def wrong_type(key: Key, value: object, default: object) -> str:
     """Refuse a value that the type of its key does not allow. default: the key's."""
     word = _VALUES_ALSO_CALLED.get(text(value), text(value))
     better = nearest(word, key.names) or default
+    if better is None and not key.type.endswith("| None"):
+        better = "VALUE"  # of a key that has no default
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):
         better = int(value)  # for 1e3, which is 1000.0
+    if key.type.startswith("list[int]") and is_whole(value):
+        better = [value]
     use = f"{key.name}={text(better)}"
     if key.name in _LISTS and isinstance(value, str):
         use = _as_list(key.name, value)
@@ -422,7 +476,41 @@ def composition_problem(error: Exception) -> str:
             reason="It was written for other options.",
             use=f"other options, or leave {chosen} out",
         )
-    return f"the configuration cannot be composed: {' '.join(lines)}"
+    sentence = " ".join(lines)
+    unknown_option = re.search(r"Could not find '(hydra/\w+)/([^']*)'", sentence)
+    if unknown_option is not None and unknown_option[1] in _OPTIONS_OF_HYDRA:
+        group = unknown_option[1]
+        return refusal(
+            setting=f"{group}={unknown_option[2]}",
+            needs=f"one of {', '.join(_OPTIONS_OF_HYDRA[group])}",
+            got=unknown_option[2],
+            reason="pgtk knows how to stop and continue the jobs of these.",
+            use=f"{group}={_OPTIONS_OF_HYDRA[group][0]}",
+        )
+    wrong_value = re.match(r"Error merging override ([^\s=]+)=(.*)", lines[0])
+    if wrong_value is not None:
+        key = wrong_value[1]
+        needs = "a value of another type"
+        use = f"another value, or leave {key} out"
+        if "to Integer" in sentence:
+            needs = "a whole number"
+            use = f"{key}=1"
+        elif "valid bool" in sentence:
+            needs = "true or false"
+            use = f"{key}=true"
+        return refusal(
+            setting=f"{key}={wrong_value[2]}",
+            needs=needs,
+            got=wrong_value[2],
+            reason=f"Hydra says: {lines[-1].rstrip('.')}.",
+            use=use,
+        )
+    unknown = re.match(r"Could not override '(hydra[^']*)'", lines[0])
+    if unknown is not None:
+        return (
+            f"Unknown key {unknown[1]!r}. Use pgtk --cfg hydra, which prints those that there are."
+        )
+    return f"the configuration cannot be composed: {sentence}"
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
+from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import absolute_paths, occupied_by_rollouts, problems_of_folder
 from pgtoolkit.config.plan import plan_sections
@@ -99,7 +100,8 @@ def check(
     if sweep_config.unusable:
         run = PlannedRun(overrides, Report(sweep_config.unusable))
         return Checked([run], sweep_config=sweep_config)
-    checked = Checked(sweep_config=sweep_config, report=Report(sweep_config.problems))
+    problems_of_sweep = [*sweep_config.problems, *key_of_single_run(overrides)]
+    checked = Checked(sweep_config=sweep_config, report=Report(problems_of_sweep))
     if sweep_config.launcher is not None:
         launcher(sweep_config.launcher, sweep_config.sweeper, checked.report)
     if sweep_config.folder is not None:
@@ -116,6 +118,7 @@ def check(
 def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:
     """Check a single run, also for this machine."""
     run = check_run(composed, overrides)
+    run.report.problems += keys_of_sweeps(overrides)
     if run.config is None:
         return run
     if run.directory is None:

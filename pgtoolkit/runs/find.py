@@ -166,18 +166,31 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
 
 def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     """Return the error for a path without a run. use: the command. needs: what it takes."""
+    use_instead = "a folder that pgtk has trained in"
+    runs_below = _runs_just_below(path)
     if path.is_file():
         got = "a file"
+    elif runs_below:
+        got = "a folder of runs"
+        use_instead = " or ".join(map(shell_path, runs_below[:3]))
     elif path.is_dir():
         got = "a folder without runs"
     else:
         got = "no such folder"
-    use_instead = "a folder that pgtk has trained in"
     similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
     if similar:
         use_instead = " or ".join(folder.name for folder in similar[:3])
     reason = "A run writes its config.yaml there when it starts."
     return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {use_instead}.")
+
+
+def _runs_just_below(path: Path) -> list[Path]:
+    """Return the runs in the folders of a folder, or in theirs."""
+    for pattern in ("*/provenance.json", "*/*/provenance.json"):
+        runs = sorted(file.parent for file in path.glob(pattern) if is_run(file.parent))
+        if runs:
+            return runs
+    return []
 
 
 def is_run(path: Path) -> bool:

@@ -50,7 +50,8 @@ class Report:
 
 def refusal(setting: str, needs: str, got: object, reason: str, use: str) -> str:
     """Return a problem in the form that all problems have."""
-    return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
+    value = "''" if got == "" else text(got)
+    return f"{setting} needs {needs} (got {value}). {reason} Use {use}."
 
 
 def say(text: str, error: bool = False) -> None:

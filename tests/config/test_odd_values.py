@@ -98,6 +98,15 @@ def test_odd_values_of_the_keys_of_hydra_are_answered_in_sentences():
     [
         ("hydra.job.chdir=true", False, "hydra.job.chdir=true needs to be left out"),
         ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
+        ("hydra.launcher.n_jobs=1.5", True, "n_jobs=1.5 needs a whole number (got 1.5)"),
+        ("hydra.launcher.fail_fast=maybe", True, "fail_fast=maybe needs true or false"),
+        ("hydra.launcher.foo=2", True, "Unknown key 'hydra.launcher.foo'. Use pgtk --cfg hydra"),
+        ("hydra/launcher=joblib", True, "=joblib needs one of local, slurm, ray_cluster"),
+        ("hydra.launcher.n_jobs=2", False, "Use pgtk -m hydra.launcher.n_jobs=2, or leave it out"),
+        ("hydra.sweep.dir=x", False, "Use hydra.run.dir=x, or pgtk -m hydra.sweep.dir=x"),
+        ("hydra.run.dir=x", True, "needs a single run (got a sweep)"),
+        ("hydra.run.dir=", False, "hydra.run.dir= needs the path of a folder (got '')"),
+        ("seed=glob(*)", True, "seed=glob(*) needs values (got a pattern)"),
         ("hydra.mode=${loss.name}", False, "hydra.mode=${loss.name} needs a plain value"),
         (
             "hydra.launcher.n_jobs=${loss.name}",
