@@ -163,12 +163,32 @@ def _math_verify() -> Verifier:
         golds = [
             gold
             for text in math_golds(answer)
-            for gold in library.parse(text, parsing_timeout=limit)
+            for gold in library.parse(_readable(text), parsing_timeout=limit)
         ]
-        parsed = library.parse(completion, parsing_timeout=limit)
+        parsed = library.parse(_readable(completion), parsing_timeout=limit)
         return float(library.verify(golds, parsed, timeout_seconds=limit))
 
     return verify
+
+
+_PERCENT_IN_BOX = re.compile(r"(\\boxed\s*\{\s*)([-+]?[\d.,]*\d)\s*\\?%(?=\s*\})")
+"""A number with a percent sign, alone in a box."""
+
+
+def _readable(text: str) -> str:
+    """Return a text in forms that math-verify reads, where it reads nothing in others that are as
+    common: a number with a percent sign alone in a box, and the other sign of the empty set.
+
+    It reads `\\boxed{\\frac{50}{1}\\%}`, which equals 50 and 1/2, and nothing in `\\boxed{50\\%}`.
+    Between dollars it reads neither, so the only box of a text takes the place of the text.
+    """
+    text = text.replace("\\varnothing", "\\emptyset")
+    box = _PERCENT_IN_BOX.search(text)
+    if box is not None and text.count("\\boxed") == 1:
+        text = f"{box[0]}}}"
+    return _PERCENT_IN_BOX.sub(
+        lambda match: rf"{match[1]}\frac{{{match[2].replace(',', '')}}}{{1}}\%", text
+    )
 
 
 _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed\b", re.DOTALL)
@@ -193,6 +213,6 @@ def math_golds(answer: str) -> list[str]:
     with_escaped_percent = re.sub(r"(?<!\\)%", r"\\%", answer)  # a bare % begins a comment in LaTeX
     forms = [answer, with_escaped_percent]
     with_unit = _WITH_UNIT.fullmatch(answer)
-    if with_unit is not None:
+    if with_unit is not None and not _PERCENT_IN_BOX.search(f"\\boxed{{{answer}}}"):
         forms.append(with_unit[1])
     return [f"\\boxed{{{form}}}" for form in dict.fromkeys(forms)]
