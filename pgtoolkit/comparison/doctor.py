@@ -267,11 +267,16 @@ def _clipped(run: Run) -> Finding | None:
 def _spikes(run: Run) -> Finding | None:
     """Find three steps, and 0.5 % of all, whose gradient is ten times the median before them.
 
-    The median is over fifty steps; gradients of 0 are left out.
+    The median is over fifty steps. Gradients of 0 are left out, and so are those of steps where
+    most groups have no signal, as once a task is solved: each is that of a few documents.
     """
-    steps, norms = _points(run, "grad_norm")
-    steps = steps[norms > 0]
-    norms = norms[norms > 0]
+    steps = run.columns["step"]
+    norms = run.columns["grad_norm"]
+    counts = norms > 0
+    if "zero_advantage_group_fraction" in run.columns:
+        counts &= ~(run.columns["zero_advantage_group_fraction"] > 0.5)
+    steps = steps[counts]
+    norms = norms[counts]
     medians = np.array(
         [np.median(norms[max(0, index - 50) : index]) for index in range(FEWEST_STEPS, len(norms))]
     )
