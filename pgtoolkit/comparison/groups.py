@@ -177,9 +177,12 @@ def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str],
         matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
         if not matches:
             listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
-            known = listing or "none, as nothing varies"
-            reason = f"It names a value of a key that tells the runs apart. These are {known}."
-            raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, "one"))
+            reason = f"It names a value of a key that tells the runs apart. These are {listing}."
+            use = f"--label {min(f'{key}={value}' for key, value in values)}=NAME" if values else ""
+            if not values:
+                reason = "It names a value of a key that tells the runs apart. Nothing does."
+                use = "other runs, or leave --label out"
+            raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, use))
         key, value = max(matches, key=lambda pair: len(pair[1]))
         names[key, value] = label.removeprefix(f"{key}={value}=")
     return names

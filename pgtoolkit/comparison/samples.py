@@ -188,8 +188,14 @@ def _check_step(option: str, number: int, known: list[int], step: int, set_name:
     step: the step to show, which --since must be before.
     """
     if number not in known:
-        needs = f"one of {_listed(known)}" if known else f"a step before {step}, which is the first"
-        raise ConfigError(f"{option}={number} needs {needs} of {set_name} (got {number}).")
+        needs = f"a step before {step}, which is the first"
+        use = f"a later --step, or no {option}"
+        if known:
+            needs = f"one of {_listed(known)}"
+            use = f"{option}={min(known, key=lambda step: abs(step - number))}"
+        raise ConfigError(
+            f"{option}={number} needs {needs} of {set_name} (got {number}). Use {use}."
+        )
 
 
 def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionRow:

@@ -75,8 +75,15 @@ def _check_port(port: int) -> None:
             probe.bind((_HOST, port))
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"--port={port} needs a free port of {_HOST} (got: {error}). Use another."
+                f"--port={port} needs a free port of {_HOST}, from 1 to 65535 (got: "
+                f"{str(error).rstrip('.')}). Use --port={_free_port()}."
             ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 def _addresses(client: MlflowClient, address: str) -> str:

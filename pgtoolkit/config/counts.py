@@ -32,8 +32,15 @@ def longest_document(config: Config) -> tuple[int | None, int | None]:
 
 
 def tokens_at_least(config: Config) -> int:
-    """Return the fewest tokens that the longest document can have."""
-    return sum(tokens or 1 for tokens in longest_document(config))
+    """Return the fewest tokens that the longest document can have.
+
+    Where the limit of completions cuts off the longest answer, which is refused, the answer counts.
+    """
+    prompt, completion = longest_document(config)
+    counts_characters = config.model.name == "tiny" and config.rollout.name == "policy"
+    if counts_characters and isinstance(config.task, GeneratedTaskConfig):
+        completion = max(completion or 1, config.task.longest[1])
+    return (prompt or 1) + (completion or 1)
 
 
 def documents_per_batch(rollout: RolloutConfig) -> int | None:

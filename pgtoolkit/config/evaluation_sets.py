@@ -163,6 +163,13 @@ def sampling_in_words(config: Config) -> str:
     )
 
 
+def key_of_seed(config: Config, held_out: HeldOut) -> str:
+    """Return the key that gives a set its seed: the set's own, where it has one."""
+    own_key = f"evaluation.sets.{held_out.name}.seed"
+    has_own = "seed" in config.evaluation.sets.get(held_out.name, {})
+    return own_key if has_own else "evaluation.seed"
+
+
 def are_training_prompts(config: Config, held_out: HeldOut) -> str | None:
     """Return why a set holds prompts that the configuration trains on; None where the two
     descriptions do not show that it does."""

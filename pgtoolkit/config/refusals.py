@@ -366,14 +366,20 @@ def unknown_key(config: DictConfig, key: str, value: object, groups: Iterable[st
     if not keys_for_theirs and leaf and group in groups:
         keys_for_theirs = keys_mentioned(leaf, group)
     is_in_group = bool(leaf) and group in groups
-    if not keys_for_theirs and not is_in_group:
-        rows = known_as(key)
+    is_like_one_of_group = similar is not None and similar.startswith(f"{group}.")
+    if not keys_for_theirs and not (is_in_group and is_like_one_of_group):
+        # loss.beta is not the optimizer's beta1, but the `beta` of another trainer.
+        rows = known_as(leaf if is_in_group else key)
         if rows:
             name, row = rows[0]
             return f"Unknown key {key!r}. {row.sentence(name)} Use pgtk explain {leaf or key}."
     use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
     if keys_for_theirs:
-        use = " ".join(f"{name}={text(value)}" for name in keys_for_theirs)
+        values = [value] * len(keys_for_theirs)
+        if isinstance(value, list) and len(value) == len(keys_for_theirs):
+            values = value  # such as optimizer.betas, a list of what are two keys here
+        pairs = zip(keys_for_theirs, values, strict=True)
+        use = " ".join(f"{name}={text(part)}" for name, part in pairs)
         if similar and similar not in keys_for_theirs and similar.rpartition(".")[2] == key:
             use = f"{use}, or {similar}={text(value)}"
     elif similar and similar in groups:

@@ -190,7 +190,7 @@ class KLConfig:
         added=True,
         only_if="kl.kind!=none and rollout.name=policy",
         use="kl=k1 and rollout=policy",
-        why="Recorded rewards are not made here.",
+        why="The penalty is subtracted from the rewards as they are made.",
     )
 
     @property

@@ -10,7 +10,7 @@ from typing import NoReturn
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal, say, shell_path
+from pgtoolkit.system.report import Report, refusal, say, shell_path
 
 
 class _Parser(argparse.ArgumentParser):
@@ -214,10 +214,22 @@ def _ui(parser: _Parser, argv: list[str]) -> int:
         "--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)"
     )
     args = parser.parse_args(argv)
+    _check_store(args.uri)
 
     from pgtoolkit.comparison.ui import serve
 
     return serve(args.uri, args.port)
+
+
+def _check_store(uri: str | None) -> None:
+    """Raise ConfigError for a --uri that is no address of an MLflow store."""
+    from pgtoolkit.config.rules.tracking import address_of_store
+
+    problems = Report()
+    if uri is not None:
+        address_of_store("--uri", uri, problems)
+    if problems.problems:
+        raise ConfigError(problems.problems[0])
 
 
 def _sync(parser: _Parser, argv: list[str]) -> None:
@@ -232,6 +244,7 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
         "--experiment", metavar="NAME", help="another experiment than the run's own"
     )
     args = parser.parse_args(argv)
+    _check_store(args.uri)
 
     from pgtoolkit.runs.find import run_directories
     from pgtoolkit.tracking.mlflow_run import sync

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, sampling_in_words
+from pgtoolkit.config.evaluation_sets import (
+    are_training_prompts,
+    held_out_sets,
+    key_of_seed,
+    sampling_in_words,
+)
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
@@ -259,7 +264,7 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
             continue
         use = "evaluation.sets.NAME.path=FILE with other prompts"
         if held_out.files is None:
-            use = "another evaluation.seed"
+            use = f"another {key_of_seed(chosen, held_out)}"
         problems.append(
             refusal(
                 setting=command,

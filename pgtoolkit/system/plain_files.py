@@ -76,8 +76,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(path)  # the name that the user knows
         raise
     sync_folder(path.parent)  # the rename itself must reach the disk before anyone builds on it
 

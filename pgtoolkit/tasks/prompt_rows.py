@@ -93,7 +93,7 @@ def _split_refusal(path: str, split: str | None, splits: Sequence[str | None]) -
         setting=f"task.split={text(split)} with task.path={path}",
         needs=f"one of {names}" if len(splits) > 1 else names,
         got=split,
-        reason="These are the splits that it has.",
+        reason="These are the splits that it has." if names != "null" else "It has no splits.",
         use=" or ".join(f"task.split={text(name)}" for name in splits),
     )
 

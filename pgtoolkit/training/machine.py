@@ -204,12 +204,13 @@ def _check_samplers(config: Config, report: Report) -> None:
     if sampler.gpus:
         count = len(visible_gpus())
         if max(sampler.gpus) >= count:
+            without = " sampler.processes=1" if sampler.name == "transformers" and not count else ""
             report.refuse(
                 setting=f"sampler.gpus={text(sampler.gpus)}",
                 needs="GPUs of this machine",
                 got=f"{count} of them",
                 reason="They are numbered from 0, as torch sees them.",
-                use="others" if count or sampler.name == "vllm" else "sampler.processes=1",
+                use=f"sampler.gpus=null{without}",
             )
 
 

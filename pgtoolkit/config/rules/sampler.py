@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.counts import copies_of
+from pgtoolkit.config.counts import copies_of, documents_per_batch, steps_of
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
@@ -43,10 +43,16 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
             use=use,
         )
     elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
+        advice = "rollout.max_staleness, which needs accumulation.docs_per_step > 0, lets"
+        batch_size = documents_per_batch(c.rollout)
+        if batch_size is not None and c.accumulation.docs_per_step > 0:
+            most = 2 * steps_of(batch_size, c.accumulation) - 1
+            advice = f"rollout.max_staleness={most} rollout.old_log_probs=sampling lets"
+            if c.rollout.lag:
+                advice = f"rollout.lag=0 {advice}"
         report.note(
             f"{setting} without rollout.max_staleness: training waits while a batch is sampled. "
-            "rollout.max_staleness=1 rollout.old_log_probs=sampling lets both go on, where a batch "
-            "is one step."
+            f"{advice} both go on."
         )
 
 

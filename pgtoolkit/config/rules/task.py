@@ -14,6 +14,7 @@ from pgtoolkit.config.evaluation_sets import (
     are_training_prompts,
     held_out_sets,
     is_on,
+    key_of_seed,
     powers_of_two,
     sampling,
     watched,
@@ -213,7 +214,7 @@ def evaluation(c: Config, report: Report) -> Config:
             if c.evaluation.sets:
                 setting = f"evaluation.sets.{held_out.name}"
             got = f"seed {held_out.seed}"
-            use = f"evaluation.seed={(c.seed + 10**9) % 2**32}"
+            use = f"{key_of_seed(c, held_out)}={(c.seed + 10**9) % 2**32}"
             if held_out.files is not None:
                 got = f"those of {held_out.files[0]}"
                 use = "evaluation.sets.NAME.path=FILE"

@@ -30,7 +30,7 @@ def tracking(c: Config, report: Report) -> None:
     _experiment(tracking, report)
     _further_trackers(tracking, report)
     if tracking.name == "mlflow" and tracking.uri is not None:
-        _uri(str(tracking.uri), report)
+        address_of_store("tracking.uri", str(tracking.uri), report)
 
 
 def _experiment(tracking: TrackingConfig, report: Report) -> None:
@@ -66,13 +66,14 @@ def _further_trackers(tracking: TrackingConfig, report: Report) -> None:
                 reason="Other trackers are not known; MLflow goes first: tracking=mlflow.",
                 use="tracking.also=[tensorboard]",
             )
-    if len({tracking.name, *tracking.also}) <= len(tracking.also):
+    others = {*tracking.also} - {tracking.name}
+    if all(name in _FURTHER for name in tracking.also) and len(others) < len(tracking.also):
         report.refuse(
             setting=setting,
             needs="each tracker once",
             got=f"tracking={tracking.name}",
             reason="A run has one record with each tracker.",
-            use="another tracker",
+            use=f"tracking.also={text([name for name in _FURTHER if name in others])}",
         )
     for name in _FURTHER:
         if name == tracking.name:
@@ -81,7 +82,8 @@ def _further_trackers(tracking: TrackingConfig, report: Report) -> None:
             installed(report, setting, name, name)
 
 
-def _uri(uri: str, report: Report) -> None:
+def address_of_store(key: str, uri: str, report: Report) -> None:
+    """Refuse an address that is none of an MLflow store. key: the key or flag that holds it."""
     try:
         scheme = urlsplit(uri).scheme.partition("+")[0]
     except ValueError:  # such as a bracket that is not closed
@@ -89,7 +91,7 @@ def _uri(uri: str, report: Report) -> None:
     default_uri = "sqlite:///outputs/mlflow.db"
     if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         report.refuse_value(
-            key="tracking.uri",
+            key=key,
             value=uri,
             needs="sqlite:///FILE, http(s)://HOST:PORT or a database",
             reason="MLflow refuses plain files as a store.",
@@ -97,7 +99,7 @@ def _uri(uri: str, report: Report) -> None:
         )
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
         report.refuse_value(
-            key="tracking.uri",
+            key=key,
             value=uri,
             needs="a file, not a folder",
             reason="SQLite keeps a store in one file.",
