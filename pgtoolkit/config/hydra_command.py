@@ -3,6 +3,7 @@ Tab key."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -78,6 +79,9 @@ def hydra_answers(argv: list[str]) -> int:
     register()
     argv_before = sys.argv
     sys.argv = [sys.argv[0], *argv]
+    # Hydra prints by logging, which would add a traceback where the reader has gone.
+    raises_before = logging.raiseExceptions
+    logging.raiseExceptions = False
     try:
         main = hydra.main(
             version_base="1.3", config_path=str(config_directory()), config_name="config"
@@ -85,4 +89,5 @@ def hydra_answers(argv: list[str]) -> int:
         main(lambda config: None)()
     finally:
         sys.argv = argv_before
+        logging.raiseExceptions = raises_before
     return status_of_output(0)

@@ -69,15 +69,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     old content stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
     try:
+        temporary.unlink(missing_ok=True)
         with naming(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink()
         if isinstance(error, OSError) and str(error.filename) == str(temporary):
             error.filename = str(path)  # the name that the user knows
         raise

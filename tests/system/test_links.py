@@ -71,3 +71,10 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "file", "\ud800")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
+
+
+def test_an_error_of_writing_names_the_file_itself(tmp_path):
+    path = tmp_path / "missing" / "page.html"
+    with pytest.raises(FileNotFoundError) as error:
+        write_atomically(path, "text")
+    assert error.value.filename == str(path)
