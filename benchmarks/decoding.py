@@ -210,10 +210,10 @@ def _token(
         decoder = decoding.Decoding(
             model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body
         )
-        decoder._begin(prompts, tokens)
+        decoder._start(prompts, tokens)
         _wait()
         start = time.perf_counter()
-        decoder._begin(prompts, tokens)
+        decoder._start(prompts, tokens)
         _wait()
         first = 1e6 * (time.perf_counter() - start)
         decoder._step()

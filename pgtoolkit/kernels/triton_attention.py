@@ -30,6 +30,8 @@ def attention_kernel(
     keys,
     values,
     positions,
+    prompt_rows,
+    prompt_lengths,
     cosines,
     sines,
     out,
@@ -55,8 +57,12 @@ def attention_kernel(
     There are HEADS key-value heads and PARTS parts. GROUP queries share a head of WIDTH numbers;
     QUERIES and COLUMNS are these sizes, filled up to powers of 2, and to the sizes that tl.dot
     needs if it is to multiply (DOT). NUMBER is the type of sums. The first part also has the new
-    key and value, and writes them into the cache, where no program reads them. With cosines and
-    sines, (rows, WIDTH), query and key are first turned by them, and rounded.
+    key and value, and writes them into the cache, where no program reads them.
+    prompt_rows, prompt_lengths: (rows,), or None: the places before a row's prompt length are read
+        from another row with the same keys and values there. Programs of rows that share a prompt
+        run at the same time, so that all but one of them find it in the GPU's own cache.
+    cosines, sines: (room, WIDTH), or None: query and key are first turned by those of their
+        position, and rounded.
     out: (rows, HEADS, PARTS, GROUP, WIDTH).
     log_sums: with several parts, (rows, HEADS, PARTS, GROUP), to base 2.
     """
@@ -77,8 +83,8 @@ def attention_kernel(
     # A turn mixes each column with this one, of the other half of the head.
     opposite = tl.where(columns < WIDTH // 2, columns + WIDTH // 2, columns - WIDTH // 2)
     if cosines is not None:
-        cosine = tl.load(cosines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
-        sine = tl.load(sines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
+        cosine = tl.load(cosines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
+        sine = tl.load(sines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.where(columns < WIDTH // 2, -sine, sine)
         across = tl.load(
             query + queries[:, None] * WIDTH + opposite[None, :], mask=of_group, other=0.0
@@ -91,18 +97,9 @@ def attention_kernel(
     highest = tl.full([QUERIES], LOWEST, NUMBER)
     sums = tl.zeros([QUERIES], NUMBER)
     weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
-    if part == 0:
-        k = tl.load(key + columns, mask=wide, other=0.0)
-        if cosines is not None:
-            other_half = tl.load(key + opposite, mask=wide, other=0.0)
-            k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
-        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
-        tl.store(keys + position * WIDTH + columns, k, mask=wide)
-        tl.store(values + position * WIDTH + columns, v, mask=wide)
-        highest = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
-        sums += 1.0
-        weighted += v.to(NUMBER)[None, :]
-
+    if prompt_rows is not None:
+        prompt_length = tl.load(prompt_lengths + row).to(tl.int32)
+        to_prompt = (tl.load(prompt_rows + row) - row) * HEADS * room * WIDTH
     first = tl.maximum(position + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
     begin = first + part * share
@@ -111,6 +108,8 @@ def attention_kernel(
         at = start + places
         seen = at < end
         block = at[:, None] * WIDTH + columns[None, :]
+        if prompt_rows is not None:
+            block = block + tl.where(at < prompt_length, to_prompt, 0)[:, None]
         there = seen[:, None] & wide[None, :]
         k = tl.load(keys + block, mask=there, other=0.0)
         if DOT:
@@ -129,6 +128,22 @@ def attention_kernel(
         else:
             weighted += tl.sum(weights[:, :, None] * v[None, :, :], 1)
         sums = sums * kept + tl.sum(weights, 1)
+
+    if part == 0:
+        k = tl.load(key + columns, mask=wide, other=0.0)
+        if cosines is not None:
+            other_half = tl.load(key + opposite, mask=wide, other=0.0)
+            k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
+        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        tl.store(keys + position * WIDTH + columns, k, mask=wide)
+        tl.store(values + position * WIDTH + columns, v, mask=wide)
+        x = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
+        before = highest
+        highest = tl.maximum(highest, x)
+        kept = tl.exp2(before - highest)
+        weights = tl.exp2(x - highest)
+        weighted = weighted * kept[:, None] + weights[:, None] * v.to(NUMBER)[None, :]
+        sums = sums * kept + weights
 
     sums = tl.where(sums == 0, 1.0, sums)  # a part may have no places
     program = program * PARTS + part
@@ -172,6 +187,7 @@ def attend(
     scaling: float,
     window: int | None,
     turns: tuple[Tensor, Tensor] | None = None,
+    prompts: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return (B, heads, width), the softmax attention of a new token of each row.
 
@@ -182,15 +198,18 @@ def attend(
         before its position are read, once.
     positions: (B,) int64.
     window: the number of keys that a query sees at most, with the new one; None for all.
-    turns: cosines and sines, (B, 1, width) each, of the rotary position by which query and key are
-        still to be turned.
+    turns: cosines and sines of all positions, (room, width) each, by which query and key are still
+        to be turned.
+    prompts: the row that each row's prompt may be read from, and the length of its prompt, (B,)
+        int64 each. The keys and values of the prompt must be the same in both rows.
 
     All tensors have one float type: products are of its precision, sums of float32's, or float64's.
     Where rows and heads are too few to fill a GPU, several programs share the places of each (Dao
     et al. 2023, "Flash-Decoding"), so that the rounding depends on the number of rows.
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
-    cosines, sines = (None, None) if turns is None else (x.contiguous() for x in turns)
+    cosines, sines = turns or (None, None)
+    prompt_rows, prompt_lengths = prompts or (None, None)
     rows, groups, room, width = keys.shape
     heads = query.shape[1]
     programs = rows * groups
@@ -214,6 +233,8 @@ def attend(
         keys,
         values,
         positions,
+        prompt_rows,
+        prompt_lengths,
         cosines,
         sines,
         of_parts,

@@ -67,39 +67,68 @@ class Cache:
 
     The keys and values of a token lie at the token's position.
     positions: (B,) int64, the position of each row's token that passes the model next.
+    prompts: for each row the first row with the same prompt, and the prompt's length, (B,) int64
+        each. Both rows have the prompt's keys and values.
     reading: (rows, prompt_of) while some prompts pass the model, (R,) int64 each: the R rows that
         have one of these prompts, and which of the prompts each row has. None while each row goes
         on by a token at a time.
+    turns: of a `MergedBody`, the cosines and sines of all positions, (room, width) each.
     """
 
-    def __init__(self, positions: Tensor, room: int):
-        self.positions = positions
+    _keys_and_values: Tensor
+    """(layers, 2, B, key-value heads, room, width), from the first `read` on. In one piece, since
+    the driver takes its time for each piece of memory."""
+
+    def __init__(self, prompt_of: Tensor, prompt_lengths: Tensor, room: int, layers: int):
+        """Make a cache without keys and values.
+
+        prompt_of: (B,) int64, equal numbers for rows with the same prompt.
+        prompt_lengths: (B,) int64.
+        layers: the number of layers.
+        """
+        self.positions = prompt_lengths - 1
         self.reading: tuple[Tensor, Tensor] | None = None
-        self._room = room
-        self._keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.turns: tuple[Tensor, Tensor] | None = None
+        self.room = room
+        self._layers = layers
+        self.prompts = _first_rows(prompt_of, len(prompt_of)), prompt_lengths
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values, (B, key-value heads, room, width) each."""
-        return self._keys_and_values[layer]
+        keys, values = self._keys_and_values[layer]
+        return keys, values
 
     def read(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values of prompts in each row that has one of the prompts.
 
         key, value: (prompts, key-value heads, P, width).
         """
-        if layer not in self._keys_and_values:
-            shape = (len(self.positions), key.shape[1], self._room, key.shape[3])
-            self._keys_and_values[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        if not hasattr(self, "_keys_and_values"):
+            shape = (len(self.positions), key.shape[1], self.room, key.shape[3])
+            self._keys_and_values = key.new_zeros(self._layers, 2, *shape)
         assert self.reading is not None
         rows, prompt_of = self.reading
-        for kept, new in zip(self._keys_and_values[layer], (key, value), strict=True):
+        for kept, new in zip(self.of(layer), (key, value), strict=True):
             kept[rows, :, : new.shape[2]] = new[prompt_of]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all rows but these, (fewer,) int64."""
+        """Drop all rows but these, (fewer,) int64 in ascending order."""
         self.positions = self.positions[rows]
-        for layer, (keys, values) in self._keys_and_values.items():
-            self._keys_and_values[layer] = (keys[rows], values[rows])
+        prompt_rows, prompt_lengths = (x[rows] for x in self.prompts)
+        self.prompts = _first_rows(prompt_rows, self._keys_and_values.shape[2]), prompt_lengths
+        for part in self._keys_and_values.flatten(end_dim=1):
+            part[: len(rows)] = part[rows]
+        self._keys_and_values = self._keys_and_values[:, :, : len(rows)]
+
+
+def _first_rows(prompt_of: Tensor, count: int) -> Tensor:
+    """Return for each row the first row with the same number, (B,) int64.
+
+    prompt_of: (B,) int64, below `count`.
+    """
+    rows = torch.arange(len(prompt_of), device=prompt_of.device)
+    first = rows.new_full((count,), len(rows)).scatter_reduce(0, prompt_of, rows, "amin")
+    return first[prompt_of]
 
 
 def attention(
@@ -112,29 +141,33 @@ def attention(
     key, value: (B, key-value heads, S, width).
     options: `decoder_cache`, a Cache, to which key and value are added; transformers' `scaling`
         and `sliding_window`, the number of keys that a query sees at most, its own among them.
-        From a `MergedBody` also `turns`: the cosines and sines, (B, S, width) each, of the rotary
-        positions by which query and key are still to be turned.
     """
     cache: Cache = options["decoder_cache"]
-    turns = options.get("turns")
     rows, heads, _, width = query.shape
     scaling = options.get("scaling") or width**-0.5
     window = options.get("sliding_window")
-    if turns is not None and (cache.reading is not None or not query.is_cuda):
-        query, key = turned(query, key, *turns)
-        turns = None
     if cache.reading is not None:
+        if cache.turns is not None:
+            query, key = turned(query, key, *(x[None, : query.shape[2]] for x in cache.turns))
         cache.read(module.layer_idx, key, value)
         out = _attend_within_prompts(query, key, value, scaling, window)
         return out.transpose(1, 2).contiguous(), None
-    keys, values = cache.of(module.layer_idx)
-    arguments = (query, key, value, keys, values, cache.positions, scaling, window)
+    attend = _attend
     if query.is_cuda:
         from pgtoolkit.kernels.triton_attention import attend
-
-        out = attend(*arguments, turns)
-    else:
-        out = _attend(*arguments)
+    keys, values = cache.of(module.layer_idx)
+    out = attend(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        cache.positions,
+        scaling,
+        window,
+        turns=cache.turns,
+        prompts=cache.prompts,
+    )
     return out.reshape(rows, 1, heads, width), None
 
 
@@ -165,12 +198,16 @@ def _attend(
     positions: Tensor,
     scaling: float,
     window: int | None,
+    turns: tuple[Tensor, Tensor] | None = None,
+    prompts: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Do the same as `triton_attention.attend`, in PyTorch: add a token of each row to the cache,
     and return the attention of these tokens, in the shape of query.
 
     It waits for the device.
     """
+    if turns is not None:
+        query, key = turned(query, key, *(x[positions][:, None] for x in turns))
     rows = torch.arange(len(positions), device=positions.device)
     length = int(positions.max()) + 1
     keys[rows, :, positions] = key[:, :, 0]
@@ -233,8 +270,7 @@ class Decoding:
     ends: token ids that end a completion.
     stopped: returns which rows have ended for another reason, (B,) bool, given the tokens of the
         rows so far, (B, C), and how many of the C tokens are new since the last call.
-    body: returns hidden states (B, S, H), given tokens and positions, (B, S) each, and the cache;
-        see `MergedBody`.
+    body: returns hidden states (B, S, H), given tokens (B, S) and the cache; see `MergedBody`.
 
     Equal prompts pass the model once, and a row's keys, values and first logits are those of its
     prompt. So rows of equal prompts differ only by their random numbers.
@@ -250,7 +286,7 @@ class Decoding:
     check: Callable[[], None]
     ends: list[int]
     stopped: Callable[[Tensor, int], Tensor] | None = None
-    body: Callable[[Tensor, Tensor, Cache], Tensor] | None = None
+    body: Callable[[Tensor, Cache], Tensor] | None = None
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -288,11 +324,13 @@ class Decoding:
         device = self.model.device
         longest = max(map(len, prompts))
         numbers: dict[tuple[int, ...], int] = {}
-        prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        prompt_of = torch.tensor(
+            [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts], device=device
+        )
         padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in numbers])
-        last_positions = torch.tensor([len(prompt) - 1 for prompt in numbers], device=device)
-        prompt_of = torch.tensor(prompt_of, device=device)
-        self._cache = Cache(last_positions[prompt_of], longest + max_tokens)
+        lengths = torch.tensor([len(prompt) for prompt in numbers], device=device)
+        layers = self.model.config.num_hidden_layers
+        self._cache = Cache(prompt_of, lengths[prompt_of], longest + max_tokens, layers)
         size = max(1, _PROMPT_TOKENS // longest)
         last_hidden: list[Tensor] = []
         for start in range(0, len(numbers), size):
@@ -300,7 +338,7 @@ class Decoding:
             rows = ((prompt_of >= start) & (prompt_of < start + size)).nonzero()[:, 0]
             self._cache.reading = (rows, prompt_of[rows] - start)
             hidden = self._hidden(tokens, torch.arange(longest, device=device).expand_as(tokens))
-            last = last_positions[start : start + size]
+            last = lengths[start : start + size] - 1
             last_hidden.append(hidden[torch.arange(len(tokens), device=device), last])
         self._cache.reading = None
         return self.logits(torch.cat(last_hidden))[prompt_of]
@@ -378,7 +416,7 @@ class Decoding:
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states (B, S, H) of tokens at positions, (B, S) each."""
         if self.body is not None:
-            return self.body(tokens, positions, self._cache)
+            return self.body(tokens, self._cache)
         # transformers hands arguments that it does not know, such as decoder_cache, on to
         # `attention`. A cache under a name that it knows it would update itself.
         outputs = self.model.base_model(

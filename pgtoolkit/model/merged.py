@@ -104,18 +104,24 @@ class MergedBody:
                 merged.append((side_by_side([module.weight for module in modules]), bias))
             self._layers.append((layer, *merged))
 
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Return the (B, S, H) hidden states of tokens at positions, both (B, S); `cache` keeps the
-        tokens' keys and values."""
+    def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Return the (B, S, H) hidden states of tokens (B, S), at the positions of the cache, which
+        keeps their keys and values.
+
+        Tokens of prompts lie from position 0 on.
+        """
         hidden = self._body.get_submodule(self._parts.embedding)(tokens)
         shape = hidden.shape
-        turns = self._body.rotary_emb(hidden, positions)
+        if cache.turns is None:
+            every = torch.arange(cache.room, device=hidden.device)[None]
+            cosines, sines = self._body.rotary_emb(hidden, every)
+            cache.turns = cosines[0], sines[0]
         hidden = hidden.flatten(end_dim=1)
         added = ()
         for layer, query_key_value, gate_and_up in self._layers:
             attention_input, hidden = _sum_and_norm(layer.input_layernorm, hidden, *added)
             projected = functional.linear(attention_input, *query_key_value)
-            attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), turns, cache)
+            attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), cache)
             mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, attended)
             gated = compiled.gated(
                 layer.mlp.config.hidden_act, functional.linear(mlp_input, *gate_and_up)
@@ -132,9 +138,7 @@ def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, 
     return results[0], results[1] if added else hidden
 
 
-def _attended(
-    module: Layer, projected: Tensor, turns: tuple[Tensor, Tensor], cache: Cache
-) -> Tensor:
+def _attended(module: Layer, projected: Tensor, cache: Cache) -> Tensor:
     """Return the (B S, H) output of an attention module.
 
     projected: (B, S, (heads + 2 key-value heads) width), query, key and value side by side.
@@ -154,7 +158,6 @@ def _attended(
         "decoder_cache": cache,
         "scaling": module.scaling,
         "sliding_window": window,
-        "turns": turns,
     }
     out, _ = attention(module, query, key, value, None, **options)
     return module.o_proj(out.flatten(end_dim=1).flatten(start_dim=1))

@@ -116,6 +116,41 @@ def test_a_token_attends_to_its_row_up_to_itself_and_no_further_than_the_window(
         assert keys[row, :, :position].isfinite().all()
 
 
+@pytest.mark.parametrize("programs", [1, 64])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "tolerance"), [(2, torch.float32, 4e-6), (14, torch.bfloat16, 3e-2)]
+)
+def test_prompts_are_read_from_the_row_that_is_named(
+    monkeypatch, programs, heads, dtype, tolerance
+):
+    """Places of the prompt are NaN in the other rows, which read no further place elsewhere."""
+    monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
+    monkeypatch.setattr(triton_attention, "_FEWEST_PLACES", 70)
+    query, key, value, keys, values = inputs(5, heads, 2, 16, dtype)
+    positions = torch.tensor([100, 299, 37, 160, 37], device=DEVICE)
+    prompt_rows = torch.tensor([0, 0, 2, 0, 2], device=DEVICE)
+    prompt_lengths = torch.tensor([100, 100, 37, 100, 37], device=DEVICE)
+    for row, (prompt_row, length) in enumerate(zip(prompt_rows, prompt_lengths, strict=True)):
+        keys[row, :, :length] = keys[prompt_row, :, :length]
+        values[row, :, :length] = values[prompt_row, :, :length]
+    expected = attention_in_loops(query, key, value, keys, values, positions, 0.3, None)
+    for row in (1, 3, 4):
+        keys[row, :, : prompt_lengths[row]] = torch.nan
+        values[row, :, : prompt_lengths[row]] = torch.nan
+    out = attend(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        positions,
+        0.3,
+        None,
+        prompts=(prompt_rows, prompt_lengths),
+    )
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
+
+
 def test_a_nan_in_the_cache_reaches_the_attention_of_its_row_alone():
     query, key, value, keys, values = inputs(2, 2, 1, 16, torch.float32)
     keys[1, 0, 7] = torch.nan

@@ -213,6 +213,24 @@ def test_rows_that_have_ended_are_dropped_and_the_others_continue(monkeypatch, d
         assert (tokens[:, max(lengths) + 1 :] == 0).all()
 
 
+def test_rows_that_are_left_read_their_prompt_from_the_first_of_them_that_has_it():
+    prompt_of = torch.tensor([0, 1, 0, 1, 2, 1])
+    lengths = torch.tensor([3, 2, 1])[prompt_of]
+    cache = decoding.Cache(prompt_of, lengths, room=4, layers=2)
+    key, value = torch.randn(2, 3, 2, 3, 5)
+    cache.reading = (torch.arange(6), prompt_of)
+    cache.read(0, key, value)
+    cache.read(1, value, key)
+    assert cache.prompts[0].tolist() == [0, 1, 0, 1, 4, 1]
+    cache.keep_rows(torch.tensor([2, 3, 5]))
+    assert cache.prompts[0].tolist() == [0, 1, 1]
+    assert cache.prompts[1].tolist() == [3, 2, 2]
+    for layer, expected in enumerate([(key, value), (value, key)]):
+        for kept, new in zip(cache.of(layer), expected, strict=True):
+            assert torch.equal(kept[:, :, :3], new[[0, 1, 1]])
+            assert kept.is_contiguous()
+
+
 def test_decoding_leaves_the_model_as_it_was():
     policy = small_policy("qwen3")
     before = policy.model.config._attn_implementation

@@ -103,25 +103,12 @@ def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorc
     tokens, log_probs = decoded(sampled, 4)
     turned = []
 
-    def attend_turning(module, query, key, value, mask, **options):
-        if options["decoder_cache"].reading is not None:
-            return decoding.attention(module, query, key, value, mask, **options)
-        kept = options["decoder_cache"].of(module.layer_idx)
-        turned.append(options["turns"])
-        out = triton_attention.attend(
-            query,
-            key,
-            value,
-            *kept,
-            options["decoder_cache"].positions,
-            options["scaling"],
-            options["sliding_window"],
-            options["turns"],
-        )
-        return out[:, None], None
+    def attend_turning(*inputs, turns, prompts):
+        turned.append(turns is not None)
+        return triton_attention.attend(*inputs, turns=turns, prompts=prompts)
 
-    monkeypatch.setattr(merged, "attention", attend_turning)
+    monkeypatch.setattr(decoding, "_attend", attend_turning)
     kernels_tokens, kernels_log_probs = decoded(sampled, 4)
-    assert len(turned) == 3 * 2
+    assert turned == [True] * (3 * 2)
     assert torch.equal(tokens, kernels_tokens)
     torch.testing.assert_close(log_probs, kernels_log_probs, rtol=0, atol=2e-6)

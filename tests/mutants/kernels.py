@@ -142,9 +142,15 @@ def the_gradient_of_tritons_single_pass_is_not_divided_by_the_temperature(
 
 @mutant("kernels.triton_attention:attend")
 def an_attention_window_is_one_key_too_wide(
-    right, query, key, value, keys, values, positions, scaling, window, turns
+    right, query, key, value, keys, values, positions, scaling, window, *more
 ):
-    return right(query, key, value, keys, values, positions, scaling, window and window + 1, turns)
+    window = window and window + 1
+    return right(query, key, value, keys, values, positions, scaling, window, *more)
+
+
+@mutant("kernels.triton_attention:attend")
+def a_token_behind_the_prompt_is_read_from_another_row(right, *more, prompts=None):
+    return right(*more, prompts=prompts and (prompts[0], prompts[1] + 1))
 
 
 @mutant("kernels.triton_layer:rms_norm_backward")
