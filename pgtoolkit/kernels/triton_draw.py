@@ -1,6 +1,7 @@
 """The Triton kernels that draw a token from each row of logits.
 
-They read the logits once, and the drawn block a second time.
+They read the logits once, and the drawn block a second time. Or they make the logits of hidden
+states, and those of the drawn block a second time, and store none of them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pgtoolkit.kernels.triton_two_pass import LOWEST
 
 # The weight of the likeliest token. A sum over a million tokens is below 2^63.
 LARGEST: tl.constexpr = tl.constexpr(2.0**43)
 _BLOCK = 8192
+
+# Tiles of the product with the LM head: rows, columns, and numbers of a row that are multiplied at
+# once, with _STAGES of the latter in a processor's memory. A tile's columns are several blocks.
+_TILE = (128, 256, 64)
+_STAGES = 4
+_HEAD_BLOCK = 64
 
 
 @triton.jit
@@ -46,8 +54,51 @@ def blocks_kernel(
 
 
 @triton.jit
+def head_kernel(
+    hidden,
+    weight,
+    maxima,
+    sums,
+    num_rows,
+    num_columns,
+    width,
+    inverse_temperature,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Do as `blocks_kernel` for the logits of hidden states, by a program for each tile of them.
+
+    hidden, weight: descriptors of (num_rows, width) and (num_columns, width). Tiles of the same
+    columns follow each other, so that the weight is read from memory once.
+    """
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    first_row = tl.program_id(0) % row_tiles * ROWS
+    first_column = tl.program_id(0) // row_tiles * COLUMNS
+    x = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, width, DEPTH, num_stages=STAGES):
+        part = hidden.load([first_row, start])
+        x = tl.dot(part, weight.load([first_column, start]).T, x)
+    columns = first_column + tl.arange(0, COLUMNS)
+    x = tl.where(columns[None, :] < num_columns, x * inverse_temperature, -float("inf"))
+    x = tl.reshape(x, [ROWS, COLUMNS // BLOCK, BLOCK])
+    highest = tl.maximum(tl.max(x, 2), LOWEST)
+    rows = first_row + tl.arange(0, ROWS)
+    blocks = first_column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+    places = rows[:, None] * BLOCKS + blocks[None, :]
+    exists = (rows < num_rows)[:, None] & (blocks * BLOCK < num_columns)[None, :]
+    tl.store(maxima + places, highest, mask=exists)
+    tl.store(sums + places, tl.sum(tl.exp(x - highest[:, :, None]), 2), mask=exists)
+
+
+@triton.jit
 def draw_kernel(
     logits,
+    hidden,
+    weight,
     maxima,
     sums,
     uniform,
@@ -58,11 +109,16 @@ def draw_kernel(
     following,
     row_stride,
     num_columns,
+    width,
     inverse_temperature,
+    DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Draw a token from each row with a program, by the maxima and sums of its blocks.
+
+    logits: (rows, num_columns); or None, and they are made of hidden (rows, width) and weight
+        (num_columns, width), contiguous, DEPTH numbers at once.
 
     A row has at most BLOCKS blocks, a power of 2. The uniform number picks a block by the sums, and
     its remainder picks a token of the block. Weights are integers, whose sums are exact, so that
@@ -74,7 +130,6 @@ def draw_kernel(
     if offsets is not None:
         position = tl.load(positions + row)
         at = tl.load(offsets + row) + position
-    logits += row * row_stride
     columns = tl.arange(0, BLOCK)
     blocks = tl.arange(0, BLOCKS)
     exists = blocks * BLOCK < num_columns
@@ -94,16 +149,27 @@ def draw_kernel(
     # Relative to the block's maximum, whose token weighs LARGEST, so that the sum cannot be 0.
     highest = tl.sum(tl.where(blocks == chosen, maxima, 0.0), 0)
     places = chosen * BLOCK + columns
-    x = (
-        tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
-        * inverse_temperature
-    )
+    inside_row = places < num_columns
+    if logits is not None:
+        x = tl.load(logits + row * row_stride + places, mask=inside_row, other=0.0).to(tl.float32)
+    else:
+        x = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, width, DEPTH):
+            depths = start + tl.arange(0, DEPTH)
+            of_row = tl.load(hidden + row * width + depths, mask=depths < width, other=0.0)
+            of_block = tl.load(
+                weight + places.to(tl.int64)[:, None] * width + depths[None, :],
+                mask=inside_row[:, None] & (depths < width)[None, :],
+                other=0.0,
+            )
+            x += tl.sum(of_row.to(tl.float32)[None, :] * of_block.to(tl.float32), 1)
+    x = tl.where(inside_row, x * inverse_temperature, -float("inf"))
     counted = (tl.exp(x - highest) * LARGEST).to(tl.int64)
     block_total = tl.sum(counted, 0)
     reached = tl.minimum((share * block_total.to(tl.float64)).to(tl.int64), block_total - 1)
     inside = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     token = tl.minimum(chosen * BLOCK + inside, num_columns - 1)
-    logit = tl.load(logits + token).to(tl.float32) * inverse_temperature
+    logit = tl.sum(tl.where(places == token, x, 0.0), 0)
     tl.store(tokens + at, token.to(tl.int64))
     if offsets is not None:
         tl.store(following + row, token.to(tl.int64))
@@ -145,12 +211,91 @@ def draw_next(
     _launch(logits, uniform, temperature, tokens, log_probs, offsets, positions, following)
 
 
+def can_make_logits(weight: Tensor) -> bool:
+    """Return whether `draw_next_of_hidden` takes this weight of an LM head on its GPU."""
+    memory = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin
+    rows, columns, depth = _TILE
+    needed = _STAGES * (rows + columns) * depth * weight.element_size()
+    # The GPU reads rows whose beginnings lie 16 bytes apart, or a multiple of that.
+    return weight.element_size() == 2 and weight.shape[1] % 8 == 0 and needed < memory
+
+
+def draw_next_of_hidden(
+    hidden: Tensor, weight: Tensor, uniform: Tensor, temperature: float, *places: Tensor
+) -> None:
+    """Do as `draw_next` for the logits hidden @ weight.T in float32, which are stored nowhere.
+
+    hidden: (B, H). weight: (V, H), both of one half-precision type and contiguous.
+    places: tokens, log_probs, offsets, positions and following.
+    """
+    rows, width = hidden.shape
+    num_columns = len(weight)
+    blocks, maxima, sums = _block_sums(rows, num_columns, _HEAD_BLOCK, hidden.device)
+    tile_rows, tile_columns, depth = _TILE
+    head_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(num_columns, tile_columns),)](
+        TensorDescriptor.from_tensor(hidden, [tile_rows, depth]),
+        TensorDescriptor.from_tensor(weight, [tile_columns, depth]),
+        maxima,
+        sums,
+        rows,
+        num_columns,
+        width,
+        1 / temperature,
+        *_TILE,
+        _STAGES,
+        BLOCK=_HEAD_BLOCK,
+        BLOCKS=blocks,
+        num_warps=8,
+    )
+    draw_kernel[(rows,)](
+        None,
+        hidden,
+        weight,
+        maxima,
+        sums,
+        uniform,
+        *places,
+        0,
+        num_columns,
+        width,
+        1 / temperature,
+        DEPTH=128,
+        BLOCK=_HEAD_BLOCK,
+        BLOCKS=blocks,
+        num_warps=8,
+    )
+
+
 def _launch(logits: Tensor, uniform: Tensor, temperature: float, *written: Tensor | None) -> None:
     rows, num_columns = logits.shape
-    count = triton.cdiv(num_columns, _BLOCK)
-    blocks = triton.next_power_of_2(count)
-    maxima, sums = torch.empty(2, rows, blocks, device=logits.device)
-    read = (logits.stride(0), num_columns, 1 / temperature)
+    blocks, maxima, sums = _block_sums(rows, num_columns, _BLOCK, logits.device)
     sizes = {"BLOCK": _BLOCK, "BLOCKS": blocks, "num_warps": 16}
-    blocks_kernel[(rows, count)](logits, maxima, sums, *read, **sizes)
-    draw_kernel[(rows,)](logits, maxima, sums, uniform, *written, *read, **sizes)
+    stride = logits.stride(0)
+    blocks_kernel[(rows, triton.cdiv(num_columns, _BLOCK))](
+        logits, maxima, sums, stride, num_columns, 1 / temperature, **sizes
+    )
+    draw_kernel[(rows,)](
+        logits,
+        None,
+        None,
+        maxima,
+        sums,
+        uniform,
+        *written,
+        stride,
+        num_columns,
+        0,
+        1 / temperature,
+        DEPTH=1,
+        **sizes,
+    )
+
+
+def _block_sums(
+    rows: int, num_columns: int, block: int, device: torch.device
+) -> tuple[int, Tensor, Tensor]:
+    """Return the number of blocks of a row, filled up to a power of 2, and memory for their maxima
+    and sums, (rows, blocks) float32 each."""
+    blocks = triton.next_power_of_2(triton.cdiv(num_columns, block))
+    maxima, sums = torch.empty(2, rows, blocks, device=device)
+    return blocks, maxima, sums

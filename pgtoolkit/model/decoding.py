@@ -271,6 +271,8 @@ class Decoding:
     stopped: returns which rows have ended for another reason, (B,) bool, given the tokens of the
         rows so far, (B, C), and how many of the C tokens are new since the last call.
     body: returns hidden states (B, S, H), given tokens (B, S) and the cache; see `MergedBody`.
+    head: the weight of the LM head (V, H), if a kernel may draw from hidden states by it, as it
+        would from float32 `logits`.
 
     Equal prompts pass the model once, and a row's keys, values and first logits are those of its
     prompt. So rows of equal prompts differ only by their random numbers.
@@ -287,6 +289,7 @@ class Decoding:
     ends: list[int]
     stopped: Callable[[Tensor, int], Tensor] | None = None
     body: Callable[[Tensor, Cache], Tensor] | None = None
+    head: Tensor | None = None
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -393,18 +396,22 @@ class Decoding:
         The graph captures this call, so it must not wait for the device, and it changes the state
         of the rows in place.
         """
-        hidden = self._hidden(self._next[:, None], self._cache.positions[:, None])
-        self._draw_tokens(self.logits(hidden[:, 0]))
+        hidden = self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0]
+        if self.head is not None and isinstance(self.draw, float):
+            from pgtoolkit.kernels.triton_draw import draw_next_of_hidden
+
+            draw_next_of_hidden(hidden, self.head, self.uniform, self.draw, *self._state())
+            return
+        self._draw_tokens(self.logits(hidden))
 
     def _draw_tokens(self, logits: Tensor) -> None:
         """Draw a token of each row, store it with its log-prob, and advance the positions."""
-        positions = self._cache.positions
         if isinstance(self.draw, float):
             from pgtoolkit.kernels.triton_draw import draw_next
 
-            state = self.tokens, self.log_probs, self._offsets, positions, self._next
-            draw_next(logits, self.uniform.view(-1), self.draw, *state)
+            draw_next(logits, self.uniform, self.draw, *self._state())
             return
+        positions = self._cache.positions
         assert not isinstance(self.draw, int)  # for type checkers, where a float may be an int
         places = self._offsets + positions
         tokens, log_probs = self.draw(logits, self.uniform.view(-1)[places])
@@ -412,6 +419,10 @@ class Decoding:
         self.log_probs.view(-1).index_copy_(0, places, log_probs)
         self._next.copy_(tokens)
         positions += 1
+
+    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return what a kernel that draws tokens writes, and where."""
+        return self.tokens, self.log_probs, self._offsets, self._cache.positions, self._next
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states (B, S, H) of tokens at positions, (B, S) each."""

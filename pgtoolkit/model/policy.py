@@ -197,11 +197,20 @@ class Policy:
                 return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
 
             body = merged.MergedBody(self.model) if self.merges else None
-            completed = Decoding(self.model, logits, **options, body=body).complete(
+            head = self.head.weight if fp32_lm_head and self._kernel_makes_logits() else None
+            completed = Decoding(self.model, logits, **options, body=body, head=head).complete(
                 prompts, max_tokens
             )
         self.model.train()
         return completed
+
+    def _kernel_makes_logits(self) -> bool:
+        """Return whether the kernel that draws tokens can make the logits itself."""
+        if not self.head.weight.is_cuda or self.head.bias is not None:
+            return False
+        from pgtoolkit.kernels.triton_draw import can_make_logits
+
+        return can_make_logits(self.head.weight)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
         """Return the (T, H) hidden states of the packed tokens, in compute_dtype.

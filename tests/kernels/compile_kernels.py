@@ -108,30 +108,61 @@ def draw_blocks(dtype: str) -> bytes:
     return _of_draw(triton_draw.blocks_kernel, dtype)
 
 
+def draw_head(dtype: str) -> bytes:
+    rows, columns, depth = triton_draw._TILE
+    constants = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "DEPTH": depth,
+        "STAGES": triton_draw._STAGES,
+    }
+    return _of_draw(triton_draw.head_kernel, dtype, constants, triton_draw._HEAD_BLOCK, 8)
+
+
 def draw(dtype: str) -> bytes:
-    return _of_draw(triton_draw.draw_kernel, dtype)
+    constants = {"hidden": None, "weight": None, "DEPTH": 1}
+    return _of_draw(triton_draw.draw_kernel, dtype, constants)
 
 
-def _of_draw(kernel: triton.JITFunction, dtype: str) -> bytes:
-    """Compile one of the two kernels that draw tokens."""
-    blocks = triton.next_power_of_2(triton.cdiv(VOCABULARY, 8192))
-    strides = ("row_stride", "num_columns")
+def draw_of_hidden(dtype: str) -> bytes:
+    constants = {"logits": None, "DEPTH": 128}
+    return _of_draw(triton_draw.draw_kernel, dtype, constants, triton_draw._HEAD_BLOCK, 8)
+
+
+def _of_draw(
+    kernel: triton.JITFunction,
+    dtype: str,
+    constants: dict | None = None,
+    block: int = triton_draw._BLOCK,
+    num_warps: int = 16,
+) -> bytes:
+    """Compile one of the kernels that draw tokens."""
+    constants = (constants or {}) | {
+        "BLOCK": block,
+        "BLOCKS": triton.next_power_of_2(triton.cdiv(VOCABULARY, block)),
+    }
+    sizes = ("row_stride", "num_rows", "num_columns", "width")
     types = {
-        "logits": f"*{dtype}",
+        **dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}"),
         "uniform": "*fp64",
         "inverse_temperature": "fp32",
         **dict.fromkeys(("tokens", "offsets", "positions", "following"), "*i64"),
-        **dict.fromkeys(strides, "i32"),
+        **dict.fromkeys(sizes, "i32"),
     }
-    constants = {"BLOCK": 8192, "BLOCKS": blocks}
-    return compiled(kernel, constants, types, divisible=strides, num_warps=16)
+    if kernel is triton_draw.head_kernel:
+        rows, columns, depth = triton_draw._TILE
+        types |= {
+            "hidden": f"tensordesc<{dtype}[{rows},{depth}]>",
+            "weight": f"tensordesc<{dtype}[{columns},{depth}]>",
+        }
+    return compiled(kernel, constants, types, divisible=sizes, num_warps=num_warps)
 
 
 def attention(dtype: str, group: int, parts: int, rotates: bool) -> bytes:
     """Compile the attention of decoding.
 
     group: query heads of a key-value head. parts: of a row's keys. rotates: whether the kernel
-    rotates queries and keys by their positions.
+    rotates queries and keys by their positions, and reads prompts from other rows.
     """
     uses_tensor_cores = dtype != "fp32" or group > 4
     constants = {
@@ -148,12 +179,13 @@ def attention(dtype: str, group: int, parts: int, rotates: bool) -> bytes:
     if parts == 1:
         constants["log_sums"] = None
     if not rotates:
-        constants |= {"cosines": None, "sines": None}
+        optional = ("cosines", "sines", "prompt_rows", "prompt_lengths")
+        constants |= dict.fromkeys(optional)
     pointer = f"*{dtype}"
     strides = ("query_stride", "key_stride", "value_stride")
     types = {
         **dict.fromkeys(("query", "key", "value", "keys", "values", "cosines", "sines"), pointer),
-        "positions": "*i64",
+        **dict.fromkeys(("positions", "prompt_rows", "prompt_lengths"), "*i64"),
         "out": pointer if parts == 1 else "*fp32",
         "scale": "fp32",
         **dict.fromkeys((*strides, "room", "window"), "i32"),
@@ -215,7 +247,18 @@ def norm(width: int, dtype: str) -> bytes:
 
 KERNELS = {
     function.__name__: function
-    for function in (one_pass, draw_blocks, draw, attention, combine, divergence, backward, norm)
+    for function in (
+        one_pass,
+        draw_blocks,
+        draw_head,
+        draw,
+        draw_of_hidden,
+        attention,
+        combine,
+        divergence,
+        backward,
+        norm,
+    )
 }
 
 

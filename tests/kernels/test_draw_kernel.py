@@ -9,7 +9,8 @@ import pytest
 import torch
 from builders.losses import DEVICE
 
-from pgtoolkit.kernels.triton_draw import draw_next, draw_tokens
+from pgtoolkit.kernels import triton_draw
+from pgtoolkit.kernels.triton_draw import draw_next, draw_next_of_hidden, draw_tokens
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,59 @@ def test_draw_next_writes_tokens_and_log_probs_to_their_places_and_advances_the_
     assert torch.equal(log_probs[rows, places], expected_log_probs)
     assert positions.tolist() == [18, 5, 10]
     assert (tokens == -1).sum() == (log_probs == 2.0).sum() == 27
+
+
+def made_for_hidden(monkeypatch, rows: int, vocabulary: int, width: int) -> tuple:
+    """Return hidden states, an LM head's weight, random numbers, and a function that makes what
+    `draw_next` writes.
+
+    The interpreter multiplies float32, and takes its time for large tiles.
+    """
+    dtype = torch.bfloat16
+    if DEVICE == "cpu":
+        dtype = torch.float32
+        monkeypatch.setattr(triton_draw, "_TILE", (16, 128, 32))
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(rows, width, generator=generator).to(DEVICE, dtype)
+    weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).to(DEVICE, dtype)
+    uniform = torch.rand(rows, 4, generator=generator).double().to(DEVICE)
+
+    def state() -> tuple:
+        return (
+            torch.full((rows, 4), -1, device=DEVICE),
+            torch.zeros(rows, 4, device=DEVICE),
+            4 * torch.arange(rows, device=DEVICE) - 1,
+            torch.full((rows,), 3, device=DEVICE),
+            torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        )
+
+    return hidden, weight, uniform, state
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "width"), [(1, 64, 32), (20, 1000, 72), (33, 128, 136)]
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tokens_are_drawn_from_hidden_states_as_from_their_logits(
+    monkeypatch, rows, vocabulary, width, temperature
+):
+    hidden, weight, uniform, state = made_for_hidden(monkeypatch, rows, vocabulary, width)
+    expected = state()
+    draw_next(hidden.float() @ weight.float().T, uniform, temperature, *expected)
+    drawn = state()
+    draw_next_of_hidden(hidden, weight, uniform, temperature, *drawn)
+    for actual, right in zip(drawn, expected, strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=2e-5)
+    assert len(drawn[4].unique()) > rows / 2
+
+
+def test_a_row_of_hidden_states_that_are_not_finite_has_a_log_prob_that_is_not(monkeypatch):
+    hidden, weight, uniform, state = made_for_hidden(monkeypatch, 3, 300, 32)
+    hidden[1, 5] = math.nan
+    _, log_probs, *_, following = drawn = state()
+    draw_next_of_hidden(hidden, weight, uniform, 1.0, *drawn)
+    assert log_probs[:, 2].isfinite().tolist() == [True, False, True]
+    assert 0 <= following.min() <= following.max() < 300
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

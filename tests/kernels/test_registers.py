@@ -91,6 +91,13 @@ def test_the_kernels_that_draw_spill_at_most_a_division_in_float64(usage_of, dty
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["draw_head", "draw_of_hidden"])
+def test_the_kernels_that_draw_from_hidden_states_spill_no_register(usage_of, kernel):
+    usage = usage_of(kernel, dtype="bf16")
+    assert " STACK:0 " in usage, usage
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [*zip(FULL_KINDS, ("bf16", "fp32"), strict=True)])
 @pytest.mark.parametrize("kernel", ["divergence", "backward"])
 def test_the_kernels_of_the_full_kl_spill_no_register(usage_of, kernel, kind, dtype):

@@ -9,7 +9,7 @@ from builders.losses import DEVICE
 from builders.models import VOCABULARY, small_llama, small_policy
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from pgtoolkit.kernels import triton_attention
+from pgtoolkit.kernels import triton_attention, triton_draw
 from pgtoolkit.model import decoding
 from pgtoolkit.model.decoding import can_decode
 from pgtoolkit.model.policy import Policy
@@ -153,6 +153,30 @@ def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     )
     assert torch.equal(tokens.cpu(), by_pytorch[0])
     torch.testing.assert_close(log_probs.cpu(), by_pytorch[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2_tied", "mistral"])
+def test_a_kernel_that_makes_the_logits_draws_the_same_tokens(monkeypatch, kind):
+    policy = small_policy(kind)
+    policy.model.bfloat16().to("cuda")
+    uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], 15).to("cuda")
+    options = {"draw": 0.8, "uniform": uniform, "check": lambda: None, "ends": []}
+    by_logits = []
+
+    def noted(*inputs):
+        by_logits.append(inputs)
+        draw_next(*inputs)
+
+    draw_next = triton_draw.draw_next
+    monkeypatch.setattr(triton_draw, "draw_next", noted)
+    tokens, log_probs = policy.decode(PROMPTS, 15, True, **options)
+    assert len(by_logits) == 1  # for the first token
+    monkeypatch.setattr(triton_draw, "can_make_logits", lambda _: False)
+    expected_tokens, expected_log_probs = policy.decode(PROMPTS, 15, True, **options)
+    assert len(by_logits) == 1 + 15
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "room"), KERNEL_SIZES)
