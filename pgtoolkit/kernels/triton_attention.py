@@ -91,15 +91,27 @@ def attention_kernel(
         )
         turned = q.to(NUMBER) * cosine[None, :] + across.to(NUMBER) * sine[None, :]
         q = turned.to(q.dtype)
+    if prompt_rows is not None:
+        prompt_length = tl.load(prompt_lengths + row).to(tl.int32)
+        to_prompt = (tl.load(prompt_rows + row) - row) * HEADS * room * WIDTH
     keys += program * room * WIDTH
     values += program * room * WIDTH
 
     highest = tl.full([QUERIES], LOWEST, NUMBER)
     sums = tl.zeros([QUERIES], NUMBER)
     weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
-    if prompt_rows is not None:
-        prompt_length = tl.load(prompt_lengths + row).to(tl.int32)
-        to_prompt = (tl.load(prompt_rows + row) - row) * HEADS * room * WIDTH
+    if part == 0:
+        k = tl.load(key + columns, mask=wide, other=0.0)
+        if cosines is not None:
+            other_half = tl.load(key + opposite, mask=wide, other=0.0)
+            k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
+        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        tl.store(keys + position * WIDTH + columns, k, mask=wide)
+        tl.store(values + position * WIDTH + columns, v, mask=wide)
+        highest = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
+        sums += 1.0
+        weighted += v.to(NUMBER)[None, :]
+
     first = tl.maximum(position + 1 - window, 0)
     share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
     begin = first + part * share
@@ -128,22 +140,6 @@ def attention_kernel(
         else:
             weighted += tl.sum(weights[:, :, None] * v[None, :, :], 1)
         sums = sums * kept + tl.sum(weights, 1)
-
-    if part == 0:
-        k = tl.load(key + columns, mask=wide, other=0.0)
-        if cosines is not None:
-            other_half = tl.load(key + opposite, mask=wide, other=0.0)
-            k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
-        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
-        tl.store(keys + position * WIDTH + columns, k, mask=wide)
-        tl.store(values + position * WIDTH + columns, v, mask=wide)
-        x = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
-        before = highest
-        highest = tl.maximum(highest, x)
-        kept = tl.exp2(before - highest)
-        weights = tl.exp2(x - highest)
-        weighted = weighted * kept[:, None] + weights[:, None] * v.to(NUMBER)[None, :]
-        sums = sums * kept + weights
 
     sums = tl.where(sums == 0, 1.0, sums)  # a part may have no places
     program = program * PARTS + part

@@ -70,28 +70,31 @@ def head_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Do as `blocks_kernel` for the logits of hidden states, by a program for each tile of them.
+    """Do as `blocks_kernel` for the logits of hidden states, a tile of them after the other.
 
     hidden, weight: descriptors of (num_rows, width) and (num_columns, width). Tiles of the same
-    columns follow each other, so that the weight is read from memory once.
+    columns follow each other, so that the weight is read from memory once. The loops over tiles and
+    numbers are one, which loads the next tile while the sums of one are made.
     """
     row_tiles = tl.cdiv(num_rows, ROWS)
-    first_row = tl.program_id(0) % row_tiles * ROWS
-    first_column = tl.program_id(0) // row_tiles * COLUMNS
-    x = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, width, DEPTH, num_stages=STAGES):
-        part = hidden.load([first_row, start])
-        x = tl.dot(part, weight.load([first_column, start]).T, x)
-    columns = first_column + tl.arange(0, COLUMNS)
-    x = tl.where(columns[None, :] < num_columns, x * inverse_temperature, -float("inf"))
-    x = tl.reshape(x, [ROWS, COLUMNS // BLOCK, BLOCK])
-    highest = tl.maximum(tl.max(x, 2), LOWEST)
-    rows = first_row + tl.arange(0, ROWS)
-    blocks = first_column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
-    places = rows[:, None] * BLOCKS + blocks[None, :]
-    exists = (rows < num_rows)[:, None] & (blocks * BLOCK < num_columns)[None, :]
-    tl.store(maxima + places, highest, mask=exists)
-    tl.store(sums + places, tl.sum(tl.exp(x - highest[:, :, None]), 2), mask=exists)
+    num_tiles = row_tiles * tl.cdiv(num_columns, COLUMNS)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        first_row = tile % row_tiles * ROWS
+        first_column = tile // row_tiles * COLUMNS
+        x = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in tl.range(0, width, DEPTH, num_stages=STAGES):
+            part = hidden.load([first_row, start])
+            x = tl.dot(part, weight.load([first_column, start]).T, x)
+        columns = first_column + tl.arange(0, COLUMNS)
+        x = tl.where(columns[None, :] < num_columns, x * inverse_temperature, -float("inf"))
+        x = tl.reshape(x, [ROWS, COLUMNS // BLOCK, BLOCK])
+        highest = tl.maximum(tl.max(x, 2), LOWEST)
+        rows = first_row + tl.arange(0, ROWS)
+        blocks = first_column // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+        places = rows[:, None] * BLOCKS + blocks[None, :]
+        exists = (rows < num_rows)[:, None] & (blocks * BLOCK < num_columns)[None, :]
+        tl.store(maxima + places, highest, mask=exists)
+        tl.store(sums + places, tl.sum(tl.exp(x - highest[:, :, None]), 2), mask=exists)
 
 
 @triton.jit
@@ -232,7 +235,8 @@ def draw_next_of_hidden(
     num_columns = len(weight)
     blocks, maxima, sums = _block_sums(rows, num_columns, _HEAD_BLOCK, hidden.device)
     tile_rows, tile_columns, depth = _TILE
-    head_kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(num_columns, tile_columns),)](
+    num_tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(num_columns, tile_columns)
+    head_kernel[(min(num_tiles, _processors(hidden.device)),)](
         TensorDescriptor.from_tensor(hidden, [tile_rows, depth]),
         TensorDescriptor.from_tensor(weight, [tile_columns, depth]),
         maxima,
@@ -264,6 +268,13 @@ def draw_next_of_hidden(
         BLOCKS=blocks,
         num_warps=8,
     )
+
+
+def _processors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
+    if device.type != "cuda":  # in the interpreter
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _launch(logits: Tensor, uniform: Tensor, temperature: float, *written: Tensor | None) -> None:
