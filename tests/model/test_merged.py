@@ -100,14 +100,17 @@ def test_greedy_completions_of_a_merged_copy_are_those_of_generate(kind, device)
 def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorchs(monkeypatch):
     """Without a GPU the kernel runs under Triton's interpreter."""
     _, sampled = policy_and_merged_copy("mistral", DEVICE)
-    tokens, log_probs = decoded(sampled, 4)
+    by_kernel = triton_attention.attend
     turned = []
 
     def attend_turning(*inputs, turns, prompts):
         turned.append(turns is not None)
-        return triton_attention.attend(*inputs, turns=turns, prompts=prompts)
+        return by_kernel(*inputs, turns=turns, prompts=prompts)
 
+    monkeypatch.setattr(triton_attention, "attend", decoding._attend)
+    tokens, log_probs = decoded(sampled, 4)
     monkeypatch.setattr(decoding, "_attend", attend_turning)
+    monkeypatch.setattr(triton_attention, "attend", attend_turning)
     kernels_tokens, kernels_log_probs = decoded(sampled, 4)
     assert turned == [True] * (3 * 2)
     assert torch.equal(tokens, kernels_tokens)
