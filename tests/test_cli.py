@@ -138,6 +138,27 @@ def test_a_wrong_key_in_a_file_of_the_user_is_refused_with_the_files_name(tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            "task:\n  num_digit: 3\n",
+            "mine.yaml sets the unknown key task.num_digit. Use num_digits.",
+        ),
+        ("tusk:\n  path: x\n", "mine.yaml sets the unknown key 'tusk'. Use task."),
+        ("  - override task: revers\n", "task=revers needs one of chain_sum, conversation,"),
+    ],
+)
+def test_a_typing_error_in_a_file_of_a_sweep_is_answered_with_the_nearest_name(
+    tmp_path, capsys, lines, said
+):
+    order = [lines, "  - _self_\n"] if lines.startswith(" ") else ["  - _self_\n", lines]
+    file = tmp_path / "mine.yaml"
+    file.write_text("".join(["defaults:\n  - config\n", *order]))
+    assert main(["check", "sweep", str(file)]) == 2
+    assert said in capsys.readouterr().out
+
+
 def test_check_prints_how_a_step_is_divided_among_ranks(capsys):
     assert (
         main(

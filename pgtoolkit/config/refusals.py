@@ -3,6 +3,7 @@ valid key, option or value."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
-from pgtoolkit.config.files import OPTIONAL
+from pgtoolkit.config.files import OPTIONAL, options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
     KEYS,
@@ -483,16 +484,27 @@ def composition_problem(error: Exception) -> str:
             use=f"other options, or leave {chosen} out",
         )
     sentence = " ".join(lines)
-    unknown_option = re.search(r"Could not find '(hydra/\w+)/([^']*)'", sentence)
-    if unknown_option is not None and unknown_option[1] in _OPTIONS_OF_HYDRA:
-        group = unknown_option[1]
-        return refusal(
-            setting=f"{group}={unknown_option[2]}",
-            needs=f"one of {', '.join(_OPTIONS_OF_HYDRA[group])}",
-            got=unknown_option[2],
-            reason="pgtk knows how to stop and continue the jobs of these.",
-            use=f"{group}={_OPTIONS_OF_HYDRA[group][0]}",
-        )
+    in_file = re.match(
+        r"In '([^']+)': ConfigKeyError raised .*Key '([^']+)' not in '(\w+)'", sentence
+    )
+    if in_file is not None:
+        return _unknown_key_of_file(*in_file.groups())
+    unknown_option = re.search(r"Could not find '([\w/]+)/([^'/]*)'", sentence)
+    if unknown_option is not None:
+        group, word = unknown_option.groups()
+        reason = f"The options of {group} are the files in conf/{group}."
+        names = options().get(group, [])
+        if group in _OPTIONS_OF_HYDRA:
+            reason = "pgtk knows how to stop and continue the jobs of these."
+            names = _OPTIONS_OF_HYDRA[group]
+        if names:
+            return refusal(
+                setting=f"{group}={word}",
+                needs=f"one of {', '.join(names)}",
+                got=word,
+                reason=reason,
+                use=f"{group}={nearest(word, names) or names[0]}",
+            )
     wrong_value = re.match(r"Error merging override ([^\s=]+)=(.*)", lines[0])
     if wrong_value is not None:
         key = wrong_value[1]
@@ -517,6 +529,32 @@ def composition_problem(error: Exception) -> str:
             f"Unknown key {unknown[1]!r}. Use pgtk --cfg hydra, which prints those that there are."
         )
     return f"the configuration cannot be composed: {sentence}"
+
+
+def _unknown_key_of_file(file: str, key: str, keys_class: str) -> str:
+    """Refuse a key in a file of the user's that the options of its group do not have.
+
+    keys_class: the name of the class of these options' keys.
+    """
+    names = [name for name, schema in SCHEMAS.items() if schema.__name__ == keys_class]
+    if not names:
+        groups = list(dict.fromkeys(name.partition("/")[0] for name in SCHEMAS))
+        use = nearest(key, groups) or f"one of {', '.join(groups)}"
+        return f"{file}.yaml sets the unknown key {key!r}. Use {use}."
+    known = [field.name for field in dataclasses.fields(SCHEMAS[names[0]]) if field.name != "name"]
+    group = names[0].partition("/")[0]
+    with_key = [other.schema.partition("/")[2] for other in KEYS if other.name == f"{group}.{key}"]
+    if with_key:
+        return refusal(
+            setting=f"{group}.{key} in {file}.yaml",
+            needs=" or ".join(f"{group}={option}" for option in with_key),
+            got=names[0].replace("/", "="),
+            reason="Other options do not have the key.",
+            use=f"`override /{group}: {with_key[0]}` in its list `defaults`",
+        )
+    similar = nearest(key, known)
+    use = similar if similar is not None else f"one of {', '.join(known)}"
+    return f"{file}.yaml sets the unknown key {group}.{key}. Use {use}."
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
