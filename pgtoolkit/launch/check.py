@@ -287,7 +287,7 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
             sections += _machine_sections(first.config)
         sections.append(("Run name", [first.name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
-            lines, prompt_notes = _first_prompt(first.config)
+            lines, prompt_notes = _first_prompt(first.config, first.report)
             sections.append(("First prompt", lines))
     sections.append(("Notes", [*notes(checked), *prompt_notes]))
     all_problems = problems(checked)
@@ -308,12 +308,18 @@ def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
     return sections
 
 
-def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
-    """Return lines that show the first prompt, and notes on the first prompts and their answers."""
+def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]:
+    """Return lines that show the first prompt, and notes on the first prompts and their answers.
+
+    Prompts that no run could use, such as one that the tokenizer cannot encode, are refused.
+    """
     from pgtoolkit.tasks.preview import preview
 
     try:
         return preview(config)
+    except PgtoolkitError as error:
+        report.problems.append(first_line(error))
+        return [], []
     except Exception as error:  # the reader of a damaged tokenizer may raise anything
         return [f"cannot be shown: {first_line(error)}"], []
 

@@ -110,3 +110,15 @@ def test_check_and_the_start_of_a_run_print_the_notes(tmp_path, capsys, caplog):
     assert any(text.startswith(f"note: {note} (rollout.max_completion_length=4)") for text in texts)
     of_set = f"note: evaluation set a: {note} (evaluation.max_completion_length=5)"
     assert any(text.startswith(of_set) for text in texts)
+
+
+def test_check_refuses_a_prompt_that_the_tokenizer_cannot_encode(tmp_path, capsys):
+    folder = save_with_tokenizer(small_llama(), tmp_path / "model")
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    tiny = [setting for setting in SHORT if not setting.startswith("task.")]
+    rows = ["task=prompts", f"task.path={file}"]
+    assert main(["check", *with_model(folder, of=tiny), *rows]) == 2
+    page = capsys.readouterr().out
+    (problem,) = page.partition("Problems (1)\n")[2].splitlines()
+    assert "the prompt '1+2=' at p.jsonl:1 cannot be encoded" in problem
