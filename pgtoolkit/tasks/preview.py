@@ -138,7 +138,7 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
         except Exception:  # tokenizers raises Exception for a character without a token
             tokens = []
         lengths.append(len(tokens))
-        text = tokenized.texts([tokens])[0].strip()
+        text = tokenized.text(tokens).strip()
         if text != answer:
             changed.append((prompt, text))
     notes = _too_long(prompts, lengths, tokenized.longest)

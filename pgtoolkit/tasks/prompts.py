@@ -23,7 +23,8 @@ from pgtoolkit.tasks.tasks import Once, Score, Task
 
 if TYPE_CHECKING:  # `pgtk check` does without torch
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("pgtoolkit")
 
@@ -169,11 +170,7 @@ class TokenizedTask:
         """
         if isinstance(self.task, ConversationTask):
             return []
-        texts = self.texts([self._without_end(completion) for completion in completions])
-        return [
-            (text, completion.finish_reason == "stop")
-            for text, completion in zip(texts, completions, strict=True)
-        ]
+        return [self.answer(completion) for completion in completions]
 
     def scores(
         self,
@@ -209,56 +206,21 @@ class TokenizedTask:
         special; nor is a stop string.
         """
         finished = completion.finish_reason == "stop"
-        return self.texts([self._without_end(completion)])[0], finished
+        tokens = completion.tokens
+        if finished and int(tokens[-1]) in self.ends:
+            tokens = tokens[:-1]
+        return self.text(tokens), finished
 
-    def _without_end(self, completion: Completion) -> list[int]:
-        """Return the tokens of a completion but for the end-of-sequence token."""
-        tokens = completion.tokens.tolist()
-        has_end = completion.finish_reason == "stop" and tokens[-1] in self.ends
-        return tokens[:-1] if has_end else tokens
-
-    def texts(self, rows: list[list[int]]) -> list[str]:
-        """Return the text of each row of tokens up to a stop string, with special tokens such as
-        `<think>`."""
-        texts = self._decoded(rows, skip_special_tokens=False)
+    def text(self, tokens: Sequence[int] | Tensor) -> str:
+        """Return the text of tokens up to a stop string, with special tokens such as `<think>`."""
+        text = str(self.tokenizer.decode(cast("list[int]", tokens)))
         if not self._stops:
-            return texts
+            return text
         # Completions end by their text without special tokens, see `StopStrings`.
-        plain_texts = self._decoded(rows, skip_special_tokens=True)
-        return [
-            self._up_to_stop(text, plain) for text, plain in zip(texts, plain_texts, strict=True)
-        ]
-
-    def _up_to_stop(self, text: str, plain: str) -> str:
-        """Return a text up to a stop string. plain: the same without special tokens."""
+        plain = str(self.tokenizer.decode(cast("list[int]", tokens), skip_special_tokens=True))
         before = self._stops.before(plain)
         cut_off = plain[len(before) :]
         return text.removesuffix(cut_off) if text.endswith(cut_off) else before
-
-    def _decoded(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        """Return what the tokenizer's `decode` makes of each row.
-
-        transformers decodes one row after the other, and the tokenizers library all at once on all
-        processors.
-        """
-        if self._decodes_by_library:
-            library = cast("PreTrainedTokenizerFast", self.tokenizer).backend_tokenizer
-            return library.decode_batch(rows, skip_special_tokens)
-        return self.tokenizer.batch_decode(rows, skip_special_tokens)
-
-    @functools.cached_property
-    def _decodes_by_library(self) -> bool:
-        """Return whether the tokenizer's `decode` is that of the tokenizers library alone."""
-        from transformers import PreTrainedTokenizerFast
-
-        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
-            return False
-        classes = type(self.tokenizer).__mro__
-        subclasses = classes[: classes.index(PreTrainedTokenizerFast)]
-        is_overridden = any(
-            name in vars(subclass) for subclass in subclasses for name in ("decode", "_decode")
-        )
-        return not (is_overridden or self.tokenizer.clean_up_tokenization_spaces)
 
     def check_lengths(
         self,

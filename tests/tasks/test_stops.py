@@ -177,25 +177,6 @@ def test_the_scored_text_contains_special_tokens_other_than_the_end(byte_level):
                 assert tokenized.answer(completion) == (text, reason == "stop")
 
 
-def test_completions_are_decoded_as_the_tokenizer_decodes_each(byte_level):
-    class Shouting(type(byte_level)):
-        def _decode(self, *arguments, **options):
-            return super()._decode(*arguments, **options).upper()
-
-    shouting = copy.deepcopy(byte_level)
-    shouting.__class__ = Shouting
-    texts = ["a b , c", "ä ← 7", ""]
-    rows = [byte_level(text, add_special_tokens=False).input_ids for text in texts]
-    rows.append([byte_level.eos_token_id, *rows[0]])
-    decoded = TokenizedTask(None, byte_level).texts(rows)
-    assert decoded == [byte_level.decode(row) for row in rows]
-    assert decoded[:3] == texts
-    assert TokenizedTask(None, shouting).texts(rows)[:2] == ["A B , C", "Ä ← 7"]
-    words = Tokenizer(models.WordLevel({"a": 0, ",": 1}))
-    cleaning = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=True)
-    assert TokenizedTask(None, cleaning).texts([[0, 1], [0, 0]]) == ["a,", "a a"]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Save a Llama whose tokens, the digits, `=` and the end, are about equally probable."""
