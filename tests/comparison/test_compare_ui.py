@@ -91,6 +91,6 @@ def test_a_port_that_is_not_a_number_or_not_free_is_refused(tmp_path, monkeypatc
         port = holder.getsockname()[1]
         message = line_of_refusal(capsys, "--port", str(port), "--uri=sqlite:///store.db")
     assert (
-        f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)"
-        in message
+        f"--port={port} needs a free port of 127.0.0.1, from 1 to 65535 (got: [Errno 98] "
+        "Address already in use). Use --port=" in message
     )
