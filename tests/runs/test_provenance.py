@@ -130,25 +130,6 @@ def test_redact_hides_the_common_forms_of_secrets(text):
     assert redact(hidden) == hidden
 
 
-WORDS = "password passwd passphrase pwd secret credential credentials authorization"
-KEYS = "api_key access-key privatekey account_key signing-key"
-BEGINNINGS = "hf_ ghp_ gho_ ghu_ ghs_ ghr_ github_pat_ glpat- sk- xoxb- AKIA ASIA dapi AIza"
-
-
-@pytest.mark.parametrize(
-    "secret",
-    [
-        *[f"{word}=hunter2" for word in f"{WORDS} {KEYS} token".split()],
-        *[f"--{word} hunter2" for word in f"{WORDS} {KEYS} token".split()],
-        *[f"{beginning}hunter2hunter2hunter2" for beginning in BEGINNINGS.split()],
-        "eyJhunter2hunter2.hunter2hunter2.x",
-    ],
-)
-def test_redact_hides_a_secret_in_any_case_and_with_unusual_letters(secret):
-    for text in (secret, secret.upper(), secret.replace("s", "\u017f"), f"← {secret} →"):
-        assert "hunter" not in redact(text).lower(), text
-
-
 def test_redact_leaves_ordinary_text_alone():
     for text in (
         "accumulation.max_tokens=4096",
