@@ -378,7 +378,7 @@ def unknown_key(config: DictConfig, key: str, value: object, groups: Iterable[st
     if keys_for_theirs:
         values = [value] * len(keys_for_theirs)
         if isinstance(value, list) and len(value) == len(keys_for_theirs):
-            values = value  # such as optimizer.betas, a list of what are two keys here
+            values = value  # such as optimizer.betas, whose two numbers have a key each here
         pairs = zip(keys_for_theirs, values, strict=True)
         use = " ".join(f"{name}={text(part)}" for name, part in pairs)
         if similar and similar not in keys_for_theirs and similar.rpartition(".")[2] == key:

@@ -46,8 +46,8 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
         advice = "rollout.max_staleness, which needs accumulation.docs_per_step > 0, lets"
         batch_size = documents_per_batch(c.rollout)
         if batch_size is not None and c.accumulation.docs_per_step > 0:
-            most = 2 * steps_of(batch_size, c.accumulation) - 1
-            advice = f"rollout.max_staleness={most} rollout.old_log_probs=sampling lets"
+            staleness = 2 * steps_of(batch_size, c.accumulation) - 1
+            advice = f"rollout.max_staleness={staleness} rollout.old_log_probs=sampling lets"
             if c.rollout.lag:
                 advice = f"rollout.lag=0 {advice}"
         report.note(

@@ -83,7 +83,7 @@ def _further_trackers(tracking: TrackingConfig, report: Report) -> None:
 
 
 def address_of_store(key: str, uri: str, report: Report) -> None:
-    """Refuse an address that is none of an MLflow store. key: the key or flag that holds it."""
+    """Refuse an address that no store of MLflow can have. key: the key or flag that holds it."""
     try:
         scheme = urlsplit(uri).scheme.partition("+")[0]
     except ValueError:  # such as a bracket that is not closed
