@@ -26,7 +26,7 @@ from pgtoolkit.config.keys import (
 )
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.own_code import keys_set
-from pgtoolkit.config.schema import SCHEMAS, default_options
+from pgtoolkit.config.schema import SCHEMAS, Config, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.system.functions import kind_of
@@ -488,7 +488,9 @@ def composition_problem(error: Exception) -> str:
         r"In '([^']+)': ConfigKeyError raised .*Key '([^']+)' not in '(\w+)'", sentence
     )
     if in_file is not None:
-        return _unknown_key_of_file(*in_file.groups())
+        problem = _unknown_key_of_file(*in_file.groups())
+        if problem is not None:
+            return problem
     unknown_option = re.search(r"Could not find '([\w/]+)/([^'/]*)'", sentence)
     if unknown_option is not None:
         group, word = unknown_option.groups()
@@ -531,13 +533,16 @@ def composition_problem(error: Exception) -> str:
     return f"the configuration cannot be composed: {sentence}"
 
 
-def _unknown_key_of_file(file: str, key: str, keys_class: str) -> str:
+def _unknown_key_of_file(file: str, key: str, keys_class: str) -> str | None:
     """Refuse a key in a file of the user's that the options of its group do not have.
 
+    Return None for a key inside of Hydra's own keys.
     keys_class: the name of the class of these options' keys.
     """
     names = [name for name, schema in SCHEMAS.items() if schema.__name__ == keys_class]
     if not names:
+        if keys_class != Config.__name__:
+            return None
         groups = list(dict.fromkeys(name.partition("/")[0] for name in SCHEMAS))
         use = nearest(key, groups) or f"one of {', '.join(groups)}"
         return f"{file}.yaml sets the unknown key {key!r}. Use {use}."

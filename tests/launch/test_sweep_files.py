@@ -2,6 +2,7 @@
 runs, and compares the pairs that its prediction names."""
 
 import json
+import string
 from argparse import Namespace
 from pathlib import Path
 
@@ -109,7 +110,8 @@ def test_the_sweep_of_a_real_model_is_valid_with_the_files_of_its_comments(
 ):
     monkeypatch.chdir(tmp_path)
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("qwen-sft"), template)
+    model = small_llama(max_position_embeddings=1024, vocab_size=128)
+    save_with_tokenizer(model, Path("qwen-sft"), template, alphabet=string.printable)
     for name in ("prompts", "test"):
         Path(f"{name}.jsonl").write_text(
             json.dumps({"prompt": f"{name} 12", "answer": "144"}) + "\n"
