@@ -71,6 +71,8 @@ def quicken_hydra():
     defaults_list._create_interpolation_map = interpolation_map
 
 
+pytest_plugins = ["cpu_seconds"]
+
 quicken_hydra()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
