@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
@@ -180,7 +180,14 @@ def holds(condition: str, config: object) -> bool:
 
 def singles(condition: str) -> list[str]:
     """Return the parts of a condition that name one key each."""
-    return re.split(" and | or ", condition)
+    return [single for _, single in joined_singles(condition)]
+
+
+def joined_singles(condition: str) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a condition that name one key each, with what joins them to those before:
+    ` and ` or ` or `, and nothing for the first."""
+    words = ["", *re.split("( and | or )", condition)]
+    yield from zip(words[::2], words[1::2], strict=True)
 
 
 def parts(condition: str) -> tuple[str, str, str]:

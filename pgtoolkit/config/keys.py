@@ -12,7 +12,15 @@ from typing import Any, get_args, get_type_hints
 
 from pgtoolkit.config.defaults import REQUIRED, Computed
 from pgtoolkit.config.files import config_directory, leading_comment
-from pgtoolkit.config.key import Dictionary, Key, holds, parts, singles, value_of
+from pgtoolkit.config.key import (
+    Dictionary,
+    Key,
+    holds,
+    joined_singles,
+    parts,
+    singles,
+    value_of,
+)
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.functions import is_dotted_path
@@ -203,12 +211,29 @@ def shown(name: str) -> str:
 
 
 def in_words(condition: str) -> str:
-    """Return a condition in words, such as `evaluation.every > 0` and `kl other than none`."""
-    forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
-    for single in singles(condition):
+    """Return a condition in words, such as `evaluation.every > 0` and `kl other than none`.
+
+    Several values of a key are joined: `kl=k1 or k2`, `kl other than none and k1`.
+    """
+    words = ""
+    before = ("", "")  # the key and the operator of the part before
+    for joiner, single in joined_singles(condition):
         name, operator, value = parts(single)
-        condition = condition.replace(single, forms[operator].format(shown(name), value))
-    return condition
+        is_further_value = (name, operator) == before and joiner == _JOINERS.get(operator)
+        words += joiner + (value if is_further_value else _single_in_words(name, operator, value))
+        before = (name, operator)
+    return words
+
+
+_JOINERS = {"=": " or ", "!=": " and "}
+"""Operator -> how several values of a key are joined."""
+
+
+def _single_in_words(name: str, operator: str, value: str) -> str:
+    if (operator, value) == ("!=", "null"):
+        return f"a value of {shown(name)}"
+    forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
+    return forms[operator].format(shown(name), value)
 
 
 def default(config: object, key: str, choices: Mapping[str, str] = MappingProxyType({})) -> Any:

@@ -8,28 +8,36 @@ from types import MappingProxyType
 
 from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.keys import default, ignored
-from pgtoolkit.config.rules import loss_terms, run, sampler, step, task, tracking
+from pgtoolkit.config.rules import loss_terms, run, sampler, step, table, task, tracking
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report
 
-Rule = Callable[[Config, Report], Config | None]
+Check = Callable[[Config, Report], Config | None]
 """Adds problems and notes to the report. It may return another configuration for the rules that
 follow."""
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Check, ...] = (
     loss_terms.loss,
     loss_terms.aggregation,
     loss_terms.correction,
+    *table.CORRECTION,
+    *table.ADVANTAGE,
+    *table.CRITIC,
     loss_terms.advantage,
     loss_terms.penalties,
+    *table.KL,
+    *table.ACCUMULATION,
     step.accumulation,
     loss_terms.anchor,
     run.rollout,
+    *table.SAMPLING,
     run.model,
     task.task,
     sampler.sampler,
     run.kernel,
     step.parallelism,
+    *table.PARALLELISM,
+    *table.TRACKING,
     tracking.tracking,
     task.evaluation,
     run.optimizer,
@@ -38,7 +46,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def validate(
-    config: Config, choices: Mapping[str, str] = MappingProxyType({}), rules: Sequence[Rule] = RULES
+    config: Config,
+    choices: Mapping[str, str] = MappingProxyType({}),
+    rules: Sequence[Check] = RULES,
 ) -> tuple[Config, Report]:
     """Return all problems and notes of a configuration.
 
@@ -52,7 +62,7 @@ def validate(
     return config, report
 
 
-def validated(composed: Composed, rules: Sequence[Rule] = RULES) -> tuple[Config | None, Report]:
+def validated(composed: Composed, rules: Sequence[Check] = RULES) -> tuple[Config | None, Report]:
     """Validate what `compose` returned, whose problems come first in the report.
 
     The configuration is None if nothing could be composed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pgtoolkit.config.counts import samples_async, steps_of, tokens_at_least
+from pgtoolkit.config.counts import steps_of, tokens_at_least
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.paths import batches_in
@@ -92,7 +92,7 @@ def _completions(rollout: PolicyRolloutConfig, report: Report) -> None:
 def _sampled_ahead(
     c: Config, rollout: PolicyRolloutConfig, batch_size: int, report: Report
 ) -> None:
-    """Check how early batches are sampled, and that what samples meanwhile may do so."""
+    """Check how early batches are sampled."""
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
     steps = steps_of(batch_size, c.accumulation) if is_counted else 0
     if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
@@ -110,15 +110,6 @@ def _sampled_ahead(
             needs=f"at least the {steps} steps of a batch",
             reason="With less, nothing could be trained while a batch is sampled.",
             better=2 * steps - 1,
-        )
-    if c.trainer.deterministic is True and samples_async(c):
-        report.refuse(
-            setting="trainer.deterministic=true",
-            needs="completions from another process",
-            got="rollout.max_staleness with sampler.gpus=null",
-            reason="PyTorch has one setting for a process, and asynchronous sampling must not "
-            "have it.",
-            use="trainer.deterministic=auto",
         )
 
 

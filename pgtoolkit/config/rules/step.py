@@ -10,7 +10,7 @@ from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.ranks.environment import AXES, joined, world_size
-from pgtoolkit.system.report import Report, is_whole, refusal, text
+from pgtoolkit.system.report import Report, is_whole, refusal
 
 
 def accumulation(c: Config, report: Report) -> None:
@@ -42,17 +42,9 @@ def accumulation(c: Config, report: Report) -> None:
 
 
 def _size_of_step(c: Config, report: Report) -> None:
-    """Refuse a step without a size, and one with two sizes."""
+    """Refuse a step with two sizes."""
     docs = c.accumulation.docs_per_step
     micro_batches = c.accumulation.micro_batches_per_step
-    if docs == 0 and micro_batches is None:
-        report.refuse(
-            setting="accumulation.docs_per_step=0",
-            needs="accumulation.micro_batches_per_step >= 1",
-            got=micro_batches,
-            reason="With docs_per_step=0 a step is a fixed number of micro-batches.",
-            use="accumulation=fixed",
-        )
     default = report.default_of("accumulation.micro_batches_per_step")
     if docs and micro_batches and micro_batches == default:  # other values are refused as ignored
         report.refuse(
@@ -69,22 +61,13 @@ def _whole_groups(c: Config, report: Report) -> None:
     setting = f"aggregation={c.aggregation.mode}"
     docs = c.accumulation.docs_per_step
     group_size = c.rollout.group_size or 1
-    reason = "A prompt's mean needs all its completions in one step."
-    if docs == 0:
-        report.refuse(
-            setting=setting,
-            needs="accumulation.docs_per_step > 0",
-            got=docs,
-            reason=reason,
-            use="accumulation=dynamic",
-        )
-    elif docs % group_size:
+    if docs % group_size:
         multiple = max(1, round(docs / group_size)) * group_size
         report.refuse(
             setting=setting,
             needs=f"accumulation.docs_per_step to be a multiple of the group size {group_size}",
             got=docs,
-            reason=reason,
+            reason="A prompt's mean needs all its completions in one step.",
             use=f"accumulation.docs_per_step={multiple}",
         )
 
@@ -122,24 +105,6 @@ def parallelism(c: Config, report: Report) -> None:
     sizes = {name: getattr(p, name) for name in AXES}
     report.problems += misfits(sizes, p.shard, shape(c.model), vocabulary_size(c.model, c.task))
     _processes_of_launcher(c, report)
-    if p.sequence_parallel and p.tensor_parallel == 1:
-        report.refuse(
-            setting="parallelism.sequence_parallel=true",
-            needs="parallelism.tensor_parallel > 1",
-            got=p.tensor_parallel,
-            reason="The activations are sharded over the same ranks as the matrices.",
-            use="parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false",
-        )
-    if p.shard and p.data_parallel * p.sequence_data_parallel == 1:
-        report.refuse(
-            setting="parallelism.shard=true",
-            needs="parallelism.data_parallel > 1",
-            got=p.data_parallel,
-            reason="The weights are divided over the ranks that see different tokens.",
-            use="parallelism.data_parallel=2, or parallelism.shard=false",
-        )
-    if p.pipeline_parallel > 1:
-        _pipeline(c, report)
 
 
 def _processes_of_launcher(c: Config, report: Report) -> None:
@@ -157,30 +122,6 @@ def _processes_of_launcher(c: Config, report: Report) -> None:
         use=f"as many processes, or without a launcher such as torchrun pgtk starts {product} "
         "itself",
     )
-
-
-def _pipeline(c: Config, report: Report) -> None:
-    """Refuse what pipeline stages cannot do."""
-    p = c.parallelism
-    needs = "parallelism.pipeline_parallel=1"
-    if c.metrics.level != "none":
-        report.refuse(
-            setting=f"metrics={c.metrics.level}",
-            needs=needs,
-            got=p.pipeline_parallel,
-            reason="Stages without the loss have no advantage extrema to give.",
-            use=f"metrics=none or {needs}",
-        )
-    for name, off in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
-        value = getattr(p, name)
-        if value != off:
-            report.refuse(
-                setting=f"parallelism.{name}={text(value)}",
-                needs=needs,
-                got=p.pipeline_parallel,
-                reason="Stages hand over whole micro-batches.",
-                use=f"parallelism.{name}={text(off)}",
-            )
 
 
 def misfits(

@@ -23,6 +23,7 @@ from pgtoolkit.config.key import Dictionary, with_values
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
+from pgtoolkit.config.rules.table import EVALUATION
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
@@ -320,18 +321,9 @@ def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: R
 
 def _check_sampling(c: Config, report: Report) -> None:
     """Refuse several completions at temperature 0, and completions without a longest length."""
-    settings = sampling(c)
-    count = c.evaluation.completions_per_prompt
-    if settings["temperature"] == 0 and count > 1:
-        needs = "evaluation.completions_per_prompt=1"
-        report.refuse(
-            setting="evaluation.temperature=0",
-            needs=needs,
-            got=count,
-            reason="At temperature 0 all completions of a prompt are the same.",
-            use=f"{needs} or a temperature above 0",
-        )
-    if settings["max_completion_length"] is None:
+    for rule in EVALUATION:
+        rule(c, report)
+    if sampling(c)["max_completion_length"] is None:
         report.refuse_value(
             key="evaluation.max_completion_length",
             value=None,

@@ -34,20 +34,10 @@ def tracking(c: Config, report: Report) -> None:
 
 
 def _experiment(tracking: TrackingConfig, report: Report) -> None:
-    """Check that trackers which collect runs get a name for the collection."""
-    if tracking.experiment:
-        return
-    if tracking.name == "mlflow":
+    """Refuse Weights & Biases beside another tracker without a name for its runs."""
+    if "wandb" in tracking.also and not tracking.experiment:
         report.refuse(
-            setting="tracking=mlflow",
-            needs="tracking.experiment",
-            got=tracking.experiment,
-            reason="MLflow keeps runs in experiments.",
-            use="tracking.experiment=pgtoolkit",
-        )
-    if "wandb" in (tracking.name, *tracking.also):
-        report.refuse(
-            setting="wandb",
+            setting=f"tracking.also={text(tracking.also)}",
             needs="tracking.experiment",
             got=tracking.experiment,
             reason="Weights & Biases keeps runs in projects.",

@@ -1,0 +1,307 @@
+"""The rules that compare settings alone, each as a row; those that compute something are functions
+beside this file.
+
+The table in docs/configuration.md is written from here.
+"""
+
+from __future__ import annotations
+
+from pgtoolkit.config.rules.rule import Rule
+
+_ONLY_DISTANCE = "advantage=none and entropy.coefficient=0 and kl.reference_prompt=null"
+"""Only the distance from a reference trains, which reads the same prompt."""
+
+_PENALTY_OFF_REWARD = "The penalty is taken off the reward."
+_NO_REWARD_READ = "Its penalty is taken off the reward, which this advantage does not read."
+_REPEATED = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
+_ONE_VALUE = "The critic's head gives one value, which ranks cannot share."
+_WHOLE_MICRO_BATCHES = "Stages hand over whole micro-batches."
+_ONE_TOKEN_RECORDED = (
+    "Rollouts record the reference's log-prob of one token, and not of the whole vocabulary."
+)
+
+CORRECTION = (
+    Rule(
+        "correction=off_policy_mask",
+        needs="loss.num_splits=1",
+        because="It masks whole documents, by all their new log-probs.",
+    ),
+    Rule(
+        "correction!=none and correction!=off_policy_mask and rollout=policy",
+        needs="rollout.old_log_probs!=sampling",
+        because=_REPEATED,
+        use="rollout.old_log_probs=training or correction=none",
+    ),
+    Rule(
+        "correction!=none and rollout=policy and rollout.old_log_probs!=sampling",
+        needs="rollout.top_p=null or rollout.top_p=1",
+        because="Sampling log-probs are renormalised over the tokens that top_p keeps, and each "
+        "ratio would contain their share.",
+        use="rollout.top_p=null or correction=none",
+    ),
+)
+
+ADVANTAGE = (
+    Rule(
+        "advantage=given",
+        needs="rollout=recorded",
+        because="Advantages can only be given with recorded rollouts.",
+        use="advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage=none and loss!=custom",
+        needs="kl!=none and kl!=k1 or entropy.coefficient!=0",
+        because="Advantages of 0 teach nothing, nor does k1, whose gradient is free of the "
+        "reference.",
+        use="kl=k3_ratio kl.reference=FOLDER",
+    ),
+    Rule(
+        f"{_ONLY_DISTANCE} and kl!=none and kl!=k1",
+        needs="kl.reference!=initial",
+        because="The policy begins there, where the distance from it is least, and would stay.",
+        use="kl.reference=FOLDER",
+    ),
+    Rule(
+        "advantage=none and loss!=kimi and loss!=custom",
+        needs="correction=none",
+        because="It multiplies the surrogate, which is 0, and no penalty.",
+        use="correction=none or advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage=custom",
+        needs="advantage.path!=null",
+        because="The function at that path makes advantages of rewards.",
+        use="advantage=my_module.my_advantages",
+    ),
+    Rule(
+        "advantage=gdpo",
+        needs="rollout=policy",
+        because="It normalises the score of each verifier in its group, before it adds them up.",
+        use="advantage=grpo",
+    ),
+    Rule(
+        "advantage=none",
+        needs="rollout.overlong_buffer=null",
+        because=_NO_REWARD_READ,
+        use="rollout.overlong_buffer=null or advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage=gdpo",
+        needs="rollout.overlong_buffer=null",
+        because=_NO_REWARD_READ,
+        use="rollout.overlong_buffer=null or advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage!=none and advantage!=given and advantage!=custom and "
+        "advantage!=reinforce_plus_plus and advantage!=gae",
+        needs="rollout.group_size!=1",
+        because="With one completion there is nothing to compare it with: the advantage is 0 or "
+        "undefined.",
+        use="rollout.group_size=8",
+    ),
+)
+
+CRITIC = (
+    Rule(
+        "advantage=gae",
+        needs="rollout=policy",
+        because="The critic learns from completions as they are sampled and scored.",
+        use="advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage=gae",
+        needs="model.lora_rank=null",
+        because="All weights of the critic are trained, which takes the memory that adapters save.",
+        use="model.lora_rank=null or advantage=dr_grpo",
+    ),
+    Rule(
+        "advantage=gae",
+        needs="model.dtype!=float16",
+        because="The loss of the critic is not scaled: its small gradients would become 0.",
+        use="model.dtype=bfloat16",
+    ),
+    Rule(
+        "advantage=gae",
+        needs="parallelism.tensor_parallel=1",
+        because=_ONE_VALUE,
+        use="parallelism=ddp or parallelism=fsdp",
+    ),
+    Rule(
+        "advantage=gae",
+        needs="parallelism.pipeline_parallel=1",
+        because=_ONE_VALUE,
+        use="parallelism=ddp or parallelism=fsdp",
+    ),
+    Rule(
+        "advantage=gae",
+        needs="parallelism.sequence_data_parallel=1",
+        because=_ONE_VALUE,
+        use="parallelism=ddp or parallelism=fsdp",
+    ),
+    Rule(
+        "critic.path!=null",
+        needs="model=huggingface",
+        because="No folder holds a model with the tokens of the tiny one.",
+        use="critic.path=null",
+    ),
+)
+
+KL = (
+    Rule(
+        "kl!=none and advantage!=none or kl!=none and entropy.coefficient!=0 or "
+        "kl!=none and kl.reference_prompt!=null",
+        needs="kl.reference!=null",
+        because="A penalty is the distance from a reference.",
+        use="kl.reference=initial or kl=none",
+    ),
+    Rule(
+        f"kl!=none and {_ONLY_DISTANCE}",
+        needs="kl.reference!=null",
+        because="A penalty is the distance from a reference, here a teacher.",
+        use="kl.reference=FOLDER",
+    ),
+    Rule(
+        "kl.reference=recorded",
+        needs="rollout=recorded",
+        because="No file has the reference's log-probs of completions that are still to be "
+        "sampled.",
+        use="kl.reference=FOLDER or kl.reference=initial",
+    ),
+    Rule(
+        "kl=full_reverse and rollout=recorded",
+        needs="kl.reference!=recorded",
+        because=_ONE_TOKEN_RECORDED,
+        use="kl=k3_ratio",
+    ),
+    Rule(
+        "kl=full_forward and rollout=recorded",
+        needs="kl.reference!=recorded",
+        because=_ONE_TOKEN_RECORDED,
+        use="kl=k3_ratio",
+    ),
+    Rule(
+        "kl.place=reward and kl!=none",
+        needs="kl=k1 or kl=k2 or kl=k3",
+        because="A reward is made of the log-probs of the tokens that were sampled, before any "
+        "update.",
+        use="kl=k1 or kl.place=loss",
+    ),
+    Rule(
+        "kl.place=reward and kl!=none",
+        needs="advantage!=none and advantage!=gdpo",
+        because=_PENALTY_OFF_REWARD,
+        use="advantage=dr_grpo or kl.place=loss",
+    ),
+    Rule(
+        "kl.place=reward and kl!=none",
+        needs="advantage!=max_rl",
+        because="A reward of 0 is below 0 once the penalty is taken off.",
+        use="advantage=dr_grpo or kl.place=loss",
+    ),
+    Rule(
+        "kl.update_every!=null",
+        needs="model.lora_rank=null",
+        because="The reference is the model without its adapters, and nothing of that is trained.",
+        use="kl.update_every=null or model.lora_rank=null",
+    ),
+    Rule(
+        "kl!=none and kl.reference!=recorded and kl.reference!=null",
+        needs="parallelism.pipeline_parallel=1",
+        because="The stages hand on the hidden states of the policy alone.",
+        use="kl.reference=recorded or parallelism.pipeline_parallel=1",
+    ),
+)
+
+ACCUMULATION = (
+    Rule(
+        "accumulation.docs_per_step=0",
+        needs="accumulation.micro_batches_per_step!=null",
+        because="With docs_per_step=0 a step is a fixed number of micro-batches.",
+        use="accumulation=fixed",
+    ),
+    Rule(
+        "aggregation=prompt_mean",
+        needs="accumulation.docs_per_step>0",
+        because="A prompt's mean needs all its completions in one step.",
+        use="accumulation=dynamic",
+    ),
+)
+
+PARALLELISM = (
+    Rule(
+        "parallelism.sequence_parallel=true",
+        needs="parallelism.tensor_parallel>1",
+        because="The activations are sharded over the same ranks as the matrices.",
+        use="parallelism.tensor_parallel=2 or parallelism.sequence_parallel=false",
+    ),
+    Rule(
+        "parallelism.shard=true",
+        needs="parallelism.data_parallel>1 or parallelism.sequence_data_parallel>1",
+        because="The weights are divided over the ranks that see different tokens.",
+        use="parallelism.data_parallel=2 or parallelism.shard=false",
+    ),
+    Rule(
+        "metrics!=none",
+        needs="parallelism.pipeline_parallel=1",
+        because="Stages without the loss have no advantage extrema to give.",
+        use="metrics=none or parallelism.pipeline_parallel=1",
+    ),
+    Rule(
+        "parallelism.sequence_data_parallel>1",
+        needs="parallelism.pipeline_parallel=1",
+        because=_WHOLE_MICRO_BATCHES,
+        use="parallelism.sequence_data_parallel=1",
+    ),
+    Rule(
+        "parallelism.sequence_parallel=true",
+        needs="parallelism.pipeline_parallel=1",
+        because=_WHOLE_MICRO_BATCHES,
+        use="parallelism.sequence_parallel=false",
+    ),
+)
+
+SAMPLING = (
+    Rule(
+        "trainer.deterministic=true and rollout.max_staleness!=null and sampler=transformers",
+        needs="sampler.gpus!=null or sampler.processes>0",
+        because="PyTorch has one setting for a process, and asynchronous sampling must not have "
+        "it.",
+        use="trainer.deterministic=auto",
+    ),
+)
+
+TRACKING = (
+    Rule(
+        "tracking=mlflow",
+        needs="tracking.experiment!=null",
+        because="MLflow keeps runs in experiments.",
+        use="tracking.experiment=pgtoolkit",
+    ),
+    Rule(
+        "tracking=wandb",
+        needs="tracking.experiment!=null",
+        because="Weights & Biases keeps runs in projects.",
+        use="tracking.experiment=pgtoolkit",
+    ),
+)
+
+EVALUATION = (
+    Rule(
+        "evaluation.temperature=0",
+        needs="evaluation.completions_per_prompt=1",
+        because="At temperature 0 all completions of a prompt are the same.",
+    ),
+)
+
+TABLE = (
+    *CORRECTION,
+    *ADVANTAGE,
+    *CRITIC,
+    *KL,
+    *ACCUMULATION,
+    *PARALLELISM,
+    *SAMPLING,
+    *TRACKING,
+    *EVALUATION,
+)
+"""All rows, in the order of the table in docs/configuration.md."""
