@@ -4,10 +4,10 @@ range."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf, ValueNode
 from omegaconf.base import DictKeyType
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -21,27 +21,13 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
 
 
-def resolve(
-    config: DictConfig,
-    problems: dict[str, str],
-    before: Config | None = None,
-    names: Iterable[str] = (),
-) -> Config:
+def resolve(config: DictConfig, problems: dict[str, str]) -> Config:
     """Return the configuration as an object.
 
     problems: gets a problem for each key that is unset or does not resolve; the key gets its
-    default, so that the rules can still be checked. before, names: what an earlier call returned,
-    and the only keys whose values may be others now; groups without such a key are shared.
+    default, so that the rules can still be checked.
     """
     with _without_environment():
-        if before is not None:
-            values = {}
-            for name in names:
-                group, _, leaf = name.rpartition(".")
-                values[name] = _resolve_node(
-                    config[group] if group else config, leaf, name, problems
-                )
-            return with_values(before, values)
         groups = {}
         for group in map(str, config):
             if group != "hydra":
@@ -108,20 +94,6 @@ def choices_of(config: DictConfig) -> dict[str, str]:
     return {str(group): option for group, option in options.items()}
 
 
-def interpolated(config: DictConfig, values: Config) -> list[str]:
-    """Return the keys whose values are computed from others.
-
-    values: the same configuration, resolved.
-    """
-    nodes = {
-        key.name: (config[key.group] if key.group else config)._get_node(key.leaf)
-        for key in keys_of(values)
-    }
-    return [
-        name for name, node in nodes.items() if isinstance(node, Node) and "${" in _unresolved(node)
-    ]
-
-
 def _unresolved(node: Node) -> str:
     return str(
         OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value()
@@ -162,12 +134,15 @@ def _resolve_node(
     root = parent._get_root()
     assert isinstance(root, DictConfig)
     try:
-        if OmegaConf.is_missing(parent, name):
+        if node._is_missing():
             problems[path] = _missing(root, path)
         elif "_target_" in _unresolved(node):
             problems[path] = refusal(path, "plain values", "_target_", *_NO_CODE)
         else:
-            value = parent[name]
+            # OmegaConf's own look-up takes most of a composition's time.
+            value = parent[name] if node._is_interpolation() else node
+            if isinstance(value, ValueNode):
+                value = value._value()
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(
                     value, resolve=True, throw_on_missing=True, enum_to_str=True

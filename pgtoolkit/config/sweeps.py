@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import hydra_keys
-from pgtoolkit.config.compose import Composed, compose_node, composed_of, set_value
-from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.compose import Composed, compose_node, composed_of
 from pgtoolkit.config.launchers import SEARCH, Launcher, Search
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import axes, intervals, is_swept, jobs, parse
 from pgtoolkit.config.refusals import given_twice
-from pgtoolkit.config.resolve import in_range, interpolated, resolve
 from pgtoolkit.errors import first_line
 from pgtoolkit.system.report import key_of, refusal
 
@@ -43,19 +38,48 @@ class SweepConfig:
     unusable: problems after which nothing else is checked. problems: other problems of the sweep as
     a whole. jobs: the overrides of each job; of a search, the corners of the space that it
     searches. varying: key -> its values, for each override that is not the same in all jobs.
-    folder: where the sweep is written; None if its name does not resolve. compose: returns the
-    configuration of a job, from its overrides and its number.
+    unnamed: keys that are the same in all jobs, and so in no job's name. folder: where the sweep is
+    written; None if its name does not resolve. of_hydra: overrides of Hydra's own keys. config_dir,
+    sweep_file: see `compose`.
     """
 
     unusable: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     jobs: list[list[str]] = field(default_factory=list)
     varying: dict[str, list[str]] = field(default_factory=dict)
+    unnamed: list[str] = field(default_factory=list)
     folder: Path | None = None
     launcher: Launcher | None = None
     sweeper: str = ""
     search: Search | None = None
-    compose: Callable[[list[str], int], ComposedJob] | None = None
+    of_hydra: list[str] = field(default_factory=list)
+    config_dir: Path | None = None
+    sweep_file: Path | None = None
+
+    def compose_job(self, overrides: list[str], number: int) -> ComposedJob:
+        """Return the configuration of a job, by its overrides and its number, with the job's name
+        and its directory."""
+        node = compose_node([*self.of_hydra, *overrides], self.config_dir, self.sweep_file)
+        composed = composed_of(node)
+        if node.config is None or composed.config is None or composed.problems:
+            return ComposedJob(composed)
+        hydra = node.config.hydra
+        with open_dict(hydra):
+            hydra.job.num = number
+            hydra.job.id = str(number)
+        hydra.job.config.override_dirname.exclude_keys = list(self.unnamed)
+        name = hydra_keys.name_in(node.config)
+        digest_of_job = digest(plain_config(composed.config))
+        composed = replace(composed, name=name)
+        if self.folder is None:
+            return ComposedJob(composed, None, digest_of_job)
+        hydra.sweep.dir = str(self.folder)
+        directory, problems = hydra_keys.directory_of_job(
+            node.config, name, digest_of_job, self.unnamed
+        )
+        if problems:
+            composed = replace(composed, problems=[*composed.problems, *problems])
+        return ComposedJob(composed, directory, digest_of_job)
 
 
 def compose_sweep(
@@ -77,7 +101,16 @@ def compose_sweep(
     overrides_of_jobs = [*(f"{key}={value}" for key, value in params.items()), *of_jobs]
     described = jobs(overrides_of_jobs)
     varying = _varying(described)
-    sweep = SweepConfig(problems=given_twice(parse(overrides)[0]), jobs=described, varying=varying)
+    keys = dict.fromkeys(key_of(override) for job in described for override in job)
+    sweep = SweepConfig(
+        problems=given_twice(parse(overrides)[0]),
+        jobs=described,
+        varying=varying,
+        unnamed=[key for key in keys if key not in varying] if varying else [],
+        of_hydra=of_hydra,
+        config_dir=config_dir,
+        sweep_file=sweep_file,
+    )
     sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))
     if hydra.sweeper.get("kind") == SEARCH:
         drawn = axes(overrides_of_jobs)
@@ -102,9 +135,6 @@ def compose_sweep(
                 use="plain values of its keys",
             )
         )
-    keys = dict.fromkeys(key_of(override) for job in described for override in job)
-    unnamed = [key for key in keys if key not in varying] if varying else []
-    sweep.compose = _Jobs(of_hydra, config_dir, sweep_file, sweep.folder, unnamed)
     return sweep
 
 
@@ -126,115 +156,3 @@ def _varying(described: list[list[str]]) -> dict[str, list[str]]:
         for override in overrides:
             values_by_key.setdefault(key_of(override), {})[override.partition("=")[2]] = None
     return {key: [*values] for key, values in values_by_key.items() if len(values) > 1}
-
-
-_PLAIN = {
-    key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)
-}
-"""Keys whose values are numbers and words alone."""
-
-
-def _decides_kind(override: str) -> bool:
-    """Return whether jobs that differ in this override have to be composed by Hydra each: its value
-    is more than a number or a word."""
-    key, _, value = override.partition("=")
-    return key not in _PLAIN or re.fullmatch(r"[\w.+-]+", value) is None
-
-
-class _Jobs:
-    """Composes the jobs of a sweep: Hydra composes one of each kind, and the others of the kind
-    differ from it in numbers and words alone.
-
-    of_hydra: overrides of Hydra's own keys. folder: of the sweep. unnamed: keys that are the same
-    in all jobs.
-    """
-
-    def __init__(
-        self,
-        of_hydra: list[str],
-        config_dir: Path | None,
-        sweep_file: Path | None,
-        folder: Path | None,
-        unnamed: list[str],
-    ):
-        self._of_hydra = of_hydra
-        self._files = (config_dir, sweep_file)
-        self._folder = folder
-        self._unnamed = unnamed
-        self._kinds: dict[tuple[str, ...], _Kind] = {}
-
-    def __call__(self, overrides: list[str], number: int) -> ComposedJob:
-        """Return the configuration of a job, by its overrides and its number."""
-        kind = tuple(
-            override if _decides_kind(override) else key_of(override) for override in overrides
-        )
-        composed = self._kinds[kind].compose(overrides) if kind in self._kinds else None
-        if composed is None:
-            node = compose_node([*self._of_hydra, *overrides], *self._files)
-            composed = composed_of(node)
-            self._kinds.pop(kind, None)
-            if node.config is None or composed.config is None or composed.problems:
-                return ComposedJob(composed)
-            self._kinds[kind] = _Kind(node.config, composed, overrides)
-        return self._placed(composed, self._kinds[kind].config, number)
-
-    def _placed(self, composed: Composed, config: DictConfig, number: int) -> ComposedJob:
-        """Return the job with its name and its directory."""
-        assert composed.config is not None  # else there is no kind of it
-        hydra = config.hydra
-        with open_dict(hydra):
-            hydra.job.num = number
-            hydra.job.id = str(number)
-        hydra.job.config.override_dirname.exclude_keys = list(self._unnamed)
-        name = hydra_keys.name_in(config)
-        digest_of_job = digest(plain_config(composed.config))
-        composed = replace(composed, name=name)
-        if self._folder is None:
-            return ComposedJob(composed, None, digest_of_job)
-        hydra.sweep.dir = str(self._folder)
-        directory, problems = hydra_keys.directory_of_job(
-            config, name, digest_of_job, self._unnamed
-        )
-        if problems:
-            composed = replace(composed, problems=[*composed.problems, *problems])
-        return ComposedJob(composed, directory, digest_of_job)
-
-
-class _Kind:
-    """Jobs that choose the same options and set the same keys, to different numbers and words.
-
-    Hydra composes one of them.
-
-    config: of the job that was composed last, in which the values of the next one are set.
-    """
-
-    def __init__(self, config: DictConfig, composed: Composed, overrides: list[str]):
-        assert composed.config is not None
-        self.config = config
-        self._composed = composed
-        self._overrides = overrides
-        self._keys = [key_of(override) for override in overrides if not _decides_kind(override)]
-        self._keys += [
-            name for name in interpolated(config, composed.config) if name not in self._keys
-        ]
-
-    def compose(self, overrides: list[str]) -> Composed | None:
-        """Return the configuration of another job of the kind; None if it has problems."""
-        changed = {
-            old: new for old, new in zip(self._overrides, overrides, strict=True) if old != new
-        }
-        for override in parse([*changed.values()])[0]:
-            if set_value(self.config, override.key_or_group, override.value(), options()):
-                return None
-        self._overrides = overrides
-        typed = hydra_keys.typed_in(self.config.hydra)
-        self.config.hydra.overrides.task = [changed.get(override, override) for override in typed]
-        problems: dict[str, str] = {}
-        config = resolve(self.config, problems, self._composed.config, self._keys)
-        config = in_range(config, problems, self._composed.choices)
-        if problems:
-            return None
-        self._composed = replace(
-            self._composed, config=config, overrides=hydra_keys.recorded(self.config.hydra)
-        )
-        return self._composed

@@ -158,8 +158,7 @@ class _JobCheck:
 
     def __call__(self, overrides: list[str], number: int) -> PlannedRun:
         """Check the job of these overrides, and add it to the jobs of the sweep's folder."""
-        assert self._sweep_config.compose is not None
-        composed_job = self._sweep_config.compose(overrides, number)
+        composed_job = self._sweep_config.compose_job(overrides, number)
         run = check_run(composed_job.composed, overrides)
         if run.config is None:
             return run
