@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields, is_dataclass, make_dataclass
-from typing import get_type_hints
+from typing import Literal, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,6 +22,8 @@ def changeable(schema: type) -> type:
     for field in fields(schema):
         if field.name in schema.__annotations__:
             kind = types[field.name]
+            if get_origin(kind) is Literal:  # OmegaConf knows none
+                kind = str
             declared.append((field.name, changeable(kind) if is_dataclass(kind) else kind))
     bases = tuple(changeable(base) for base in schema.__bases__ if is_dataclass(base))
     return make_dataclass(schema.__name__, declared, bases=bases)

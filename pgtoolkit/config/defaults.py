@@ -1,4 +1,4 @@
-"""Defaults that are computed from other keys, and the mark of a key that has none."""
+"""Defaults that are computed from other keys."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgtoolkit.config.key import holds, value_of
-
-REQUIRED = "???"
-"""The default of a key that must be given, as OmegaConf writes it."""
+from pgtoolkit.system.declared import REQUIRED  # noqa: F401  (for modules that take it from here)
 
 
 @dataclass(frozen=True)

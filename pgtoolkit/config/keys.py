@@ -8,21 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import EnumMeta, StrEnum
 from types import MappingProxyType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pgtoolkit.config.defaults import REQUIRED, Computed
+from pgtoolkit.config.across import CONDITIONS, DEFAULTS
+from pgtoolkit.config.defaults import ByCondition, Computed
 from pgtoolkit.config.files import config_directory, leading_comment
-from pgtoolkit.config.key import (
-    Dictionary,
-    Key,
-    holds,
-    joined_singles,
-    parts,
-    singles,
-    value_of,
-)
+from pgtoolkit.config.key import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.declared import REQUIRED, Dictionary, Key
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import Report, is_number, is_whole, text
 
@@ -41,11 +35,19 @@ def _declared() -> Iterator[Key]:
                 continue
             types = get_type_hints(schema)
             for field in fields(schema):
-                declared = of_group | field.metadata
+                declared: Dictionary = {**of_group, **field.metadata}
+                for named in (f"{group.name}.{field.name}", f"{name}.{field.name}"):
+                    declared |= CONDITIONS.get(named, {})
+                    if named in DEFAULTS:
+                        declared["default"] = DEFAULTS[named]
+                if "default_if" in declared:
+                    condition, value = declared.pop("default_if")
+                    declared["default"] = ByCondition(condition, value, declared["default"])
                 yield Key(
                     name=f"{group.name}.{field.name}",
                     schema=name,
-                    type=str(field.type),
+                    # The type of a key that names an option is a Literal in the option's class.
+                    type="str" if get_origin(types[field.name]) is Literal else str(field.type),
                     names=_names_of(types[field.name]),
                     **declared,
                 )

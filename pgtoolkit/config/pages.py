@@ -46,7 +46,7 @@ _KEYS_HEAD = """\
 Every key of the configuration: its type and range (both ends included), its default, and what it
 means.
 `pgtk explain KEY` prints the same. This page and [`conf/`](../conf) are written by
-`python -m pgtoolkit.config.pages` from the schema (`pgtoolkit/config/schema*.py`); a test compares
+`python -m pgtoolkit.config.pages` from the schema (the settings of each group); a test compares
 them.
 """
 

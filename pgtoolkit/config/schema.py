@@ -7,7 +7,7 @@ else holds for it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from pgtoolkit.config import (
@@ -18,7 +18,7 @@ from pgtoolkit.config import (
     schema_step,
     schema_tasks,
 )
-from pgtoolkit.config.key import Option, group, key
+from pgtoolkit.config.across import ASKED, CHANGES
 from pgtoolkit.config.schema_loss import (
     AdvantageConfig,
     AggregationConfig,
@@ -55,7 +55,6 @@ from pgtoolkit.config.schema_step import (
     ParallelismConfig,
 )
 from pgtoolkit.config.schema_tasks import (
-    ASKED,
     ChainSumTaskConfig,
     ConversationTaskConfig,
     GuessTaskConfig,
@@ -66,6 +65,7 @@ from pgtoolkit.config.schema_tasks import (
     SumsTaskConfig,
     TaskConfig,
 )
+from pgtoolkit.system.declared import Option, group, key
 
 if TYPE_CHECKING:
     Model = TinyModelConfig | HuggingFaceModelConfig
@@ -89,7 +89,7 @@ else:
     Task = TaskConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole experiment. The declaration of a group holds for those of its keys that do not
     declare it themselves.
@@ -120,7 +120,13 @@ class Config:
     )
     metrics: MetricsConfig = group(default="basic", help="What is measured at every step.")
     advantage: AdvantageConfig = group(default="dr_grpo", help="How rewards become advantages.")
-    critic: CriticConfig = group(default="default", help="The value model, where advantage=gae.")
+    critic: CriticConfig = group(
+        default="default",
+        help="The value model, where advantage=gae.",
+        learns="advantage.estimator=gae",
+        only_if="advantage.estimator=gae",
+        added=True,
+    )
     kernel: KernelConfig = group(default="auto", help="What computes the log-probs.")
     parallelism: ParallelismConfig = group(
         default="single", help="How the work is spread over processes."
@@ -168,7 +174,12 @@ _OPTIONS = (
     | schema_samplers.OPTIONS
 )
 OPTIONS: dict[str, dict[str, Option]] = {
-    field.name: _OPTIONS[field.name] for field in fields(Config) if field.name in _OPTIONS
+    field.name: {
+        name: replace(option, changes={**option.changes, **CHANGES.get(f"{field.name}/{name}", {})})
+        for name, option in _OPTIONS[field.name].items()
+    }
+    for field in fields(Config)
+    if field.name in _OPTIONS
 }
 """Group -> option -> its keys, its meaning, and the values that it changes; in the order of
 `Config`."""

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pgtoolkit.config.defaults import REQUIRED, ByCondition, ByWeights, SameAs
-from pgtoolkit.config.key import Declared, Dictionary, Needs, Option, Refusal, key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
+from pgtoolkit.system.declared import (
+    REQUIRED,
+    Declared,
+    Dictionary,
+    Needs,
+    Option,
+    chosen,
+    key,
+)
 
 _NEEDS_KL: Needs = {"only_if": "kl.kind!=none", "use": "kl=k3"}
-_NEEDS_REFERENCE_MODEL: Refusal = {
-    "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
-    "parallelism.sequence_data_parallel=1",
-    "use": (
-        "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1"
-    ),
-    "why": (
-        "A second model reads it in front of sampled completions, on ranks that hold whole "
-        "documents."
-    ),
-}
-
 _ONLY_GAE: Declared = {
     "learns": "advantage.estimator=gae",
     "only_if": "advantage.estimator=gae",
     "added": True,
 }
-_CRITIC_START: Declared = {**_ONLY_GAE, "fixed": "the checkpoint holds the critic's weights"}
 
 
 class AggregationMode(StrEnum):
@@ -71,7 +65,7 @@ class AdvantageEstimator(StrEnum):
     custom = "custom"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     name: str = key(option=True)
     num_splits: int = key(
@@ -80,14 +74,12 @@ class LossConfig:
         "(not with kernel=fused_linear); 1: no split, which losses with a ratio by document need.",
         least=1,
         most=65536,
-        only_if="kernel.implementation!=fused_linear",
-        use="kernel=torch",
-        why="The fused head makes its own pieces.",
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CustomLossConfig(LossConfig):
+    name: Literal["custom"] = chosen("custom")
     path: str = key(
         default=REQUIRED,
         help="Dotted path `package.module.Class` of a family, in the current directory or "
@@ -102,11 +94,8 @@ class CustomLossConfig(LossConfig):
         free=True,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["custom"] = "custom"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AggregationConfig:
     mode: AggregationMode = key(option=True)
     divisor: float | None = key(
@@ -126,12 +115,12 @@ class AggregationConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     name: str = key(option=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KLConfig:
     kind: KLKind = key(option=True)
     coefficient: float | None = key(
@@ -155,7 +144,6 @@ class KLConfig:
         help="What the reference reads in place of the prompt: a template with the fields {prompt} "
         "and {answer}, the task's reference answer, such as \"{prompt} (The answer is "
         '{answer}.)" (self-distillation); null: the prompt itself.',
-        **_NEEDS_REFERENCE_MODEL,
     )
     update_every: int | None = key(
         default=None,
@@ -188,9 +176,6 @@ class KLConfig:
         "the old log-probs and without a gradient; for k1, k2 and k3).",
         learns="kl.place=reward",
         added=True,
-        only_if="kl.kind!=none and rollout.name=policy",
-        use="kl=k1 and rollout=policy",
-        why="The penalty is subtracted from the rewards as they are made.",
     )
 
     @property
@@ -199,7 +184,7 @@ class KLConfig:
         return self.kind != "none" and self.reference != "recorded"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EntropyConfig:
     coefficient: float = key(
         default=0.0,
@@ -210,7 +195,7 @@ class EntropyConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
@@ -247,7 +232,7 @@ class AdvantageConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig:
     path: str | None = key(
         default=None,
@@ -255,15 +240,13 @@ class CriticConfig:
         "hub, with the policy's vocabulary; null: the weights that the policy starts from. The "
         "critic's head starts at 0.",
         reads="reference",
-        **_CRITIC_START,
+        fixed="the checkpoint holds the critic's weights",
     )
     learning_rate: float = key(
-        default=ByWeights(random=1e-3, trained=1e-5),
         help="Learning rate of the critic after the warm-up (> 0); the rest of its optimizer is as "
         "in the group optimizer.",
         least=1e-12,
         most=1e5,
-        **_ONLY_GAE,
     )
     clip: float | None = key(
         default=0.5,
@@ -271,39 +254,37 @@ class CriticConfig:
         "its loss gives no further gradient (> 0); null: there is no limit.",
         least=1e-9,
         most=1e12,
-        **_ONLY_GAE,
     )
     steps_before_policy: int = key(
         default=0,
         help="Steps at the start that train the critic alone (>= 0, fewer than trainer.max_steps).",
         least=0,
         most=10**9,
-        **_ONLY_GAE,
     )
 
 
 def _schema_of(kind: type, base: type) -> type:
     """Return a dataclass of a family's or correction's keys: those of `base` and its parameters."""
     parameters = [
-        (parameter.name, parameter.type, field(metadata=_declared_by(parameter)))
+        (
+            parameter.name,
+            parameter.type,
+            field(default=parameter.default, metadata=parameter.metadata),
+        )
         for parameter in fields(kind)
     ]
     name = kind.__name__ + base.__name__
     schema = make_dataclass(
-        name, parameters, bases=(base,), namespace={"__module__": __name__}, frozen=True
+        name,
+        parameters,
+        bases=(base,),
+        namespace={"__module__": __name__},
+        frozen=True,
+        kw_only=True,
     )
     # where pickle looks for it: workers get the configuration as an object
     globals()[name] = schema
     return schema
-
-
-def _declared_by(parameter: Field) -> dict[str, object]:
-    """Return what a parameter of a family or correction declares of its key."""
-    declared = dict(parameter.metadata)
-    if "default_if" in declared:
-        condition, value = declared.pop("default_if")
-        declared["default"] = ByCondition(condition, value, otherwise=declared["default"])
-    return declared
 
 
 def _option_of(kind: type, base: type) -> Option:
@@ -344,7 +325,6 @@ OPTIONS = {
             help="Token losses are summed and divided by a constant: w_t = 1 / (D L). Dr. GRPO "
             "(arXiv 2503.20783, equation 2).",
             base="sample_mean",
-            changes={"divisor": SameAs("rollout.max_completion_length")},
         ),
     },
     "correction": {

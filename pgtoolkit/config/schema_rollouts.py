@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pgtoolkit.config.defaults import REQUIRED, ByWeights
-from pgtoolkit.config.key import Needs, Option, Refusal, key
 from pgtoolkit.config.schema_tasks import Chat, TooLong
+from pgtoolkit.system.declared import REQUIRED, Option, chosen, key
 
 POSITION = "the position in the data belongs to it"
 """Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains
@@ -16,35 +15,9 @@ on."""
 AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 """Why a resumed run cannot change the keys that decide which batches were sampled early."""
 _BATCH = "the position in the data is counted in batches of this size"
-_NEEDS_COUNTED_STEPS: Needs = {
-    "only_if": "rollout.max_staleness=null and accumulation.docs_per_step!=0",
-    "use": "rollout.max_staleness=null and accumulation=dynamic",
-}
-_NEEDS_ASYNC: Needs = {
-    "only_if": (
-        "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and "
-        "accumulation.last_step!=carry"
-    ),
-    "use": (
-        "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short"
-    ),
-}
-_WEIGHTS_ARE_GONE = (
-    "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
-)
 _NOT_REPEATABLE = (
     "The weights that sample further rounds would depend on when checkpoints are written."
 )
-_NOT_MAX_RL: Refusal = {
-    "only_if": "advantage.estimator!=max_rl",
-    "use": "advantage=grpo",
-    "why": "Rewards become negative, by whose mean max_rl would divide.",
-}
-_NEEDS_TOKENIZER: Refusal = {
-    "only_if": "model.name=huggingface",
-    "why": "The tiny model has no chat template.",
-}
-_INCOMPLETE_GROUP = "The advantages of a group change if one of its completions is left out."
 
 
 class OldLogProbs(StrEnum):
@@ -73,7 +46,7 @@ class TrainedTurns(StrEnum):
     last = "last"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     name: str = key(option=True, fixed=POSITION)
     group_size: int | None = key()
@@ -82,8 +55,9 @@ class RolloutConfig:
     truncated: Truncated = key()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PolicyRolloutConfig(RolloutConfig):
+    name: Literal["policy"] = chosen("policy", fixed=POSITION)
     prompts_per_batch: int = key(
         default=32,
         help="Prompts in one batch of rollouts (>= 1).",
@@ -99,7 +73,6 @@ class PolicyRolloutConfig(RolloutConfig):
         fixed=_BATCH,
     )
     max_completion_length: int = key(
-        default=ByWeights(random=7, trained=256),
         help="Most tokens of a completion, its end included (>= 1). Six digits take 7.",
         least=1,
         most=10**6,
@@ -146,7 +119,6 @@ class PolicyRolloutConfig(RolloutConfig):
         "further with each token (DAPO's overlong buffer, arXiv 2503.14476, eq. 13); null: none.",
         least=1,
         most=10**6,
-        **_NOT_MAX_RL,
     )
     overlong_penalty: float = key(
         default=1.0,
@@ -181,12 +153,6 @@ class PolicyRolloutConfig(RolloutConfig):
         "so that a batch is shorter).",
         learns="rollout.uninformative=drop",
         added=True,
-        only_if="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 "
-        "and accumulation.last_step!=drop",
-        use="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
-        "accumulation.last_step=short",
-        why="How many documents a batch has is known only once it is scored, and further rounds "
-        "replace them.",
     )
     retire_at: float | None = key(
         default=None,
@@ -197,9 +163,6 @@ class PolicyRolloutConfig(RolloutConfig):
         most=1,
         learns="rollout.retire_at!=null",
         added=True,
-        only_if="task.path!=null or task.name=reasoning_gym",
-        use="task=prompts",
-        why="Prompts of a generator never come back.",
     )
     lag: int = key(
         default=0,
@@ -208,7 +171,6 @@ class PolicyRolloutConfig(RolloutConfig):
         least=0,
         most=10**6,
         fixed=AHEAD,
-        **_NEEDS_COUNTED_STEPS,
     )
     max_staleness: int | None = key(
         default=None,
@@ -218,8 +180,6 @@ class PolicyRolloutConfig(RolloutConfig):
         least=1,
         most=10**6,
         fixed=AHEAD,
-        why=_WEIGHTS_ARE_GONE,
-        **_NEEDS_ASYNC,
     )
     keep_completions: int = key(
         default=8,
@@ -237,12 +197,10 @@ class PolicyRolloutConfig(RolloutConfig):
         learns=False,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["policy"] = "policy"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedRolloutConfig(RolloutConfig):
+    name: Literal["recorded"] = chosen("recorded", fixed=POSITION)
     path: str = key(
         default=REQUIRED,
         help="A JSONL or Parquet file, a folder of such files, or a glob.",
@@ -293,25 +251,18 @@ class RecordedRolloutConfig(RolloutConfig):
         help="Whether rows of texts go through the chat template of the model's tokenizer: auto "
         "(where it has one) or never.",
         fixed=POSITION,
-        **_NEEDS_TOKENIZER,
     )
     trained_turns: TrainedTurns = key(
         default="all",
         help="Which turns of the assistant in a row of texts are trained: all, or the last alone.",
         fixed=POSITION,
-        **_NEEDS_TOKENIZER,
     )
     too_long: TooLong = key(
         default="refuse",
         help="What happens to rows with more tokens than fit: refuse (the run) or skip (these "
         "rows, which a note counts).",
         fixed=POSITION,
-        only_if="advantage.estimator=given",
-        why=_INCOMPLETE_GROUP,
     )
-
-    if TYPE_CHECKING:
-        name: Literal["recorded"] = "recorded"
 
 
 OPTIONS = {

@@ -5,26 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pgtoolkit.config.defaults import REQUIRED, ByWeights
-from pgtoolkit.config.key import Declared, Needs, Option, key
+from pgtoolkit.system.declared import REQUIRED, Declared, Needs, Option, chosen, key
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
-_HAS_BEST = "evaluation.every>0 and evaluation.best!=null"
 _NEEDS_LORA: Declared = {
     "fixed": _WEIGHTS,
     "only_if": "model.lora_rank>0",
     "use": "model.lora_rank=16",
 }
-_ADAPTABLE = (
-    "model.random_weights=false and parallelism.tensor_parallel=1 and "
-    "parallelism.pipeline_parallel=1"
-)
-_WHOLE_MATRICES = (
-    "LoRA adds adapters to the undivided matrices of a pretrained model, and stores "
-    "the adapters alone."
-)
 _NEEDS_MLFLOW: Needs = {"only_if": "tracking.name=mlflow"}
 _NEEDS_PROJECT: Needs = {
     "only_if": "tracking.name=mlflow or tracking.name=wandb or tracking.also!=[]",
@@ -55,15 +45,16 @@ class Device(StrEnum):
 AutoOrBool = Any  # "auto", true or false: in YAML, the last two are no texts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
     compile: AutoOrBool = key()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TinyModelConfig(ModelConfig):
+    name: Literal["tiny"] = chosen("tiny", fixed=_WEIGHTS)
     fp32_lm_head: bool = key(
         default=False,
         help="Must stay false: all of this model computes in float32.",
@@ -110,12 +101,10 @@ class TinyModelConfig(ModelConfig):
     gradient_checkpointing = False
     random_weights = True
 
-    if TYPE_CHECKING:
-        name: Literal["tiny"] = "tiny"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HuggingFaceModelConfig(ModelConfig):
+    name: Literal["huggingface"] = chosen("huggingface", fixed=_WEIGHTS)
     fp32_lm_head: bool = key(
         default=True,
         help="Whether the LM head gives float32 logits where the rest is bfloat16 or float16, in "
@@ -158,8 +147,6 @@ class HuggingFaceModelConfig(ModelConfig):
         least=1,
         most=65536,
         fixed=_WEIGHTS,
-        only_if=_ADAPTABLE,
-        why=_WHOLE_MATRICES,
     )
     lora_alpha: float = key(
         default=32,
@@ -175,14 +162,10 @@ class HuggingFaceModelConfig(ModelConfig):
         **_NEEDS_LORA,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["huggingface"] = "huggingface"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     learning_rate: float = key(
-        default=ByWeights(random=1e-3, trained=1e-6, adapters=1e-5),
         help="Learning rate after the warm-up (> 0).",
         least=1e-12,
         most=1e5,
@@ -230,14 +213,13 @@ class OptimizerConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     max_steps: int = key(
         default=300,
         help="Optimizer steps of the run (>= 1); it has fewer if the data ends earlier.",
         least=1,
         most=10**9,
-        last_counts="optimizer.schedule=constant",
     )
     device: Device = key(
         default="auto",
@@ -295,13 +277,11 @@ class TrainerConfig:
         "goes on to max_steps.",
         least=0,
         most=1e9,
-        only_if=_HAS_BEST,
-        use="evaluation.every=20 and evaluation.best=pass@1",
         last_counts=True,
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
     name: str = key(option=True)
     also: list[str] = key(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pgtoolkit.config.defaults import SameAs
-from pgtoolkit.config.key import Declared, Dictionary, Needs, Option, key
 from pgtoolkit.config.schema_run import NumberType
+from pgtoolkit.system.declared import Declared, Dictionary, Needs, Option, chosen, key
 
 _STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
 _HAS_OWN_GPUS: Needs = {
@@ -30,15 +29,16 @@ _NEEDS_TEMPERATURE: Needs = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
     name: str = key(option=True)
     max_sequences: int | None = key()
     dtype: NumberType = key()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformersSamplerConfig(SamplerConfig):
+    name: Literal["transformers"] = chosen("transformers")
     max_sequences: int | None = key(
         default=None,
         help="Most completions that are sampled at once, which limits memory (>= 1); null: all of "
@@ -76,12 +76,10 @@ class TransformersSamplerConfig(SamplerConfig):
         added=True,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["transformers"] = "transformers"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VllmSamplerConfig(SamplerConfig):
+    name: Literal["vllm"] = chosen("vllm")
     max_sequences: int = key(
         default=256,
         help="Most completions that a server samples at once (>= 1).",
@@ -178,7 +176,6 @@ class VllmSamplerConfig(SamplerConfig):
         learns=False,
     )
     answer_seconds: int = key(
-        default=SameAs("parallelism.timeout_seconds"),
         help="Seconds in which a server must answer a batch of rollouts, or take new weights (>= "
         "1).",
         least=1,
@@ -186,11 +183,8 @@ class VllmSamplerConfig(SamplerConfig):
         learns=False,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["vllm"] = "vllm"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     every: int = key(
         default=0,

@@ -6,11 +6,9 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pgtoolkit.config.defaults import ByWeights
-from pgtoolkit.config.key import Declared, Option, key
 from pgtoolkit.config.schema_rollouts import AHEAD
+from pgtoolkit.system.declared import Declared, Option, key
 
-_SAMPLES_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _CUT: Declared = {"learns": False}
 """The result of a step does not depend on how it is cut, and over how many ranks."""
 
@@ -34,12 +32,12 @@ class LastStep(StrEnum):
     carry = "carry"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     level: MetricsLevel = key(option=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelConfig:
     implementation: KernelImplementation = key(option=True)
     logits_memory_mb: int | None = key(
@@ -48,8 +46,6 @@ class KernelConfig:
         "(>= 1); null: a sixty-fourth of the GPU's memory, at least 512, and 512 on a CPU.",
         least=1,
         most=2**20,
-        only_if="kernel.implementation=auto and loss.num_splits=1 or "
-        "kernel.implementation=fused_linear",
     )
 
     @property
@@ -58,7 +54,7 @@ class KernelConfig:
         return self.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
     data_parallel: int = key(
         default=1,
@@ -110,7 +106,7 @@ class ParallelismConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AccumulationConfig:
     docs_per_step: int = key(
         default=64,
@@ -119,10 +115,8 @@ class AccumulationConfig:
         least=0,
         most=10**6,
         fixed=AHEAD,
-        fixed_if=_SAMPLES_AHEAD,
     )
     max_tokens: int = key(
-        default=ByWeights(random=512, trained=4096),
         help="Most tokens of a micro-batch (>= 1), which must hold the longest document.",
         least=1,
         most=10**7,
@@ -140,7 +134,6 @@ class AccumulationConfig:
         "step: short (a step of them alone), drop (they are left out) or carry (the next batch "
         "fills the step).",
         fixed=AHEAD,
-        fixed_if=_SAMPLES_AHEAD,
     )
 
 

@@ -7,22 +7,15 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from string import ascii_lowercase
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pgtoolkit.config.defaults import REQUIRED
-from pgtoolkit.config.key import Dictionary, Needs, Option, Refusal, key
+from pgtoolkit.system.declared import REQUIRED, Dictionary, Needs, Option, Refusal, chosen, key
 
 _FAILURES_SCORE = "task.verifier_failure=score"
-ASKED = "rollout.name=policy or evaluation.every>0"
-"""The condition under which a run asks the prompts of its task."""
 
 VERIFIERS = ("exact_match", "last_number", "regular_expression", "math_verify")
 """The verifiers that come with pgtoolkit; others are functions of the user's."""
 
-_NEEDS_TEMPLATE: Needs = {
-    "only_if": "model.name=huggingface and task.chat!=never",
-    "use": "model=huggingface and task.chat=auto",
-}
 _NEEDS_ROWS: Needs = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
 _NEEDS_VERIFIER_TIMEOUT: Refusal = {
     "only_if": "task.verifier_seconds!=null",
@@ -71,12 +64,12 @@ def is_data_set_name(path: str) -> bool:
     return is_name and not path.endswith(_FILE_ENDINGS) and not os.path.exists(path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     name: str = key(option=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GeneratedTaskConfig(TaskConfig):
     """Problems that a generator makes, without end.
 
@@ -90,32 +83,29 @@ class GeneratedTaskConfig(TaskConfig):
     longest = (0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReverseTaskConfig(GeneratedTaskConfig):
+    name: Literal["reverse"] = chosen("reverse")
     num_digits: int = key(
         default=6,
         help="Digits of the number (>= 1). The answer takes one token more: the end of the "
         "sequence.",
         least=1,
         most=1000,
-        only_if=ASKED,
     )
     alphabet = "0123456789="
     size = "num_digits"
     longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
 
-    if TYPE_CHECKING:
-        name: Literal["reverse"] = "reverse"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChainSumTaskConfig(GeneratedTaskConfig):
+    name: Literal["chain_sum"] = chosen("chain_sum")
     min_terms: int = key(
         default=3,
         help="Fewest terms of a sum (>= 2).",
         least=2,
         most=100,
-        only_if=ASKED,
     )
     max_terms: int = key(
         default=8,
@@ -123,24 +113,20 @@ class ChainSumTaskConfig(GeneratedTaskConfig):
         "9 x max_terms - 6 tokens.",
         least=2,
         most=100,
-        only_if=ASKED,
     )
     alphabet = "0123456789+=;"
     size = "max_terms"
     longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
 
-    if TYPE_CHECKING:
-        name: Literal["chain_sum"] = "chain_sum"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShortestPathTaskConfig(GeneratedTaskConfig):
+    name: Literal["shortest_path"] = chosen("shortest_path")
     min_nodes: int = key(
         default=12,
         help="Fewest nodes of a graph (>= 8).",
         least=8,
         most=26,
-        only_if=ASKED,
     )
     max_nodes: int = key(
         default=20,
@@ -148,31 +134,26 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
         "6 x max_nodes - 6 tokens.",
         least=8,
         most=26,
-        only_if=ASKED,
     )
     alphabet = f"{ascii_lowercase} :="
     size = "max_nodes"
     longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
 
-    if TYPE_CHECKING:
-        name: Literal["shortest_path"] = "shortest_path"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GuessTaskConfig(GeneratedTaskConfig):
+    name: Literal["guess"] = chosen("guess")
     numbers: int = key(
         default=10,
         help="The number to be found is one of this many, from 0 on (>= 2).",
         least=2,
         most=10**6,
-        only_if=ASKED,
     )
     max_turns: int = key(
         default=4,
         help="Most guesses in a conversation (>= 1).",
         least=1,
         most=1000,
-        only_if=ASKED,
     )
     alphabet = "0123456789-?eghilorw"
     size = "numbers"
@@ -190,11 +171,8 @@ class GuessTaskConfig(GeneratedTaskConfig):
         guess = len(str(self.numbers - 1)) + 1
         return 2 + guess, self.max_turns * guess + (self.max_turns - 1) * len("higher")
 
-    if TYPE_CHECKING:
-        name: Literal["guess"] = "guess"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer splits, perhaps after a chat template."""
 
@@ -207,7 +185,6 @@ class ChatTaskConfig(TaskConfig):
         default=None,
         help="The system message of every prompt, which needs a chat template; null: none but the "
         "template's own.",
-        **_NEEDS_TEMPLATE,
     )
     chat_arguments: Dictionary = key(
         default={},
@@ -215,11 +192,10 @@ class ChatTaskConfig(TaskConfig):
         free=True,
         learns="task.chat_arguments!={}",
         added=True,
-        **_NEEDS_TEMPLATE,
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WrittenTaskConfig(ChatTaskConfig):
     """Prompts that pgtoolkit did not write: they may be too long, and their scoring may fail."""
 
@@ -257,21 +233,20 @@ class WrittenTaskConfig(ChatTaskConfig):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SumsTaskConfig(ChatTaskConfig):
+    name: Literal["sums"] = chosen("sums")
     num_terms: int = key(
         default=2,
         help="Numbers of a sum (>= 2).",
         least=2,
         most=100,
-        only_if=ASKED,
     )
     num_digits: int = key(
         default=2,
         help="Digits of each number (>= 1): the more, the harder.",
         least=1,
         most=100,
-        only_if=ASKED,
     )
 
     def asked(self, terms: list[int]) -> str:
@@ -284,7 +259,7 @@ class SumsTaskConfig(ChatTaskConfig):
         return self.asked([10**self.num_digits - 1] * self.num_terms)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoredTaskConfig(WrittenTaskConfig):
     """Prompts whose completions verifiers score, perhaps in processes of their own."""
 
@@ -315,8 +290,9 @@ class ScoredTaskConfig(WrittenTaskConfig):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReasoningGymTaskConfig(ScoredTaskConfig):
+    name: Literal["reasoning_gym"] = chosen("reasoning_gym")
     dataset: str = key(
         default=REQUIRED,
         help="Name of the data set in reasoning-gym, such as chain_sum.",
@@ -328,12 +304,10 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
         free=True,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["reasoning_gym"] = "reasoning_gym"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptsTaskConfig(ScoredTaskConfig):
+    name: Literal["prompts"] = chosen("prompts")
     path: str = key(
         default=REQUIRED,
         help="A JSONL or Parquet file with a prompt in each row, a folder of such files, a glob, "
@@ -404,12 +378,10 @@ class PromptsTaskConfig(ScoredTaskConfig):
         added=True,
     )
 
-    if TYPE_CHECKING:
-        name: Literal["prompts"] = "prompts"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConversationTaskConfig(WrittenTaskConfig):
+    name: Literal["conversation"] = chosen("conversation")
     environment: str = key(
         default=REQUIRED,
         help="Dotted path of a class with the methods start(prompt), reply(messages) and "
@@ -471,9 +443,6 @@ class ConversationTaskConfig(WrittenTaskConfig):
         fixed="",
         **_NEEDS_ENVIRONMENT_PROCESSES,
     )
-
-    if TYPE_CHECKING:
-        name: Literal["conversation"] = "conversation"
 
 
 OPTIONS = {

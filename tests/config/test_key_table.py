@@ -3,19 +3,23 @@ declaration of each key; the tests are made from the schema."""
 
 import copy
 import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pgtoolkit.config.across import CHANGES, CONDITIONS, DEFAULTS
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules.executed import named_commands, named_functions
 from pgtoolkit.config.saved import cannot_change, typed
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.config.schema_loss import AggregationMode, KLKind
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
@@ -36,6 +40,31 @@ def overrides_of(schema: str) -> list[str]:
     """Return overrides that choose the option of a schema, and set the keys that it needs."""
     choice = [schema.replace("/", "=")] if "/" in schema else []
     return choice + NEEDED.get(schema, [])
+
+
+def conditions_of(declared: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the conditions of a declaration."""
+    for attribute in ("learns", "last_counts", "fixed_if", "only_if"):
+        condition = declared.get(attribute)
+        if condition and isinstance(condition, str):
+            yield from singles(condition)
+
+
+def test_a_part_declares_conditions_on_keys_of_its_own_group_alone():
+    for name, schema in SCHEMAS.items():
+        for field in fields(schema):
+            keys = [parts(condition)[0] for condition in conditions_of(field.metadata)]
+            groups = {key.partition(".")[0] for key in keys}
+            assert groups <= {name.partition("/")[0]}, f"{name}.{field.name}"
+            assert not isinstance(field.metadata.get("default"), Computed), f"{name}.{field.name}"
+
+
+def test_what_holds_across_groups_holds_of_keys_that_exist():
+    names = {key.name for key in KEYS} | {f"{key.schema}.{key.leaf}" for key in KEYS}
+    assert {*CONDITIONS, *DEFAULTS} <= names
+    assert all(name in OPTIONS[group] for group, name in (option.split("/") for option in CHANGES))
+    for declared in CONDITIONS.values():
+        assert {parts(condition)[0] for condition in conditions_of(declared)} <= names
 
 
 def plain_of(schema: str, *more: str) -> dict[str, Any]:

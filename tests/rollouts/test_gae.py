@@ -44,7 +44,9 @@ def documents_and_values(seed: int = 0) -> tuple[list[Document], list[Tensor]]:
 
 
 def settings(gamma: float = 1.0, gae_lambda: float = 0.95, whiten: bool = True) -> AdvantageConfig:
-    return AdvantageConfig(AdvantageEstimator.gae, None, gamma, gae_lambda, whiten)
+    return AdvantageConfig(
+        estimator=AdvantageEstimator.gae, gamma=gamma, gae_lambda=gae_lambda, whiten=whiten
+    )
 
 
 def at_places(document: Document, vector: Tensor) -> Tensor:

@@ -242,7 +242,9 @@ class BatchRecorder:
 )
 def test_steps_before_counts_the_steps_until_a_batch_begins(last_step, docs_per_step):
     source = BatchRecorder()
-    config = AccumulationConfig(docs_per_step, 8, None, LastStep(last_step))
+    config = AccumulationConfig(
+        docs_per_step=docs_per_step, max_tokens=8, last_step=LastStep(last_step)
+    )
     loader = StepLoader(source, config, False, 99)
     for _ in range(40):
         loader._next_documents()

@@ -19,12 +19,12 @@ from pgtoolkit.tasks.tasks import Task
 
 def chain_sum(seed: int = 0, held_out: bool = False, **sizes: int) -> Task:
     sizes = {"min_terms": 3, "max_terms": 8} | sizes
-    return make_task(ChainSumTaskConfig("chain_sum", **sizes), seed, held_out=held_out)
+    return make_task(ChainSumTaskConfig(**sizes), seed, held_out=held_out)
 
 
 def shortest_path(seed: int = 0, held_out: bool = False, **sizes: int) -> Task:
     sizes = {"min_nodes": 12, "max_nodes": 20} | sizes
-    return make_task(ShortestPathTaskConfig("shortest_path", **sizes), seed, held_out=held_out)
+    return make_task(ShortestPathTaskConfig(**sizes), seed, held_out=held_out)
 
 
 def sums(seed: int = 0, held_out: bool = False, num_terms: int = 2, num_digits: int = 2) -> Task:
@@ -215,7 +215,7 @@ def test_problems_have_the_configured_sizes_and_the_announced_longest_length(mak
         num_parts = {len({*prompt.text} - {*" :="}) for prompt in prompts}
     assert num_parts == {*range(sizes[0], sizes[1] + 1)}
     kind = ChainSumTaskConfig if make is chain_sum else ShortestPathTaskConfig
-    longest, answer = kind("", *sizes).longest
+    longest, answer = kind(**{f"min_{name}": sizes[0], f"max_{name}": sizes[1]}).longest
     assert max(len(prompt.text) for prompt in prompts) == longest
     assert {len(prompt.text) for prompt in task.rows()} == {longest}
     longest_answer = max(len(prompt.answer) for prompt in prompts) + 1

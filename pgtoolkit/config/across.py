@@ -1,0 +1,126 @@
+"""What is true of keys by keys of other groups: conditions, and defaults.
+
+A part's settings declare what holds within their own group. A row here adds what depends on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pgtoolkit.config.defaults import ByWeights, Computed, SameAs
+from pgtoolkit.system.declared import Declared
+
+ASKED = "rollout.name=policy or evaluation.every>0"
+"""The condition under which a run asks the prompts of its task."""
+
+_ONLY_ASKED: Declared = {"only_if": ASKED}
+_NEEDS_TEMPLATE: Declared = {
+    "only_if": "model.name=huggingface and task.chat!=never",
+    "use": "model=huggingface and task.chat=auto",
+}
+_NEEDS_TOKENIZER: Declared = {
+    "only_if": "model.name=huggingface",
+    "why": "The tiny model has no chat template.",
+}
+_SAMPLES_AHEAD: Declared = {"fixed_if": "rollout.lag>0 or rollout.max_staleness>0"}
+
+CONDITIONS: Mapping[str, Declared] = {
+    "loss.num_splits": {
+        "only_if": "kernel.implementation!=fused_linear",
+        "use": "kernel=torch",
+        "why": "The fused head makes its own pieces.",
+    },
+    "kl.reference_prompt": {
+        "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
+        "parallelism.sequence_data_parallel=1",
+        "use": "kl=k3 and kl.reference=initial and rollout=policy and "
+        "parallelism.sequence_data_parallel=1",
+        "why": "A second model reads it in front of sampled completions, on ranks that hold whole "
+        "documents.",
+    },
+    "kl.place": {
+        "only_if": "kl.kind!=none and rollout.name=policy",
+        "use": "kl=k1 and rollout=policy",
+        "why": "The penalty is subtracted from the rewards as they are made.",
+    },
+    "kernel.logits_memory_mb": {
+        "only_if": "kernel.implementation=auto and loss.num_splits=1 or "
+        "kernel.implementation=fused_linear",
+    },
+    "accumulation.docs_per_step": _SAMPLES_AHEAD,
+    "accumulation.last_step": _SAMPLES_AHEAD,
+    "model.lora_rank": {
+        "only_if": "model.random_weights=false and parallelism.tensor_parallel=1 and "
+        "parallelism.pipeline_parallel=1",
+        "why": "LoRA adds adapters to the undivided matrices of a pretrained model, and stores the "
+        "adapters alone.",
+    },
+    "task/reverse.num_digits": _ONLY_ASKED,
+    "task/chain_sum.min_terms": _ONLY_ASKED,
+    "task/chain_sum.max_terms": _ONLY_ASKED,
+    "task/shortest_path.min_nodes": _ONLY_ASKED,
+    "task/shortest_path.max_nodes": _ONLY_ASKED,
+    "task/sums.num_terms": _ONLY_ASKED,
+    "task/sums.num_digits": _ONLY_ASKED,
+    "task/guess.numbers": _ONLY_ASKED,
+    "task/guess.max_turns": _ONLY_ASKED,
+    "task.system_prompt": _NEEDS_TEMPLATE,
+    "task.chat_arguments": _NEEDS_TEMPLATE,
+    "rollout.overlong_buffer": {
+        "only_if": "advantage.estimator!=max_rl",
+        "use": "advantage=grpo",
+        "why": "Rewards become negative, by whose mean max_rl would divide.",
+    },
+    "rollout.uninformative": {
+        "only_if": "rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 "
+        "and accumulation.last_step!=drop",
+        "use": "rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
+        "accumulation.last_step=short",
+        "why": "How many documents a batch has is known only once it is scored, and further rounds "
+        "replace them.",
+    },
+    "rollout.retire_at": {
+        "only_if": "task.path!=null or task.name=reasoning_gym",
+        "use": "task=prompts",
+        "why": "Prompts of a generator never come back.",
+    },
+    "rollout.lag": {
+        "only_if": "rollout.max_staleness=null and accumulation.docs_per_step!=0",
+        "use": "rollout.max_staleness=null and accumulation=dynamic",
+    },
+    "rollout.max_staleness": {
+        "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and "
+        "accumulation.last_step!=carry",
+        "use": "accumulation=dynamic and rollout.old_log_probs=sampling and "
+        "accumulation.last_step=short",
+        "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
+        "are gone.",
+    },
+    "rollout.chat": _NEEDS_TOKENIZER,
+    "rollout.trained_turns": _NEEDS_TOKENIZER,
+    "rollout.too_long": {
+        "only_if": "advantage.estimator=given",
+        "why": "The advantages of a group change if one of its completions is left out.",
+    },
+    "trainer.max_steps": {"last_counts": "optimizer.schedule=constant"},
+    "trainer.stop_at": {
+        "only_if": "evaluation.every>0 and evaluation.best!=null",
+        "use": "evaluation.every=20 and evaluation.best=pass@1",
+    },
+}
+"""Key, or key of an option, -> what holds for it by keys of other groups; see `Key`."""
+
+DEFAULTS: Mapping[str, Computed] = {
+    "optimizer.learning_rate": ByWeights(random=1e-3, trained=1e-6, adapters=1e-5),
+    "critic.learning_rate": ByWeights(random=1e-3, trained=1e-5),
+    "accumulation.max_tokens": ByWeights(random=512, trained=4096),
+    "rollout/policy.max_completion_length": ByWeights(random=7, trained=256),
+    "sampler.answer_seconds": SameAs("parallelism.timeout_seconds"),
+}
+"""Key, or key of an option, -> its default, which follows other groups. In Python such a key has to
+be given."""
+
+CHANGES: Mapping[str, Mapping[str, Computed]] = {
+    "aggregation/constant": {"divisor": SameAs("rollout.max_completion_length")},
+}
+"""Option -> the values that it changes, which follow other groups."""
