@@ -152,7 +152,7 @@ def _in_this_process(config: Config) -> Config:
         if config.sampler.name == "transformers":
             max_sequences = config.sampler.max_sequences
         sampler = TransformersSamplerConfig(
-            "transformers", max_sequences, config.sampler.dtype, static_cache, None, 0
+            max_sequences=max_sequences, dtype=config.sampler.dtype, static_cache=static_cache
         )
         config = replace(config, sampler=sampler)
     return config
