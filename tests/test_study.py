@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from builders.studies import four_losses
 
-from benchmarks import study_page, study_predictions, study_summary, study_warning
-from benchmarks.study import half_shuffled, pack, random_reward, right_alone
-from benchmarks.study_pretrained import TASKS, best_value, write_problems
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import TIME, read_resolved
+from study import check_predictions, pages, summary, warning
+from study.archive import pack
+from study.controls import half_shuffled, random_reward, right_alone
+from study.pretrained import TASKS, best_value, write_problems
 
 PASS = "evaluation/held_out/pass@1"
 
@@ -123,37 +124,37 @@ def test_packed_runs_are_compared_as_the_runs_themselves(sweep, monkeypatch):
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     """Unpack all sweeps that are packed in this repository, and return their folder."""
-    return study_page.unpack(tmp_path_factory.mktemp("packed"))
+    return pages.unpack(tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.parametrize(
     ("page", "parts"),
     [
-        (study_page.README, 1),
-        (study_page.PAGE, 2),
-        (study_page.FROM_SCRATCH, 19),
-        (study_page.PRETRAINED, 24),
+        (pages.README, 1),
+        (pages.PAGE, 2),
+        (pages.FROM_SCRATCH, 19),
+        (pages.PRETRAINED, 24),
     ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
-    assert study_page.filled(page, unpacked, draw=False) == content
+    assert pages.filled(page, unpacked, draw=False) == content
     kinds = re.findall("<!-- (compare|runs|repeats|curves|warning|summary|power)", content)
     assert content.count("<!-- end -->") == len(kinds) == parts
-    for picture in re.findall(r"\]\((\S*images/study\S*)\)", content):
+    for picture in re.findall(r"\]\((\S*images/\S*)\)", content):
         assert (page.parent / picture).stat().st_size > 10_000
 
 
 def test_the_picture_of_all_parts_is_drawn(unpacked, tmp_path):
-    parts = {part.name: study_summary.contrasts(part, unpacked) for part in study_summary.PARTS}
-    study_summary.draw(parts, tmp_path / "both.png")
+    parts = {part.name: summary.contrasts(part, unpacked) for part in summary.PARTS}
+    summary.draw(parts, tmp_path / "both.png")
     assert (tmp_path / "both.png").stat().st_size > 10_000
 
 
 def test_the_smallest_difference_is_found_with_power_by_simulation():
     """Of eight pairs with a spread of 1 whose mean is the smallest difference, 4 of 5 t-tests
     find it."""
-    smallest = study_summary.shift_found(7) / sqrt(8)
+    smallest = summary.shift_found(7) / sqrt(8)
     pairs = np.random.default_rng(0).normal(smallest, 1, (20_000, 8))
     t_quantile = 2.3646  # of Student's t with 7 degrees of freedom, at 0.975
     is_significant = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > t_quantile
@@ -167,20 +168,20 @@ def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     status = json.loads((run / "status.json").read_text())
     started, ended = (datetime.strptime(status[name], TIME) for name in ("started", "updated"))
-    readme = study_page.README.read_text()
+    readme = pages.README.read_text()
     assert f"held_out     {rows[0]['pass@1']:.3f} -> {rows[-1]['pass@1']:.3f}" in readme
     assert f"took {(ended - started).total_seconds():.0f} seconds" in readme
-    assert (study_page.README.parent / "docs" / "images" / "sums.png").stat().st_size > 10_000
+    assert (pages.README.parent / "docs" / "images" / "sums.png").stat().st_size > 10_000
     assert len(readme.splitlines()) <= 140
 
 
 def test_packed_runs_take_little_space():
-    files = [file for data in study_page.DATA for file in data.glob("*.tar.xz")]
+    files = [file for data in pages.DATA for file in data.glob("*.tar.xz")]
     assert sum(file.stat().st_size for file in files) < 5e6
     of_the_first_part = {
-        file.name.removesuffix(".tar.xz") for file in study_page.DATA[0].glob("*.tar.xz")
+        file.name.removesuffix(".tar.xz") for file in pages.DATA[0].glob("*.tar.xz")
     }
-    assert of_the_first_part <= {*study_page.SWEEPS}
+    assert of_the_first_part <= {*pages.SWEEPS}
 
 
 def test_the_best_rate_is_that_of_the_tables(unpacked):
@@ -264,16 +265,14 @@ def test_a_collapse_is_warned_of_by_the_effective_sample_size(tmp_path, monkeypa
             )
             run.set_status("done", 40)
     by_name = {
-        run.name: study_warning.course(run)
+        run.name: warning.course(run)
         for run in find_runs(["sweep"], {"effective_sample_size", "kl_new_old"})
     }
     # The mean of 20 steps is below 0.9 with three of 0.2 or eleven of 0.8, below 0.5 with 13.
-    assert by_name["announced"] == study_warning.Course(8, 40, (29, 39))
-    assert by_name["silent"] == study_warning.Course(8, 40, (None, None))
-    assert by_name["false-alarm"] == study_warning.Course(8, None, (37, None))
-    assert study_warning.table_rows([tmp_path / "sweep"])[1:] == [
-        ["8", "2", "1", "1", "1", "1", "0"]
-    ]
+    assert by_name["announced"] == warning.Course(8, 40, (29, 39))
+    assert by_name["silent"] == warning.Course(8, 40, (None, None))
+    assert by_name["false-alarm"] == warning.Course(8, None, (37, None))
+    assert warning.table_rows([tmp_path / "sweep"])[1:] == [["8", "2", "1", "1", "1", "1", "0"]]
 
 
 def test_the_problems_of_the_pretrained_model_are_new_and_have_right_answers(tmp_path):
@@ -305,18 +304,18 @@ def test_the_problems_of_the_pretrained_model_are_new_and_have_right_answers(tmp
 @pytest.mark.parametrize(
     ("page", "start", "end", "numbers"),
     [
-        (study_page.FROM_SCRATCH, "## Results", "## Controls", 30),
-        (study_page.PRETRAINED, "## What eight seeds show", "**After four", 26),
-        (study_page.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
-        (study_page.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
-        (study_page.PRETRAINED, "**PPO is equal", "## What was run", 3),
-        (study_page.PAGE, "## What was found", "## What it could have seen", 25),
+        (pages.FROM_SCRATCH, "## Results", "## Controls", 30),
+        (pages.PRETRAINED, "## What eight seeds show", "**After four", 26),
+        (pages.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
+        (pages.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
+        (pages.PRETRAINED, "**PPO is equal", "## What was run", 3),
+        (pages.PAGE, "## What was found", "## What it could have seen", 25),
     ],
 )
 def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, start, end, numbers):
     """All numbers with three digits behind the point that stand outside of tables."""
     tables = ""
-    for journal in (study_page.FROM_SCRATCH, study_page.PRETRAINED):
+    for journal in (pages.FROM_SCRATCH, pages.PRETRAINED):
         tables += " ".join(
             re.findall(r"(?s)<!-- (?:compare|curves|summary) .*?<!-- end -->", journal.read_text())
         )
@@ -329,7 +328,7 @@ def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, star
 
 
 def test_the_largest_stable_rates_are_those_of_the_table():
-    page = study_page.FROM_SCRATCH.read_text()
+    page = pages.FROM_SCRATCH.read_text()
     section = page[page.index("## Q3") : page.index("## Q2")]
     rates = re.search(r"\| loss \| rollout\.lag \| ([\d.e|\- ]+) \|\n", section)[1].split(" | ")
     tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", section)
@@ -348,7 +347,7 @@ def predicted(folder, content):
     """Compare the small study with predictions, as the command does."""
     file = folder / "predictions.yaml"
     file.write_text(content)
-    study_predictions.main(file, [str(four_losses(folder / "runs"))])
+    check_predictions.main(file, [str(four_losses(folder / "runs"))])
 
 
 def test_predictions_are_printed_with_the_answers(tmp_path, capsys):

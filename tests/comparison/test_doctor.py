@@ -34,7 +34,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def unpack(name: str) -> Path:
         sweep = folder / "outputs" / "sweeps" / name
         if not sweep.exists():
-            with tarfile.open(REPOSITORY / f"benchmarks/data/study/{name}.tar.xz") as archive:
+            with tarfile.open(REPOSITORY / f"study/data/from_scratch/{name}.tar.xz") as archive:
                 archive.extractall(folder, filter="data")
         return sweep
 
@@ -63,7 +63,7 @@ def test_healthy_runs_of_the_study_have_no_failure(study):
 
 def test_runs_of_the_study_with_random_rewards_lose_their_reward(study):
     controls = failures(
-        study("study_starts_controls"), advantage__path="benchmarks.study.random_reward"
+        study("study_starts_controls"), advantage__path="study.controls.random_reward"
     )
     assert sorted(map(len, controls)) == [0, 0, 1, 1, 1, 1, 1]
     assert set().union(*controls) == {"reward lost"}

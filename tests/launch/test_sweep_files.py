@@ -1,5 +1,5 @@
-"""Each file in sweeps/ is valid, begins with its command and a question, has the listed number of
-runs, and compares the pairs that its prediction names."""
+"""Each file in sweeps/ and study/sweeps/ is valid, begins with its command and a question, has the
+listed number of runs, and compares the pairs that its prediction names."""
 
 import json
 import string
@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from builders.models import save_with_tokenizer, small_llama
 
-from benchmarks import study_predictions
-from benchmarks.study_pretrained import TASKS, write_problems
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import parse_metric
@@ -21,6 +19,8 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.launch.check import Checked, check, problems
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
+from study import check_predictions
+from study.pretrained import TASKS, write_problems
 
 SIZES = {
     "loss_by_aggregation": 24,
@@ -39,8 +39,13 @@ SIZES |= {"study_aggregation": 80, "study_lag": 216, "study_controls": 12, "stud
 SIZES |= {"study_anchor": 128, "pretrained_rates": 24, "pretrained_loss": 32}
 
 
+STUDY = Path(__file__).parents[2] / "study"
+OF_THE_STUDY = {file.stem: file for file in sorted((STUDY / "sweeps").glob("[!_]*.yaml"))}
+FILES = {name: file for name, file in sweep_files().items() if name != "real_model"} | OF_THE_STUDY
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
     name, monkeypatch, tmp_path
 ):
@@ -55,11 +60,12 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
             small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2")
         )
         write_problems(Path("outputs/study/arithmetic"), TASKS["arithmetic"])
-    checked = check([], True, sweep_file=sweep_file(name))
+    checked = check([], True, sweep_file=FILES[name])
     assert problems(checked) == []
     assert len(checked.runs) == SIZES[name]
-    lines = sweep_file(name).read_text().splitlines()
-    assert lines[0] == f"# pgtk sweep {name}"
+    lines = FILES[name].read_text().splitlines()
+    typed = f"study/sweeps/{name}.yaml" if name in OF_THE_STUDY else name
+    assert lines[0] == f"# pgtk sweep {typed}"
     assert "?" in lines[1]
     if name in (
         "study_loss",
@@ -79,8 +85,8 @@ def prediction_of(name: str) -> tuple[list[str], Namespace]:
     options = Namespace(
         **dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of"))
     )
-    file = sweep_file(name).parent / "predictions" / f"{name}.yaml"
-    return sorted(study_predictions.take(file, options)), options
+    file = STUDY / "predictions" / f"{name}.yaml"
+    return sorted(check_predictions.take(file, options)), options
 
 
 def planned_configurations(checked: Checked, options: Namespace) -> list[str]:

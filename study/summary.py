@@ -1,0 +1,223 @@
+"""The planned contrasts of all parts of the study, side by side: what docs/study.md and the README
+show of them."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.statistics import LEVEL, POWER, Comparison
+from pgtoolkit.comparison.text_report import planned, verdict
+from pgtoolkit.runs.find import find_runs
+from study import check_predictions
+
+PREDICTIONS = Path(__file__).parent / "predictions"
+
+NAMES = {
+    "half_shuffled": "half of the advantages shuffled: the control",
+    "right_alone": "own right answers alone, without a baseline",
+    "gspo": "`gspo`",
+    "cispo": "`cispo`",
+    "reinforce": "`reinforce`",
+}
+"""The arms that all parts have, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the study: its name, what a pair is, and for each file of predictions the sweeps
+    that it is of."""
+
+    name: str
+    pairs: str
+    sweeps: dict[str, tuple[str, ...]]
+
+
+PARTS = (
+    Part(
+        "SmolLM2-135M, arithmetic",
+        "seeds",
+        {
+            "pretrained_controls": (
+                "pretrained_loss_grpo",
+                "pretrained_loss_right_alone",
+                "pretrained_loss_half_shuffled",
+            ),
+            "pretrained_loss": (
+                "pretrained_loss_grpo",
+                "pretrained_loss_gspo",
+                "pretrained_loss_cispo",
+                "pretrained_loss_reinforce",
+            ),
+        },
+    ),
+    Part(
+        "SmolLM2-135M, lists",
+        "seeds",
+        {
+            "pretrained_lists_controls": (
+                "pretrained_loss_lists_grpo",
+                "pretrained_loss_lists_right_alone",
+                "pretrained_loss_lists_half_shuffled",
+            ),
+            "pretrained_lists": (
+                "pretrained_loss_lists_grpo",
+                "pretrained_loss_lists_gspo",
+                "pretrained_loss_lists_cispo",
+                "pretrained_loss_lists_reinforce",
+            ),
+        },
+    ),
+    Part(
+        "0.8 million weights, from scratch",
+        "starts",
+        {"study_controls": ("study_starts_controls",), "study_starts": ("study_starts",)},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """An arm against grpo: the planned test, its verdict, what was predicted, and the pairs'
+    standard deviation."""
+
+    pair: Comparison
+    verdict: str
+    predicted: str
+    spread: float
+
+    @property
+    def smallest(self) -> float:
+        """The difference that this many pairs of this spread show with POWER, if tested alone."""
+        pairs = self.pair.counts[0]
+        return self.spread / math.sqrt(pairs) * shift_found(pairs - 1)
+
+
+def contrasts(part: Part, sweeps: Path) -> dict[str, Contrast]:
+    """Return the planned contrasts of a part by the arm's name.
+
+    sweeps: the folder of the unpacked sweeps.
+    """
+    by_arm = {}
+    for file, names in part.sweeps.items():
+        options = Namespace(
+            **dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin"))
+        )
+        expected = check_predictions.take(PREDICTIONS / f"{file}.yaml", options)
+        metric = options.metric.partition(":")[2]
+        runs = find_runs([str(sweeps / name) for name in names], {metric})
+        compared = compare(
+            runs,
+            options.metric,
+            options.best_of,
+            options.reach,
+            options.over,
+            options.against,
+            options.margin,
+        )
+        for pairs in planned(compared):
+            for pair in pairs:
+                arm = compared.arm(compared.groups[pair.second])
+                first = compared.comparisons.samples[pair.first].values
+                second = compared.comparisons.samples[pair.second].values
+                differences = [second[block] - first[block] for block in first]
+                by_arm[arm.rpartition(".")[2]] = Contrast(
+                    pair,
+                    verdict(pair, compared.sign, compared.comparisons.margin),
+                    str(expected[arm]),
+                    float(np.std(differences, ddof=1)),
+                )
+    return by_arm
+
+
+def shift_found(freedom: int) -> float:
+    """Return how many standard errors a paired t-test at LEVEL finds with POWER."""
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    critical = t.isf(LEVEL / 2, freedom)
+    return float(brentq(lambda shift: nct.sf(critical, freedom, shift) - POWER, 0.1, 40.0))
+
+
+def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
+    """Return the differences from grpo and their verdicts, a row for each arm; parts: the contrasts
+    by name of part."""
+    head = ["against `grpo`"]
+    for part in PARTS:
+        head += [
+            f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}",
+            "verdict (predicted)",
+        ]
+    rows = [head]
+    for arm, name in NAMES.items():
+        row = [name]
+        for part in PARTS:
+            contrast = parts[part.name][arm]
+            low, high = contrast.pair.interval or (math.nan, math.nan)
+            row.append(f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]")
+            is_certain = contrast.verdict != "unknown"
+            row.append(
+                f"{f'**{contrast.verdict}**' if is_certain else 'unknown'} ({contrast.predicted})"
+            )
+        rows.append(row)
+    return rows
+
+
+def power_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
+    """Return the adjusted p, the pairs' standard deviation and the smallest difference that would
+    have been found."""
+    head = [""]
+    for part in PARTS:
+        head += [
+            f"{part.name.rpartition(', ')[2]}: adjusted p",
+            "spread",
+            f"found with power {POWER:g}",
+        ]
+    rows = [head]
+    for arm in NAMES:
+        row = [f"`{arm}`"]
+        for part in PARTS:
+            contrast = parts[part.name][arm]
+            p = contrast.pair.adjusted_p or 0.0
+            row += [
+                "<0.001" if p < 0.001 else f"{p:.3f}",
+                f"{contrast.spread:.3f}",
+                f"{contrast.smallest:.3f}",
+            ]
+        rows.append(row)
+    return rows
+
+
+def draw(parts: dict[str, dict[str, Contrast]], path_png: Path) -> None:
+    """Draw the differences with their intervals, a panel for each part."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2.9), dpi=110, layout="constrained")
+    axes = figure.subplots(1, len(PARTS), sharey=True)
+    places = range(len(NAMES), 0, -1)
+    for panel, part in zip(axes, PARTS, strict=True):
+        panel.axvspan(-0.02, 0.02, color="0.92", label="margin of equality")
+        panel.axvline(0, color="0.4", linewidth=0.8)
+        for place, arm in zip(places, NAMES, strict=True):
+            contrast = parts[part.name][arm]
+            color = {"better": "#1b7837", "worse": "#b2182b"}.get(contrast.verdict, "0.35")
+            panel.plot(contrast.pair.interval, (place, place), color=color, linewidth=2)
+            panel.plot(contrast.pair.difference, place, "o", color=color)
+        panel.set_yticks(list(places), list(NAMES))
+        panel.set_title(
+            f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}", fontsize=10
+        )
+        panel.set_xlabel("final held-out pass@1, less that of grpo", fontsize=9)
+        panel.tick_params(labelsize=9)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path_png, format="png")
+
+
+def _number_of_pairs(by_arm: dict[str, Contrast]) -> int:
+    [number] = {contrast.pair.counts[0] for contrast in by_arm.values()}
+    return number
