@@ -22,6 +22,7 @@ RULES: tuple[Check, ...] = (
     loss_terms.correction,
     *table.CORRECTION,
     *table.ADVANTAGE,
+    *table.SIGNAL,
     *table.CRITIC,
     loss_terms.advantage,
     loss_terms.penalties,

@@ -12,6 +12,10 @@ EPSILON = 1e-6
 EQUAL_REWARDS = 1e-6
 """Rewards that lie at most this far apart are equal: sums of weighted scores differ by rounding."""
 
+_ROUNDING = 1e-12
+"""A bound of that rounding, relative to the largest reward: it is above EQUAL_REWARDS for rewards
+above a million."""
+
 ESTIMATORS = (
     "grpo",
     "dr_grpo",
@@ -44,9 +48,21 @@ def reward_problem(reward: float) -> str | None:
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Return whether all rewards lie within EQUAL_REWARDS: comparing them teaches nothing then."""
+    """Return whether all rewards lie within EQUAL_REWARDS, or closer together than the rounding of
+    large rewards: comparing them teaches nothing then."""
     rewards = list(rewards)
-    return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS
+    if not rewards:
+        return True
+    rounding = _ROUNDING * max(map(abs, rewards))
+    return max(rewards) - min(rewards) <= max(EQUAL_REWARDS, rounding)
+
+
+def has_signal(estimator: str, rewards: list[float]) -> bool:
+    """Return whether the rewards of a group give an advantage other than 0 to one of its
+    completions, for an estimator that compares those of a group."""
+    if estimator == "pass_at_k":
+        return len(rewards) > 1 and not are_equal(sorted(rewards)[-2:])
+    return not are_equal(rewards)
 
 
 def group_advantages(
@@ -84,7 +100,7 @@ def group_advantages(
     _check_group(estimator, rewards)
     if estimator == "reinforce_plus_plus":
         return list(rewards)
-    if estimator == "none" or are_equal(rewards):
+    if estimator == "none" or not has_signal(estimator, rewards):
         return [0.0] * len(rewards)
     if estimator == "pass_at_k":
         second, best = sorted(rewards)[-2:]
@@ -130,16 +146,21 @@ def _check_group(estimator: str, rewards: list[float]) -> None:
         )
 
 
-def gdpo(scores: Sequence[list[float]], weights: Sequence[float]) -> list[float]:
+def gdpo(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float]:
     """Return the weighted sum of the grpo advantages that each verifier gives a group, before
     `over_batch` (arXiv 2601.05242).
 
-    scores: for each verifier, the scores of the group's completions. weights: of the verifiers.
+    scores: for each verifier, the scores of the group's completions. None for a completion that
+        the verifier does not score: it compares the others, and adds 0 here.
+    weights: of the verifiers.
     """
     weighted = []
     for of_verifier, weight in zip(scores, weights, strict=True):
-        advantages = group_advantages("grpo", of_verifier)
-        weighted.append([weight * advantage for advantage in advantages])
+        known = [score for score in of_verifier if score is not None]
+        advantages = iter(group_advantages("grpo", known))
+        weighted.append(
+            [0.0 if score is None else weight * next(advantages) for score in of_verifier]
+        )
     return [math.fsum(of_completion) for of_completion in zip(*weighted, strict=True)]
 
 

@@ -16,13 +16,16 @@ import torch
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import Uninformative
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
     MAX_REWARD,
+    are_equal,
     check_rewards,
     gdpo,
     group_advantages,
+    has_signal,
     over_batch,
     reward_problem,
 )
@@ -74,7 +77,9 @@ class Estimator:
         assert path is not None
         function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
         estimator = cls(name, {}, path, function)
-        estimator._try_function(min(config.rollout.group_size or 4, 64), weights)
+        groups = list(_example_groups(min(config.rollout.group_size or 4, 64), weights))
+        advantages = estimator._try_function(groups)
+        estimator._check_equal_rewards(config, groups, advantages)
         return estimator
 
     def advantages(
@@ -92,6 +97,14 @@ class Estimator:
         else:
             parts = self._by_formula(groups, scored, refuse)
         return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
+
+    def has_signal(self, group: Sequence[Attempt]) -> bool:
+        """Return whether the scores of a group tell its attempts apart, so that one of them has an
+        advantage; for an estimator that compares those of a group."""
+        scored = [attempt for attempt in group if attempt.reward is not None]
+        if self.name == "gdpo":
+            return not are_equal(self._gdpo(scored))
+        return has_signal(self.name, _rewards(scored))
 
     def _by_function(
         self, scored: list[list[Attempt]], refuse: Callable[[int, str], None]
@@ -134,8 +147,11 @@ class Estimator:
         if self.name in ESTIMATORS:
             return group_advantages(self.name, rewards, [attempt.length for attempt in group])
         check_rewards(rewards)
-        scores = [[attempt.measures[name] for attempt in group] for name in self.weights]
-        return gdpo(scores, list(self.weights.values())) if self.name == "gdpo" else rewards
+        return self._gdpo(group) if self.name == "gdpo" else rewards
+
+    def _gdpo(self, group: Sequence[Attempt]) -> list[float]:
+        scores = [[attempt.measures.get(name) for attempt in group] for name in self.weights]
+        return gdpo(scores, list(self.weights.values()))
 
     def _call_function(
         self, groups: Sequence[Sequence[Attempt]], error_type: type[PgtoolkitError]
@@ -176,12 +192,11 @@ class Estimator:
             )
         )
 
-    def _try_function(self, size: int, names: Iterable[str]) -> None:
-        """Call the user's function on three groups, one of them of equal rewards, in both orders.
+    def _try_function(self, groups: list[list[Attempt]]) -> list[list[float]]:
+        """Call the user's function on these groups, in both orders; return their advantages.
 
         Raises ConfigError where it fails, or where a group's advantages depend on the order.
         """
-        groups = list(_example_groups(size, names))
         forwards = self._call_function(groups, ConfigError)
         backwards = self._call_function(groups[::-1], ConfigError)[::-1]
         for first, second in zip(forwards, backwards, strict=True):
@@ -199,15 +214,40 @@ class Estimator:
                     use="neither state nor random numbers",
                 )
             )
+        return forwards
+
+    def _check_equal_rewards(
+        self, config: Config, groups: list[list[Attempt]], advantages: list[list[float]]
+    ) -> None:
+        """Raise ConfigError where groups of equal rewards are left out or replaced, and the
+        function gives the last of these groups, which is one, advantages."""
+        rounds = getattr(config.rollout, "max_sampling_rounds", 1)
+        drops = getattr(config.rollout, "uninformative", None) == Uninformative.drop
+        if not (drops or rounds > 1) or are_equal([0.0, *advantages[-1]]):
+            return
+        setting = "rollout.uninformative=drop" if drops else f"rollout.max_sampling_rounds={rounds}"
+        off = "rollout.uninformative=train" if drops else "rollout.max_sampling_rounds=1"
+        raise ConfigError(
+            refusal(
+                setting=f"advantage={self.path}",
+                needs=f"advantages of 0 for a group of equal rewards, with {setting}",
+                got=f"{advantages[-1][:4]} for rewards of {groups[-1][0].reward}",
+                reason="Such groups are taken out of training, as if they taught nothing.",
+                use=f"{off}, or a function that compares the rewards of a group",
+            )
+        )
 
 
 def _example_groups(size: int, names: Iterable[str]) -> Iterator[list[Attempt]]:
-    """Yield three groups of `size` attempts; names: of the measures that hold the reward."""
+    """Yield four groups of `size` attempts; names: of the measures that hold the reward.
+
+    The second and the last have equal rewards: of 0, and of 0.5.
+    """
     names = list(names)
-    for factor in (1, 0, 2):
+    for factor, least in ((1, 0.0), (0, 0.0), (2, 0.0), (0, 0.5)):
         group = []
         for place in range(size):
-            reward = factor * (place % 3) / 4
+            reward = least + factor * (place % 3) / 4
             measures = defaultdict(lambda: 0.5, dict.fromkeys(names, reward))
             group.append(Attempt(reward, 3 + place + place % 2, measures))
         yield group

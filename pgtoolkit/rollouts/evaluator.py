@@ -88,6 +88,12 @@ class Evaluator:
                 "why. Mend the verifier or environment, or give it more time: "
                 "task.verifier_seconds, or task.environment_seconds."
             )
+        if not any(map(_is_known, groups)):
+            raise DataError(
+                "the first of task.verifiers, which decides what is right, scored none of the "
+                f"{sum(map(len, groups))} completions of evaluation set {prompt_set.name}, so "
+                "there is no pass@k. Name a verifier first that scores them."
+            )
         return {
             "set": prompt_set.name,
             **_numbers(groups),
@@ -115,7 +121,7 @@ class Evaluator:
         def answer(document: Document, prompt: Prompt) -> _Answer:
             score = Score(
                 document.reward,
-                bool(document.exact_match),
+                document.exact_match,
                 document.measures,
                 document.score_failed,
             )
@@ -127,14 +133,21 @@ class Evaluator:
         ]
 
 
+def _is_known(group: list[_Answer]) -> bool:
+    """Return whether the first verifier has decided on an answer of a group."""
+    return any(score.exact_match is not None for _, score in group)
+
+
 def _numbers(groups: list[list[_Answer]]) -> dict[str, float]:
     """Return the numbers of a set. Each prompt has a group of answers, all groups of one size.
 
     An answer that nobody could score is not right. It has no part in the mean reward of its prompt,
-    nor in means of measures that it lacks.
+    nor in means of measures that it lacks. A prompt of which the first verifier scores no answer
+    has no part in pass@k.
     """
     size = len(groups[0])
-    right = [sum(score.exact_match for _, score in group) for group in groups]
+    known = filter(_is_known, groups)
+    right = [sum(bool(score.exact_match) for _, score in group) for group in known]
     with_errors = {"avg": _prompt_means(groups, lambda _, score: score.reward)}
     for k in powers_of_two(size):
         with_errors[f"pass@{k}"] = [pass_at_k(size, count, k) for count in right]

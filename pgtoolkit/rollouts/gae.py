@@ -69,9 +69,8 @@ def with_gae(
     values: (N,) of each document's trained tokens. penalty: subtracted from the reward of each
         token; None: nothing is.
 
-    Documents that take no part in the loss, since nobody could score them or their group is left
-    out, do not count when advantages are whitened. Raises DataError for a reward that cannot be
-    used.
+    Documents that take no part in the loss, since nobody could score them, do not count when
+    advantages are whitened. Raises DataError for a reward that cannot be used.
     """
     advantages = [
         _document_advantages(document, of_document, config, penalty)
@@ -108,11 +107,7 @@ def _whitened_where_counted(
     documents: list[Document], advantages: list[list[float]]
 ) -> list[list[float]]:
     """Return the advantages, whitened over the documents that take part in the loss."""
-    counted = [
-        place
-        for place, document in enumerate(documents)
-        if not (document.left_out or document.is_excluded)
-    ]
+    counted = [place for place, document in enumerate(documents) if not document.is_excluded]
     white = whitened([advantages[place] for place in counted])
     result = list(advantages)
     for place, of_document in zip(counted, white, strict=True):

@@ -15,7 +15,8 @@ from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import are_equal
+from pgtoolkit.rollouts.advantages import reward_problem
+from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
@@ -189,6 +190,9 @@ def _document(
         drawn = torch.ones_like(written, dtype=torch.bool)
     reward = score.reward
     if reward is not None:
+        problem = reward_problem(reward)
+        if problem is not None:
+            raise DataError(f"the reward of {name} {problem}")
         reward += overlong_penalty(
             len(written),
             rollout.max_completion_length,
@@ -243,6 +247,7 @@ def resample_uninformative(
     groups: list[list[Document]],
     sample: Callable[[int], list[list[Document]]],
     rounds: int,
+    estimator: Estimator,
     mixed: Mixed = Mixed.reward,
 ) -> list[list[Document]]:
     """Replace groups without a signal by further ones, as long as the rounds last.
@@ -253,7 +258,7 @@ def resample_uninformative(
     sample: takes a number of further prompts, and returns their groups.
     rounds: how often prompts are sampled at most, the first time included; with 1 nothing is
         dropped.
-    mixed: the kind of difference within a group that is a signal.
+    estimator, mixed: as in `has_signal`.
 
     If groups with a signal do not suffice, the earliest groups without one stay. Every decision
     follows from the groups alone, so ranks that hold the same groups decide the same.
@@ -261,13 +266,15 @@ def resample_uninformative(
     if rounds == 1:
         return groups
     wanted = len(groups)
-    missing = wanted - sum(has_signal(group, mixed) for group in groups)
+    missing = wanted - sum(has_signal(group, estimator, mixed) for group in groups)
     for _ in range(rounds - 1):
         if missing == 0:
             break
         groups = groups + sample(missing)
-        missing = wanted - sum(has_signal(group, mixed) for group in groups)
-    without = [place for place, group in enumerate(groups) if not has_signal(group, mixed)]
+        missing = wanted - sum(has_signal(group, estimator, mixed) for group in groups)
+    without = [
+        place for place, group in enumerate(groups) if not has_signal(group, estimator, mixed)
+    ]
     dropped = set(without[max(0, missing) :])
     share = len(dropped) / len(groups)
     return [
@@ -277,9 +284,9 @@ def resample_uninformative(
     ]
 
 
-def without_uninformative(groups: list[list[Document]]) -> list[Document]:
+def without_uninformative(groups: list[list[Document]], estimator: Estimator) -> list[Document]:
     """Return the documents of all groups; those of groups without a signal are marked left out."""
-    is_left_out = [not has_signal(group) for group in groups]
+    is_left_out = [not has_signal(group, estimator) for group in groups]
     share = sum(is_left_out) / len(groups)
     return [
         replace(document, left_out=left_out, dropped_group_fraction=share)
@@ -289,24 +296,33 @@ def without_uninformative(groups: list[list[Document]]) -> list[Document]:
 
 
 def is_solved(group: list[Document], least: float) -> bool:
-    """Return whether at least this share of the completions that could be scored are right."""
-    scored = [document for document in group if not document.score_failed]
+    """Return whether at least this share of the completions is right, of those on which the first
+    verifier has decided."""
+    scored = [
+        document
+        for document in group
+        if not document.score_failed and document.exact_match is not None
+    ]
     right = sum(bool(document.exact_match) for document in scored)
     return bool(scored) and right / len(scored) >= least
 
 
-def has_signal(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
-    """Return whether the task's rewards differ within a group or, by `mixed`, whether only some of
-    its completions are right.
+def has_signal(group: list[Document], estimator: Estimator, mixed: Mixed = Mixed.reward) -> bool:
+    """Return whether the task's rewards give a group advantages by the estimator or, by `mixed`,
+    whether only some of its completions are right.
 
     What is taken off for length is no part of these rewards. Completions that are excluded, since
-    nobody could score them, do not count.
+    nobody could score them, do not count. Nor do, by `mixed`, those that may be right or wrong.
     """
     scored = [document for document in group if not document.is_excluded]
     if mixed == Mixed.exact_match:
-        return len({document.exact_match for document in scored}) > 1
-    rewards = [
-        document.reward if document.task_reward is None else document.task_reward
+        return len({document.exact_match for document in scored} - {None}) > 1
+    attempts = [
+        Attempt(
+            document.reward if document.task_reward is None else document.task_reward,
+            document.num_trained,
+            document.measures,
+        )
         for document in scored
     ]
-    return not are_equal(reward for reward in rewards if reward is not None)
+    return estimator.has_signal(attempts)

@@ -377,7 +377,11 @@ class SampledRollouts(Source):
             return further_groups
 
         groups = resample_uninformative(
-            first_round, sample_further, self._rollout.max_sampling_rounds, self._rollout.mixed
+            first_round,
+            sample_further,
+            self._rollout.max_sampling_rounds,
+            self._estimator,
+            self._rollout.mixed,
         )
         check_scores(groups)
         if self._makes_advantages_late:
@@ -385,7 +389,8 @@ class SampledRollouts(Source):
         else:
             documents = with_advantages(groups, self._estimator, self.prompt)
         if self._rollout.uninformative == Uninformative.drop:
-            documents = without_uninformative(in_groups(documents, self._rollout.group_size))
+            groups = in_groups(documents, self._rollout.group_size)
+            documents = without_uninformative(groups, self._estimator)
         # The state changes only from here on. If sampling fails above, a resumed run asks the same
         # prompts again.
         if self._rollout.retire_at is not None:

@@ -68,8 +68,8 @@ class PromptsTask(PromptRows):
     """Prompts with reference answers from files, scored by verifiers.
 
     Verifiers see the text of a completion whether it was finished or cut off at its maximum length.
-    The reward is the weighted sum of the scores of the verifiers that score the completion; a score
-    of 1 or more by the first of them is an exact match.
+    The reward is the weighted sum of the scores of the verifiers that score the completion. The
+    first verifier alone decides whether it is an exact match, by a score of 1 or more.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
@@ -199,8 +199,9 @@ class PromptsTask(PromptRows):
         measures = {
             f"reward/{name}": score for name, _, score in scored if name and score is not None
         }
-        # None stands for a verifier that does not score this completion.
-        first = next(outcome for outcome in outcomes if outcome is not None)
-        is_right = not isinstance(first, Failure) and first >= 1
+        first = outcomes[0]
+        is_right = None  # unknown where the first verifier does not score this completion
+        if first is not None:
+            is_right = not isinstance(first, Failure) and first >= 1
         measures |= metrics | self._scoring.measures(outcomes)
         return Score(reward, is_right, measures, failed)

@@ -28,14 +28,15 @@ class Score:
 
     reward: finite; None where scoring failed and the completion is left out
         (`task.verifier_failure=exclude`).
-    exact_match: whether the completion is right, whatever partial reward it gets.
+    exact_match: whether the completion is right, whatever partial reward it gets; None where the
+        verifier that decides it does not score the completion.
     measures: further numbers of the document by name; see `Document`.
     failed: whether scoring failed, also if `task.failure_score` is the reward then.
     logged: texts that reward functions have logged of it, by name.
     """
 
     reward: float | None
-    exact_match: bool
+    exact_match: bool | None
     measures: dict[str, float] = field(default_factory=dict)
     failed: bool = False
     logged: dict[str, str] = field(default_factory=dict)

@@ -16,8 +16,8 @@ def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
 
 
 @mutant("rollouts.group_rollouts:without_uninformative")
-def uninformative_groups_are_not_left_out(right, groups):
-    return [replace(document, left_out=False) for document in right(groups)]
+def uninformative_groups_are_not_left_out(right, groups, estimator):
+    return [replace(document, left_out=False) for document in right(groups, estimator)]
 
 
 @mutant("rollouts.group_rollouts:is_solved")
@@ -55,7 +55,7 @@ def reinforce_plus_plus_is_whitened_in_each_group(right, estimator, groups, rewa
 @mutant("rollouts.advantages:gdpo")
 def gdpo_sums_scores_before_it_normalises_them(right, scores, weights):
     weighted = [
-        sum(weight * score for weight, score in zip(weights, of_completion, strict=True))
+        sum(weight * (score or 0) for weight, score in zip(weights, of_completion, strict=True))
         for of_completion in zip(*scores, strict=True)
     ]
     return right([weighted], [1.0])
@@ -115,8 +115,8 @@ def truncated_completions_are_missing_in_the_totals(right, documents, *arguments
 
 
 @mutant("rollouts.group_rollouts:has_signal")
-def dynamic_sampling_ignores_its_setting_and_compares_rewards(right, group, mixed):
-    return right(group)
+def dynamic_sampling_ignores_its_setting_and_compares_rewards(right, group, estimator, mixed):
+    return right(group, estimator)
 
 
 @mutant("rollouts.group_rollouts:overlong_penalty")
@@ -125,7 +125,7 @@ def the_overlong_penalty_begins_one_token_late(right, length, longest, buffer, p
 
 
 @mutant("rollouts.group_rollouts:has_signal")
-def a_group_counts_as_informative_only_by_its_rewards(right, group, mixed="reward"):
+def a_group_counts_as_informative_only_by_its_rewards(right, group, estimator, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
 

@@ -58,6 +58,7 @@ def test_advantages_of_a_group_are_those_of_their_definitions(rewards):
 
     # The largest reward less the largest without this completion: 0 where another is as good.
     expected = [max(rewards) - max(rest) for rest in others]
+    expected = [difference if difference > 1e-6 else 0.0 for difference in expected]
     assert group_advantages("pass_at_k", rewards) == expected
 
     deviation = statistics.stdev(rewards)

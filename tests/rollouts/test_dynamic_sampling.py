@@ -10,7 +10,10 @@ from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, r
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.group_rollouts import overlong_penalty, resample_uninformative
+
+DR_GRPO = Estimator("dr_grpo")
 
 
 def group(
@@ -70,7 +73,7 @@ def test_groups_of_equal_rewards_are_replaced_until_the_rounds_are_over(
         counts.append(count)
         return [remaining.pop(0) for _ in range(count)]
 
-    result = resample_uninformative(groups[: len(rewards)], sample, rounds)
+    result = resample_uninformative(groups[: len(rewards)], sample, rounds, DR_GRPO)
 
     assert numbers_of(result) == kept
     assert counts == asked
@@ -82,7 +85,7 @@ def test_a_penalty_for_length_does_not_make_a_group_informative():
     wrong = group(0, -1.0, -0.5, task_rewards=[0.0, 0.0])
     right = group(1, 0.5, 0.5, task_rewards=[1.0, 0.5])
     further = group(2, 0.0, 1.0, task_rewards=[0.0, 1.0])
-    kept = resample_uninformative([wrong, right], lambda count: [further], 2)
+    kept = resample_uninformative([wrong, right], lambda count: [further], 2, DR_GRPO)
     assert numbers_of(kept) == [1, 2]
 
 
@@ -90,7 +93,7 @@ def test_a_penalty_for_length_does_not_make_a_group_informative():
 def test_mixed_chooses_between_rewards_and_exact_matches(mixed, kept):
     """Group 0 has different rewards and no exact match; group 1 equal rewards and one match."""
     groups = [group(0, 0.0, 0.5), group(1, 1.0, 1.0), group(2, 0.25, 1.0)]
-    matches = [[False, False], [False, True], [True, False]]
+    matches = [[False, None], [False, True], [True, False]]  # None: nobody knows
     groups = [
         [
             replace(document, exact_match=is_match)
@@ -98,7 +101,7 @@ def test_mixed_chooses_between_rewards_and_exact_matches(mixed, kept):
         ]
         for documents, group_matches in zip(groups, matches, strict=True)
     ]
-    result = resample_uninformative(groups[:2], lambda count: groups[2:], 2, mixed)
+    result = resample_uninformative(groups[:2], lambda count: groups[2:], 2, DR_GRPO, mixed)
     assert numbers_of(result) == kept
 
 

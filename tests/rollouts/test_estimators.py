@@ -2,6 +2,7 @@
 step, and by several verifiers (gdpo)."""
 
 import itertools
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from builders.runs import SHORT, config_of, last_of_each_key, module_and_loader
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import gdpo, over_batch
+from pgtoolkit.rollouts.advantages import ESTIMATORS, gdpo, over_batch
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 
 FUNCTIONS = """
@@ -24,6 +25,9 @@ def by_length(rewards, *, lengths, measures):
 
 def format_scores(rewards, *, measures, **others):
     return [[measured["reward/format"] for measured in group] for group in measures]
+
+def centred(rewards, **others):
+    return [np.array(group) - np.mean(group) for group in rewards]
 
 def without_lengths(rewards):
     return rewards
@@ -109,14 +113,17 @@ def test_a_users_function_gets_each_trajectory_of_recorded_rollouts_once(module_
             "needs a finite number within -1e+12 and 1e+12 for each completion of each group "
             "(got [0.0, 0.25,",
         ),
-        ("a_number_per_group", "(got [1, 1, 1] numbers where there are [4, 4, 4] completions)"),
+        (
+            "a_number_per_group",
+            "(got [1, 1, 1, 1] numbers where there are [4, 4, 4, 4] completions)",
+        ),
         ("not_finite", "(got [nan])"),
         ("too_large", "for each completion of each group (got [[1000"),
         ("less_the_first_group", "needs the same advantages in whichever order the groups come"),
         ("drawn", "needs the same advantages in whichever order the groups come"),
         (
             "failing",
-            "raised KeyError on 3 groups, the first with the rewards [0.0, 0.25, 0.5, 0.0]:",
+            "raised KeyError on 4 groups, the first with the rewards [0.0, 0.25, 0.5, 0.0]:",
         ),
     ],
 )
@@ -140,6 +147,20 @@ def test_a_function_that_fails_on_a_batch_is_refused_with_the_rewards(module_nam
         DataError, match=r"raised KeyError on 1 groups, the first with the rewards \[0.5\]"
     ):
         estimator.advantages([[Attempt(0.5, 2, {})]], refuse=None)
+
+
+@pytest.mark.parametrize("setting", ["rollout.uninformative=drop", "rollout.max_sampling_rounds=2"])
+def test_a_function_that_rewards_equal_groups_is_refused_where_these_are_taken_out(
+    module_name, setting
+):
+    config = config_of(*SHORT, f"advantage={module_name}.format_scores", setting)
+    with pytest.raises(ConfigError) as refusal:
+        Estimator.of(config)
+    assert (
+        f"format_scores needs advantages of 0 for a group of equal rewards, with {setting} "
+        "(got [0.5, 0.5, 0.5, 0.5] for rewards of 0.5)"
+    ) in str(refusal.value)
+    Estimator.of(config_of(*SHORT, f"advantage={module_name}.centred", setting))
 
 
 def test_a_reward_that_is_not_finite_is_reported_with_its_group(module_name):
@@ -182,3 +203,70 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     assert advantages == over_batch("gdpo", parts, [])
     assert advantages[0][0] > 0 > advantages[0][1]
     assert len(set(itertools.chain.from_iterable(advantages))) == 6
+
+
+def test_gdpo_compares_with_each_verifier_the_completions_that_it_scores():
+    """Against the definition in plain loops; None: the verifier does not score the completion."""
+    groups = [
+        [{"a": 1.0, "b": 0.0}, {"a": 0.0}, {"b": 4.0}, {"a": 0.5, "b": 1.0}, None],
+        [{"a": 1.0}, {"b": 2.0}],
+        [{"a": 6e-34, "b": 1e12}, {"a": 0.0, "b": -1e12}],
+    ]
+    weights = {"a": 2.0, "b": -0.5}
+    attempts = [
+        [Attempt(None, 1) if scores is None else Attempt(9.0, 1, scores) for scores in group]
+        for group in groups
+    ]
+    expected = []
+    for group in groups:
+        for scores in group:
+            total = 0.0
+            for name, weight in weights.items():
+                known = [other[name] for other in group if other and name in other]
+                is_compared = scores is not None and name in scores and len(known) > 1
+                if not is_compared or max(known) - min(known) <= 1e-6:
+                    continue
+                deviation = statistics.stdev(known) + 1e-6
+                total += weight * (scores[name] - statistics.fmean(known)) / deviation
+            expected.append(None if scores is None else total)
+    scored = [total for total in expected if total is not None]
+    mean = statistics.fmean(scored)
+    deviation = statistics.stdev(scored) + 1e-6
+    white = [0.0 if total is None else (total - mean) / deviation for total in expected]
+
+    advantages = Estimator("gdpo", weights).advantages(attempts, refuse=None)
+
+    assert list(itertools.chain.from_iterable(advantages)) == pytest.approx(white, abs=1e-12)
+
+
+COMPARING = sorted({*ESTIMATORS, "gdpo"} - {"none", "reinforce_plus_plus"})
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_has_a_signal_where_the_estimator_gives_it_advantages(name):
+    rewards = [
+        [1.0, 0.0, 0.5, 0.5],
+        [1.0, 1.0, 0.0, None],  # two are the best
+        [0.1 + 0.2, 0.3, None, None],
+        [1e12, 1e12 - 0.01, 1e12, None],  # less than the rounding of sums
+        [1.0, None, None, None],
+        [None] * 4,
+    ]
+    # Their sums are equal, and the deviations are not.
+    parts = [
+        {"a": 2.0, "b": 0.0, "c": 0.0},
+        {"a": 0.0, "b": 1.0, "c": 1.0},
+        {"a": 0.0, "b": 2.0, "c": 0.0},
+    ]
+    groups = [
+        [Attempt(reward, 2, {} if reward is None else {"a": reward}) for reward in group]
+        for group in rewards
+    ]
+    groups.append([Attempt(2.0, 2, measures) for measures in parts])
+    estimator = Estimator(name, dict.fromkeys("abc", 1.0) if name == "gdpo" else {})
+    # Each beside a group that advantages over a batch need.
+    other = [Attempt(reward, 1, {"a": reward}) for reward in (0.0, 1.0, 3.0)]
+    for group in groups:
+        advantages, _ = estimator.advantages([group, other], refuse=None)
+        has_advantage = max(map(abs, advantages)) > 1e-9
+        assert estimator.has_signal(group) == has_advantage, group

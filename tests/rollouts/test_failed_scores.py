@@ -82,9 +82,10 @@ def document(
 @pytest.mark.parametrize("mixed", Mixed)
 def test_a_failed_score_gives_a_group_no_signal(mixed):
     failed = document(None, failed=True)
-    assert not has_signal([document(1.0, exact_match=True), failed], mixed)
-    assert has_signal([document(1.0, exact_match=True), document(0.0), failed], mixed)
-    assert not has_signal([failed, failed], mixed)
+    estimator = Estimator("grpo")
+    assert not has_signal([document(1.0, exact_match=True), failed], estimator, mixed)
+    assert has_signal([document(1.0, exact_match=True), document(0.0), failed], estimator, mixed)
+    assert not has_signal([failed, failed], estimator, mixed)
 
 
 def test_metrics_count_failed_scores_and_average_the_rewards_that_exist():
@@ -139,7 +140,7 @@ def test_the_note_on_failed_scores_comes_again_when_their_share_doubles(caplog):
 def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
     def answer(
         reward: float | None,
-        exact_match: bool = False,
+        exact_match: bool | None = False,
         failed: bool = False,
         measures: dict[str, float] | None = None,
     ) -> tuple[CompletionRow, Score]:
@@ -148,8 +149,11 @@ def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
 
     failed = answer(None, failed=True)
     right = answer(1.0, exact_match=True, measures={"reward/a": 2.0})
-    numbers = _numbers([[right, failed], [answer(-1.0), answer(-2.0)], [failed, failed]])
+    unknown = answer(-2.0, exact_match=None)  # not scored by the first verifier
+    groups = [[right, failed], [answer(-1.0), unknown], [failed, failed]]
+    numbers = _numbers(groups)
     assert numbers["avg"] == -0.25
+    assert _numbers([*groups, [unknown, unknown]])["pass@1"] == numbers["pass@1"]
     assert numbers["pass@1"] == pytest.approx(1 / 6)
     assert numbers["pass@2"] == pytest.approx(1 / 3)
     assert numbers["avg_error"] == pytest.approx(math.sqrt(2 * 1.25**2) / math.sqrt(2))

@@ -139,14 +139,11 @@ def test_without_discount_an_advantage_is_the_sum_of_later_rewards_less_the_valu
 
 
 def test_whitening_is_over_the_tokens_that_have_a_loss():
-    """Documents whose score failed, and those of groups that are left out, do not count."""
+    """Documents whose score failed do not count."""
     documents, values = documents_and_values()
-    left_out = replace(documents[2], left_out=True)
     failed = replace(documents[0], reward=None, score_failed=True)
     plain = with_gae(documents, values, settings(), None)
-    more = with_gae(
-        [*documents, left_out, failed], [*values, values[2] * 50, values[0]], settings(), None
-    )
+    more = with_gae([*documents, failed], [*values, values[0]], settings(), None)
     for document, expected in zip(more[: len(plain)], plain, strict=True):
         assert torch.equal(document.advantages, expected.advantages)
     numbers = torch.cat([document.advantages for document in plain]).double()

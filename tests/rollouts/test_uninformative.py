@@ -9,6 +9,7 @@ from builders.runs import SHORT, module_and_loader
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.group_rollouts import has_signal
 
 DROP = "rollout.uninformative=drop"
@@ -32,7 +33,9 @@ def first_groups(*overrides: str) -> list[list[Document]]:
 def test_steps_have_the_informative_groups_of_a_batch_in_their_order(accumulation):
     """Totals count only them; the fraction of groups that are left out is that of the batch."""
     groups = first_groups(*accumulation)
-    informative = [document for group in groups if has_signal(group) for document in group]
+    estimator = Estimator("dr_grpo")
+    informative = [group for group in groups if has_signal(group, estimator)]
+    informative = [document for group in informative for document in group]
     assert 0 < len(informative) < 16
     fraction = 1 - len(informative) / 16
     _, loader = module_and_loader(*SHORT, DROP, *accumulation)

@@ -11,8 +11,9 @@ from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import CustomLossConfig
+from pgtoolkit.config.schema_tasks import VERIFIERS, VerifierFailure
 from pgtoolkit.system.model_folder import model_settings
-from pgtoolkit.system.report import Report, is_whole, refusal, text
+from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
 
 
 def loss(c: Config, report: Report) -> None:
@@ -96,6 +97,8 @@ def advantage(c: Config, report: Report) -> None:
         importable(report, "advantage.path", str(c.advantage.path), reason)
     if estimator == "gae":
         _critic(c, report)
+    if estimator == "max_rl":
+        _rewards_below_0(c, report)
     num_verifiers = len(getattr(c.task, "verifiers", {}))
     if estimator == "gdpo" and c.rollout.name == "policy" and num_verifiers < 2:
         report.refuse(
@@ -160,6 +163,40 @@ def _model_of_reference(c: Config, report: Report) -> None:
     if is_whole(size) and is_whole(size_of_reference) and size != size_of_reference:
         needs = f"a vocabulary of {size} entries"
         report.problems.append(other_vocabulary(c, needs, size_of_reference))
+
+
+def _rewards_below_0(c: Config, report: Report) -> None:
+    """Refuse scores and weights that make rewards by whose mean max_rl cannot divide.
+
+    What functions of the user's return is not known here.
+    """
+    entries = {
+        name: entry
+        for name, entry in getattr(c.task, "verifiers", {}).items()
+        if isinstance(entry, dict) and is_number(entry.get("weight", 1))
+    }
+    weights = {name: entry.get("weight", 1) for name, entry in entries.items()}
+    failure_score = getattr(c.task, "failure_score", 0)
+    gets_score = getattr(c.task, "verifier_failure", None) == VerifierFailure.score
+    reason = "max_rl divides by the mean reward of a prompt, and a negative one turns its signs."
+    if gets_score and any(weight * failure_score < 0 for weight in weights.values() or [1]):
+        report.refuse(
+            setting=f"task.failure_score={failure_score:g}",
+            needs="an advantage that takes rewards below 0",
+            got="advantage=max_rl",
+            reason=reason,
+            use="task.failure_score=0 or advantage=dr_grpo",
+        )
+    are_known = all(entry.get("verifier") in VERIFIERS for entry in entries.values())
+    for name, weight in weights.items():
+        if are_known and weight < 0:
+            report.refuse(
+                setting=f"task.verifiers.{name}.weight={weight:g}",
+                needs="an advantage that takes rewards below 0",
+                got="advantage=max_rl",
+                reason=reason,
+                use=f"task.verifiers.{name}.weight=1 or advantage=dr_grpo",
+            )
 
 
 def needs_teacher(c: Config) -> bool:

@@ -13,6 +13,14 @@ _ONLY_DISTANCE = "advantage=none and entropy.coefficient=0 and kl.reference_prom
 
 _PENALTY_OFF_REWARD = "The penalty is taken off the reward."
 _NO_REWARD_READ = "Its penalty is taken off the reward, which this advantage does not read."
+_COMPARED_WITH_OTHERS = (
+    "A reward is compared with those of other prompts, or with the critic's value, so that a "
+    "prompt whose completions all score the same teaches, too."
+)
+_PENALTIES_ALONE = (
+    "Only penalties train then, and they do on every prompt, however its completions score."
+)
+_ONE_COMPLETION = "A single completion scores like itself: every prompt would be taken out."
 _REPEATED = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
 _ONE_VALUE = "The critic's head gives one value, which ranks cannot share."
 _WHOLE_MICRO_BATCHES = "Stages hand over whole micro-batches."
@@ -98,6 +106,51 @@ ADVANTAGE = (
         because="With one completion there is nothing to compare it with: the advantage is 0 or "
         "undefined.",
         use="rollout.group_size=8",
+    ),
+)
+
+SIGNAL = (
+    Rule(
+        "rollout.max_sampling_rounds>1",
+        needs="advantage!=gae and advantage!=reinforce_plus_plus",
+        because=_COMPARED_WITH_OTHERS,
+        use="rollout.max_sampling_rounds=1 or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.uninformative=drop",
+        needs="advantage!=gae and advantage!=reinforce_plus_plus",
+        because=_COMPARED_WITH_OTHERS,
+        use="rollout.uninformative=train or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.max_sampling_rounds>1",
+        needs="advantage!=none",
+        because=_PENALTIES_ALONE,
+        use="rollout.max_sampling_rounds=1 or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.uninformative=drop",
+        needs="advantage!=none",
+        because=_PENALTIES_ALONE,
+        use="rollout.uninformative=train or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.retire_at!=null",
+        needs="advantage!=none",
+        because=_PENALTIES_ALONE,
+        use="rollout.retire_at=null or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.max_sampling_rounds>1 and advantage=custom",
+        needs="rollout.group_size!=1",
+        because=_ONE_COMPLETION,
+        use="rollout.max_sampling_rounds=1 or rollout.group_size=8",
+    ),
+    Rule(
+        "rollout.uninformative=drop and advantage=custom",
+        needs="rollout.group_size!=1",
+        because=_ONE_COMPLETION,
+        use="rollout.uninformative=train or rollout.group_size=8",
     ),
 )
 
@@ -296,6 +349,7 @@ EVALUATION = (
 TABLE = (
     *CORRECTION,
     *ADVANTAGE,
+    *SIGNAL,
     *CRITIC,
     *KL,
     *ACCUMULATION,

@@ -31,6 +31,8 @@ from pgtoolkit.system.report import Report, is_number, text
 _VERIFIER_KEYS = ("verifier", "weight", "pattern")
 """The keys of an entry of task.verifiers."""
 
+_LEAST_WEIGHT = 1e-6
+
 _VERIFIERS_EXAMPLE = (
     "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, "
     "weight: 0.1}}'"
@@ -155,13 +157,14 @@ def _check_entry(name: str, entry: object, report: Report) -> bool:
         )
         return False
     weight = entry.get("weight", 1)
-    if is_number(weight) and 0 < abs(weight) <= 1e6:
+    if is_number(weight) and _LEAST_WEIGHT <= abs(weight) <= 1e6:
         return is_name
     report.refuse_value(
         key=f"{key}.weight",
         value=weight,
-        needs="a number up to 1e6, not 0",
-        reason="The reward is the sum of weight x score.",
+        needs="a number from 1e-6 to 1e6, or its negative",
+        reason="The reward is the sum of weight x score, and rewards that differ by at most 1e-6 "
+        "count as equal.",
         better=1,
     )
     return False
