@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from pgtoolkit.comparison.statistics import mean_interval
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth, thinned
 from pgtoolkit.system.legible import legible
+from pgtoolkit.system.pictures import own_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,15 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
-_LINES = [
-    {"color": color, "linestyle": style}
-    for style in ("solid", "dashed", "dotted")
-    for color in _COLORS
-]
-"""Colour and style of each group's line, by the group's place."""
+_LINE_STYLES = ("solid", "dashed", "dotted")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d", (4, 1, 0), (8, 1, 0))
+"""Shapes of a group's dots: all groups of one shape differ in their colour."""
 
 _PANEL_SIZE = 4.6
-"""Width and height of a panel, in inches."""
+"""Width and height of a panel, in inches, without the legend."""
+
+_INTERVAL_HEIGHT = 0.07
+"""Height in inches that a group has in the panel of intervals, which so grows with many groups."""
+
+_LEGEND_LINE = 0.21
+"""Height of a line of the legend, in inches."""
 
 _POINTS = 120
 """Places at which the curves of several runs are averaged."""
@@ -37,7 +41,6 @@ _SETTINGS = {
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "text.parse_math": False,  # a path may hold two dollar signs, which are no formula
     "svg.fonttype": "none",
     "svg.hashsalt": "pgtk",  # so that equal pictures are equal files
     "pdf.fonttype": 42,  # letters stay letters, which journals ask for
@@ -79,31 +82,53 @@ def picture(compared: Compared, kind: str) -> bytes:
     """Draw the charts with their legend, and return the file.
 
     The panels are curves over documents, curves over time, the tested means with their intervals,
-    and with --best-of the values that were tried. kind: png, pdf, or svg, which is transparent. In
-    the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the group's place, and
-    intervals interval-GROUP.
+    and with --best-of the values that were tried. kind: png, jpg, pdf, or svg, which is
+    transparent. In the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the
+    group's place, and intervals interval-GROUP.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_SETTINGS):  # pyright: ignore[reportArgumentType]  (keys are a Literal of all settings)
-        panels = 4 if compared.best_of else 3
-        figure = Figure(figsize=(_PANEL_SIZE * panels, _PANEL_SIZE), layout="constrained", dpi=100)
-        unit, seconds = _time_unit(compared)
-        over_documents, over_time, intervals, *tried = [
-            figure.add_subplot(1, panels, place + 1) for place in range(panels)
-        ]
-        _draw_curves(over_documents, compared, "documents_seen", "documents seen", 1)
-        lines = _draw_curves(over_time, compared, "seconds", f"time in {unit}", seconds)
-        _draw_intervals(intervals, compared)
-        for axes in tried:
-            _draw_tried(axes, compared)
-        if lines:
-            _draw_legend(figure, compared, lines)
+    with own_settings(_SETTINGS):
         metadata = dict.fromkeys(_LEFT_OUT[kind]) if kind in _LEFT_OUT else None
         file = io.BytesIO()
-        figure.savefig(file, format=kind, transparent=kind == "svg", metadata=metadata)
+        draw(compared).savefig(
+            file,
+            format=kind,
+            backend=kind if kind in ("pdf", "svg") else "agg",
+            transparent=kind == "svg",
+            metadata=metadata,
+        )
     return file.getvalue()
+
+
+def draw(compared: Compared) -> Figure:
+    """Return the charts with their legend, which makes the figure higher and no panel smaller."""
+    from matplotlib.figure import Figure
+
+    panels = 4 if compared.best_of else 3
+    height = max(_PANEL_SIZE, _INTERVAL_HEIGHT * len(compared.groups))
+    figure = Figure(figsize=(_PANEL_SIZE * panels, height), layout="constrained", dpi=100)
+    unit, seconds = _time_unit(compared)
+    over_documents, over_time, intervals, *tried = [
+        figure.add_subplot(1, panels, place + 1) for place in range(panels)
+    ]
+    _draw_curves(over_documents, compared, "documents_seen", "documents seen", 1)
+    lines = _draw_curves(over_time, compared, "seconds", f"time in {unit}", seconds)
+    _draw_intervals(intervals, compared, 72 * height / len(compared.groups))
+    for axes in tried:
+        _draw_tried(axes, compared)
+    if lines:
+        legend_lines = _draw_legend(figure, compared, lines)
+        figure.set_figheight(height + _LEGEND_LINE * legend_lines)
+    return figure
+
+
+def _style(place: int) -> dict[str, Any]:
+    """Return the color, linestyle and marker of the group at a place."""
+    number = place // len(_COLORS)
+    return {
+        "color": _COLORS[place % len(_COLORS)],
+        "linestyle": _LINE_STYLES[number % len(_LINE_STYLES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+    }
 
 
 def _time_unit(compared: Compared) -> tuple[str, int]:
@@ -118,20 +143,25 @@ def _time_unit(compared: Compared) -> tuple[str, int]:
     return "seconds", 1
 
 
-def _draw_legend(figure: Figure, compared: Compared, lines: dict[int, Line2D]) -> None:
-    """Draw the legend below the panels. lines: by the group's place."""
+def _draw_legend(figure: Figure, compared: Compared, lines: dict[int, Line2D]) -> int:
+    """Draw the legend below the panels; return the number of its lines of text.
+
+    lines: by the group's place.
+    """
     groups = [compared.groups[place] for place in lines]
     labels = [legible(f"{group.label} (n = {len(group.counted)})") for group in groups]
     entry_width = 0.6 + 0.08 * max(map(len, labels))  # inches: the line, and its letters
-    columns = int(figure.get_figwidth() / entry_width)
+    columns = max(1, min(4, int(figure.get_figwidth() / entry_width), len(lines)))
+    title = legible(_legend_title(compared))
     figure.legend(
         lines.values(),
         labels,
         loc="outside lower center",
-        ncols=max(1, min(4, columns, len(lines))),
+        ncols=columns,
         frameon=False,
-        title=legible(_legend_title(compared)) or None,
+        title=title or None,
     )
+    return -(-len(lines) // columns) + bool(title)
 
 
 def _legend_title(compared: Compared) -> str:
@@ -145,8 +175,11 @@ def _legend_title(compared: Compared) -> str:
     )
 
 
-def _draw_intervals(axes: Axes, compared: Compared) -> None:
-    """Draw each group's runs, their mean and its interval over seeds; the first group is on top."""
+def _draw_intervals(axes: Axes, compared: Compared, room: float) -> None:
+    """Draw each group's runs, their mean and its interval over seeds; the first group is on top.
+
+    room: height of a group, in points.
+    """
     axes.set(
         xlabel=legible(f"{compared.measured}\n(a line for each run, the mean, its 95 % interval)"),
         yticks=[],
@@ -158,7 +191,8 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
         values = compared.tested_values(group)
         if not values:
             continue
-        color = _LINES[place % len(_LINES)]["color"]
+        style = _style(place)
+        color = style["color"]
         mean = float(np.mean(values))
         axes.plot(
             values,
@@ -166,7 +200,7 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
             color=color,
             linestyle="none",
             marker="|",
-            markersize=9,
+            markersize=min(9, room),
             alpha=0.5,
         )
         interval = mean_interval(sample)
@@ -175,7 +209,15 @@ def _draw_intervals(axes: Axes, compared: Compared) -> None:
             low, high = interval
             lengths = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
         bars = axes.errorbar(
-            mean, -place, xerr=lengths, color=color, fmt="o", capsize=4, linewidth=1.8
+            mean,
+            -place,
+            xerr=lengths,
+            color=color,
+            linestyle="none",
+            marker=style["marker"],
+            markersize=min(6, room),
+            capsize=min(4, room / 2),
+            elinewidth=min(1.8, room / 3),
         )
         bars[0].set_gid(f"interval-{place}")
     if not any(compared.tested_values(group) for group in compared.groups):
@@ -216,8 +258,10 @@ def _draw_curves(
 def _draw_group(axes: Axes, compared: Compared, place: int, axis: str, unit: int) -> Line2D | None:
     """Draw the curves of the group at a place, and return one of its lines for the legend."""
     group = compared.groups[place]
-    style = _LINES[place % len(_LINES)]
+    style = _style(place)
     color = style["color"]
+    if len(compared.groups) <= len(_COLORS):
+        style["marker"] = ""  # the colour tells them apart
     line = None
     # Runs that are done but not counted are older ones of a seed, whose newer run is in the mean.
     unfinished = [run for run in group.runs if run.state != "done"]
@@ -226,16 +270,36 @@ def _draw_group(axes: Axes, compared: Compared, place: int, axis: str, unit: int
         if x.size:
             gid = f"run-{place}-{axis}-{number}"
             x = np.divide(x, unit)
-            line = axes.plot(x, y, color=color, alpha=0.55, linewidth=0.9, gid=gid)[0]
+            line = axes.plot(
+                x,
+                y,
+                color=color,
+                marker=style["marker"],
+                markevery=_markers_at(place, len(x)),
+                alpha=0.55,
+                linewidth=0.9,
+                gid=gid,
+            )[0]
     x, mean, low, high = mean_curve(group.counted, compared.metric, axis)
     if x.size:
         x = x / unit
         gid = f"mean-{place}-{axis}"
-        line = axes.plot(x, mean, **style, linewidth=1.8, gid=gid)[0]  # pyright: ignore[reportArgumentType]
+        line = axes.plot(
+            x, mean, **style, markevery=_markers_at(place, len(x)), linewidth=1.8, gid=gid
+        )[0]
     if (low < high).any():
         gid = f"band-{place}-{axis}"
         axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, gid=gid)
     return line
+
+
+def _markers_at(place: int, num_points: int) -> tuple[int, int]:
+    """Return (first, distance) of the points of a curve that get a marker: about four.
+
+    They are other points for the next groups, whose curves may be the same.
+    """
+    distance = max(1, num_points // 4)
+    return place * distance // 8 % distance, distance
 
 
 def _draw_tried(axes: Axes, compared: Compared) -> None:
@@ -248,11 +312,11 @@ def _draw_tried(axes: Axes, compared: Compared) -> None:
         rotation=30 if sum(map(len, values)) > 40 else 0,
     )
     for place, group in enumerate(compared.groups):
-        style = _LINES[place % len(_LINES)]
+        style = _style(place)
         x = sorted(map(values.index, group.tried))
         tested = [compared.tested_values(group.tried[values[position]]) for position in x]
         means = [float(np.mean(numbers)) for numbers in tested]
-        axes.plot(x, means, **style, marker="o", gid=f"tried-{place}")  # pyright: ignore[reportArgumentType]
+        axes.plot(x, means, **style, gid=f"tried-{place}")
         axes.fill_between(
             x,
             [*map(min, tested)],

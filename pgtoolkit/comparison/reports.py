@@ -20,19 +20,27 @@ from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.legible import escaped, legible
+from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
 from pgtoolkit.system.report import text
+
+PICTURES = ("png", "svg", "pdf")
+"""Kinds of files that are pictures."""
 
 _TABLES = 20
 """The number of configurations, the best ones, for which the page has a table of differences."""
 
 
-def write(compared: Compared, kind: str, path: Path, command: str) -> None:
+def write(compared: Compared, kind: str, path: Path, command: str) -> str:
     """Write the comparison into a file.
 
-    kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one that made the file.
+    kind: html, csv, runs_csv, latex, or png, svg or pdf: a picture, whose format the name of its
+    file says. command: shown as the one that made the file.
+    Returns why a picture could not be drawn; "" for all else.
     """
-    if kind in ("png", "svg", "pdf"):
-        path.write_bytes(picture(compared, kind))
+    problems = []
+    if kind in PICTURES:
+        with saying_why_not_drawn(path, problems.append):
+            path.write_bytes(picture(compared, format_of(path)))
     elif kind in ("csv", "runs_csv"):
         rows = configuration_rows(compared) if kind == "csv" else run_rows(compared)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -40,7 +48,11 @@ def write(compared: Compared, kind: str, path: Path, command: str) -> None:
     elif kind == "latex":
         path.write_text(_latex(compared, command), encoding="utf-8")
     else:
-        path.write_text(_render_html(compared, command), encoding="utf-8")
+        svg = ""
+        with saying_why_not_drawn(path, problems.append):
+            svg = picture(compared, "svg").decode()
+        path.write_text(_render_html(compared, command, svg, problems), encoding="utf-8")
+    return "".join(problems)
 
 
 @dataclass(frozen=True)
@@ -284,19 +296,24 @@ def run_rows(compared: Compared) -> list[list[object]]:
     return [columns, *([row.get(column) for column in columns] for row in rows)]
 
 
-def _render_html(compared: Compared, command: str) -> str:
+def _render_html(compared: Compared, command: str, svg: str, problems: list[str]) -> str:
     """Return the page: all that the terminal shows, the differences of all pairs, every run, and
-    the configuration that they share."""
+    the configuration that they share.
+
+    svg: the picture; "" where it could not be drawn. problems: why.
+    """
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     # The text's own colour can be read on light and dark pages.
-    svg = picture(compared, "svg").decode().replace("#000000", "currentColor")
+    svg = svg.replace("#000000", "currentColor")
     excluded = text_report.left_out(compared)
     runs = [
         [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
         for row in run_rows(compared)
     ]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
-    notes = (f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes)
+    notes = (
+        f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in [*compared.notes, *problems]
+    )
     lead = [f"<p>{escaped(text_report.heading(compared))}.</p>", *notes]
     parts = [
         _table(text_report.group_rows(compared)),
@@ -316,7 +333,7 @@ def _render_html(compared: Compared, command: str) -> str:
     return page.substitute(
         title=escaped(title),
         lead="\n".join(lead),
-        chart=svg[svg.index("<svg ") :],
+        chart=svg[svg.find("<svg ") :],
         parts="\n".join(parts),
         command=escaped(command),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, refusal, say, shell_path
@@ -49,9 +50,9 @@ _COMPARISON_FILES = {
     "csv": "row for each configuration: mean, interval, n, verdict",
     "runs_csv": "row for each run",
     "latex": "table for a paper, by booktabs",
-    "png": "picture of the curves, and of the means with their intervals",
-    "svg": "picture of the curves, and of the means with their intervals",
-    "pdf": "picture of the curves, and of the means with their intervals",
+    "png": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
+    "svg": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
+    "pdf": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
 }
 """Kind of file that a comparison can be written as -> its content in words."""
 
@@ -59,6 +60,12 @@ _COMPARISON_FILES = {
 def _compare(parser: _Parser, argv: list[str]) -> None:
     _add_arguments_of_compare(parser)
     args = parser.parse_args(argv)
+
+    files = {kind: getattr(args, kind) for kind in _COMPARISON_FILES if getattr(args, kind)}
+    refuse_unwritable(
+        {f"--{kind.replace('_', '-')}": path for kind, path in files.items()},
+        pictures=("--png", "--svg", "--pdf"),
+    )
 
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
@@ -87,10 +94,11 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         labels=args.label,
     )
     say(as_json(compared) if args.json else render_comparison(compared))
-    for kind in _COMPARISON_FILES:
-        path = getattr(args, kind)
-        if path:
-            write(compared, kind, path, parser.command)
+    for kind, path in files.items():
+        problem = write(compared, kind, path, parser.command)
+        if problem:
+            say(f"note: {problem}", error=True)
+        if not problem or kind == "html":
             say(f"{kind:<8} {shell_path(path)}", error=args.json)
 
 
@@ -188,6 +196,8 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         "--html", type=Path, metavar="FILE", help="write a page to search and sort all completions"
     )
     args = parser.parse_args(argv)
+    if args.html:
+        refuse_unwritable({"--html": args.html})
 
     from pgtoolkit.comparison.samples import chosen_set, html, kept_by, render_samples, samples
 
@@ -349,6 +359,8 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
         "--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)"
     )
     args = parser.parse_intermixed_args(argv)
+
+    refuse_unwritable({"--html": args.html or Path(f"tokens-{Path(args.run).name}.html")})
 
     from pgtoolkit.comparison.tokens import inspect, summary
     from pgtoolkit.comparison.tokens_page import html

@@ -27,7 +27,8 @@ import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.ranks import run_job
 from pgtoolkit.system.child import Child, channel_to_parent, follow_parent
-from pgtoolkit.system.imports import imports_skipping
+from pgtoolkit.system.imports import imports_skipping, variables
+from pgtoolkit.system.pictures import import_matplotlib
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
@@ -229,18 +230,14 @@ def _load() -> None:
     # torch then counts GPUs without CUDA, which must not start before a fork. Lightning sets this
     # variable, too, and keeps it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
-    os.environ |= _WHILE_IMPORTED
-    with imports_skipping():
+    with variables(_WHILE_IMPORTED), imports_skipping():
         importlib.import_module("pgtoolkit.training.train")
         with importing_mlflow():
             _import_ahead("mlflow.store.tracking.sqlalchemy_workspace_store")
+        with contextlib.suppress(Exception):  # a job then says that it has no picture
+            import_matplotlib()
         for name in _MODULES:
             _import_ahead(name)
-    for name, value in before.items():
-        del os.environ[name]
-        if value is not None:
-            os.environ[name] = value
 
 
 def _import_ahead(name: str) -> None:

@@ -12,6 +12,7 @@ from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.task import prompts
 from pgtoolkit.config.schema_tasks import TaskConfig
 from pgtoolkit.launch.start import refused
+from pgtoolkit.system.output_files import unwritable
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import Report, shell_path
 
@@ -68,6 +69,9 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
             reason="Each line of the file is a JSON object.",
             use=str(free),
         )
+    else:
+        problem = unwritable("", out)
+        report.problems += [problem] if problem else []
     for override in overrides:
         if re.match(r"task[.=]|seed=", override):
             continue

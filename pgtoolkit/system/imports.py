@@ -6,9 +6,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -41,6 +42,20 @@ def imports_skipping(**missing: tuple[str, ...]) -> Iterator[None]:
             gc.freeze()
         if is_collecting:
             gc.enable()
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment for the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 @atexit.register

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pgtoolkit.runs.series import Columns, smooth, thinned
-from pgtoolkit.system.imports import imports_skipping
+from pgtoolkit.system.pictures import own_settings
 from pgtoolkit.system.plain_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PANELS = (
     *(("reward", "exact_match"), ("loss",), ("clipped_ratio_fraction",), ("ratio_new_old",)),
@@ -29,9 +30,14 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
 
     recorded: by `read_metrics`. Raises OSError if the picture cannot be written.
     """
-    with imports_skipping():
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, MaxNLocator
+    with own_settings():
+        figure = _figure(recorded, title)
+        with replacing(path_png) as file:
+            figure.savefig(file, format="png", backend="agg")
+
+
+def _figure(recorded: Columns, title: str) -> Figure:
+    from matplotlib.figure import Figure
 
     present = [[name for name in names if _has_numbers(recorded, name)] for names in _PANELS]
     present = [names for names in present if names]
@@ -48,20 +54,15 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
         wspace=0.24,
         hspace=0.42,
     )
+    title = " ".join(title.split())
     figure.suptitle(title if present else f"{title}: nothing was measured", fontsize=11)
     axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
     for number, names in enumerate(present, start=1):
         axes = figure.add_subplot(rows, columns, number)
-        axes.grid(alpha=0.25)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
         if number > len(present) - columns:  # in the lowest row
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
         _draw(axes, recorded, axis, names)
-    with replacing(path_png) as file:
-        figure.savefig(file, format="png")
+    return figure
 
 
 def _has_numbers(recorded: Columns, name: str) -> bool:
@@ -70,6 +71,13 @@ def _has_numbers(recorded: Columns, name: str) -> bool:
 
 def _draw(axes: Axes, recorded: Columns, axis: str, names: list[str]) -> None:
     """Draw metrics into one panel, and title it with their names."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.grid(alpha=0.25)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     titles = []
     for color, name in zip(_COLORS, names, strict=False):
         has_value = ~np.isnan(recorded[name])

@@ -25,6 +25,7 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import Columns, read_metrics
 from pgtoolkit.system.legible import legible
+from pgtoolkit.system.pictures import saying_why_not_drawn
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -217,10 +218,12 @@ def _finish(
         if recorder.completions is not None:
             recorder.completions.write()
         metrics = read_metrics(run.metrics_path)
-        if len(metrics["step"]):
-            plot_curves(metrics, run.path / "curves.png", legible(run.path.name))
     except (StorageError, OSError) as error:
-        log.warning(f"status, completions or curves of the run are missing: {error}")
+        log.warning(f"status or completions of the run are missing: {error}")
+    if len(metrics["step"]):
+        curves = run.path / "curves.png"
+        with saying_why_not_drawn(curves, log.warning):
+            plot_curves(metrics, curves, legible(run.path.name))
     mlflow = None
     records = []
     for tracker in trackers:

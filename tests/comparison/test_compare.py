@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from builders.refusals import refusal
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.charts import mean_curve, picture
+from pgtoolkit.comparison.charts import draw, mean_curve, picture
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.text_report import short_count, tried_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
+from pgtoolkit.system.pictures import own_settings
 from pgtoolkit.tracking.progress import WIDTH
 
 STEPS = 20
@@ -371,6 +373,48 @@ def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_dra
     assert set(re.findall(r"interval-\d", drawn.decode())) == {"interval-0", "interval-1"}
     assert picture(compared, "svg") == drawn
     assert picture(compared, "pdf") == picture(compared, "pdf")
+
+
+@pytest.mark.parametrize(("count", "height"), [(60, 270), (120, 540)])
+def test_many_configurations_leave_the_charts_their_height_and_differ_in_colour_or_marker(
+    sweep, count, height
+):
+    compared = compare(find_runs([str(sweep)]), "final:reward")
+    first = replace(compared.groups[0], counted=compared.groups[0].counted[:1])
+    many = replace(compared, groups=[replace(first, label=f"loss-{n}") for n in range(count)])
+    many.comparisons.samples = [compared.comparisons.samples[0]] * count
+    with own_settings():
+        figure = draw(many)
+        figure.draw_without_rendering()
+    points = [axes.get_position().height * figure.get_figheight() * 72 for axes in figure.axes]
+    assert points == pytest.approx([height] * 3, rel=0.03)
+    dots = {(line.get_color(), line.get_marker()) for line in figure.axes[2].lines}
+    assert len([marker for _, marker in dots if marker != "|"]) == count
+
+
+def test_the_end_of_a_picture_s_name_is_its_format(sweep, tmp_path, capsys):
+    jpg = tmp_path / "a.jpg"
+    page(capsys, sweep, "--png", jpg)
+    assert jpg.read_bytes()[:3] == b"\xff\xd8\xff"
+    assert "Use --png=c.png." in refusal(capsys, "compare", sweep, "--png", "c.gif")
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_line_and_no_status(
+    sweep, tmp_path, capsys, monkeypatch
+):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    png = tmp_path / "a.png"
+    html = tmp_path / "b.html"
+    assert main(["compare", str(sweep), "--png", str(png), "--html", str(html)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"note: the picture {path} was not drawn: No space left on device" for path in (html, png)
+    ]
+    assert not png.exists()
+    assert "was not drawn: No space left on device</p>" in html.read_text()
 
 
 def test_legend_names_a_function_of_the_user_by_its_path_and_leaves_out_custom(tmp_path):
