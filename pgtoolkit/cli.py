@@ -1,7 +1,7 @@
 """The command `pgtk`: finds the sub-command of a line, and ends errors in a message and a status.
 
 `pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/ranks.py` and
-`training/train.py`.
+`assembly/train.py`.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ PICTURES = Pictures()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
     with pytest.MonkeyPatch.context() as patch:
-        if "pgtoolkit.training.train" in sys.modules:
-            train = sys.modules["pgtoolkit.training.train"]
+        if "pgtoolkit.assembly.train" in sys.modules:
+            train = sys.modules["pgtoolkit.assembly.train"]
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)
         return (yield)
 

@@ -27,6 +27,7 @@ ORDER = (
         "sampling",
         "rollouts",
         "training",
+        "assembly",
         "comparison",
         "launch",
         "cli",
@@ -48,8 +49,8 @@ ALSO_LIGHT = (
     "losses.family",
     "losses.kl",
     "ranks.environment",
-    "training.inputs",
-    "training.machine",
+    "assembly.inputs",
+    "assembly.machine",
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 parsed = functools.cache(lambda file: ast.parse(file.read_text()))
@@ -269,7 +270,7 @@ def test_hydra_ends_where_the_configuration_is_composed():
 
 def test_a_run_and_a_job_of_a_sweep_load_no_hydra():
     code = (
-        "import sys, pgtoolkit.training.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, "
+        "import sys, pgtoolkit.assembly.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, "
         "pgtoolkit.launch.forks;print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -291,7 +292,7 @@ def test_run_directories_and_tracking_know_no_torch():
 def test_a_run_skips_imports_of_libraries_that_can_still_be_imported_later():
     script = """
 import gc, json, sys
-import pgtoolkit.training.train
+import pgtoolkit.assembly.train
 from pgtoolkit.tracking.store import client_of
 client_of("http://127.0.0.1:9")
 names = ("torchmetrics", "scipy", "pandas", "fastapi", "lightning", "mlflow")
@@ -311,7 +312,7 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *names]))
 
 @pytest.mark.slow
 def test_transformers_may_be_imported_before_the_package():
-    script = "import transformers, pgtoolkit.training.train"
+    script = "import transformers, pgtoolkit.assembly.train"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
     )
@@ -336,7 +337,7 @@ def test_the_rules_are_asked_where_a_command_begins():
     }
     reports |= {
         file
-        for file in of_rooms("training")
+        for file in of_rooms("assembly")
         if file.stem not in ("inputs", "machine") and "Report(" in file.read_text()
     }
     assert reports == set()

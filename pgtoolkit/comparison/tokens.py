@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pgtoolkit.assembly.loss import loss_of
 from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
@@ -30,7 +31,6 @@ from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import key_of, plural, say, shell_path
 from pgtoolkit.training.checkpoint import load_newest
-from pgtoolkit.training.loss import loss_of
 
 OF_THE_LOSS = ("loss", "aggregation", "correction", "kl", "entropy")
 """Groups that decide a step's loss. Overrides of their keys choose the losses to compare."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pgtoolkit.assembly.build import build, fit, loader_of
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.schema import Config
@@ -23,7 +24,6 @@ from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.tasks.row_files import open_files
-from pgtoolkit.training.build import build, fit, loader_of
 from pgtoolkit.training.checkpoint import reading_checkpoint
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pgtoolkit.assembly.machine import check_machine, jobs_on_gpus
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
@@ -25,7 +26,6 @@ from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.launch.sweep_report import summary
 from pgtoolkit.runs.provenance import gpu_memory, gpus
 from pgtoolkit.system.report import Report, key_of
-from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 
 
 @dataclass
@@ -312,7 +312,7 @@ def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]
 
     Prompts that no run could use, such as one that the tokenizer cannot encode, are refused.
     """
-    from pgtoolkit.tasks.preview import preview
+    from pgtoolkit.assembly.preview import preview
 
     try:
         return preview(config)

@@ -281,7 +281,7 @@ def _export(parser: _Parser, argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
 
-    from pgtoolkit.training.export import export
+    from pgtoolkit.assembly.export import export
 
     step = export(args.run, args.folder, args.best)
     say(

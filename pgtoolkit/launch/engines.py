@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from pgtoolkit.assembly.machine import visible_gpus
 from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.launch.forks import Forks, JobProcess
 from pgtoolkit.system.report import refusal, say
-from pgtoolkit.training.machine import visible_gpus
 
 if TYPE_CHECKING:
     import ray

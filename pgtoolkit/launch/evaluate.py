@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import (
     are_training_prompts,
@@ -37,7 +38,6 @@ from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
-from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")
 """Results lie here, below the directory that the command was typed in."""
@@ -73,8 +73,8 @@ def evaluate_command(
     if problems:
         say("Warning: evaluated on training prompts.")
 
-    from pgtoolkit.training.evaluation import evaluate_policy
-    from pgtoolkit.training.export import saved_state
+    from pgtoolkit.assembly.evaluated_policy import evaluate_policy
+    from pgtoolkit.assembly.export import saved_state
     from pgtoolkit.training.run_log import quieten
 
     quieten()

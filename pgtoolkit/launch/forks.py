@@ -49,7 +49,7 @@ _MODULES = (
     "sqlalchemy.dialects.sqlite",
     "alembic.command",
 )
-"""Modules that jobs import after `pgtoolkit.training.train`, as they begin and end."""
+"""Modules that jobs import after `pgtoolkit.assembly.train`, as they begin and end."""
 
 _WHILE_IMPORTED = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -231,7 +231,7 @@ def _load() -> None:
     # variable, too, and keeps it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with variables(_WHILE_IMPORTED), imports_skipping():
-        importlib.import_module("pgtoolkit.training.train")
+        importlib.import_module("pgtoolkit.assembly.train")
         with importing_mlflow():
             _import_ahead("mlflow.store.tracking.sqlalchemy_workspace_store")
         with contextlib.suppress(Exception):  # a job then says that it has no picture

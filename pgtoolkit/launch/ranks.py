@@ -83,7 +83,7 @@ def train_on_processes(training: Training) -> None:
             return
         # `imports_skipping` holds back garbage collection, which makes the import faster.
         with imports_skipping(), stop_signals_wait():
-            from pgtoolkit.training.train import train
+            from pgtoolkit.assembly.train import train
 
         train(config, training.run_dir, training.resume, training.overrides, training.sweep)
 

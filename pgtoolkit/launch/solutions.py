@@ -23,7 +23,7 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     Each row is {"prompt", "completion"}.
     Raises ConfigError where the task or the file cannot be used.
     """
-    from pgtoolkit.tasks.from_config import make_task
+    from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
     task, seed = _checked_task(out, overrides)

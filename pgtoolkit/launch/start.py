@@ -7,6 +7,8 @@ import contextlib
 from argparse import Namespace
 from pathlib import Path
 
+from pgtoolkit.assembly.inputs import DataProblem
+from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
 from pgtoolkit.config.key import with_values
@@ -21,8 +23,6 @@ from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path
-from pgtoolkit.training.inputs import DataProblem
-from pgtoolkit.training.machine import check_machine
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
@@ -144,7 +144,7 @@ def _note_on_finished_run(config: Config, run_dir: Path) -> str | None:
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:
     """Add the problems of a run that begins with a checkpoint of another; return its folder."""
-    from pgtoolkit.training.export import lacks_checkpoint  # which loads torch
+    from pgtoolkit.assembly.export import lacks_checkpoint  # which loads torch
 
     assert run.config is not None
     max_steps = run.config.trainer.max_steps
@@ -181,7 +181,7 @@ def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: l
 
 def _make_branch(run: PlannedRun, run_dir: Path, step: int, folder: Path) -> None:
     """Put the checkpoint of a step into the folder of a new run."""
-    from pgtoolkit.training.export import branch
+    from pgtoolkit.assembly.export import branch
 
     try:
         branch(run_dir, step, folder)

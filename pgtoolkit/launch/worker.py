@@ -56,8 +56,8 @@ def train_as_rank(training: Training, rank: Rank) -> None:
     The run directory is that of rank 0.
     """
     with imports_skipping():
+        from pgtoolkit.assembly.train import train
         from pgtoolkit.ranks.agreement import failing_together, gather_objects
-        from pgtoolkit.training.train import train
 
     with _process_group(training.config, rank) as layout:
         with failing_together(layout):

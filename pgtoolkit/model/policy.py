@@ -55,6 +55,9 @@ class Policy:
         None where it can.
     compiled: whether `compiled.switch_on` was applied, as it then is to copies.
     merges: whether `load` puts weights that are multiplied together side by side, for `decode`.
+    fp32_lm_head: whether the head gives float32 logits where the body computes in another type.
+    pretrained: the folder, or the name on the hub, that the weights come from; None for weights
+        that were drawn at random.
     """
 
     model: PreTrainedModel
@@ -66,10 +69,14 @@ class Policy:
     not_sampled: str | None = None
     compiled: bool = False
     merges: bool = False
+    fp32_lm_head: bool = False
+    pretrained: str | None = None
 
     pipeline = None  # not a field; a policy in stages has a property of this name
     is_whole = True
     """Whether this process holds the whole model, and can sample from it."""
+    sharded = False
+    """Whether FSDP2 divides the weights."""
 
     def put_away(self) -> None:
         """Free the weights that a forward pass has gathered.
@@ -144,6 +151,7 @@ class Policy:
             by_document=self.by_document,
             mixes_lengths=self.mixes_lengths,
             compiled=self.compiled,
+            fp32_lm_head=self.fp32_lm_head,
         )
 
     def copied(self, dtype: torch.dtype) -> Policy:
@@ -329,7 +337,7 @@ class Policy:
 class PolicyDescription:
     """Everything but the numbers of a policy, to make a copy of it in this or another process.
 
-    by_document, mixes_lengths, compiled: see `Policy`.
+    by_document, mixes_lengths, compiled, fp32_lm_head: see `Policy`.
     """
 
     config: PreTrainedConfig
@@ -339,6 +347,7 @@ class PolicyDescription:
     by_document: bool
     mixes_lengths: bool
     compiled: bool
+    fp32_lm_head: bool
 
     def build(self, device: torch.device) -> Policy:
         """Return the model on a device in compute_dtype, with new weights, for `load` to fill."""
@@ -364,6 +373,7 @@ class PolicyDescription:
             mixes_lengths=self.mixes_lengths,
             compiled=self.compiled,
             merges=self.compiled and merged.can_merge(model),
+            fp32_lm_head=self.fp32_lm_head,
         )
 
 

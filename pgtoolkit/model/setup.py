@@ -176,7 +176,17 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     packs = keeps_documents_apart(loaded, config.path)
     mixes_lengths, not_sampled = continues_rightly(loaded)
     digest = lora.add_adapters(model, config) if config.lora_rank else None
-    return Policy(model, tokenizer, dtype, digest, packs, mixes_lengths, not_sampled)
+    return Policy(
+        model,
+        tokenizer,
+        dtype,
+        digest,
+        packs,
+        mixes_lengths,
+        not_sampled,
+        fp32_lm_head=config.fp32_lm_head,
+        pretrained=None if config.random_weights else config.path,
+    )
 
 
 def _refuse_unsuitable(path: str, model_config: PreTrainedConfig) -> None:

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.config.rules.step import misfits
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
@@ -207,9 +207,12 @@ def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) ->
         raise ConfigError(problem)
 
 
-def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
+def parallelize(
+    policy: Policy, layout: Layout, parallelism: ParallelismConfig, max_tokens: int
+) -> Policy:
     """Return the policy with its model spread over the ranks of `layout`.
 
+    max_tokens: most tokens of a micro-batch.
     Each rank gets its part from the reader of its node. Raises ConfigError where the model cannot
     be spread over them, RankLost where the nodes have read different weights.
     """
@@ -218,7 +221,6 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     # An outline is divided, and then filled one tensor after the other, so that no rank but the
     # reader holds all of the model.
     model = policy.outline().model
-    parallelism = config.parallelism
     with failing_together(layout):
         refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     sharded = parallelism.shard and layout.loss_group is not None
@@ -233,11 +235,13 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         mixes_lengths=policy.mixes_lengths,
         not_sampled=policy.not_sampled,
         compiled=policy.compiled,
+        fp32_lm_head=policy.fp32_lm_head,
+        pretrained=policy.pretrained,
         layout=layout,
         sharded=sharded,
         multiple=layout.size("tensor_parallel") if parallelism.sequence_parallel else 1,
         partial=partial,
-        max_tokens=config.accumulation.max_tokens,
+        max_tokens=max_tokens,
         vocabulary=policy.vocabulary_size,
     )
 

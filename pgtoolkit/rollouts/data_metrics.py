@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pgtoolkit.batch import Document, trajectories_of
-from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.source import Outline
 
@@ -104,14 +103,15 @@ def mismatch_note(
     )
 
 
-def sampling_note(metrics: dict[str, float], config: Config) -> str:
+def sampling_note(
+    metrics: dict[str, float], rollout: PolicyRolloutConfig | RecordedRolloutConfig, loss: str
+) -> str:
     """Return why the clip cannot tell an update from the gap between sampler and trainer; "" if it
     can.
 
-    metrics: of a step.
+    metrics: of a step. loss: its name.
     """
     share = metrics.get("clipped_sampling_fraction", 0.0)
-    rollout = config.rollout
     # Proximal log-probs differ from the sampler's by the updates of the lag as well.
     is_proximal = (
         isinstance(rollout, PolicyRolloutConfig) and rollout.old_log_probs == OldLogProbs.proximal
@@ -128,7 +128,7 @@ def sampling_note(metrics: dict[str, float], config: Config) -> str:
     return (
         "the sampler's log-probs differ from the trainer's by "
         f"{metrics['difference_old_sampling']:.2g} a token. This gap alone would take {share:.0%} "
-        f"of the ratios out of the clip of loss={config.loss.name}, more than an update may. "
+        f"of the ratios out of the clip of loss={loss}, more than an update may. "
         f"{cause}. This note is given once; the metrics difference_old_sampling and "
         "clipped_sampling_fraction follow the gap."
     )

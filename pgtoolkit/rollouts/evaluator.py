@@ -51,6 +51,8 @@ class Evaluator:
     trained: as in `SampledRollouts`.
     rollout: how completions are sampled; see `as_evaluated`.
     folder: the run directory, where the completions are written.
+    every: steps between evaluations.
+    watched: the set and the number by which the best checkpoint is kept; None: none is.
     """
 
     sets: list[PromptSet]
@@ -59,6 +61,8 @@ class Evaluator:
     rollout: PolicyRolloutConfig
     layout: Layout
     folder: Path
+    every: int
+    watched: tuple[str, str] | None
 
     def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, str | float]:
         """Return the numbers of one set (see runs/records.py), the same on every rank. Called by

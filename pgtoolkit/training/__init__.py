@@ -1,1 +1,1 @@
-"""One run, from its configuration to its last checkpoint."""
+"""A step: the loss of its micro-batches, gradients, updates, checkpoints and evaluations."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, StepTotals
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import CriticConfig
+from pgtoolkit.config.schema_run import OptimizerConfig
 from pgtoolkit.losses.exchange import Ranks, all_sum
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
@@ -57,6 +58,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 class Critic:
     """The value model with its optimizer, trained on the micro-batches of the policy.
 
+    optimizer: the settings, with the learning rate of the critic. max_steps: of the run.
     body: a model as `with_value_head` gives it, spread over the ranks of `layout` like the policy.
     loss: of the policy; the value loss weighs tokens as it does.
     num_updates: how many updates the critic's weights have had.
@@ -64,25 +66,32 @@ class Critic:
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, config: Config, body: Policy, layout: Layout, loss: Loss):
-        self.config = config
+    def __init__(
+        self,
+        settings: CriticConfig,
+        optimizer: OptimizerConfig,
+        max_steps: int,
+        body: Policy,
+        layout: Layout,
+        loss: Loss,
+    ):
+        self.settings = settings
+        self._optimizer_settings = optimizer
+        self._max_steps = max_steps
         self.body = body
         self.layout = layout
         # Only these parts of the loss decide the weights of tokens.
         self._loss = Loss(loss.family, loss.aggregation, masks_truncated=loss.masks_truncated)
-        self._optimizer_config = replace(
-            config.optimizer, learning_rate=config.critic.learning_rate
-        )
         self.num_updates = 0
 
     @property
     def trains_alone(self) -> bool:
         """True if the next step updates the critic only, and not the policy."""
-        return self.num_updates < self.config.critic.steps_before_policy
+        return self.num_updates < self.settings.steps_before_policy
 
     def make_optimizer(self) -> None:
         """Make the optimizer, once the weights are on the device that trains them."""
-        self.optimizer = make_optimizer(self.body.model, self._optimizer_config)
+        self.optimizer = make_optimizer(self.body.model, self._optimizer_settings)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """Return the (T,) value of the state after each position's token, with its gradient."""
@@ -116,8 +125,7 @@ class Critic:
 
     def update(self) -> dict[str, float]:
         """Apply the last gradient, and return the learning rate as a metric."""
-        max_steps = self.config.trainer.max_steps
-        rate = learning_rate(self._optimizer_config, self.num_updates, max_steps)
+        rate = learning_rate(self._optimizer_settings, self.num_updates, self._max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -131,7 +139,7 @@ class Critic:
         trained = micro_batch.labels >= 0
         old_values = _or_zeros(micro_batch.values, values)
         returns = _or_zeros(micro_batch.returns, values)
-        clip = self.config.critic.clip
+        clip = self.settings.clip
         weights = make_objective(micro_batch, totals, self._loss, values.dtype, Ranks()).weights
         losses = value_losses(values, old_values, returns, clip)
         loss = (weights * losses.where(trained, 0.0)).sum()

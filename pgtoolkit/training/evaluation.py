@@ -1,28 +1,18 @@
-"""Evaluations of a run, its best checkpoint and its goal; and the evaluation of any policy."""
+"""Evaluations of a run, its best checkpoint and its goal."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from pathlib import Path
 
 import torch
 
-from pgtoolkit.config.evaluation_sets import watched
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import TinyModelConfig
-from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
-from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import Row, best_checkpoint, best_of, read_evaluations
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tracking.progress import evaluation_line
-from pgtoolkit.training.build import accelerator, begin, policy_of
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.sources import evaluator_of
-from pgtoolkit.training.state import load_weights
 
 log = logging.getLogger("pgtoolkit")
 
@@ -34,11 +24,15 @@ class Evaluations:
     An evaluation leaves the training unchanged, to the last bit.
     """
 
-    def __init__(self, run: RunDirectory | None, module: PolicyGradientModule):
+    def __init__(
+        self, run: RunDirectory | None, module: PolicyGradientModule, settings: TrainerConfig
+    ):
+        assert module.evaluator is not None
         self._run = run
         self._module = module
-        self._config = module.config
-        self._watched = watched(module.config)
+        self._every = module.evaluator.every
+        self._watched = module.evaluator.watched
+        self._settings = settings
         rows: list[Row] = []
         best: Row | None = None
         with failing_together(module.layout):
@@ -56,9 +50,7 @@ class Evaluations:
 
     def is_due(self, step: int) -> bool:
         """Return whether the run has to be evaluated after this step, and has not been yet."""
-        is_planned = (
-            step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
-        )
+        is_planned = step % self._every == 0 or step == self._settings.max_steps
         return is_planned and not self.has(step)
 
     def has(self, step: int) -> bool:
@@ -78,13 +70,13 @@ class Evaluations:
         if step > 0 and self._watched is not None:
             candidates = rows if self._best is None else [self._best, *rows]
             self._best = best_of(candidates, self._watched, {step, self.best_step})
-        max_steps = self._config.trainer.max_steps
+        max_steps = self._settings.max_steps
         for row in rows:
             log.info(evaluation_line(row, max_steps, is_best=row is self._best))
 
     def reached(self, step: int) -> str | None:
         """Return a sentence that trainer.stop_at was reached at this step; None if it was not."""
-        goal = self._config.trainer.stop_at
+        goal = self._settings.stop_at
         if goal is None or step == 0:
             return None
         assert self._watched is not None  # trainer.stop_at needs evaluation.best
@@ -112,39 +104,3 @@ def measure(module: PolicyGradientModule, step: int) -> list[Row]:
         }
         rows.append(row)
     return rows
-
-
-def evaluate_policy(
-    config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
-) -> list[Row]:
-    """Evaluate a policy on the sets of a configuration, and return the rows of evaluations.jsonl.
-
-    folder: where the completions are written.
-    trained: the configuration of the run that wrote the checkpoint, if there is one.
-    state: of the checkpoint; None for the weights that the configuration begins with.
-    The numbers equal those that the run has measured with these weights, where prompts and machine
-    are the same. Raises ConfigError for a checkpoint that does not fit the model.
-    """
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    begin(config)
-    alphabet = None
-    if isinstance(config.model, TinyModelConfig):  # its vocabulary is the task's characters
-        run_config = trained or config
-        alphabet = make_task(run_config.task, run_config.seed).alphabet
-    policy = policy_of(config, alphabet, ONE_PROCESS, trained)
-    module = PolicyGradientModule(config, policy, ONE_PROCESS)
-    if state is not None:
-        try:
-            load_weights(policy, state)
-        except (ValueError, KeyError) as error:
-            raise ConfigError(
-                f"the checkpoint does not fit the configured model: {first_line(error)}"
-            ) from error
-        module.num_updates = state["num_updates"]
-        module.documents_seen = state["documents_seen"]
-    module.to("cuda" if accelerator(config) == "gpu" else "cpu")
-    module.evaluator = evaluator_of(config, None, module, None, folder)
-    with contextlib.closing(module.evaluator):
-        return measure(module, 0 if state is None else state["step"])

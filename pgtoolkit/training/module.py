@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import KLPlace
+from pgtoolkit.config.schema_loss import CriticConfig
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema_run import OptimizerConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import (
     Computation,
@@ -23,47 +23,68 @@ from pgtoolkit.kernels.losses import (
     loss_of_hidden,
 )
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
-from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.data_metrics import sampling_note
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.evaluator import Evaluator
+from pgtoolkit.runs.records import Row
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
-from pgtoolkit.training.loss import loss_of
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
+from pgtoolkit.training.surprises import Surprises
 
 if TYPE_CHECKING:
     from pgtoolkit.model.spread import ParallelPolicy
-
-log = logging.getLogger("pgtoolkit")
 
 Inputs = tuple[Tensor, LMHead, Ranks]
 
 
 class PolicyGradientModule(DynamicAccumulation):
-    """Trains `policy` by the loss that `config` describes, with the other ranks of `layout`.
+    """Trains `policy` by a loss, with the other ranks of `layout`.
 
+    computation: how the loss is computed; with check_finite=False, since the step's loss and
+        gradient are checked.
+    max_steps: of the run, to whose end the learning rate decays.
     reference: without gradient, spread like the policy. It is the policy itself where the reference
         is the policy without its adapters, and None where documents bring their ref_log_probs or
         need none.
+    max_bad_steps: consecutive steps with a loss or gradient that is not finite that end the run.
+    reference_every: updates between moves of the reference towards the policy; None: it stays.
+    reference_rate: how far it moves, 0 to 1.
+    Attributes that may be set afterwards:
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
+    surprises: gives notes on steps; None: nobody does.
+    rollout: how completions are sampled, for the folder of a checkpoint.
+    record: what a checkpoint keeps of the run's configuration.
     """
 
     reference: Policy | None = None
     evaluator: Evaluator | None = None
     critic: Critic | None = None
+    surprises: Surprises | None = None
+    rollout: PolicyRolloutConfig | RecordedRolloutConfig | None = None
 
     def __init__(
-        self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None
+        self,
+        policy: Policy,
+        loss: Loss,
+        computation: Computation,
+        optimizer: OptimizerConfig,
+        max_steps: int,
+        layout: Layout = ONE_PROCESS,
+        reference: Policy | None = None,
+        *,
+        max_bad_steps: int = 3,
+        reference_every: int | None = None,
+        reference_rate: float = 1.0,
     ):
-        super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
-        self.config = config
+        super().__init__(layout, optimizer.max_grad_norm, max_bad_steps)
         self.policy = policy
         self.model = policy.model  # as an attribute, so that Lightning moves it to the device
         self.reference = reference
@@ -71,25 +92,24 @@ class PolicyGradientModule(DynamicAccumulation):
             self.reference_model = reference.model  # as above
         if policy.compute_dtype == torch.float16:
             self.loss_scale = LossScale()
-        self.loss = loss_of(config)
-        self.computation = Computation(
-            config.kernel.implementation.value,
-            check_finite=False,  # the step's loss and gradient are checked instead
-            num_splits=config.loss.num_splits,
-            logits_memory_mb=config.kernel.logits_memory_mb,
-        )
-        self._noted_no_signal = False
-        self._noted_mismatch = False
+        self.loss = loss
+        self.computation = computation
+        self.max_steps = max_steps
+        self.reference_every = reference_every
+        self._reference_rate = reference_rate
+        self._optimizer_settings = optimizer
+        self.record: Row = {}
 
-    def add_critic(self, body: Policy) -> None:
+    def add_critic(self, body: Policy, settings: CriticConfig) -> None:
         """Train a critic together with the policy. body: see `Critic`."""
-        self.critic = Critic(self.config, body, self.layout, self.loss)
+        optimizer = replace(self._optimizer_settings, learning_rate=settings.learning_rate)
+        self.critic = Critic(settings, optimizer, self.max_steps, body, self.layout, self.loss)
         self.critic_model = body.model  # as for the policy
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.critic is not None:
             self.critic.make_optimizer()
-        return make_optimizer(self.model, self.config.optimizer)
+        return make_optimizer(self.model, self._optimizer_settings)
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
         self._check_log_probs(step)
@@ -103,29 +123,9 @@ class PolicyGradientModule(DynamicAccumulation):
             weight_sum = self.loss.aggregation.weight_sum(step.totals)
             if weight_sum is not None:
                 metrics["weight_sum"] = weight_sum
-        self._note_surprises(metrics)
+        if self.surprises is not None:
+            self.surprises.of_step(metrics, self.documents_seen)
         return output
-
-    def _note_surprises(self, metrics: dict[str, float]) -> None:
-        """Print a note, once a run, on a step without signal and on log-probs that do not match."""
-        has_no_signal = (
-            metrics.get("zero_advantage_group_fraction") == 1
-            and self.config.advantage.estimator != "none"
-        )
-        if has_no_signal and not self._noted_no_signal:
-            self._noted_no_signal = True
-            log.warning(
-                f"note: every advantage of the step that ends at document {self.documents_seen} is "
-                "0, so the step teaches nothing: all completions of a prompt have equal rewards. "
-                "Is the task too hard or too easy, or are answers longer than "
-                "rollout.max_completion_length? This note is printed once; see the metric "
-                "zero_advantage_group_fraction."
-            )
-        if not self._noted_mismatch:
-            note = sampling_note(metrics, self.config)
-            if note:
-                self._noted_mismatch = True
-                log.warning(f"note: {note}")
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         micro_batch = self.with_reference(micro_batch)
@@ -149,8 +149,7 @@ class PolicyGradientModule(DynamicAccumulation):
         that no scale multiplies after it is computed.
         """
         is_whole = (
-            self.layout.world_size == self.layout.size("data_parallel")
-            and not self.config.parallelism.shard
+            self.layout.world_size == self.layout.size("data_parallel") and not self.policy.sharded
         )
         return (
             self.computation.fused
@@ -210,7 +209,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
 
     def before_update(self) -> dict[str, float]:
-        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.trainer.max_steps)
+        rate = learning_rate(self._optimizer_settings, self.num_updates, self.max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return {"learning_rate": rate}
@@ -266,10 +265,10 @@ class PolicyGradientModule(DynamicAccumulation):
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with the reference's log-probs, where the loss reads them.
 
-        The full KL reads hidden states instead. For a penalty on rewards, the documents have
-        the log-probs already.
+        The full KL reads hidden states instead. For a penalty on rewards, which is no part of the
+        loss, the documents have the log-probs already.
         """
-        if self.reference is None or self.loss.full_kl or self.config.kl.place == KLPlace.reward:
+        if self.reference is None or self.loss.full_kl or self.loss.kl is None:
             return micro_batch
         return replace(micro_batch, ref_log_probs=self._reference_log_probs(micro_batch))
 
@@ -285,16 +284,15 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def _move_reference(self) -> None:
-        """Move the reference towards the policy, if this update is one of `kl.update_every`."""
-        every = self.config.kl.update_every
-        rate = self.config.kl.update_rate
+        """Move the reference towards the policy, if this update is one of `reference_every`."""
+        every = self.reference_every
         if every is None or self.num_updates % every != 0:
             return
         assert self.reference is not None
         weights = named_weights(self.policy.model)
         for name, weight in named_weights(self.reference.model).items():
             if weight.is_floating_point():
-                local(weight).lerp_(local(weights[name]), rate)
+                local(weight).lerp_(local(weights[name]), self._reference_rate)
 
     @torch.no_grad()
     def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:
@@ -369,7 +367,7 @@ class PolicyGradientModule(DynamicAccumulation):
             )
 
     def _with_precision(self, head: LMHead) -> LMHead:
-        return replace(head, fp32_logits=self.config.model.fp32_lm_head)
+        return replace(head, fp32_logits=self.policy.fp32_lm_head)
 
 
 def _at_places_of_policy(values: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -14,7 +14,6 @@ from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
-from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.step_loader import loadable
 from pgtoolkit.runs.directory import RunDirectory
@@ -80,7 +79,7 @@ class Recorder(lightning.Callback):
         if self._run is not None:
             self.progress.begin(self.step)
         if module.evaluator is not None:
-            self._evaluations = Evaluations(self._run, module)
+            self._evaluations = Evaluations(self._run, module, self._config)
             # Before the first step, or where a run was stopped between a step and its evaluation.
             if self._evaluations.is_due(self.step):
                 self._evaluations.make(self.step)
@@ -174,10 +173,8 @@ class Recorder(lightning.Callback):
         """Note whether a step up to the first update had a loss, and whether log-probs match."""
         self._num_updates = module.num_updates
         self._had_loss |= "loss" in metrics
-        if "new_logprobs" in metrics:
-            note = mismatch_note(documents, metrics["new_logprobs"], module.config.rollout)
-            if note:
-                log.warning(f"note: {note}")
+        if "new_logprobs" in metrics and module.surprises is not None:
+            module.surprises.of_first_update(documents, metrics["new_logprobs"])
 
     def _save(self, module: PolicyGradientModule) -> None:
         assert self._unsaved is not None

@@ -12,8 +12,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pgtoolkit.config.saved import record_of
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
@@ -52,7 +50,7 @@ def snapshot(
         "num_skipped_steps": module.num_skipped_steps,
         "documents_seen": module.documents_seen,
         "data": data_state,
-        "config": json.dumps(record_of(module.config)),
+        "config": json.dumps(module.record),
     }
     if module.loss_scale is not None:
         state["loss_scale"] = module.loss_scale.state_dict()
@@ -62,7 +60,7 @@ def snapshot(
     moments, without_moments = _moments(module.optimizer, weights, module.layout)
     state["without_moments"] = without_moments
     tensors = {kind: weights, MOMENTS: moments}
-    if module.config.kl.update_every is not None:
+    if module.reference_every is not None:
         assert module.reference is not None
         tensors[REFERENCE] = named_weights(module.reference.model)
     critic = module.critic
@@ -106,18 +104,19 @@ def write_settings(module: PolicyGradientModule, folder: Path, merged: bool = Fa
     merged: the folder has the weights of the whole model. Otherwise a folder of LoRA's adapters
         gets their configuration alone: with the model's, transformers would read it as a model.
     """
-    model_config = module.config.model
-    sampling = sampling_settings(module.policy, module.config.rollout)
+    assert module.rollout is not None
+    sampling = sampling_settings(module.policy, module.rollout)
+    pretrained = module.policy.pretrained
     if module.policy.base_digest is not None and not merged:
-        assert isinstance(model_config, HuggingFaceModelConfig)
-        config = lora.settings(module.model, model_config.path)
+        assert pretrained is not None
+        config = lora.settings(module.model, pretrained)
     else:
         config = copy.deepcopy(module.model.config)
         config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
         config.use_cache = True
         config.dtype = torch.float32
-        if isinstance(model_config, HuggingFaceModelConfig) and not model_config.random_weights:
-            config.dtype = load_config(model_config.path).dtype or torch.float32
+        if pretrained is not None:
+            config.dtype = load_config(pretrained).dtype or torch.float32
     try:
         for part in (config, sampling, module.policy.tokenizer):
             part.save_pretrained(str(folder))
@@ -158,7 +157,7 @@ def _restore_tensors(module: PolicyGradientModule, state: dict, names: set[str])
     """Restore this rank's part of weights and moments. names: of the whole model's weights."""
     path = state["path"]
     load_weights(module.policy, state, names)
-    if module.config.kl.update_every is not None:
+    if module.reference_every is not None:
         assert module.reference is not None
         _fill_all(named_weights(module.reference.model), path, REFERENCE)
     _, weights = stored_weights(module.policy)

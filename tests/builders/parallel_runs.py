@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from builders.processes import layout, world
 from builders.runs import SHORT, config_of, metrics_of
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
-from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
-from pgtoolkit.training.train import train
 
 RECORDED_SHORT = [
     setting for setting in SHORT if not setting.startswith(("rollout.", "task.", "aggregation="))

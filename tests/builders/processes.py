@@ -28,7 +28,7 @@ START_SECONDS = 60
 RUN_SECONDS = 60
 PRELOADED = [
     "torch.distributed.tensor",
-    "pgtoolkit.training.train",
+    "pgtoolkit.assembly.train",
     "transformers.models.gpt2.modeling_gpt2",
 ]
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import (
     ADAPTERS,
     CRITIC,
@@ -29,7 +30,6 @@ from pgtoolkit.training.checkpoint import (
     save_checkpoint,
 )
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import train
 
 SHORT = (
     "tracking=none",

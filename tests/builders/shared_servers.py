@@ -20,15 +20,15 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.config.schema_tasks import GuessTaskConfig
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.servers import ServerSampler
-from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import train
 
 END_TOKENS = [11, 3]
 """The model's end-of-sequence token, and one of a digit that its generation_config.json adds."""

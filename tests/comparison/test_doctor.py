@@ -14,13 +14,13 @@ import torch
 from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.doctor import FEWEST_STEPS, RULES, diagnose, examine
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.runs.find import Run, read_run, run_directories
 from pgtoolkit.runs.records import read_leaves
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.training.train import train
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [rule.name for rule in RULES]

@@ -15,6 +15,7 @@ import pytest
 from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
@@ -22,7 +23,6 @@ from pgtoolkit.config.rules.executed import before_start
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.training.train import train
 
 EVIL = """
 from pathlib import Path

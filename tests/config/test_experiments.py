@@ -11,9 +11,9 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.validate import validate
-from pgtoolkit.training.train import train
 
 FILES = {
     file.stem: file

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from builders.runs import config_of
+
 from keys import key_test
-from keys.small_runs import module_and_steps
+from keys.small_runs import module_and_steps, settings
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.evaluation import Evaluations
 
 SMALL_EVALUATION = {
@@ -41,14 +43,15 @@ def evaluated(folder: Path, *overrides: str) -> Evaluated:
         numbers[prompt_set.name] = evaluator.evaluate(prompt_set, 0)
         file = folder / "completions" / f"evaluation_{prompt_set.name}_000000.parquet"
         completions[prompt_set.name] = read_completions(file)
-    return Evaluated(module.config, numbers, completions)
+    return Evaluated(config_of(*settings(*small, *overrides)), numbers, completions)
 
 
 @key_test("evaluation.every")
 def evaluations_are_due_before_the_first_step_at_every_nth_and_after_the_last():
     for every, expected in ((2, [0, 2, 4, 6]), (4, [0, 4, 6])):
-        module, _ = module_and_steps(f"evaluation.every={every}", "trainer.max_steps=6")
-        evaluations = Evaluations(None, module)
+        overrides = (f"evaluation.every={every}", "trainer.max_steps=6")
+        module, _ = module_and_steps(*overrides)
+        evaluations = Evaluations(None, module, config_of(*settings(*overrides)).trainer)
         assert [step for step in range(7) if evaluations.is_due(step)] == expected
     module, _ = module_and_steps()
     assert module.evaluator is None

@@ -18,11 +18,11 @@ from keys.small_runs import (
     rows_file,
     settings,
 )
+from pgtoolkit.assembly.machine import check_machine
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.batch import Document
 from pgtoolkit.config.counts import copies_of
 from pgtoolkit.system.report import Report
-from pgtoolkit.tasks.from_config import make_task
-from pgtoolkit.training.machine import check_machine
 from pgtoolkit.training.module import PolicyGradientModule
 
 
@@ -50,7 +50,7 @@ def the_seed_decides_weights_prompts_and_completions():
     assert torch.equal(module.policy.head.weight, same_module.policy.head.weight)
     assert not torch.equal(module.policy.head.weight, other_module.policy.head.weight)
     for seed, batch in ((7, documents), (8, other_documents)):
-        task = make_task(module.config.task, seed)
+        task = make_task(config_of(*settings()).task, seed)
         prompts = [prompt_of(module, document) for document in batch[::4]]
         assert prompts == [task.prompt(i).text for i in range(4)]
 

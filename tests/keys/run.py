@@ -20,6 +20,8 @@ from mlflow import MlflowClient
 
 from keys import key_test
 from keys.small_runs import SMALL, module_of, recorded_steps, rows_file, settings
+from pgtoolkit.assembly.build import accelerator, begin
+from pgtoolkit.assembly.train import _start_trackers
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
@@ -30,8 +32,6 @@ from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.training.build import accelerator, begin
-from pgtoolkit.training.train import _start_trackers
 
 WORKER_VARIABLES = (
     "RANK",
@@ -63,7 +63,12 @@ def policies_of_two_ranks(folder: Path, *overrides: str, **sizes: int) -> list[P
     policy = module_of("metrics=none").policy
 
     def spread_on(rank: int) -> Policy:
-        return parallelize(copy.deepcopy(policy), Layout.of_world("cpu", 60, **sizes), config)
+        return parallelize(
+            copy.deepcopy(policy),
+            Layout.of_world("cpu", 60, **sizes),
+            config.parallelism,
+            config.accumulation.max_tokens,
+        )
 
     return on_ranks(2, spread_on)
 

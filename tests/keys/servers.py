@@ -10,12 +10,12 @@ from builders.runs import config_of, sampler_of
 
 from keys import key_test
 from keys.small_runs import settings
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.sampling.server_api import Plan, plan_servers
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.training.build import build
 
 
 def sampler_with(folder: Path, *overrides: str) -> ServerSampler:

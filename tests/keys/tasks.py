@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from builders.runs import config_of
 
 from keys import key_test
 from keys.rollouts import module_and_first_batch, prompt_of
-from keys.small_runs import module_of
+from keys.small_runs import settings
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.conversation import Conversation, ConversationTask
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Task
@@ -41,8 +42,8 @@ ROOM_FOR_TURNS = ("rollout.max_completion_length=40", "accumulation.max_tokens=6
 
 
 def task_of(*overrides: str) -> Task:
-    module = module_of(*overrides)
-    return make_task(module.config.task, module.config.seed)
+    config = config_of(*settings(*overrides))
+    return make_task(config.task, config.seed)
 
 
 def conversation_task_of(*overrides: str) -> ConversationTask:

@@ -98,7 +98,7 @@ def test_a_signal_while_a_line_is_written_stops_after_the_step_without_a_traceba
 INTERRUPTED_IN_A_FINALIZER = """
 import os, signal, sys
 from pgtoolkit.cli import main
-from pgtoolkit.training import train
+from pgtoolkit.assembly import train
 
 class Interrupting:
     def __del__(self):

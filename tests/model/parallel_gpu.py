@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model.spread import configuration, step
+from model.spread import LENGTHS, step
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.model import attention, compiled
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
@@ -101,7 +102,10 @@ def main() -> None:
         policy = parallelize(
             build(device, torch.bfloat16, options),
             layout,
-            configuration(sizes, "shard" in options, "sequence" in options, SCALE),
+            ParallelismConfig(
+                shard="shard" in options, sequence_parallel="sequence" in options, **sizes
+            ),
+            SCALE * sum(LENGTHS),
         )
         rows[name] = distances(step(policy, layout, SCALE, **objective), of_one_process)
     rows_by_rank = [None] * dist.get_world_size()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 from builders import processes
@@ -15,6 +14,8 @@ from builders.runs import CLOCK_COLUMNS
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors, pack
+from pgtoolkit.config.schema_run import OptimizerConfig
+from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import correction_of
@@ -22,8 +23,7 @@ from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
-from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
-from pgtoolkit.training.accumulation import DynamicAccumulation
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import LocalAdamW
 
@@ -85,24 +85,14 @@ class Module(PolicyGradientModule):
     correction."""
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
-        DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
-        self.policy = policy
-        self.model = policy.model
-        self._noted_mismatch = True
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
         correction = correction_of(objective.get("correction"))
-        self.loss = Loss(
+        loss = Loss(
             family, aggregation, metrics=objective.get("metrics", "none"), correction=correction
         )
-        self.computation = Computation(check_finite=False)
-        shard = getattr(policy, "sharded", False)
-        no_reference = SimpleNamespace(update_every=None, update_rate=None, place="loss")
-        self.config = SimpleNamespace(
-            model=SimpleNamespace(fp32_lm_head=False),
-            parallelism=SimpleNamespace(shard=shard),
-            kl=no_reference,
-        )
+        optimizer = OptimizerConfig(learning_rate=1.0, max_grad_norm=0.5)
+        super().__init__(policy, loss, Computation(check_finite=False), optimizer, 1, layout)
 
     def before_update(self):
         return {}
@@ -144,27 +134,14 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return full
 
 
-def configuration(
-    sizes: dict[str, int], shard: bool, sequence_parallel: bool, scale: int = 1
-) -> SimpleNamespace:
-    """Return the keys that `parallelize` reads. sizes: of the axes that are not 1."""
-    parallelism = SimpleNamespace(
-        shard=shard, sequence_parallel=sequence_parallel, **(dict.fromkeys(AXES, 1) | sizes)
-    )
-    return SimpleNamespace(
-        parallelism=parallelism, accumulation=SimpleNamespace(max_tokens=scale * sum(LENGTHS))
-    )
-
-
 @functools.cache
 def spread_policy(
     kind: str, cut: tuple, shard: bool, sequence_parallel: bool
 ) -> tuple[Policy, Layout]:
     sizes = dict(cut)
     layout = processes.layout(**sizes)
-    return parallelize(
-        small_policy(kind), layout, configuration(sizes, shard, sequence_parallel)
-    ), layout
+    parallelism = ParallelismConfig(shard=shard, sequence_parallel=sequence_parallel, **sizes)
+    return parallelize(small_policy(kind), layout, parallelism, sum(LENGTHS)), layout
 
 
 def step_of_one_process(kind: str, **objective) -> dict[str, torch.Tensor]:

@@ -19,6 +19,8 @@ from torch._dynamo.utils import counters
 from transformers import PhiConfig, PhiForCausalLM
 from transformers.models.llama import modeling_llama
 
+from pgtoolkit.assembly.build import policy_of, reference_of
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document, MicroBatch, pack
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.errors import ConfigError
@@ -26,8 +28,6 @@ from pgtoolkit.model import compiled, decoding, rowwise
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.training.build import policy_of, reference_of
-from pgtoolkit.training.train import train
 
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 LENGTHS = [(5, 7, 3), (1,), (2,), (9, 9), (14, 3, 4, 1), (1, 1)]

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pgtoolkit.assembly.build import refuse_any_order
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.attention import Documents, by_document, use_packed_attention
 from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.training.build import refuse_any_order
 
 
 @pytest.fixture(autouse=True)

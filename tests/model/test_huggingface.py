@@ -18,12 +18,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from pgtoolkit.assembly.train import build, train
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema import Config
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
-from pgtoolkit.training.train import build, train
 
 SIZES = {
     "hidden_size": 16,

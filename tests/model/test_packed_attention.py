@@ -10,10 +10,10 @@ from builders.models import small_policy as small_model
 from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
-from pgtoolkit.training.build import build
 
 QUERIES = [3, 5, 1, 0, 40]
 KEYS = [7, 5, 1, 0, 40]

@@ -11,13 +11,13 @@ import transformers
 from builders.models import model_config, save_with_tokenizer
 from builders.runs import config_of, sampler_of, with_model
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.training.build import build
 
 WIDTH = {
     "vocab_size": 12,

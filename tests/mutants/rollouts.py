@@ -83,10 +83,10 @@ def the_critics_values_are_not_clipped(right, values, old_values, returns, clip)
 
 @mutant("training.module:PolicyGradientModule._move_reference")
 def a_moving_reference_becomes_the_policy_at_once(right, self):
-    kl = self.config.kl
-    self.config = replace(self.config, kl=replace(kl, update_rate=1.0))
+    rate = self._reference_rate
+    self._reference_rate = 1.0
     right(self)
-    self.config = replace(self.config, kl=kl)
+    self._reference_rate = rate
 
 
 @mutant("training.loss_scale:LossScale.fall")

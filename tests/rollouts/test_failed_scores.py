@@ -11,6 +11,7 @@ import torch
 from builders.rollout_rows import all_documents, good_row, recorded_rollouts, write_jsonl
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_loader
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
 from pgtoolkit.config.schema_tasks import VerifierFailure
@@ -25,7 +26,6 @@ from pgtoolkit.runs.completion_files import CompletionRow
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
 from pgtoolkit.tasks.tasks import Score
-from pgtoolkit.training.train import train
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -19,13 +19,13 @@ from builders.runs import (
     some_documents,
 )
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import is_solved
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.tasks.tasks import Score
-from pgtoolkit.training.train import train
 
 RETIRE = "rollout.retire_at=0.9"
 

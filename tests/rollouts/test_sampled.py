@@ -11,14 +11,14 @@ from builders.runs import SHORT, config_of
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.sampled import SampledRollouts
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Score, Task
-from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 
 TEXTS = ("", "12", "4321", "123")

@@ -22,6 +22,7 @@ from builders.runs import (
 )
 from builders.vllm_servers import COMMAND
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.comparison.tokens_step import make_again
 from pgtoolkit.completion import Completion, Request
@@ -31,7 +32,6 @@ from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import train
 
 ENVIRONMENTS = "tasks.environments_for_tests"
 STOPS = "abcdefghijklm012345"

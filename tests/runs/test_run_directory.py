@@ -19,6 +19,7 @@ import pytest
 from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
@@ -27,7 +28,6 @@ from pgtoolkit.runs import series
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, read_status
 from pgtoolkit.runs.series import metric_names, read_metrics, rows_until
-from pgtoolkit.training.train import train
 
 OPEN_RUN = (
     "import sys, time\n"

@@ -39,7 +39,7 @@ def log_probs_by_transformers(
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     model = copied.model.float()
-    settings = sampling_settings(policy, module.config.rollout)
+    settings = sampling_settings(policy, module.rollout)
     request_of_completion = [request for request in requests for _ in range(request.completions)]
     for request, completion in zip(request_of_completion, completions, strict=True):
         text = torch.tensor([request.tokens + completion.tokens.tolist()], device=model.device)

@@ -23,12 +23,12 @@ from builders.runs import (
 )
 from builders.vllm_servers import all_ended
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
-from pgtoolkit.training.build import build
-from pgtoolkit.training.train import train
 
 AHEAD = ("rollout.old_log_probs=sampling", "trainer.device=cpu", "trainer.deterministic=true")
 LAG = (*AHEAD, "rollout.lag=2")

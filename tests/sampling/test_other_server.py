@@ -16,12 +16,12 @@ from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND, all_ended, processes_of
 from sampling.server_checks import assert_log_probs_of_trainer, update
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
 from pgtoolkit.sampling.servers import ServerSampler
-from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 

@@ -14,12 +14,12 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.runs import config_of, metrics_of, sampler_of, with_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.training.build import build
-from pgtoolkit.training.train import train
 
 PROMPT = [4, 8, 2, 10]
 OTHER = [9, 10]

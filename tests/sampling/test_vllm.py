@@ -20,12 +20,12 @@ from builders.vllm_servers import COMMAND, processes_of
 from sampling.server_checks import assert_log_probs_of_trainer, update
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")
@@ -92,7 +92,7 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
         "cache_salt": "salt",
     }
     evaluated = dataclasses.replace(
-        module.config.rollout, temperature=0.0, top_p=None, max_completion_length=9
+        module.rollout, temperature=0.0, top_p=None, max_completion_length=9
     )
     sampler.sampling_otherwise(evaluated, lambda: None)
     sampling = sampler._ways[1]

@@ -194,9 +194,7 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
 
 def test_at_temperature_0_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
     with servers.joined_sampler(tmp_path) as (module, sampler):
-        rollout = dataclasses.replace(
-            module.config.rollout, temperature=0.0, max_completion_length=3
-        )
+        rollout = dataclasses.replace(module.rollout, temperature=0.0, max_completion_length=3)
         greedy = sampler.sampling_otherwise(rollout, lambda: None)
         greedy.publish(module.policy.weights, 0)
         # At temperature 0 vLLM refuses to write several completions.

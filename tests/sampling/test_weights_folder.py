@@ -21,10 +21,10 @@ from builders.vllm_servers import COMMAND
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import StorageError
 from pgtoolkit.sampling.weights_folder import WeightsFolder, _lock_pages
-from pgtoolkit.training.build import build
 
 
 def test_a_full_disk_is_reported_with_the_key_of_the_folder(tmp_path):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from builders.runs import SHORT, config_of, metrics_of, run
 
+from pgtoolkit.assembly.train import build
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.functions import import_function
-from pgtoolkit.training.train import build
 
 REDUCERS = """
 import torch

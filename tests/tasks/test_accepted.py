@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pgtoolkit.assembly.inputs import DataProblem
+from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.accepted import can_capture
-from pgtoolkit.training.inputs import DataProblem
-from pgtoolkit.training.machine import check_machine
 
 
 def checked(

@@ -12,6 +12,9 @@ from builders.runs import SHORT, config_of, last_of_each_key, with_model
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.preview import preview
+from pgtoolkit.assembly.train import train
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS
@@ -19,11 +22,8 @@ from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
-from pgtoolkit.tasks.preview import preview
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.training.build import build
-from pgtoolkit.training.train import train
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + "

@@ -9,13 +9,13 @@ import pytest
 import torch
 from builders.runs import config_of
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.group_rollouts import as_completion
 from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.conversation import Conversation, ConversationTask
 from pgtoolkit.tasks.environments import Guess
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
 
 COUNTING = "tasks.environments_for_tests.Counting"

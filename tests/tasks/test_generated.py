@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, SumsTaskConfig
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.generated import is_held_out
 from pgtoolkit.tasks.tasks import Task
 

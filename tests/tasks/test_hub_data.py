@@ -59,9 +59,9 @@ import json, sys, time
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.tasks.prompt_rows import prompt_files
-from pgtoolkit.training.machine import check_machine
+from pgtoolkit.assembly.machine import check_machine
 pauses = []
 time.sleep = pauses.append
 for overrides in json.loads(sys.argv[1]):

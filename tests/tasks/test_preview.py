@@ -8,12 +8,12 @@ from builders.runs import SHORT, config_of, with_model
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
 from transformers import PreTrainedTokenizerFast
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.preview import notes_on_rows
 from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
 from pgtoolkit.tasks.chat_template import chat_of
-from pgtoolkit.tasks.preview import notes_on_rows
 from pgtoolkit.tasks.prompts import TokenizedTask
-from pgtoolkit.training.build import build
 
 
 class Rows:

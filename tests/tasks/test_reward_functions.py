@@ -15,6 +15,7 @@ import pytest
 import torch
 from tasks import rewards_for_tests
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig
@@ -22,7 +23,6 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.chat_template import ChatTemplate
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.tasks import Score, Task

@@ -12,6 +12,7 @@ from builders.runs import config_of, last_of_each_key, sampler_of, with_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.policy import Policy
@@ -20,7 +21,6 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Score
-from pgtoolkit.training.build import build
 
 TEXTS = ["the answer is </answer> and </think>", "ünï🎉 wörld", "a\n\nb", "so so so"] * 8
 END = "<|im_end|>"

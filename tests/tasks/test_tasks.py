@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema_tasks import (
@@ -17,7 +18,6 @@ from pgtoolkit.config.schema_tasks import (
 )
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Task
 

@@ -13,13 +13,13 @@ import pytest
 from builders.commands import wait_until
 from builders.runs import SHORT, config_of, metrics_of
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure, Processes
 from pgtoolkit.tasks.reward_functions import Question
 from pgtoolkit.tasks.scoring import verifier_pool
 from pgtoolkit.tasks.verifiers import Named
-from pgtoolkit.training.train import train
 
 SCRIPTED = "tasks.verifiers_for_tests.scripted"
 TESTS = Path(__file__).parents[1]

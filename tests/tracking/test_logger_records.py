@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from builders.stores import CONFIG, append_steps
 
+from pgtoolkit.assembly.machine import _check_wandb
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import StorageError
@@ -20,7 +21,6 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import Report
 from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
-from pgtoolkit.training.machine import _check_wandb
 
 SETTINGS = {
     **CONFIG,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from builders.runs import SHORT, last_of_each_key
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.training.train import train
 
 REDUCERS = """
 import torch

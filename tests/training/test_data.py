@@ -16,9 +16,9 @@ import pytest
 from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
 
+from pgtoolkit.assembly.data import WHOLE_BYTES, digests
 from pgtoolkit.cli import main
 from pgtoolkit.config.paths import absolute_paths
-from pgtoolkit.training.data import WHOLE_BYTES, digests
 
 SMALL = [
     setting

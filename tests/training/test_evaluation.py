@@ -25,13 +25,13 @@ from builders.runs import (
 )
 from omegaconf import OmegaConf
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.rollouts.evaluator import mean_and_error, pass_at_k
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
-from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
-from pgtoolkit.training.train import train
 
 EVALUATED = (
     "evaluation.every=2",

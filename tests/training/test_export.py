@@ -10,12 +10,12 @@ from builders.runs import SHORT, checkpoint_of, config_of, run, with_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema import Config
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.train import train
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from builders.runs import (
     with_model,
 )
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.ranks.gradients import scale_gradients
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.build import build
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import train
 
 HALF = "model.dtype=float16"
 TOO_LARGE = 2.0**40

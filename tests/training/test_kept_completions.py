@@ -12,6 +12,7 @@ import torch
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.comparison.samples import facts
 from pgtoolkit.config.compose import compose
@@ -21,7 +22,6 @@ from pgtoolkit.rollouts import kept_completions
 from pgtoolkit.rollouts.kept_completions import chosen
 from pgtoolkit.runs.completion_files import CompletionRow, completion_files, read_completions
 from pgtoolkit.training import recorder
-from pgtoolkit.training.train import train
 
 
 def kept_rows(folder: Path) -> list[CompletionRow]:

@@ -17,14 +17,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.setup import build_policy
-from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights
-from pgtoolkit.training.train import train
 
 TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11]])
 LORA = ("model.lora_rank=2", "model.lora_alpha=6", "optimizer.learning_rate=0.05")

@@ -4,8 +4,8 @@ import pytest
 from builders.models import small_policy
 from builders.runs import config_of
 
+from pgtoolkit.assembly.opening import opening
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.training.opening import opening
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.processes import world
 from builders.runs import config_of, with_model
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, RankLost
 from pgtoolkit.model.policy import Policy, all_tensors
 from pgtoolkit.ranks.collectives import local, whole
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.step_loader import StepLoader
-from pgtoolkit.training.build import build
 from pgtoolkit.training.module import PolicyGradientModule
 
 pytestmark = pytest.mark.slow  # ranks are processes

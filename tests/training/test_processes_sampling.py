@@ -24,6 +24,7 @@ from builders.runs import (
     with_model,
 )
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import DataError
@@ -31,7 +32,6 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
-from pgtoolkit.training.build import build
 
 pytestmark = pytest.mark.slow  # ranks are processes
 

@@ -14,10 +14,10 @@ from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, config_of, metrics_of, module_and_loader, run, with_model
 
+from pgtoolkit.assembly.build import reference_of
+from pgtoolkit.assembly.train import train
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.training.build import reference_of
-from pgtoolkit.training.train import train
 
 PENALTIES = ("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02")
 MOVING = (
@@ -124,7 +124,8 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     assert rows[0]["kl_ref"] == 0
     assert rows[1]["kl_ref"] > 0
     module, _ = module_and_loader(*with_model(*overrides))
-    reference = reference_of(module.config, module.policy).model
+    config = config_of(*with_model(*overrides))
+    reference = reference_of(config, module.policy).model
     assert reference.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert reference.model.norm.weight.dtype == reference.get_input_embeddings().weight.dtype
     assert reference.model.embed_tokens.weight.dtype != torch.bfloat16

@@ -18,12 +18,12 @@ from builders.runs import (
     run,
 )
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import read_run
 from pgtoolkit.runs.records import read_provenance
-from pgtoolkit.training.train import train
 
 STEPS_OF_5 = ("trainer.max_steps=9", "accumulation.docs_per_step=5")
 STEPS_OF_12 = ("trainer.max_steps=9", "accumulation.docs_per_step=12")

@@ -12,8 +12,8 @@ import torch
 from builders.runs import config_of, module_and_loader
 from keys.small_runs import rows_file
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import DataError
-from pgtoolkit.training.train import train
 
 WITHOUT_NUMBERS = dict.fromkeys(("reward", "old_log_probs", "advantage", "group_id"), ...)
 """Makes `rows_file` leave out all but the tokens of a row and their mask."""
@@ -42,10 +42,14 @@ def test_supervised_fine_tuning_is_a_loop_of_cross_entropy(tmp_path):
         tokens = [(3 * i + t) % 11 for t in range(length)]
         rows.append({"token_ids": tokens, "loss_mask": [t >= 1 + i % 2 for t in range(length)]})
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    module, loader = module_and_loader(
-        *SMALL, f"rollout.path={path}", "optimizer.max_grad_norm=null", "optimizer.weight_decay=0"
+    overrides = (
+        *SMALL,
+        f"rollout.path={path}",
+        "optimizer.max_grad_norm=null",
+        "optimizer.weight_decay=0",
     )
-    adamw = module.config.optimizer
+    module, loader = module_and_loader(*overrides)
+    adamw = config_of(*overrides).optimizer
     model = copy.deepcopy(module.model)
     optimizer = torch.optim.AdamW(
         model.parameters(),

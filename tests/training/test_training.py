@@ -23,6 +23,7 @@ from builders.runs import (
     with_model,
 )
 
+from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Step
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.stages import STAGES
@@ -30,7 +31,6 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import train
 
 
 def gradient_of(module: PolicyGradientModule, step: Step) -> torch.Tensor:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pgtoolkit.assembly.data import record_data
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
@@ -28,7 +29,6 @@ from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
-from pgtoolkit.training.data import record_data
 from pgtoolkit.training.optimizer import learning_rate
 from pgtoolkit.training.run_log import logging_to, quieten
 

@@ -7,8 +7,11 @@ import logging
 import zlib
 from pathlib import Path
 
+from pgtoolkit.assembly.data import record_rollouts
+from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.preview import notes_on_rows
 from pgtoolkit.config.counts import copies_of
-from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets
+from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
@@ -37,11 +40,8 @@ from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.from_config import make_task
-from pgtoolkit.tasks.preview import notes_on_rows
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Task
-from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
@@ -151,7 +151,16 @@ def evaluator_of(
         sampler = source.sampler.sampling_otherwise(evaluated_config.rollout, source.state_dict)
     else:
         sampler = _sampler(evaluated_config, module, sets[0].task, longest_document, run_dir)
-    return Evaluator(sets, sampler, module, evaluated_config.rollout, module.layout, run_dir)
+    return Evaluator(
+        sets,
+        sampler,
+        module,
+        evaluated_config.rollout,
+        module.layout,
+        run_dir,
+        config.evaluation.every,
+        watched(config),
+    )
 
 
 def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:

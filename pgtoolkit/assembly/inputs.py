@@ -185,8 +185,8 @@ def _report_on_task(
     no_template: the setting that leaves chat messages without a template, if there is one.
     model: its folder, or its name.
     """
+    from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.accepted import notes_on_answers
-    from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.prompt_tasks import PromptsTask
 
@@ -249,8 +249,8 @@ def _tokenizer_and_ends(
     task, seed: of the run.
     """
     if isinstance(model, TinyModelConfig):
+        from pgtoolkit.assembly.make_task import make_task
         from pgtoolkit.model.setup import character_tokenizer
-        from pgtoolkit.tasks.from_config import make_task
 
         tokenizer = character_tokenizer(make_task(task, seed).alphabet)
         return tokenizer, [cast("int", tokenizer.eos_token_id)]
@@ -310,8 +310,8 @@ _PROMPTS_TRIED = 1000
 @functools.cache  # the jobs of a sweep share it
 def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
     """Do the work of `_problem_of_task`, whose arguments are pickled to be a cache's key."""
+    from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.chat_template import chat_of
-    from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody
 
     model, run_task, run_seed, task_config, seed, stop, template, is_held_out = pickle.loads(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.saved import saved_config
@@ -41,7 +42,6 @@ from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tracking.description import description_of
 from pgtoolkit.training.checkpoint import (

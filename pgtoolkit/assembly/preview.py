@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
@@ -16,7 +17,6 @@ from pgtoolkit.system.model_folder import end_tokens, load_generation_config, lo
 from pgtoolkit.tasks.accepted import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 
 _AS_TEXTS = ("exact_match", "regular_expression")

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from pgtoolkit.assembly.inputs import check_inputs, check_recorded_rollouts, errors_added_to
 from pgtoolkit.config import memory
 from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import needs_sampler
@@ -22,7 +23,6 @@ from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, refusal, text
 from pgtoolkit.tracking.store_file import problem_of_store
-from pgtoolkit.training.inputs import check_inputs, check_recorded_rollouts, errors_added_to
 
 _PROCESSES_PER_CORE = 16
 """A configuration of more processes is a typing mistake, and would fill the machine's memory before
@@ -51,7 +51,7 @@ def check_machine(config: Config, report: Report) -> None:
     is_recorded = config.rollout.name == "recorded"
     has_own_code = config.aggregation.reducer is not None or config.loss.name == "custom"
     if is_recorded or has_own_code:
-        from pgtoolkit.training.loss import loss_of
+        from pgtoolkit.assembly.loss import loss_of
 
         with errors_added_to(report):
             loss = loss_of(config)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pgtoolkit.assembly.build import build, fit
+from pgtoolkit.assembly.open_run import open_run
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import (
     PolicyRolloutConfig,
@@ -32,9 +34,7 @@ from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import entry, mlflow_entries, summary
 from pgtoolkit.tracking.signals import StopSignal
-from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import reading_checkpoint
-from pgtoolkit.training.open_run import open_run
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")

@@ -12,6 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pgtoolkit.assembly.loss import loss_of
+from pgtoolkit.assembly.machine import lacking_devices
+from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.opening import opening
+from pgtoolkit.assembly.sources import evaluator_of, source_of
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on
@@ -20,10 +25,12 @@ from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary
 from pgtoolkit.config.rules.run import unknown_parts
+from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import AdvantageEstimator
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.lora import adapted_layers
@@ -36,13 +43,10 @@ from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import LightningEnvironment, lightning
-from pgtoolkit.training.machine import lacking_devices
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.opening import opening
-from pgtoolkit.training.sources import evaluator_of, source_of
+from pgtoolkit.training.surprises import Surprises
 
 log = logging.getLogger("pgtoolkit")
 
@@ -65,22 +69,57 @@ def build(
     log.info(opening(config, policy, on_gpu, layout))
     if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
+    spread = partial(
+        parallelize,
+        layout=layout,
+        parallelism=config.parallelism,
+        max_tokens=config.accumulation.max_tokens,
+    )
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
-        reference = parallelize(reference, layout, config)
+        reference = spread(reference)
     critic = critic_of(config, policy, layout)
-    spread_policy = parallelize(policy, layout, config)
+    spread_policy = spread(policy)
     if reference is policy:
         reference = spread_policy
-    module = PolicyGradientModule(config, spread_policy, layout, reference)
+    module = module_of(config, spread_policy, layout, reference)
     if critic is not None:
-        module.add_critic(parallelize(critic, layout, config))
+        module.add_critic(spread(critic), config.critic)
     longest_document = min(policy.max_positions, config.accumulation.max_tokens)
     source = source_of(config, task, module, longest_document, resume, run_dir)
     if is_on(config):
         training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
     return module, loader_of(source, config, layout)
+
+
+def module_of(
+    config: Config, policy: Policy, layout: Layout, reference: Policy | None = None
+) -> PolicyGradientModule:
+    """Return the module that trains a policy, spread over ranks, by the configured loss."""
+    computation = Computation(
+        config.kernel.implementation.value,
+        check_finite=False,  # the step's loss and gradient are checked instead
+        num_splits=config.loss.num_splits,
+        logits_memory_mb=config.kernel.logits_memory_mb,
+    )
+    module = PolicyGradientModule(
+        policy,
+        loss_of(config),
+        computation,
+        config.optimizer,
+        config.trainer.max_steps,
+        layout,
+        reference,
+        max_bad_steps=config.trainer.max_bad_steps,
+        reference_every=config.kl.update_every,
+        reference_rate=config.kl.update_rate,
+    )
+    has_advantages = config.advantage.estimator != AdvantageEstimator.none
+    module.surprises = Surprises(config.loss.name, config.rollout, has_advantages)
+    module.rollout = config.rollout
+    module.record = record_of(config)
+    return module
 
 
 def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:

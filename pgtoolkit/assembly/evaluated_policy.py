@@ -1,0 +1,53 @@
+"""The evaluation of a policy that is not in training."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from pgtoolkit.assembly.build import accelerator, begin, module_of, policy_of
+from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.sources import evaluator_of
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import TinyModelConfig
+from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.runs.records import Row
+from pgtoolkit.training.evaluation import measure
+from pgtoolkit.training.state import load_weights
+
+
+def evaluate_policy(
+    config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
+) -> list[Row]:
+    """Evaluate a policy on the sets of a configuration, and return the rows of evaluations.jsonl.
+
+    folder: where the completions are written.
+    trained: the configuration of the run that wrote the checkpoint, if there is one.
+    state: of the checkpoint; None for the weights that the configuration begins with.
+    The numbers equal those that the run has measured with these weights, where prompts and machine
+    are the same. Raises ConfigError for a checkpoint that does not fit the model.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    begin(config)
+    alphabet = None
+    if isinstance(config.model, TinyModelConfig):  # its vocabulary is the task's characters
+        run_config = trained or config
+        alphabet = make_task(run_config.task, run_config.seed).alphabet
+    policy = policy_of(config, alphabet, ONE_PROCESS, trained)
+    module = module_of(config, policy, ONE_PROCESS)
+    if state is not None:
+        try:
+            load_weights(policy, state)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"the checkpoint does not fit the configured model: {first_line(error)}"
+            ) from error
+        module.num_updates = state["num_updates"]
+        module.documents_seen = state["documents_seen"]
+    module.to("cuda" if accelerator(config) == "gpu" else "cpu")
+    module.evaluator = evaluator_of(config, None, module, None, folder)
+    with contextlib.closing(module.evaluator):
+        return measure(module, 0 if state is None else state["step"])
