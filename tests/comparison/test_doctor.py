@@ -16,8 +16,11 @@ from builders.runs import SHORT, config_of
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.doctor import FEWEST_STEPS, RULES, diagnose, examine
+from pgtoolkit.comparison.doctor import diagnose, examine
+from pgtoolkit.comparison.failures import FEWEST_STEPS, RULES, Elsewhere, Rule
 from pgtoolkit.completion import Completion, Request
+from pgtoolkit.config.key import parts
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, read_run, run_directories
 from pgtoolkit.runs.records import read_leaves
 from pgtoolkit.sampling.samplers import TransformersSampler
@@ -134,7 +137,7 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
             ("everything clipped",),
         ),
         (
-            (*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"),
+            (*EIGHT_UPDATES, "loss=grpo", "optimizer.learning_rate=0.3"),
             ("effective sample size low", "completions cut off"),
         ),
         ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=3"), ("log-ratios clamped",)),
@@ -230,6 +233,7 @@ SPIKES = np.where(np.arange(100) % 20 == 19, 50.0, 1.0)
         ({"zero_advantage_group_fraction": HALF, "exact_match": HALF}, None, None),  # it is solved
         ({"truncated_fraction": HALF}, "completions cut off", 63),
         ({"truncated_fraction": 1 - HALF}, None, None),  # in the beginning alone
+        ({"truncated_fraction": HALF, "exact_match": HALF}, None, None),  # it is solved
         ({"clipped_ratio_fraction": HALF}, "everything clipped", 62),
         ({"clamped_log_ratio_fraction": 0.1 * HALF}, "log-ratios clamped", 61),
         ({"effective_sample_size": 1 - 0.9 * HALF}, "effective sample size low", 61),
@@ -258,6 +262,102 @@ def test_a_failure_is_named_with_the_step_since_which_it_holds(columns, name, st
     assert [rule.name for rule, _ in failures] == ([name] if name else [])
     if step:
         assert failures[0][1].step == step
+
+
+WALK = np.random.default_rng(0).normal(size=100)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "is_lost"),
+    [
+        (-0.2 - 4.8 * HALF + 0.05 * WALK, True),  # below 0, and worse
+        (-1 - 0.05 * np.arange(100) + 0.05 * WALK, True),
+        (-5 + 4 * np.interp(np.arange(100), [0, 50, 99], [0, 1, 0]) + 0.05 * WALK, True),
+        (12 - 1.5 * HALF + 0.05 * WALK, True),  # far above 0
+        (1000 * (1 - HALF) + WALK, True),
+        (0.001 * (1 - HALF) + 1e-5 * abs(WALK), True),
+        (-5 + 0.04 * np.arange(100) + 0.05 * WALK, False),  # below 0, and better
+        (-0.2 + 0.1 * WALK, False),  # noise around a number
+        (0.01 * abs(WALK), False),
+        (np.full(100, -3.3), False),
+        (0.9 - 0.05 * HALF + 0.05 * WALK, False),  # a little worse
+    ],
+)
+@pytest.mark.parametrize("scale", [1, 100, 0.01])
+def test_a_lost_reward_is_found_at_any_scale_and_wherever_its_0_is(rewards, is_lost, scale):
+    failures = examine(made_up(reward=scale * rewards)).failures
+    assert [rule.name for rule, _ in failures] == ["reward lost"] * is_lost
+
+
+@pytest.mark.parametrize("scale", [1, 100, 0.01])
+@pytest.mark.parametrize(("rise", "is_found"), [(1.0, True), (0.0, False)])
+def test_a_reward_rises_by_more_than_its_noise_while_held_out_falls(scale, rise, is_found):
+    run = made_up(
+        reward=scale * (rise * np.arange(100) / 100 - 3 + 0.05 * WALK),
+        **{
+            "evaluation/held_out/pass@1": np.interp(np.arange(100), [0, 50, 99], [0.2, 0.6, 0.4]),
+            "evaluation/held_out/pass@1_error": 0.01,
+        },
+    )
+    names = [rule.name for rule, _ in examine(run).failures]
+    assert names == ["reward up while held-out falls"] * is_found
+
+
+BROKEN = {
+    "ratios away from 1 at a batch's first update": {"ratio_new_old": 1.1},
+    "sampler and trainer apart": {"kl_old_sampling": 0.1},
+    "groups without signal": {"zero_advantage_group_fraction": 1.0},
+    "completions cut off": {"truncated_fraction": 1.0},
+    "everything clipped": {
+        "clipped_ratio_fraction": 1.0,
+        "clipped_low_fraction": 0.5,
+        "clipped_high_fraction": 0.5,
+    },
+    "log-ratios clamped": {"clamped_log_ratio_fraction": 0.1},
+    "effective sample size low": {"effective_sample_size": 0.1},
+    "entropy gone": {"entropy": 0.0},
+    "reward lost": {"reward": 1 - HALF},
+    "reward up while held-out falls": {
+        "evaluation/held_out/pass@1": np.interp(np.arange(100), [0, 50, 99], [0.2, 0.6, 0.4]),
+        "evaluation/held_out/pass@1_error": 0.01,
+    },
+}
+"""Metrics that a rule finds a failure in."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "elsewhere"),
+    [(rule, elsewhere) for rule in RULES for elsewhere in rule.elsewhere],
+    ids=lambda value: getattr(value, "name", None) or getattr(value, "condition", None),
+)
+def test_a_rule_is_silent_where_its_number_means_something_else(rule: Rule, elsewhere: Elsewhere):
+    run = made_up(**BROKEN[rule.name])
+    assert rule.name in [failure.name for failure, _ in examine(run).failures]
+    for alternative in elsewhere.condition.split(" or "):
+        values = {}
+        for single in alternative.split(" and "):
+            key, operator, value = parts(single)
+            values[key] = {"=": value, "!=": 0.9, ">": 2}[operator]
+        examined = examine(replace(run, config=run.config | values))
+        assert rule.name not in [failure.name for failure, _ in examined.failures]
+        assert (rule, elsewhere) in examined.elsewhere
+
+
+def test_the_page_says_what_was_not_looked_for_and_why(tmp_path):
+    with RunDirectory(tmp_path / "run") as run:
+        config = {"seed": 0, "trainer": {"max_steps": 20}, "advantage": {"estimator": "none"}}
+        run.write_config(config, [])
+        rows = [{"step": n, "time": n, "reward": float(n < 10)} for n in range(1, 21)]
+        run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.set_status("done", 20)
+    page = " ".join(diagnose([str(tmp_path / "run")]).split())
+    assert "None of the 1 known failures that were looked for." in page
+    assert (
+        "Not looked for, with advantage=none: reward lost. A penalty alone trains, such as that of "
+        "a teacher; rewards are only measured."
+    ) in page
+    (values,) = json.loads(diagnose([str(tmp_path / "run")], as_json=True))
+    assert [row["failure"] for row in values["means_something_else"]] == ["reward lost"]
 
 
 def test_every_rule_has_a_made_up_run_that_breaks_it():
@@ -299,5 +399,9 @@ def test_table_of_the_docs_has_each_rule_with_its_metrics_and_no_other():
         f"| {rule.name} | {', '.join(f'`{name}`' for name in rule.metrics)} | {rule.healthy} |"
         for rule in RULES
     ]
+    elsewheres = dict.fromkeys(elsewhere for rule in RULES for elsewhere in rule.elsewhere)
+    for elsewhere in elsewheres:
+        names = [rule.name for rule in RULES if elsewhere in rule.elsewhere]
+        rows.append(f"| {elsewhere.setting} | {', '.join(names)} | {elsewhere.reason} |")
     assert [row for row in rows if row not in page] == []
-    assert page.partition("## What is wrong with a run")[2].count("\n| ") == len(RULES) + 1
+    assert page.partition("## What is wrong with a run")[2].count("\n| ") == len(rows) + 2

@@ -1,0 +1,529 @@
+"""The known failures of a run: how each is recognized, where its number means something else, and
+what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pgtoolkit.config.key import holds
+from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.series import smooth
+
+FEWEST_STEPS = 10
+"""Nothing can be said of a shorter run."""
+
+SOLVED = 0.8
+"""Share of right completions from which on the task counts as solved.
+
+Groups without signal and a certain policy are no failures then.
+"""
+
+HELD_OUT_FALL = 0.05
+"""A larger fall of a held-out share is a failure, if it is three standard errors as well."""
+
+STEPS_OF_NOISE = 10
+"""How many times its typical difference from step to step a reward must fall to be lost.
+
+So the rule depends neither on the scale of the rewards nor on where their 0 is.
+"""
+
+_CLIPPED_BY_DOCUMENT = ("gspo", "gmpo")
+"""Families with narrow bounds, or bounds on many tokens at once.
+
+Most ratios of a healthy batch lie outside of them.
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A failure that a run shows.
+
+    step: the first step that shows it.
+    seen: the numbers that show it, in words.
+    """
+
+    step: int
+    seen: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Configurations in which a metric means something else than a rule takes it for.
+
+    condition: as `holds` reads it. setting: the same as the user types it. reason: a sentence.
+    """
+
+    condition: str
+    setting: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known failure.
+
+    name: the failure in words.
+    metrics: the columns that it is recognized by.
+    healthy: their values in a run without the failure, as docs/metrics.md has them.
+    find: looks for the failure in a run.
+    meaning: why it matters.
+    change: what to try, the likeliest first.
+    measured_by: what makes a run measure the metrics, if it may not.
+    elsewhere: where the metrics mean something else, and the rule is silent.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    healthy: str
+    find: Callable[[Run], Finding | None]
+    meaning: str
+    change: str
+    measured_by: str = ""
+    elsewhere: tuple[Elsewhere, ...] = ()
+
+    def elsewhere_in(self, run: Run) -> Elsewhere | None:
+        """Return why the metrics of this run mean something else, or None."""
+        return next((other for other in self.elsewhere if holds(other.condition, run.config)), None)
+
+
+def _points(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, values) of a metric, at the steps that have it."""
+    steps, values = run.points("step", name)
+    return steps, values
+
+
+def _smoothed(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the same as running means over about a twentieth of the steps."""
+    steps, values = _points(run, name)
+    return steps, smooth(values, len(values) // 40)
+
+
+def _since(steps: np.ndarray, is_bad: np.ndarray) -> int | None:
+    """Return the first step from which on all are bad, if it is a tenth of the steps; else None."""
+    good = np.flatnonzero(~is_bad)
+    first = int(good[-1]) + 1 if good.size else 0
+    return int(steps[first]) if first <= len(steps) - max(2, len(steps) // 10) else None
+
+
+def _at_the_end(values: np.ndarray) -> float:
+    """Return the mean over the last tenth."""
+    return float(values[-max(1, len(values) // 10) :].mean())
+
+
+def _is_solved(run: Run) -> bool:
+    right = run.values("exact_match")
+    return bool(right) and _at_the_end(np.array(right)) >= SOLVED
+
+
+def _lasting(
+    name: str, bound: float, below: bool = False, unless_solved: bool = False
+) -> Callable[[Run], Finding | None]:
+    """Return a rule's function for a metric that stays above (or below) a bound to the end."""
+
+    def find(run: Run) -> Finding | None:
+        if unless_solved and _is_solved(run):
+            return None
+        steps, values = _smoothed(run, name)
+        step = _since(steps, values < bound if below else values > bound)
+        if step is None:
+            return None
+        _, measured = _points(run, name)
+        return Finding(step, f"{name} is {_at_the_end(measured):.3g} at the end")
+
+    return find
+
+
+def _now_and_then(
+    names: Sequence[str], bound: float, share: float, below: bool = False
+) -> Callable[[Run], Finding | None]:
+    """Return a rule's function for several metrics.
+
+    It finds the first of them that is above (or below) a bound in more than a share of the steps.
+    """
+
+    def find(run: Run) -> Finding | None:
+        for name in names:
+            steps, values = _points(run, name)
+            is_bad = values < bound if below else values > bound
+            if is_bad.sum() <= share * len(run.columns["step"]):
+                continue
+            seen = f"{name} is above {bound:g} in {is_bad.sum()} steps, and at most "
+            if below:
+                seen = f"{name} is below {bound:g} in {is_bad.sum()} steps, and at least "
+            worst = values.min() if below else values.max()
+            return Finding(int(steps[is_bad][0]), f"{seen}{worst:.3g}")
+        return None
+
+    return find
+
+
+def _ratios_at_first_update(run: Run) -> Finding | None:
+    """Find ratios other than 1 at steps that the weights in training have sampled."""
+    steps = run.columns["step"]
+    ratios = run.columns["ratio_new_old"]
+    distances = run.columns["kl_new_old"]
+    is_first = run.columns["staleness"] == 0
+    is_bad = is_first & ((abs(ratios - 1) > 0.02) | (distances > 1e-3))
+    if is_bad.sum() < 2 or is_bad.sum() < 0.5 * is_first.sum():
+        return None
+    seen = (
+        f"in {is_bad.sum()} of {is_first.sum()} first updates of a batch ratio_new_old is up to "
+        f"{abs(ratios[is_bad] - 1).max():.3g} away from 1, kl_new_old up to "
+        f"{distances[is_bad].max():.3g}"
+    )
+    return Finding(int(steps[is_bad][0]), seen)
+
+
+def _clipped(run: Run) -> Finding | None:
+    """Find updates where more than half of the ratios lie outside of the bounds.
+
+    The first update of a batch clips nothing, and is left out. For a family with narrow bounds nine
+    tenths of the gradients must be cut.
+    """
+    outside = run.columns["clipped_ratio_fraction"]
+    is_narrow = run.config.get("loss.name") in _CLIPPED_BY_DOCUMENT
+    if is_narrow:
+        outside = run.columns["clipped_low_fraction"] + run.columns["clipped_high_fraction"]
+    counts = ~np.isnan(outside)
+    if "staleness" in run.columns:
+        counts &= run.columns["staleness"] != 0
+    clipped = outside[counts]
+    if not clipped.size:
+        return None
+    is_bad = smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5)
+    step = _since(run.columns["step"][counts], is_bad)
+    if step is None:
+        return None
+    return Finding(step, f"{_at_the_end(clipped):.0%} is clipped at the end")
+
+
+def _spikes(run: Run) -> Finding | None:
+    """Find three steps, and 0.5 % of all, whose gradient is ten times the median before them.
+
+    The median is over fifty steps. Gradients of 0 are left out, and so are those of steps where
+    most groups have no signal, or are dropped for it: each is that of a few documents.
+    """
+    steps = run.columns["step"]
+    norms = run.columns["grad_norm"]
+    counts = norms > 0
+    for name in ("zero_advantage_group_fraction", "dropped_group_fraction"):
+        if name in run.columns:
+            counts &= ~(run.columns[name] > 0.5)
+    steps = steps[counts]
+    norms = norms[counts]
+    medians = np.array(
+        [np.median(norms[max(0, index - 50) : index]) for index in range(FEWEST_STEPS, len(norms))]
+    )
+    times = norms[FEWEST_STEPS:] / medians if medians.size else medians
+    is_spike = times > 10
+    if is_spike.sum() < max(3, 0.005 * len(norms)):
+        return None
+    seen = (
+        f"grad_norm is more than 10 times the median before it in {is_spike.sum()} steps, up to "
+        f"{times.max():.3g} times"
+    )
+    return Finding(int(steps[FEWEST_STEPS:][is_spike][0]), seen)
+
+
+def _noise(values: np.ndarray) -> float:
+    """Return the typical difference of a value from the one before it."""
+    return float(np.median(abs(np.diff(values))))
+
+
+def _reward_lost(run: Run) -> Finding | None:
+    """Find a reward that has lost most of its best value, or of what it had gained.
+
+    A reward that is never negative is lost below 0.3 of its best value. Any reward is lost where it
+    has fallen by 0.7 of its rise to the best value, if that is STEPS_OF_NOISE as well.
+    """
+    steps, rewards = _smoothed(run, "reward")
+    _, measured = _points(run, "reward")
+    noise = _noise(measured)
+    place = int(rewards.argmax())
+    best = float(rewards[place])
+    rise = best - float(rewards[: place + 1].min())
+    rounding = 1e-6 * float(abs(measured).max())
+    fallen = best - rewards
+    is_lost = fallen > max(0.7 * rise, STEPS_OF_NOISE * noise, rounding)
+    if measured.min() >= 0 and best > 2 * noise:
+        is_lost |= rewards < 0.3 * best
+    step = _since(steps, is_lost)
+    if step is None:
+        return None
+    seen = f"reward was {best:.3g} and is {_at_the_end(rewards):.3g} at the end"
+    return Finding(step, seen)
+
+
+def _held_out_falls(run: Run) -> Finding | None:
+    """Find a last evaluation below the best one, though training's reward has risen since then."""
+    for name in sorted(run.columns):
+        if not (name.startswith(HELD_OUT) and name.endswith("/pass@1")):
+            continue
+        steps, shares = _points(run, name)
+        if len(shares) < 3:
+            continue
+        best = int(shares.argmax())
+        errors = run.values(f"{name}_error")
+        fall = float(shares[best] - shares[-1])
+        reward_steps, rewards = _smoothed(run, "reward")
+        _, measured = _points(run, "reward")
+        reward_then = float(np.interp(steps[best], reward_steps, rewards))
+        has_fallen = fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0))
+        if has_fallen and rewards[-1] > reward_then + _noise(measured):
+            seen = (
+                f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; reward rose from "
+                f"{reward_then:.3g} to {rewards[-1]:.3g}"
+            )
+            return Finding(int(steps[best]), seen)
+    return None
+
+
+def _skipped(run: Run) -> Finding | None:
+    """Find more than 1 % of steps without an update; num_skipped_steps is a running sum."""
+    steps, sums = _points(run, "num_skipped_steps")
+    if sums[-1] <= 0.01 * len(steps):
+        return None
+    first = int((sums > 0).argmax())
+    return Finding(int(steps[first]), f"{sums[-1]:.0f} of {len(steps)} steps made no update")
+
+
+_RECORDED = Elsewhere(
+    "rollout.name=recorded",
+    "rollout=recorded",
+    "The number is that of the recorded completions, and of the policy that wrote them.",
+)
+_NO_ADVANTAGE = Elsewhere(
+    "advantage.estimator=none",
+    "advantage=none",
+    "A penalty alone trains, such as that of a teacher; rewards are only measured.",
+)
+_OTHER_PROMPTS = (
+    Elsewhere(
+        "rollout.retire_at!=null",
+        "rollout.retire_at",
+        "Solved prompts are not asked again, so the number is that of ever harder prompts.",
+    ),
+    Elsewhere(
+        "rollout.max_sampling_rounds>1 or rollout.uninformative=drop",
+        "rollout.max_sampling_rounds or rollout.uninformative=drop",
+        "The number is that of the prompts alone whose completions score differently.",
+    ),
+)
+_PASS_AT_K = Elsewhere(
+    "advantage.estimator=pass_at_k",
+    "advantage=pass_at_k",
+    "The best completion of a group is trained and not their mean, and two best ones give no "
+    "advantage.",
+)
+_NOT_BY_GROUPS = (
+    Elsewhere(
+        "advantage.estimator=gae or advantage.estimator=reinforce_plus_plus",
+        "advantage=gae or reinforce_plus_plus",
+        "The advantages are not made within a group.",
+    ),
+    Elsewhere(
+        "advantage.estimator=given",
+        "advantage=given",
+        "The advantages are those of the file, whatever the rewards are.",
+    ),
+    Elsewhere(
+        "kl.place=reward",
+        "kl.place=reward",
+        "The distance from the reference gives completions of one reward other advantages.",
+    ),
+)
+_PROXIMAL = Elsewhere(
+    "rollout.old_log_probs=proximal and rollout.lag>0 or "
+    "rollout.old_log_probs=proximal and rollout.max_staleness!=null",
+    "rollout.old_log_probs=proximal under a lag",
+    "The updates between sampling and training are a part of the number.",
+)
+_TOP_P = Elsewhere(
+    "rollout.top_p!=null and rollout.top_p!=1",
+    "rollout.top_p",
+    "The sampler's log-probs are those among the tokens that top_p keeps.",
+)
+_TOP_P_ANCHOR = Elsewhere(
+    "rollout.top_p!=null and rollout.top_p!=1 and rollout.old_log_probs=sampling",
+    "rollout.top_p and rollout.old_log_probs=sampling",
+    "The old log-probs are those among the tokens that top_p keeps.",
+)
+_WEIGHT_CLIPPED = Elsewhere(
+    "loss.name=cispo",
+    "loss=cispo",
+    "Its clip bounds the weight of a token, and cuts no gradient.",
+)
+_OWN_FAMILY = Elsewhere(
+    "loss.name=custom",
+    "a loss of your own",
+    "What its ratio weighs and its bounds cut is its own.",
+)
+_NO_RATIO = Elsewhere(
+    "loss.name=reinforce or loss.name=kimi",
+    "loss=reinforce or kimi",
+    "The loss has no ratio, so no token weighs more by it.",
+)
+_BOUNDED_WEIGHT = Elsewhere(
+    "loss.name=cispo or loss.name=sapo or loss.name=gmpo or loss.name=vespo",
+    "loss=cispo, sapo, gmpo or vespo",
+    "The weight of a token is bounded, however large its ratio is.",
+)
+_RECORDED_LOG_PROBS = Elsewhere(
+    "rollout.name=recorded and loss.name=reinforce or rollout.name=recorded and loss.name=kimi",
+    "rollout=recorded and loss=reinforce or kimi",
+    "The loss has no ratio, and the recorded log-probs may be those of any policy.",
+)
+
+RULES = (
+    Rule(
+        name="ratios away from 1 at a batch's first update",
+        metrics=("staleness", "ratio_new_old", "kl_new_old"),
+        healthy="ratio_new_old 1 and kl_new_old 0 where staleness is 0",
+        find=_ratios_at_first_update,
+        meaning="The weights have not changed since they sampled, so old and new log-probs should "
+        "be the same numbers.",
+        change="rollout.old_log_probs=training, which computes the old ones as the new ones are; a "
+        "model folder whose attention or dropout differs between the two; the sampler's "
+        "temperature and chat template",
+        elsewhere=(_RECORDED, _TOP_P_ANCHOR),
+    ),
+    Rule(
+        name="sampler and trainer apart",
+        metrics=("kl_old_sampling",),
+        healthy="kl_old_sampling below 1e-3, clipped_sampling_fraction 0",
+        find=_lasting("kl_old_sampling", 0.01),
+        meaning="The engine samples from another distribution than the trainer computes "
+        "gradients of.",
+        change="the sampler's number type and quantization; model.fp32_lm_head=true; "
+        "correction=token_truncate or sequence_mask",
+        measured_by="a sampler whose log-probs are known",
+        elsewhere=(_RECORDED, _PROXIMAL, _TOP_P),
+    ),
+    Rule(
+        name="groups without signal",
+        metrics=("zero_advantage_group_fraction",),
+        healthy="below 0.9 until the task is solved",
+        find=_lasting("zero_advantage_group_fraction", 0.9, unless_solved=True),
+        meaning="All completions of a prompt get one reward, so that nothing is learned from it.",
+        change="prompts that are sometimes solved, a supervised start (experiment=sft), or a "
+        "reward with parts; rollout.max_sampling_rounds=4, which samples others in their place; "
+        "more completions, rollout.group_size",
+        elsewhere=(_NO_ADVANTAGE, *_OTHER_PROMPTS, _PASS_AT_K, *_NOT_BY_GROUPS),
+    ),
+    Rule(
+        name="completions cut off",
+        metrics=("truncated_fraction",),
+        healthy="below 0.1 in the end, unless the task is solved",
+        find=_lasting("truncated_fraction", 0.8, unless_solved=True),
+        meaning="A completion that is cut off seldom has an answer, and never learns to end.",
+        change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
+        "completions do not end; rollout.overlong_buffer, which makes length cost something",
+        elsewhere=(_RECORDED, _NO_ADVANTAGE),
+    ),
+    Rule(
+        name="everything clipped",
+        metrics=("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
+        healthy="0 at a batch's first update, then a few percent; with gspo, whose bounds are "
+        "narrow, most",
+        find=_clipped,
+        meaning="A clipped token has no gradient: most of a batch teaches nothing.",
+        change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
+        "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
+        "larger",
+        elsewhere=(_NO_ADVANTAGE, _WEIGHT_CLIPPED, _OWN_FAMILY),
+    ),
+    Rule(
+        name="log-ratios clamped",
+        metrics=("clamped_log_ratio_fraction",),
+        healthy="clamped_log_ratio_fraction 0, always",
+        find=_now_and_then(("clamped_log_ratio_fraction",), 0.0, 0.01),
+        meaning="Probabilities have changed by a factor of e^20: the old log-probs belong to other "
+        "weights or tokens.",
+        change="the recorded log-probs, which may be one place off; optimizer.learning_rate, "
+        "lower; less rollout.lag",
+        elsewhere=(_RECORDED_LOG_PROBS,),
+    ),
+    Rule(
+        name="effective sample size low",
+        metrics=("effective_sample_size",),
+        healthy="1 on-policy, above 0.9 afterwards",
+        find=_now_and_then(("effective_sample_size",), 0.5, 0.2, below=True),
+        meaning="A few tokens with large ratios stand for the whole step.",
+        change="optimizer.learning_rate, lower; fewer updates of a batch; less rollout.lag; a "
+        "family whose ratio is clipped (loss=grpo)",
+        elsewhere=(_NO_RATIO, _BOUNDED_WEIGHT, _OWN_FAMILY),
+    ),
+    Rule(
+        name="entropy gone",
+        metrics=("entropy",),
+        healthy="falls slowly, not to 0 before the task is solved",
+        find=_lasting("entropy", 0.01, below=True, unless_solved=True),
+        meaning="The policy writes one completion for each prompt, and finds no others.",
+        change="optimizer.learning_rate, lower; loss.epsilon_high, above loss.epsilon_low (0.28); "
+        "entropy.coefficient=1e-3; kl=k3, which holds it near to where it began",
+        measured_by="metrics=with_entropy",
+        elsewhere=(_RECORDED, _NO_ADVANTAGE),
+    ),
+    Rule(
+        name="gradient spikes",
+        metrics=("grad_norm",),
+        healthy="within a few times its median",
+        find=_spikes,
+        meaning="Single steps are far larger than others; they often come before a collapse.",
+        change="optimizer.learning_rate, lower; optimizer.max_grad_norm=0.2; less rollout.lag; a "
+        "clip, where the family has none",
+    ),
+    Rule(
+        name="steps without an update",
+        metrics=("num_skipped_steps",),
+        healthy="num_skipped_steps 0",
+        find=_skipped,
+        meaning="There was nothing to train on, or a number was not finite.",
+        change="its cause, in run.log; optimizer.learning_rate, lower; model.dtype=float32",
+    ),
+    Rule(
+        name="verifiers failing",
+        metrics=("reward",),
+        healthy="failed_score_fraction missing or 0",
+        find=_now_and_then(
+            (
+                "failed_score_fraction",
+                "verifier_timeout_fraction",
+                "verifier_crash_fraction",
+                "environment_crash_fraction",
+            ),
+            0.02,
+            0.05,
+        ),
+        meaning="Completions that nobody could score are left out, or punished for it: the policy "
+        "may learn to break its verifier.",
+        change="the verifier on the completions that run.log names; task.verifier_seconds, longer; "
+        "task.verifier_processes, so that a crash ends no run",
+    ),
+    Rule(
+        name="reward lost",
+        metrics=("reward",),
+        healthy="rises, and stays",
+        find=_reward_lost,
+        meaning="The policy was better before.",
+        change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN "
+        "--step N, or pgtk export --best; kl=k3",
+        elsewhere=(_RECORDED, _NO_ADVANTAGE, *_OTHER_PROMPTS, _PASS_AT_K),
+    ),
+    Rule(
+        name="reward up while held-out falls",
+        metrics=("reward", "evaluation"),
+        healthy="both rise",
+        find=_held_out_falls,
+        meaning="The policy learns the training prompts, or its verifier's weakness, and not the "
+        "task.",
+        change="pgtk samples RUN, which shows what earns the reward; more prompts; pgtk export RUN "
+        "DIR --best, which takes the best checkpoint",
+        measured_by="evaluation.every",
+        elsewhere=(_RECORDED, *_OTHER_PROMPTS),
+    ),
+)
+"""All known failures, in the order in which they are looked for."""
