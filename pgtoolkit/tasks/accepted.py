@@ -12,11 +12,12 @@ from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import QUESTION
+from pgtoolkit.tasks.math_answers import math_golds
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
 from pgtoolkit.tasks.scoring import Response
-from pgtoolkit.tasks.verifiers import Named, last_number, math_golds
+from pgtoolkit.tasks.verifiers import Named, last_number
 
 FIRST = 100
 """Number of answers that are tried."""

@@ -13,6 +13,13 @@ from typing import Any, NamedTuple
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming
+from pgtoolkit.tasks.math_answers import (
+    final_part,
+    last_box,
+    math_golds,
+    readable,
+    same_quantity,
+)
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFunction
 from pgtoolkit.tasks.signatures import Signature
@@ -98,7 +105,7 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     regular_expression: the text that the only group of `pattern` captured in its last match in the
         completion equals the answer, but for white space around either.
     math_verify: the completion and the answer are mathematically equal, by the math-verify package;
-        `math_golds` says how answers are read.
+        `math_golds` and `same_quantity` say how answers are read.
 
     key: the key of the configuration that names it, for errors.
     Raises ConfigError for a verifier that cannot be imported.
@@ -156,6 +163,10 @@ def _math_verify() -> Verifier:
     library: Any = math_verify
 
     def verify(completion: str, answer: str) -> float:
+        final = final_part(completion)
+        verdict = same_quantity(answer, last_box(final))
+        if verdict is not None:
+            return float(verdict)
         # math-verify keeps its time limit by a signal, which only the main thread may ask for.
         is_main = threading.current_thread() is threading.main_thread()
         limit = _MATH_SECONDS if is_main else None
@@ -163,56 +174,38 @@ def _math_verify() -> Verifier:
         golds = [
             gold
             for text in math_golds(answer)
-            for gold in library.parse(_readable(text), parsing_timeout=limit)
+            for gold in library.parse(readable(text), parsing_timeout=limit)
         ]
-        parsed = library.parse(_readable(completion), parsing_timeout=limit)
-        return float(library.verify(golds, parsed, timeout_seconds=limit))
+        parsed = library.parse(readable(final), parsing_timeout=limit)
+        return float(
+            any(
+                library.verify(gold, expression, timeout_seconds=limit)
+                and not _are_small_and_differ(gold, expression)
+                for gold in golds
+                for expression in parsed
+            )
+        )
 
     return verify
 
 
-_PERCENT_IN_BOX = re.compile(r"(\\boxed\s*\{\s*)([-+]?[\d.,]*\d)\s*\\?%(?=\s*\})")
-"""A number with a percent sign, alone in a box."""
+_SMALL = 1e-3
+_SMALL_TOLERANCE = 2e-3
+"""The largest difference of equal small numbers, relative to the larger one: 0.000333 is 1/3000."""
 
 
-def _readable(text: str) -> str:
-    """Return a text in forms that math-verify reads, where it reads nothing in others that are as
-    common: a number with a percent sign alone in a box, and the other sign of the empty set.
+def _are_small_and_differ(gold: Any, expression: Any) -> bool:
+    """Return whether two expressions of sympy are small numbers that differ.
 
-    It reads `\\boxed{\\frac{50}{1}\\%}`, which equals 50 and 1/2, and nothing in `\\boxed{50\\%}`.
-    Between dollars it reads neither, so the only box of a text takes the place of the text.
+    math-verify rounds numbers at six decimals, and takes a difference below 1e-15 for none.
     """
-    text = text.replace("\\varnothing", "\\emptyset")
-    box = _PERCENT_IN_BOX.search(text)
-    if box is not None and text.count("\\boxed") == 1:
-        text = f"{box[0]}}}"
-    return _PERCENT_IN_BOX.sub(
-        lambda match: rf"{match[1]}\frac{{{match[2].replace(',', '')}}}{{1}}\%", text
-    )
-
-
-_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed\b", re.DOTALL)
-"""LaTeX that is marked as such: between dollars, \\( and \\), \\[ and \\], or boxed."""
-
-_WITH_UNIT = re.compile(r"(-?\\?\$?[\d., /]*\d)(?:\s*\\?%|\s+[A-Za-z]{4}[A-Za-z. ]*)")
-"""A number followed by a percent sign, or by words of which the first has at least four letters."""
-
-
-def math_golds(answer: str) -> list[str]:
-    """Return the forms of an answer that math-verify should read; a completion is right if it
-    equals one of them.
-
-    math-verify reads LaTeX only where it is marked. In a text without marks it reads the last plain
-    number, which is 3 in `3\\sqrt{2}`. So an answer without marks is put into a box, as verl does.
-    If the answer is a number with a unit, the number alone is right too. math-verify ignores a unit
-    in a box only if it is in its own list, so the number becomes a form of its own.
-    """
-    if _DELIMITED.search(answer):
-        return [answer]
-    answer = answer.strip()
-    with_escaped_percent = re.sub(r"(?<!\\)%", r"\\%", answer)  # a bare % begins a comment in LaTeX
-    forms = [answer, with_escaped_percent]
-    with_unit = _WITH_UNIT.fullmatch(answer)
-    if with_unit is not None and not _PERCENT_IN_BOX.search(f"\\boxed{{{answer}}}"):
-        forms.append(with_unit[1])
-    return [f"\\boxed{{{form}}}" for form in dict.fromkeys(forms)]
+    numbers = []
+    for side in (gold, expression):
+        side = getattr(side, "rhs", side)  # of an equation, such as x = 2e-7
+        try:
+            numbers.append(float(side))
+        except (TypeError, ValueError, OverflowError, AttributeError):
+            return False
+    largest = max(map(abs, numbers))
+    difference = abs(numbers[0] - numbers[1])
+    return 0 < largest < _SMALL and difference > _SMALL_TOLERANCE * largest

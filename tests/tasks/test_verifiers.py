@@ -205,3 +205,59 @@ def test_math_verify_accepts_other_forms_of_an_answer(answer, right, wrong):
     verify = make_verifier("math_verify")
     assert verify(right, answer) == 1.0
     assert verify(wrong, answer) == 0.0
+
+
+DECIDED = [
+    # Numbers that differ below the sixth decimal.
+    (r"9.1\times 10^{-31}", r"6.63 \times 10^{-34}", 0),
+    (r"6.63 \cdot 10^{-34}", r"6.63 \times 10^{-34}", 1),
+    ("0.0000001", "0.0000002", 0),
+    (r"2\times10^{-7}", "0.0000002", 1),
+    ("10^{-20}", "0", 0),
+    ("0.000333", r"\frac{1}{3000}", 1),
+    ("e^{-50}", "e^{-51}", 0),
+    (r"x=2\times10^{-7}", r"x=3\times10^{-7}", 0),
+    # Units and bases.
+    (r"18 \text{ cents}", "18 dollars", 0),
+    (r"1800 \text{ cents}", "18 dollars", 1),
+    ("18", "18 dollars", 1),
+    (r"50\,\mathrm{mm}", r"5\text{ cm}", 1),
+    (r"5\text{ m}", "5 cm", 0),
+    (r"6 \text{ grams}", "6 meters", 0),
+    (r"2 \text{ hours}", "120 minutes", 1),
+    ("101_3", "101_2", 0),
+    ("5_{10}", "101_2", 1),
+    ("101", "101_2", 1),
+    (r"\frac{\pi}{2}", r"90^\circ", 1),
+    (r"\frac{\pi}{3}", "90 degrees", 0),
+]
+
+
+@pytest.mark.parametrize(("boxed", "answer", "expected"), DECIDED)
+def test_math_verify_compares_small_numbers_units_bases_and_angles(boxed, answer, expected):
+    pytest.importorskip("math_verify")
+    assert make_verifier("math_verify")(f"It is \\boxed{{{boxed}}}.", answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("First \\boxed{3}\nthen \\boxed{5}", "5", 1),
+        ("First \\boxed{3}\nthen \\boxed{5}", "3, 5", 0),
+        ("$\\boxed{3}$,\n$\\boxed{5}$", "3, 5", 0),
+        ("$\\boxed{3}$ and $\\boxed{5}$", "3, 5", 1),
+        ("<think>so \\boxed{3}</think>\\boxed{5}", "5", 1),
+        ("<think>so \\boxed{3}</think>\\boxed{5}", "3, 5", 0),
+        ("<think>\\boxed{3}</think>The answer is 5", "5", 1),
+        ("<think>\\boxed{5}</think>", "5", 0),
+        ("<think>\\boxed{5}", "5", 1),
+        ("\\boxed{1}\n$$\nx=\\boxed{7}\n$$", "7", 1),
+        ("\\boxed{1}\n\\[ \\boxed{ \\{1, 2\\} } \\]", "\\{1,2\\}", 1),
+        ("a \\boxed{1}\n\\boxed{\\frac{1}\n{2}}", "0.5", 1),
+    ],
+)
+def test_math_verify_reads_the_last_line_with_boxes_after_the_thoughts(
+    completion, answer, expected
+):
+    pytest.importorskip("math_verify")
+    assert make_verifier("math_verify")(completion, answer) == expected
