@@ -278,8 +278,8 @@ class ScoredTaskConfig(WrittenTaskConfig):
         default=None,
         help="Most seconds that a verifier may take for a completion, or for a batch if it scores "
         "whole batches; after that the score has failed (task.verifier_failure). null without "
-        "verifier_processes. The first completion of each process has 120 seconds, so that a "
-        "verifier can import what it needs.",
+        "verifier_processes. What is imported meanwhile does not count, and the first completion "
+        "has 120 seconds, for which a verifier may load more.",
         least=0.01,
         most=86400,
         # null has always been part of the digests of task=prompts.
@@ -437,7 +437,8 @@ class ConversationTaskConfig(WrittenTaskConfig):
         default=None,
         help="Most seconds that a call of an environment may take; after that its conversation "
         "ends, and the score has failed (task.verifier_failure). null without "
-        "environment_processes. The first call of each process has 120 seconds.",
+        "environment_processes. What is imported meanwhile does not count, and the first call has "
+        "120 seconds.",
         least=0.01,
         most=86400,
         fixed="",

@@ -79,6 +79,7 @@ def complete_all(
                 if request is not None:
                     requests.append(request)
             going = [exchange for exchange in going if not exchange.is_over]
+    conversation_task.note_unanswered(conversations, task.longest)
     sampler.complete([])  # The sampler gives back what it kept for further turns.
     return [as_completion(conversation) for conversation in conversations]
 
@@ -100,9 +101,16 @@ def _next_request(
     for an answer.
     """
     conversation = exchange.conversation
-    between = [] if message is None else task.between.tokens(message, conversation.tokens[-1])
+    between: list[int] = []
+    if message is not None:
+        try:
+            between = task.between.tokens(message, conversation.tokens[-1])
+        except DataError as error:
+            assert isinstance(task.task, ConversationTask)
+            raise DataError(f"{task.task.in_reply(conversation)}: {error}") from error
     room = task.longest - len(conversation.tokens) - len(between)
     if room <= 0:
+        conversation.unanswered = len(between)
         conversation.end = conversation.end or LENGTH
     if message is None or room <= 0:
         return None

@@ -40,6 +40,9 @@ class Between:
         answer is left out.
         """
         try:
+            unread = self.unread(message)
+            if unread:
+                raise ValueError(f"{', '.join(unread)}, which would be dropped")
             if self._chat is None:
                 return self._encode(message["content"])
             tokens = self._encode(self._after(message))
@@ -47,10 +50,19 @@ class Between:
         except ValueError as error:
             raise DataError(
                 f"the environment's message {message!r:.200} needs another chat template or "
-                f"tokenizer (got {error}). Use roles and characters that it has; task.chat=never "
-                "needs no roles."
+                f"tokenizer (got {error}). Use roles, keys and characters that it has; "
+                "task.chat=never needs no roles, and writes the content alone."
             ) from error
         return tokens[start + (last in self._ends) :]
+
+    def unread(self, message: Message) -> list[str]:
+        """Return the keys of a message that the model would not see. ValueError where the template
+        writes nothing."""
+        if len(message) == 2:
+            return []
+        if self._chat is None:
+            return [name for name in message if name not in ("role", "content")]
+        return self._chat.unread(message)
 
     def check(self, start: Sequence[Message]) -> None:
         """Raise ConfigError where a template rewrites earlier messages when more follow.

@@ -79,6 +79,19 @@ class ChatTemplate:
             raise ValueError(f"one that says: {first_line(error)}") from error
         return cast("str", written)
 
+    def unread(self, message: Message) -> list[str]:
+        """Return the keys of a message, beside role and content, that change nothing in what the
+        template writes. ValueError where it writes nothing."""
+        before = self.under_system([QUESTION, ANSWER])
+        written = self.text([*before, message], True)
+        names = [name for name in message if name not in ("role", "content")]
+        return [
+            name
+            for name in names
+            if self.text([*before, {key: message[key] for key in message if key != name}], True)
+            == written
+        ]
+
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the tokens of each prompt: those of `apply_chat_template` with the beginning of
         the answer.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from pgtoolkit.completion import Completion, Message, Prompt
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
+from pgtoolkit.system.report import plural
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
@@ -24,6 +26,8 @@ from pgtoolkit.tasks.tasks import Once, Score, Seeds, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger("pgtoolkit")
 
 ENVIRONMENT = "environment"
 MAX_TURNS = "max_turns"
@@ -41,6 +45,7 @@ class Conversation:
     log_probs: (N,) of each of the policy's turns. version: of the weights of its last turn.
     end: what has ended it; None while it goes on.
     failure: why the environment has no score for it. asked: the method that was called last.
+    unanswered: tokens of a message that left no room for an answer; 0 without one.
     """
 
     prompt: Prompt
@@ -53,6 +58,7 @@ class Conversation:
     end: str | None = None
     failure: Failure | None = None
     asked: str = ""
+    unanswered: int = 0
 
     @property
     def turns(self) -> int:
@@ -63,7 +69,15 @@ class Conversation:
         self.add(completion.tokens.tolist(), True, {"role": "assistant", "content": text})
         self.log_probs.append(completion.log_probs)
         self.version = completion.model_version
-        self.end = LENGTH if completion.finish_reason == "length" else None
+        if self.failure is None:
+            self.end = LENGTH if completion.finish_reason == "length" else None
+
+    def fail(self, method: str, failure: Failure) -> None:
+        """End the conversation, whose environment has no answer to this call."""
+        self.asked = method
+        self.end = failure.kind
+        self.failure = failure
+        self.environment = None
 
     def add(self, tokens: list[int], drawn: bool, message: Message) -> None:
         self.tokens += tokens
@@ -111,7 +125,8 @@ class ConversationTask(Task):
         # A prompt begins the same whenever it comes again; those of files are all looked at as a
         # run starts.
         cached = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
-        self._prompt = cached(lambda row: self._start([row])[0][1])
+        self._prompt = cached(self._started)
+        self._noted_share = 0.0
 
     @property
     def num_prompts(self) -> int | None:
@@ -131,10 +146,15 @@ class ConversationTask(Task):
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
         """Begin a conversation on each prompt. Raises DataError if one begins in another way than
-        its prompt did."""
+        its prompt did. One whose environment gives no answer ends after the first turn."""
         conversations = []
         started = self._start([self._rows.row(prompt.index) for prompt in prompts])
         for prompt, (environment, begun) in zip(prompts, started, strict=True):
+            if isinstance(environment, Failure):
+                conversation = Conversation(prompt, None, [*map(dict, prompt.messages or ())])
+                conversation.fail("start", environment)
+                conversations.append(conversation)
+                continue
             if begun.messages != prompt.messages:
                 needs = (
                     f"{prompt.messages!r:.200} as before, since a group answers one prompt: "
@@ -202,19 +222,50 @@ class ConversationTask(Task):
         values = []
         answers = self._environments.answers(asks)
         for conversation, answer in zip(conversations, answers, strict=True):
-            conversation.asked = method
             if isinstance(answer, Failure):
-                conversation.end = answer.kind
-                conversation.failure = answer
-                conversation.environment = None
+                conversation.fail(method, answer)
                 values.append(None)
             else:
                 conversation.environment, value = answer
                 values.append(value)
         return values
 
+    def in_reply(self, conversation: Conversation) -> str:
+        """Return the call that an error is about, in words."""
+        return f"reply of {self._setting}, in {conversation}"
+
+    def note_unanswered(self, conversations: Sequence[Conversation], longest: int) -> None:
+        """Log a note where messages of environments leave no room for an answer, and again when
+        the share of such conversations has doubled.
+
+        longest: the most tokens that follow a prompt.
+        """
+        unanswered = [conversation for conversation in conversations if conversation.unanswered]
+        share = len(unanswered) / max(1, len(conversations))
+        if not unanswered or share < 2 * self._noted_share:
+            return
+        self._noted_share = share
+        first = unanswered[0]
+        log.warning(
+            f"note: {self.in_reply(first)}, has returned a message of {first.unanswered} tokens, "
+            f"which leaves no room for an answer: rollout.max_completion_length={longest} holds "
+            f"all turns and messages of a conversation. So {len(unanswered)} of "
+            f"{plural(len(conversations), 'conversation')} "
+            f"{'ends' if len(unanswered) == 1 else 'end'} there; the metric "
+            "ended_by_length_fraction counts them. This note comes again when the share doubles."
+        )
+
+    def _started(self, row: int) -> Prompt:
+        """Return the prompt that a row begins with. DataError where its environment gives none."""
+        ((environment, prompt),) = self._start([row])
+        if isinstance(environment, Failure):
+            needs = "in time, and once without a failure: let reply begin what is slow"
+            raise self._wrong_value("start", environment.reason, needs, _described(prompt))
+        return prompt
+
     def _start(self, rows: Sequence[int]) -> list[tuple[object, Prompt]]:
-        """Return a new environment for each row, and the prompt that it begins with."""
+        """Return a new environment for each row, and the prompt that it begins with; the Failure in
+        its place where there is no answer."""
         from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
 
         prompts = [
@@ -226,8 +277,8 @@ class ConversationTask(Task):
         started = []
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, Failure):
-                needs = "in time: let reply begin what is slow"
-                raise self._wrong_value("start", answer.kind, needs, _described(prompt))
+                started.append((answer, prompt))
+                continue
             environment, messages = answer
             if not _are_messages(messages) or messages[-1]["role"] == "assistant":
                 needs = (
@@ -245,6 +296,7 @@ class ConversationTask(Task):
         pair = _reward_and_measures(value)
         is_missing = value is None or (pair is not None and is_nothing(pair[0]))
         if conversation.failure is None and is_missing:
+            conversation.asked = "score"
             conversation.failure = Failure(NOTHING, f"returned {value!r:.200}")
         if conversation.failure is not None:
             failed = self._environments.measures([conversation.failure])

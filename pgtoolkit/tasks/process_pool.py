@@ -8,12 +8,14 @@ Both sides are here; nothing large is imported.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,8 +28,14 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.system.terminal import output_of_child
 
 START_SECONDS = 120
-"""Time for a process to import the code that answers, and again for its first answer, during which
-that code may import what it needs."""
+"""Time for a process to import the code that answers, for what this code imports during a call, and
+for the first answer of all, for which it may load more."""
+
+_LOADS_AGAIN = 2
+"""The first answer of a later process may take this many times as long as first answers have."""
+
+_IMPORTING = "importing"
+_IMPORTED = "imported"
 
 TIMEOUT = "timeout"
 CRASH = "crash"
@@ -73,8 +81,9 @@ class Processes:
         with 0 processes, this process does.
     noun: a name for the thing that answers, in keys and metrics. setting: as the configuration
         names it.
-    seconds: the longest that one answer may take; the first one of a process has START_SECONDS if
-        that is longer.
+    seconds: the longest that one answer may take. What is imported during a call is not counted.
+        The first answer of all has START_SECONDS if that is longer, and the first one of a later
+        process _LOADS_AGAIN times as long as first answers took.
     """
 
     kind: type
@@ -86,6 +95,8 @@ class Processes:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        # How long the first answer of a process has taken at most; None before the first one.
+        self._first_answer: float | None = None
         # Made only when it is asked, since this runs code of the user's.
         self._here = functools.cache(lambda: self.kind(*self.arguments))
         self._workers = [
@@ -116,7 +127,7 @@ class Processes:
         def outcome(question: object) -> _Outcome:
             worker = idle.pop()  # Among the idle ones, the one that was asked last.
             try:
-                return worker.outcome(question, self.seconds)
+                return self._outcome(worker, question)
             finally:
                 idle.append(worker)
 
@@ -133,6 +144,22 @@ class Processes:
             value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes
         ]
 
+    def _outcome(self, worker: _Worker, question: object) -> _Outcome:
+        """Ask a process a question, and return what came of it."""
+        limit = self.seconds
+        assert limit is not None
+        is_first = worker.process is None
+        if is_first:
+            worker.start()
+            first = self._first_answer
+            limit = max(limit, START_SECONDS if first is None else _LOADS_AGAIN * first)
+        kind, value = worker.ask(question, limit)
+        if is_first:
+            # One that has taken too long was no answer, and says nothing about the next one.
+            took = 0.0 if kind == TIMEOUT else worker.seconds
+            self._first_answer = max(self._first_answer or 0.0, took)
+        return kind, limit if kind == TIMEOUT else value
+
     def _failure(self, kind: str, value: str | float) -> Failure:
         if kind == CRASH:
             return Failure(kind, f"ended its process: {value}")
@@ -140,7 +167,7 @@ class Processes:
             return Failure(kind, f"gave no answer within task.{self.noun}_seconds={value:g}")
         return Failure(
             kind,
-            f"gave no answer within the {value:g} seconds that the first call of a process has",
+            f"gave no answer within the {value:.3g} seconds that the first call of a process has",
         )
 
     def close(self) -> None:
@@ -151,33 +178,25 @@ class Processes:
 
 
 class _Worker:
-    """One process at a time, started for the first question, and anew after it has ended."""
+    """One process at a time; none before it is started, and after it has ended.
+
+    seconds: how long the latest answer took, without imports.
+    """
 
     def __init__(self, kind: type, arguments: tuple, setting: str):
         self._kind = kind
         self._arguments = arguments
         self._setting = setting
-        self._has_answered = False
         self.process: Child | None = None
+        self.seconds = 0.0
 
-    def outcome(self, question: object, seconds: float | None) -> _Outcome:
-        """Ask the process a question, and return what came of it."""
-        if self.process is None:
-            self._start()
-            self._has_answered = False
-        # The first call may import what the others find imported, such as torch.
-        assert seconds is not None
-        limit = seconds if self._has_answered else max(seconds, START_SECONDS)
-        kind, value = self._ask(question, limit)
-        self._has_answered = True
-        return kind, limit if kind == TIMEOUT else value
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process. Raises ConfigError where it does not get ready."""
         command = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path)]
         with output_of_child() as printed:
             self.process = Child(command, printed=printed)
         self._connection = self.process.connection()
-        kind, value = self._ask((self._kind, self._arguments), START_SECONDS)
+        kind, value = self.ask((self._kind, self._arguments), START_SECONDS)
         if kind == "error":
             raise ConfigError(value)
         if kind != "ready":
@@ -192,19 +211,43 @@ class _Worker:
                 )
             )
 
-    def _ask(self, message: object, seconds: float) -> _Outcome:
+    def ask(self, message: object, seconds: float) -> _Outcome:
         """Send a message to the process, and return its answer; end it if there is none."""
         process = self.process
         assert process is not None
         kind = TIMEOUT
         try:
             self._connection.send(message)
-            if self._connection.poll(seconds):
-                return self._connection.recv()
+            outcome = self._received(seconds)
+            if outcome is not None:
+                return outcome
         except (EOFError, OSError):
             kind = CRASH
             process.wait(_SECONDS_TO_END)
         return kind, self.end(process)
+
+    def _received(self, seconds: float) -> _Outcome | None:
+        """Return the answer that the process sends within this time; None if there is none.
+
+        The time of its imports, which is limited by START_SECONDS, is not counted.
+        """
+        counted = 0.0
+        importing = 0.0
+        is_importing = False
+        while True:
+            began = time.monotonic()
+            left = START_SECONDS - importing if is_importing else seconds - counted
+            if not self._connection.poll(max(0.0, left)):
+                return None
+            outcome = self._connection.recv()
+            if is_importing:
+                importing += time.monotonic() - began
+            else:
+                counted += time.monotonic() - began
+            is_importing = outcome[0] == _IMPORTING
+            if outcome[0] not in (_IMPORTING, _IMPORTED):
+                self.seconds = counted
+                return outcome
 
     def end(self, process: Child) -> str:
         """End a process and its descendants. Return how it had ended by itself, if it had."""
@@ -233,6 +276,7 @@ def serve(channel: socket.socket) -> None:
             if answering is None:
                 kind, arguments = message
                 answering = kind(*arguments)
+                _tell_of_imports(connection)
                 outcome = ("ready", None)
             else:
                 outcome = ("answer", answering.answer(message))
@@ -242,3 +286,28 @@ def serve(channel: socket.socket) -> None:
         if os.getpid() != process_id:
             os._exit(0)
         connection.send(outcome)
+
+
+def _tell_of_imports(connection: Connection) -> None:
+    """Have each import that loads a module sent over the connection, as it begins and as it ends.
+
+    Only those of this thread are, which answers the questions, and not those of a fork.
+    """
+    bootstrap: Any = importlib._bootstrap  # pyright: ignore  (what `import` calls for a new module)
+    load = bootstrap._find_and_load
+    answering = (os.getpid(), threading.get_ident())
+    is_loading = False
+
+    def load_and_tell(name: str, import_: object) -> object:
+        nonlocal is_loading
+        if is_loading or (os.getpid(), threading.get_ident()) != answering:
+            return load(name, import_)
+        is_loading = True
+        connection.send((_IMPORTING, None))
+        try:
+            return load(name, import_)
+        finally:
+            is_loading = False
+            connection.send((_IMPORTED, None))
+
+    bootstrap._find_and_load = load_and_tell

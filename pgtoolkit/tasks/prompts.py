@@ -149,6 +149,14 @@ class TokenizedTask:
         return dataclasses.replace(prompt, text=text, messages=messages)
 
     def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        if isinstance(self.task, ConversationTask):
+            for message in {repr(m): m for p in prompts for m in p.messages or ()}.values():
+                unread = self.between.unread(message)
+                if unread:
+                    raise ValueError(
+                        f"the message {message!r:.100} has {', '.join(unread)}, which would be "
+                        "dropped. Use the content, or a chat template that reads it"
+                    )
         if self.chat is not None:
             return self.chat.encode(prompts)
         is_chat = any(prompt.messages is not None for prompt in prompts)

@@ -214,8 +214,10 @@ def test_a_shorter_limit_cuts_a_completion_off_without_changing_its_tokens():
     ],
     ids=["by turns", "by length"],
 )
-def test_endless_conversations_are_bounded_by_turns_and_by_length(overrides, ends, max_turns):
-    """A message that no completion can follow is left out of the document."""
+def test_endless_conversations_are_bounded_by_turns_and_by_length(
+    overrides, ends, max_turns, caplog
+):
+    """A message that no completion can follow is left out of the document, and noted."""
     _, documents = first_batch(f"task.environment={ENVIRONMENTS}.Endless", *overrides)
     reasons = set()
     for document in documents:
@@ -226,6 +228,8 @@ def test_endless_conversations_are_bounded_by_turns_and_by_length(overrides, end
     assert reasons == ends
     assert max(len(document.tokens) for document in documents) <= 2 + 16
     assert max(document.measures["turns"] for document in documents) == max_turns
+    note = "a message of 16 tokens, which leaves no room for an answer"
+    assert (note in caplog.text) is (max_turns == 1)
 
 
 FULL = (

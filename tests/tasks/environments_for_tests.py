@@ -53,6 +53,19 @@ class Counting:
             os._exit(3)
 
 
+class ExitsLater(Counting):
+    """Ends its process in `start` while the file `flag` exists."""
+
+    def __init__(self, flag):
+        super().__init__()
+        self.flag = flag
+
+    def start(self, prompt):
+        if os.path.exists(self.flag):
+            os._exit(3)
+        return super().start(prompt)
+
+
 class Endless(Counting):
     """Answers every turn; the conversation ends by its turns or its length."""
 

@@ -18,6 +18,8 @@ THINKING = (  # Like Qwen3's: it leaves the thoughts of earlier answers out.
     "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
 )
 
+NAMED = CHATML.replace("m['role']", "m['role'] + m.get('name', '')")
+
 
 def between_of(
     template: str | None, system: str | None = None
@@ -116,6 +118,19 @@ def test_the_error_of_an_unknown_role_names_the_message():
 def test_the_error_of_a_character_without_a_token_names_it():
     between = Between(character_tokenizer("0123456789=?"), [12], None)
     with pytest.raises(
-        DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles and"
+        DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles, keys and"
     ):
         between.tokens({"role": "user", "content": "4\xe9"}, 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"), [(CHATML, False), (NAMED, True), (None, False)], ids=str
+)
+def test_a_key_of_a_message_that_the_model_would_not_see_is_refused(template, reads):
+    _, between = between_of(template)
+    message = {"role": "user", "content": "5", "name": "Ada"}
+    if reads:
+        assert between.tokens(message, 0) != between.tokens(message | {"name": "Bob"}, 0)
+        return
+    with pytest.raises(DataError, match=r"got name, which would be dropped\). Use roles, keys"):
+        between.tokens(message, 0)

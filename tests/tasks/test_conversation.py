@@ -16,6 +16,7 @@ from pgtoolkit.rollouts.group_rollouts import as_completion
 from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.conversation import Conversation, ConversationTask
 from pgtoolkit.tasks.environments import Guess
+from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.shuffle import seed_of
 
 COUNTING = "tasks.environments_for_tests.Counting"
@@ -33,6 +34,8 @@ def talk(task: ConversationTask, texts: Sequence[str], index: int = 0) -> Conver
     for number, text in enumerate(texts):
         written = Completion(torch.tensor([number, 9]), torch.tensor([-0.5, -1.0]), "stop", 7)
         conversation.add_turn(written, text)
+        if conversation.end is not None:
+            break
         (message,) = task.reply([conversation])
         if message is None:
             break
@@ -267,13 +270,43 @@ def test_a_conversation_whose_environment_fails_ends_alone(verb, kind, method, c
     assert f"For this reason {left_out}" in caplog.text
 
 
+def test_each_call_that_hangs_costs_its_own_time_limit():
+    """Also the first call of a process that replaces another one."""
+    limits = ["task.environment_processes=1", "task.environment_seconds=0.5"]
+    task = task_of(f"task.options={{fail: sleep reply, at: {SEED}}}", *limits)
+    with contextlib.closing(task):
+        conversations = [talk(task, ["a"]) for _ in range(3)]
+    assert {conversation.failure for conversation in conversations} == {
+        Failure("timeout", "gave no answer within task.environment_seconds=0.5")
+    }
+
+
+def test_a_conversation_whose_environment_does_not_begin_has_one_turn_and_no_score(tmp_path):
+    """Its prompt is known from an earlier start."""
+    limits = ["task.environment_processes=1", "task.environment_seconds=20"]
+    flag = tmp_path / "flag"
+    exits = "tasks.environments_for_tests.ExitsLater"
+    task = task_of(f"task.options={{flag: {flag}}}", *limits, environment=exits)
+    with contextlib.closing(task):
+        task.prompt(0)
+        flag.touch()
+        lost = talk(task, ["a", "b"])
+        flag.unlink()
+        kept = talk(task, ["a", "bc"])
+        scores = task.score_conversations([lost, kept])
+    assert (lost.end, lost.turns) == ("crash", 1)
+    assert lost.failure.reason == "ended its process: status 3"
+    assert [(score.reward, score.failed) for score in scores] == [(None, True), (2, False)]
+
+
 def test_a_start_that_takes_too_long_ends_the_run(monkeypatch):
     # The first call of a process has this time.
     monkeypatch.setattr(process_pool, "START_SECONDS", 5)
     limits = ["task.environment_processes=1", "task.environment_seconds=0.5"]
     task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *limits)
     expected = (
-        r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"
+        r"start of .* must return in time, .* \(got 'gave no answer within the 5 seconds .*'\), in "
+        "the conversation on prompt 0"
     )
     with contextlib.closing(task), pytest.raises(DataError, match=expected):
         task.prompt(0)

@@ -170,6 +170,24 @@ def test_the_limit_of_seconds_does_not_count_a_slow_import(make_verifiers, tmp_p
     assert make_verifiers(1, 2.0, "slow_module.f").answers(questions("a")) == [1.0]
 
 
+def test_an_import_within_a_call_is_not_counted(make_verifiers, tmp_path, monkeypatch):
+    """It may come with any completion, not only with the first one of a process."""
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(3)\n")
+    (tmp_path / "loads_late.py").write_text(
+        "import importlib, time\n"
+        "def f(completion, answer):\n"
+        "    if completion == 'load':\n"
+        "        importlib.import_module('slow_to_load')\n"
+        "    if completion == 'hang':\n"
+        "        time.sleep(60)\n"
+        "    return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    late = Failure(TIMEOUT, "gave no answer within task.verifier_seconds=1.5")
+    verifiers = make_verifiers(1, 1.5, "loads_late.f")
+    assert verifiers.answers(questions("a", "load", "hang", "load")) == [1.0, 1.0, late, 1.0]
+
+
 def test_processes_that_a_verifier_has_started_end(make_verifiers, tmp_path):
     """Its children end after its time, and processes that it has left behind with the run."""
     verifiers = make_verifiers(1, 3.0)
