@@ -146,7 +146,7 @@ def test_a_wrong_key_in_a_file_of_the_user_is_refused_with_the_files_name(tmp_pa
             "mine.yaml sets the unknown key task.num_digit. Use num_digits.",
         ),
         ("tusk:\n  path: x\n", "mine.yaml sets the unknown key 'tusk'. Use task."),
-        ("  - override task: revers\n", "task=revers needs one of chain_sum, conversation,"),
+        ("  - override task: revers\n", "task=revers needs one of conversation,"),
     ],
 )
 def test_a_typing_error_in_a_file_of_a_sweep_is_answered_with_the_nearest_name(

@@ -17,7 +17,7 @@ from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import TIME, read_resolved
-from study import check_predictions, pages, summary, warning
+from study import chains, check_predictions, pages, summary, warning
 from study.archive import pack
 from study.controls import half_shuffled, random_reward, right_alone
 from study.pretrained import TASKS, best_value, write_problems
@@ -299,6 +299,26 @@ def test_the_problems_of_the_pretrained_model_are_new_and_have_right_answers(tmp
         64,
         64,
     )
+
+
+def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_counts(tmp_path):
+    chains.write_problems(tmp_path, 7)
+    prompts = {}
+    for name in ("train", "held_out"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        prompts[name] = {row["prompt"] for row in rows}
+        for row in rows[:500]:
+            terms = [int(term) for term in row["prompt"].removesuffix("=").split("+")]
+            *steps, last = row["answer"].split(";")
+            totals = [int(re.split("[+=]", step)[2]) for step in steps]
+            assert totals == [sum(terms[:count]) % 100 for count in range(2, len(terms) + 1)]
+            assert last == f"{sum(terms) % 100:02}"
+            assert len(row["answer"]) <= 65
+    assert not prompts["train"] & prompts["held_out"]
+    answer = "57+68=25;25+21=46;46"
+    for completion, right in ((answer, 1), ("46", 1), ("57+68=99;46", 1), (f"{answer};", 0)):
+        assert chains.same_sum(completion, answer) == right
+    assert chains.same_sum("57+68=25;25+21=46", answer) == 0
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def names(tree: Tree) -> dict:
         "-m",
         "model=huggingface",
         "model.path=outputs/study/small-1,outputs/study/small-2",
-        "task=chain_sum",
+        "task=sums",
         "rollout.max_completion_length=72",
         "model.lora_rank=null,4",
     ]

@@ -101,15 +101,6 @@ EXPERIMENTS = {
         {"rollout.max_sampling_rounds": 3, "rollout.overlong_buffer": 2},
     ),
     "masked": ({"loss": "grpo"}, {"rollout.truncated": "mask"}),
-    "chain_sum": (
-        {"task": "chain_sum"},
-        {
-            "task.min_terms": 2,
-            "task.max_terms": 2,
-            "rollout.max_completion_length": 24,
-            "model.max_positions": 64,
-        },
-    ),
     "conversation_guess": (
         {"task": "guess"},
         {"rollout.max_completion_length": 26, "model.max_positions": 64},
@@ -134,7 +125,7 @@ def prepare(tree: Tree) -> None:
             lines += [f"{group}:"] + [f"  {leaf}: {value}" for leaf, value in values.items()]
         (folder / f"gate_{name}.yaml").write_text("\n".join(lines) + "\n")
     # starts of the study's sweeps; `pgtk check` needs folders that transformers can load
-    sums = ["task=chain_sum", "rollout.max_completion_length=72", "model.max_positions=128"]
+    sums = ["task=sums", "rollout.max_completion_length=72", "model.max_positions=128"]
     tree.run(
         *sums,
         "tracking=none",

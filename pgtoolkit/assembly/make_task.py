@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pgtoolkit.config.schema_tasks import (
-    ChainSumTaskConfig,
     ConversationTaskConfig,
     GuessTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
-    ShortestPathTaskConfig,
     SumsTaskConfig,
     TaskConfig,
 )
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask, SumsTask
+from pgtoolkit.tasks.generated import SumsTask
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.tasks import Once, ReasoningGymTask, ReverseTask, Task
 
@@ -31,10 +29,6 @@ def make_task(
             return PromptsTask(config, seed, once)
         case ConversationTaskConfig() | GuessTaskConfig():
             return ConversationTask(config, seed, once)
-        case ChainSumTaskConfig():
-            return ChainSumTask(config, seed, held_out)
-        case ShortestPathTaskConfig():
-            return ShortestPathTask(config, seed, held_out)
         case SumsTaskConfig():
             return SumsTask(config, seed, held_out)
         case ReasoningGymTaskConfig():

@@ -12,11 +12,9 @@ from pgtoolkit.config.key import Dictionary, value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.config.schema_tasks import (
-    ChainSumTaskConfig,
     ConversationTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
-    ShortestPathTaskConfig,
     SumsTaskConfig,
     TaskConfig,
 )
@@ -176,7 +174,7 @@ def are_training_prompts(config: Config, held_out: HeldOut) -> str | None:
     task = config.task
     if config.rollout.name != "policy" or held_out.task.name != task.name:
         return None
-    if isinstance(task, ChainSumTaskConfig | ShortestPathTaskConfig | SumsTaskConfig):
+    if isinstance(task, SumsTaskConfig):
         return None  # training never asks what these hold out
     if held_out.files is not None:
         return "They are the prompts of training." if held_out.files == _files_of(task) else None

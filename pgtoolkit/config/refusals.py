@@ -26,6 +26,7 @@ from pgtoolkit.config.keys import (
 )
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.own_code import keys_set
+from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import is_whole
@@ -261,7 +262,7 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
     if not unknown:
         return None
     word = unknown[0]
-    use = ALSO_CALLED.get(word)
+    use = ALSO_CALLED.get(word) or FORMER_TASKS.get(word)
     if use is None and word != "none":
         groups_with_option = [group for group in groups if word in groups[group]]
         use = f"{groups_with_option[0]}={word}" if groups_with_option else None

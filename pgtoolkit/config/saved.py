@@ -23,6 +23,12 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import Row, leaves, plain, read_resolved
 from pgtoolkit.system.report import say, text
 
+FORMER_TASKS = {
+    "chain_sum": "task=reasoning_gym task.dataset=chain_sum",
+    "shortest_path": "task=reasoning_gym task.dataset=shortest_path",
+}
+"""Task of an earlier version -> what to type in its place."""
+
 
 def saved_config(run_dir: Path) -> Config:
     """Return the configuration that a run was started with.
@@ -46,6 +52,13 @@ def typed(values: Row, file: str) -> Config:
     Keys that were added after the file was written get their defaults, with a note. Raises
     ConfigError for keys and values that do not fit the schema.
     """
+    option = values.get("task", {}).get("name")
+    if option in FORMER_TASKS:
+        raise ConfigError(
+            f"{file} needs a task that this version of pgtoolkit has (got task={option}). Its "
+            "prompts cannot be made here. Use the version that provenance.json names, or a new run "
+            f"with {FORMER_TASKS[option]}."
+        )
     try:
         values = _completed(values, file)
         groups = _group_names()

@@ -55,13 +55,11 @@ from pgtoolkit.config.schema_step import (
     ParallelismConfig,
 )
 from pgtoolkit.config.schema_tasks import (
-    ChainSumTaskConfig,
     ConversationTaskConfig,
     GuessTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
-    ShortestPathTaskConfig,
     SumsTaskConfig,
     TaskConfig,
 )
@@ -73,8 +71,6 @@ if TYPE_CHECKING:
     Sampler = TransformersSamplerConfig | VllmSamplerConfig
     Task = (
         ReverseTaskConfig
-        | ChainSumTaskConfig
-        | ShortestPathTaskConfig
         | GuessTaskConfig
         | SumsTaskConfig
         | ReasoningGymTaskConfig

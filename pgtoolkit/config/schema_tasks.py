@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from string import ascii_lowercase
 from typing import Literal
 
 from pgtoolkit.system.declared import REQUIRED, Dictionary, Needs, Option, Refusal, chosen, key
@@ -96,48 +95,6 @@ class ReverseTaskConfig(GeneratedTaskConfig):
     alphabet = "0123456789="
     size = "num_digits"
     longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainSumTaskConfig(GeneratedTaskConfig):
-    name: Literal["chain_sum"] = chosen("chain_sum")
-    min_terms: int = key(
-        default=3,
-        help="Fewest terms of a sum (>= 2).",
-        least=2,
-        most=100,
-    )
-    max_terms: int = key(
-        default=8,
-        help="Most terms of a sum (>= min_terms): the more, the harder. The reference answer takes "
-        "9 x max_terms - 6 tokens.",
-        least=2,
-        most=100,
-    )
-    alphabet = "0123456789+=;"
-    size = "max_terms"
-    longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShortestPathTaskConfig(GeneratedTaskConfig):
-    name: Literal["shortest_path"] = chosen("shortest_path")
-    min_nodes: int = key(
-        default=12,
-        help="Fewest nodes of a graph (>= 8).",
-        least=8,
-        most=26,
-    )
-    max_nodes: int = key(
-        default=20,
-        help="Most nodes of a graph (>= min_nodes, <= 26): the more, the harder. The prompt takes "
-        "6 x max_nodes - 6 tokens.",
-        least=8,
-        most=26,
-    )
-    alphabet = f"{ascii_lowercase} :="
-    size = "max_nodes"
-    longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,19 +409,6 @@ OPTIONS = {
             ReverseTaskConfig,
             help="Write a number backwards; the reward is the fraction of positions that are "
             "right. Learnt from random weights.",
-        ),
-        "chain_sum": Option(
-            ChainSumTaskConfig,
-            help="Sum two-digit numbers modulo 100 with a line of partial sums: `57+68+21=` "
-            "asks for `57+68=25;25+21=46;46`. The reward is 1 if the number after the last "
-            "semicolon is right, else 0. One problem of eight is held out and never trained "
-            "on.",
-        ),
-        "shortest_path": Option(
-            ShortestPathTaskConfig,
-            help="Find a shortest path in a directed graph without cycles: `ab bd ac cd "
-            "de:ae=` asks for `abde` or `acde`. The reward is 1 for any shortest path, "
-            "else 0. One problem of eight is held out and never trained on.",
         ),
         "sums": Option(
             SumsTaskConfig,

@@ -80,7 +80,7 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
             needs="to be the task, a key of it, or the seed",
             got="another key",
             reason="Prompts and answers follow from these alone.",
-            use="task=chain_sum seed=7",
+            use="task=sums seed=7",
         )
     if config is not None and not report.problems:
         prompts(config.task, report)

@@ -123,7 +123,7 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (("task=chain_sum", "task.max_terms=3"), ("groups without signal",)),
+        (("task=sums",), ("groups without signal",)),
         (
             ("task=prompts", "task.path=prompts.jsonl", "task.verifier=patients.flaky"),
             ("verifiers failing",),

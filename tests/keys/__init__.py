@@ -43,7 +43,6 @@ def key_test(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]
 
 
 _VLLM = "sampling/test_vllm.py"
-_DIVIDED = {"chain_sum": "terms", "shortest_path": "nodes"}
 TESTED_ELSEWHERE = {
     **dict.fromkeys(
         [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
@@ -85,10 +84,6 @@ TESTED_ELSEWHERE = {
     "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_is_read_by_its_name_configuration_and_split",
     "task/prompts.verifier_concurrency": "tasks/test_reward_functions.py::"
     "test_calls_of_an_async_function_wait_concurrently_up_to_the_limit",
-    **dict.fromkeys(
-        [f"task/{task}.{end}_{size}" for task, size in _DIVIDED.items() for end in ("min", "max")],
-        "tasks/test_generated.py::test_problems_have_the_configured_sizes_and_the_announced_longest_length",
-    ),
     **dict.fromkeys(
         ("task/sums.num_terms", "task/sums.num_digits"),
         "tasks/test_generated.py::test_sums_have_the_configured_size_and_are_scored_by_the_last_number",

@@ -29,8 +29,6 @@ from pgtoolkit.tasks.tasks import Task
 
 TASKS = (
     "reverse",
-    "chain_sum",
-    "shortest_path",
     "reasoning_gym",
     "prompts",
     "conversation",
@@ -129,8 +127,6 @@ def the_task_is_that_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ([], "ReverseTask"),
         (["task=reasoning_gym", "task.dataset=sums"], "ReasoningGymTask"),
         (prompts_task(tmp_path), "PromptsTask"),
-        (["task=chain_sum", *room], "ChainSumTask"),
-        (["task=shortest_path", *room], "ShortestPathTask"),
     ):
         assert type(task_of(*overrides)).__name__ == expected
     assert task_of("task=guess", *room).prompt(0).text == "0-9?"

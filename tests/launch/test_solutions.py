@@ -1,6 +1,7 @@
 """`pgtk solutions` writes rows that experiment=sft trains on, of problems that are not held out."""
 
 import json
+import re
 
 import pytest
 from builders.runs import module_and_loader
@@ -18,24 +19,21 @@ def solutions(capsys: pytest.CaptureFixture[str], *arguments: object, status: in
 
 def test_rows_are_worked_answers_which_sft_trains_on_as_prompt_and_completion(tmp_path, capsys):
     file = tmp_path / "train.jsonl"
-    task = ("task=chain_sum", "task.min_terms=2", "task.max_terms=2", "seed=7")
+    task = ("task=sums", "task.num_digits=1", "seed=7")
     printed = solutions(capsys, file, *task, "--count", 300)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     different = len({row["prompt"] for row in rows})
     assert different < len(rows) == 300
-    assert printed.startswith(
-        f"300 rows of task=chain_sum with seed 7, {different} of them different: "
-    )
+    assert printed.startswith(f"300 rows of task=sums with seed 7, {different} of them different: ")
     for row in rows:
-        first, second = map(int, row["prompt"].removesuffix("=").split("+"))
-        total = f"{(first + second) % 100:02}"
-        assert row["completion"] == f"{first}+{second}={total};{total}"
+        first, second = map(int, re.findall(r"\d+", row["prompt"]))
+        assert row["completion"] == str(first + second)
         assert not is_held_out(row["prompt"])
     module, loader = module_and_loader(
         *(
             "experiment=sft",
             f"rollout.path={file}",
-            "task=chain_sum",
+            "task=sums",
             "trainer.device=cpu",
             "tracking=none",
         )
@@ -63,7 +61,7 @@ def test_each_prompt_of_a_file_is_written_once(tmp_path, capsys):
         (["rows.jsonl", "loss=grpo"], "loss=grpo needs to be the task, a key of it, or the seed"),
         (["rows.csv"], "OUT=rows.csv needs a name that ends in .jsonl (got rows.csv)."),
         (["there.jsonl"], "(got one that exists). Nothing is written over. Use there-2.jsonl."),
-        (["rows.jsonl", "task=chain_sum", "task.max_terms=2"], "task.min_terms=3 needs at most 2"),
+        (["rows.jsonl", "task=sums", "task.num_terms=1"], "task.num_terms=1 needs"),
         (["rows.jsonl", "task=prompts"], "task.path needs a value"),
     ],
 )

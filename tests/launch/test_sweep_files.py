@@ -19,7 +19,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.launch.check import Checked, check, problems
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
-from study import check_predictions
+from study import chains, check_predictions
 from study.pretrained import TASKS, write_problems
 
 SIZES = {
@@ -55,6 +55,8 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
         save_with_tokenizer(
             small_llama(max_position_embeddings=1024), Path("outputs/study") / f"small-{start}"
         )
+    if name.startswith("study_"):
+        chains.write_problems(Path("outputs/study/chains"))
     if name.startswith("pretrained_"):
         save_with_tokenizer(
             small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2")

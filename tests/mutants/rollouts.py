@@ -320,16 +320,6 @@ def a_held_out_sum_is_asked_with_its_terms_in_another_order(right, text):
     return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
 
 
-@mutant("tasks.generated:ShortestPathTask._is_right")
-def only_the_worked_path_counts_as_correct(right, self, prompt, completion):
-    return completion == prompt.answer
-
-
-@mutant("tasks.generated:ChainSumTask._is_right")
-def a_correct_sum_counts_anywhere_in_the_completion(right, self, prompt, completion):
-    return prompt.answer[-2:] in completion
-
-
 @mutant("rollouts.group_rollouts:as_completion")
 def the_mask_of_a_conversation_is_shifted_by_one_token(right, conversation):
     completion = right(conversation)

@@ -24,6 +24,7 @@ from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_valu
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.table import EVALUATION
+from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
@@ -48,18 +49,6 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
     """Check the task of training, or of a set of held-out prompts."""
     if isinstance(task, tasks.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif isinstance(task, tasks.GeneratedTaskConfig):
-        smallest_key = task.size.replace("max", "min")
-        smallest = getattr(task, smallest_key)
-        largest = getattr(task, task.size)
-        if smallest > largest:
-            report.refuse_value(
-                key=f"task.{smallest_key}",
-                value=smallest,
-                needs=f"at most {largest}",
-                reason="It is how large a problem is at least.",
-                better=largest,
-            )
     elif isinstance(task, tasks.ConversationTaskConfig):
         if task.environment is not None:  # None is refused elsewhere
             reason = "It answers the policy, and scores conversations."
@@ -282,6 +271,15 @@ def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: R
     A set has the keys of its task, and those in OF_A_SET.
     """
     kind = settings.get("task", c.task.name)
+    if kind in FORMER_TASKS:
+        report.refuse(
+            setting=f"{place}.task={kind}",
+            needs=f"one of {', '.join(KINDS)}",
+            got="a task of an earlier version",
+            reason="The package reasoning-gym has it.",
+            use=f"{place}.task=reasoning_gym {place}.dataset={kind}",
+        )
+        return
     if kind not in KINDS:
         report.refuse_value(
             key=f"{place}.task",
