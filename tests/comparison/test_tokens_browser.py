@@ -115,6 +115,20 @@ def test_a_quantity_that_no_loss_changes_has_one_column(page):
     assert "The same under every loss" in page_text(page)
 
 
+@pytest.mark.parametrize("width", [320, 400, 800])
+def test_a_narrow_window_holds_the_page_with_room_for_its_tokens(page, width):
+    size = {"width": width, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    wide, tokens = page.execute_script(
+        "const box = document.querySelector('main').getBoundingClientRect();"
+        "return [document.documentElement.scrollWidth, [box.width, box.height]]"
+    )
+    page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wide <= width
+    assert tokens[0] > 0.75 * width
+    assert tokens[1] > 300
+
+
 def test_html_in_a_token_stays_text(page):
     assert page.title.startswith("What the loss did to each token: step 1 of rollouts.jsonl")
     assert HOSTILE in page_text(page)
