@@ -57,7 +57,6 @@ def quieten() -> None:
     unavoidable = (
         ".*LeafSpec.*",  # of torch about Lightning, at every fit
         ".*gradient_checkpointing_enable.*",  # its new name is missing in transformers 5.0
-        "Glyph .* missing from font",  # of matplotlib, about a run's name in a title
         ".*num_workers.*",  # of Lightning: the step loader has no workers
     )
     for message in unavoidable:
