@@ -15,13 +15,16 @@ from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import reward_problem
+from pgtoolkit.rollouts.advantages import EQUAL_REWARDS, are_equal, reward_problem
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Score
+
+_ROUNDED = 1e-9
+"""Rewards that differ by less, relative to the largest, may differ by rounding alone."""
 
 
 def requests_of(
@@ -249,6 +252,29 @@ def check_scores(groups: list[list[Document]]) -> None:
             "be learned from them; the notes above say why. Mend the verifier or environment, or "
             "give it more time: task.verifier_seconds, or task.environment_seconds."
         )
+
+
+def small_rewards_note(groups: list[list[Document]]) -> str:
+    """Return a note where rewards differ so little that no group has a signal; "" elsewhere.
+
+    Differences that may be the rounding of sums are none.
+    """
+    widest = 0.0
+    for group in groups:
+        rewards = [document.reward for document in group if document.reward is not None]
+        if not are_equal(rewards):
+            return ""
+        if rewards:
+            spread = max(rewards) - min(rewards)
+            if spread > _ROUNDED * max(map(abs, rewards)):
+                widest = max(widest, spread)
+    if not widest:
+        return ""
+    return (
+        f"the rewards of a batch differ within its prompts by at most {widest:.2g}, and rewards "
+        f"at most {EQUAL_REWARDS:g} apart count as equal: nothing is learned from them. Return "
+        "larger scores, or give the verifier a larger weight."
+    )
 
 
 def resample_uninformative(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from pgtoolkit.rollouts.group_rollouts import (
     requests_of,
     resample_uninformative,
     scored_groups,
+    small_rewards_note,
     without_uninformative,
 )
 from pgtoolkit.rollouts.recording import write_batch
@@ -40,6 +42,11 @@ from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.system.background import in_background
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
+
+log = logging.getLogger("pgtoolkit")
+
+_NOT_COMPARING = ("none", "gae", "reinforce_plus_plus", "custom")
+"""Estimators that do not compare the rewards of a prompt, or that may not."""
 
 
 class _PendingBatch(NamedTuple):
@@ -110,6 +117,8 @@ class SampledRollouts(Source):
         self._batches: dict[int, list[Document]] = {}
         # Rows of the task whose prompts were solved, and are not asked again.
         self._retired: set[int] = set()
+        # The note is given once, and not where the rewards of a prompt are not compared.
+        self._may_note_small_rewards = self._estimator.name not in _NOT_COMPARING
         self._pending: _PendingBatch | None = None
         # The latest call of the sampler in a background thread.
         self._background: Future | None = None
@@ -384,6 +393,11 @@ class SampledRollouts(Source):
             self._rollout.mixed,
         )
         check_scores(groups)
+        if self._may_note_small_rewards:
+            note = small_rewards_note(groups)
+            if note:
+                self._may_note_small_rewards = False
+                log.warning("note: %s", note)
         if self._makes_advantages_late:
             documents = [document for group in groups for document in group]
         else:

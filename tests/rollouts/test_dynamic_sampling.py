@@ -11,7 +11,11 @@ from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, r
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.estimator import Estimator
-from pgtoolkit.rollouts.group_rollouts import overlong_penalty, resample_uninformative
+from pgtoolkit.rollouts.group_rollouts import (
+    overlong_penalty,
+    resample_uninformative,
+    small_rewards_note,
+)
 
 DR_GRPO = Estimator("dr_grpo")
 
@@ -103,6 +107,25 @@ def test_mixed_chooses_between_rewards_and_exact_matches(mixed, kept):
     ]
     result = resample_uninformative(groups[:2], lambda count: groups[2:], 2, DR_GRPO, mixed)
     assert numbers_of(result) == kept
+
+
+@pytest.mark.parametrize(
+    ("rewards", "at_most"),
+    [
+        ([(0.0, 6.6e-34), (0.0, 2e-7)], "2e-07"),
+        ([(0.0, 6.6e-34), (0.0, 0.0)], "6.6e-34"),
+        ([(0.0, 2e-7), (0.0, 1.0)], None),
+        ([ROUNDED, (1.0, 1.0)], None),
+        ([NONE, ALL], None),
+    ],
+)
+def test_rewards_that_differ_too_little_to_teach_are_noted(rewards, at_most):
+    groups = [group(number, *pair) for number, pair in enumerate(rewards)]
+    note = small_rewards_note(groups)
+    if at_most is None:
+        assert note == ""
+    else:
+        assert f"differ within its prompts by at most {at_most}, and" in note
 
 
 def test_the_overlong_penalty_is_that_of_the_paper():
