@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 
+import pgtoolkit.launch  # noqa: F401  (Lightning is then imported as for the command)
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.tracking import curves

@@ -292,7 +292,7 @@ def test_run_directories_and_tracking_know_no_torch():
 def test_a_run_skips_imports_of_libraries_that_can_still_be_imported_later():
     script = """
 import gc, json, sys
-import pgtoolkit.assembly.train
+import pgtoolkit.launch, pgtoolkit.assembly.train
 from pgtoolkit.tracking.store import client_of
 client_of("http://127.0.0.1:9")
 names = ("torchmetrics", "scipy", "pandas", "fastapi", "lightning", "mlflow")

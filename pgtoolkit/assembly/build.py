@@ -44,7 +44,7 @@ from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.training.critic import with_value_head
-from pgtoolkit.training.frameworks import LightningEnvironment, lightning
+from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.surprises import Surprises
 
@@ -182,28 +182,6 @@ def begin(config: Config) -> None:
     if is_deterministic == "auto":
         is_deterministic = not samples_async(config)
     fixed_order.switch(is_deterministic)
-
-
-def fit(
-    module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback
-) -> None:
-    """Train until the last step or until the recorder stops it."""
-    device = accelerator(config)
-    has_ranks = module.layout.world_size > 1
-    trainer = lightning.Trainer(
-        accelerator=device,
-        devices=[torch.cuda.current_device()] if has_ranks and device == "gpu" else 1,
-        # To Lightning each rank trains alone. Without this plug-in it would join the processes of a
-        # launcher or of SLURM.
-        plugins=[LightningEnvironment()] if has_ranks else None,
-        max_epochs=1,
-        logger=False,
-        callbacks=[recorder],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, loader)
 
 
 def accelerator(config: Config) -> str:

@@ -21,6 +21,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
+from pgtoolkit.system.imports import import_metrics
 from pgtoolkit.system.report import Report, refusal, text
 from pgtoolkit.tracking.store_file import problem_of_store
 
@@ -48,6 +49,12 @@ def check_machine(config: Config, report: Report) -> None:
 
         with errors_added_to(report):
             Estimator.of(config)
+    if config.callbacks.own:
+        import_metrics()
+        from pgtoolkit.training.callbacks import own_parts
+
+        with errors_added_to(report):
+            own_parts(config.callbacks.own)
     is_recorded = config.rollout.name == "recorded"
     has_own_code = config.aggregation.reducer is not None or config.loss.name == "custom"
     if is_recorded or has_own_code:

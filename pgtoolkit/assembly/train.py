@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.assembly.build import build, fit
+from pgtoolkit.assembly.build import accelerator, build
 from pgtoolkit.assembly.open_run import open_run
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import (
     PolicyRolloutConfig,
@@ -24,7 +25,7 @@ from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.records import read_status
+from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.runs.series import Columns, read_metrics
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.pictures import saying_why_not_drawn
@@ -34,7 +35,9 @@ from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import entry, mlflow_entries, summary
 from pgtoolkit.tracking.signals import StopSignal
+from pgtoolkit.training.callbacks import own_parts
 from pgtoolkit.training.checkpoint import reading_checkpoint
+from pgtoolkit.training.fit import run_steps
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")
@@ -140,7 +143,14 @@ def _train_steps(
                     lines = [entry(tracker.title, tracker.shown_by)]
                 log.info("\n".join(lines))
         if recorder.step < config.trainer.max_steps or module.evaluator is not None:
-            fit(module, loader, config, recorder)
+            run_steps(
+                module,
+                loader,
+                own_parts(config.callbacks.own),
+                dict(leaves(plain_config(config))),
+                recorder,
+                on_cpu=accelerator(config) == "cpu",
+            )
         recorder.check_trained()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pgtoolkit.assembly.build import build, fit, loader_of
+from pgtoolkit.assembly.build import accelerator, build, loader_of
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.schema import Config
@@ -24,7 +24,9 @@ from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.tasks.row_files import open_files
+from pgtoolkit.training.callbacks import OwnParts
 from pgtoolkit.training.checkpoint import reading_checkpoint
+from pgtoolkit.training.fit import RunCallback, run_steps
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.run_log import quieten
@@ -90,7 +92,9 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
             with reading_checkpoint(checkpoint["path"]):
                 loader.load_state_dict(checkpoint["data"])
         try:
-            fit(module, loader, config, watch)
+            run_steps(
+                module, loader, OwnParts(), recorder=watch, on_cpu=accelerator(config) == "cpu"
+            )
         except SystemExit as stop:  # Lightning turns Ctrl-C into it
             raise KeyboardInterrupt from stop
     finally:
@@ -189,7 +193,7 @@ class RecordedBatches(Source):
         return [row.document(None, row.group_id, row.id, row.trajectory) for row in rows]
 
 
-class _Watch(lightning.Callback):
+class _Watch(RunCallback):
     """Callback that begins training at a checkpoint, ends it after step `number`, and keeps that
     step's log-probs.
 

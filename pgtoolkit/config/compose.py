@@ -27,7 +27,7 @@ from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse
-from pgtoolkit.config.own_code import parameter_key
+from pgtoolkit.config.own_code import parameter_key, with_path
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.resolve import choices_of, default_in, in_range, resolve
 from pgtoolkit.config.rules import executed
@@ -364,6 +364,12 @@ def set_value(
     Return the problems with the value; a key whose value has a problem is not set.
     """
     name = parameter_key(name, config)
+    if is_inside(name, "callbacks.own"):
+        name = name.replace("._target_", ".path")
+        if name == "callbacks.own" and isinstance(value, dict):
+            value = {part: with_path(entry) for part, entry in value.items()}
+        elif name.count(".") == 2:
+            value = with_path(value)
     key = key_named(name, config)
     # A free-form key takes any dictionary, and any key inside it is new to the schema.
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -15,7 +16,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
@@ -23,13 +24,14 @@ from pgtoolkit.config.defaults import ByCondition, ByWeights
 from pgtoolkit.config.files import config_directory, options, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.key import value_of
-from pgtoolkit.config.keys import OWN_CODE, is_own_code, key_named, keys_of
+from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
-from pgtoolkit.config.own_code import PARAMETERS
+from pgtoolkit.config.own_code import PARAMETERS, with_path
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.report import refusal
 
 
 def compose_choices(
@@ -93,7 +95,8 @@ class UserFiles(FileConfigSource):
                 self.provider, place, _own_option(group, name), header={"package": None}
             )
         file = Path(self.path, self._normalize_file_name(config_path))
-        if file.is_file() and not file.is_relative_to(config_directory()):
+        is_of_user = file.is_file() and not file.is_relative_to(config_directory())
+        if is_of_user:
             values = read_options(file)
             if value_of(values, "hydra.searchpath"):
                 raise ConfigError(refusals.SEARCH_PATH)
@@ -105,6 +108,8 @@ class UserFiles(FileConfigSource):
         result = super().load_config(config_path)
         keys = result.config
         group = config_path.rpartition("/")[0]
+        if is_of_user and isinstance(keys, DictConfig):
+            keys = result.config = _without_targets(keys, group)
         is_group = group in Config.__annotations__
         if is_group and isinstance(keys, DictConfig) and "defaults" not in keys:
             schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
@@ -113,14 +118,84 @@ class UserFiles(FileConfigSource):
         return result
 
 
-def _own_option(group: str, path: str) -> DictConfig:
+def _own_option(
+    group: str, path: str, parameters: Mapping[str, object] = MappingProxyType({})
+) -> DictConfig:
     """Return the keys of an option that is own code, as if from a file."""
     key = OWN_CODE[group]
     option = OmegaConf.create({"defaults": [key.stands_for, "_self_"], key.leaf: path})
     if group in PARAMETERS:
+        option[PARAMETERS[group].rpartition(".")[2]] = dict(parameters)
         # Files may set parameters of the class, see `_gather_parameters`.
         OmegaConf.set_struct(option, False)
     return option
+
+
+def _without_targets(keys: DictConfig, group: str) -> DictConfig:
+    """Return the keys of a file of the user's with own code in the form that keys have, where
+    Hydra's `_target_` names it.
+
+    group: of the file; empty for a file on the whole configuration. Other places with a `_target_`
+    are left, and refused when the configuration is resolved.
+    """
+    if group == _CALLBACKS:
+        return _gathered_callbacks(keys)
+    if group in OWN_CODE and "_target_" in keys:
+        parameters = {str(name): keys._get_node(name) for name in keys if name != "_target_"}
+        return _own_option(group, _raw(keys, "_target_"), parameters)
+    if group in Config.__annotations__:
+        _name_functions(keys, group)
+        return keys
+    for name in [*keys]:
+        values = keys._get_node(name)
+        if not isinstance(values, DictConfig) or str(name) not in Config.__annotations__:
+            continue
+        if name in OWN_CODE and "_target_" in values:
+            path = _raw(values, "_target_")
+            raise ConfigError(
+                refusal(
+                    setting=f"{name}._target_",
+                    needs="to stand in the list `defaults:`",
+                    got=path,
+                    reason="A class of your own is an option of its group.",
+                    use=f"- override /{name}: {path}",
+                )
+            )
+        _name_functions(values, str(name))
+        if name == _CALLBACKS:
+            keys[name] = _gathered_callbacks(values)
+    return keys
+
+
+def _raw(keys: DictConfig, name: str) -> str:
+    """Return a value as it was written, an interpolation unresolved."""
+    node = keys._get_node(name)
+    assert isinstance(node, Node)  # only a slice of a list is several
+    return str(node._value())
+
+
+def _gathered_callbacks(keys: DictConfig) -> DictConfig:
+    """Return the keys of a file on callbacks, in which those with the user's names are entries of
+    `own`."""
+    kept = {"defaults", "own"}
+    own = {str(name): keys._get_node(name) for name in keys if name not in kept}
+    gathered = OmegaConf.create({name: keys._get_node(name) for name in kept if name in keys})
+    described = OmegaConf.to_container(OmegaConf.merge(gathered.get("own") or {}, own))
+    assert isinstance(described, dict)
+    gathered.own = {name: with_path(entry) for name, entry in described.items()}
+    return gathered
+
+
+def _name_functions(values: DictConfig, group: str) -> None:
+    """Replace a node of nothing but a `_target_` by the path, for keys that name a function."""
+    for leaf in [*values]:
+        node = values._get_node(leaf)
+        is_function = any(
+            key.name == f"{group}.{leaf}" and key.code == "function" and not key.free
+            for key in KEYS
+        )
+        if is_function and isinstance(node, DictConfig) and [*node] == ["_target_"]:
+            values[leaf] = _raw(node, "_target_")
 
 
 def _gather_parameters(config: DictConfig) -> None:
@@ -138,6 +213,9 @@ def _gather_parameters(config: DictConfig) -> None:
                 )
                 del values[name]
         OmegaConf.set_struct(values, None)
+
+
+_CALLBACKS = "callbacks"
 
 
 @functools.cache

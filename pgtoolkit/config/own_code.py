@@ -25,8 +25,9 @@ from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.runs.records import leaves
 
-PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in OWN_CODE}
-"""Group -> the free-form key with the parameters of own code."""
+PARAMETERS = {key.group: key.name for key in KEYS if key.gathers}
+"""Group -> the free-form key that names of the user's own belong to: parameters of own code, and
+callbacks."""
 
 
 def parameter_key(name: str, config: object) -> str:
@@ -39,6 +40,16 @@ def parameter_key(name: str, config: object) -> str:
     if is_parameter and key_named(PARAMETERS[group], config) is not None:
         return f"{PARAMETERS[group]}.{leaf}"
     return name
+
+
+def with_path(entry: object) -> object:
+    """Return the description of an object of own code with its class at `path`, where `_target_`,
+    Hydra's word for it, or the path alone may have been written."""
+    if isinstance(entry, str):
+        return {"path": entry}
+    if not isinstance(entry, dict):
+        return entry
+    return {"path" if name == "_target_" else name: value for name, value in entry.items()}
 
 
 def keys_set(name: str, value: object) -> Iterator[str]:

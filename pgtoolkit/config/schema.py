@@ -35,6 +35,7 @@ from pgtoolkit.config.schema_rollouts import (
     RolloutConfig,
 )
 from pgtoolkit.config.schema_run import (
+    CallbacksConfig,
     HuggingFaceModelConfig,
     ModelConfig,
     OptimizerConfig,
@@ -155,6 +156,9 @@ class Config:
     )
     trainer: TrainerConfig = group(
         default="default", help="Length of the run, device, checkpoints.", evaluate="kept"
+    )
+    callbacks: CallbacksConfig = group(
+        default="none", help="Callbacks, loggers and profilers of Lightning, of your own."
     )
     tracking: TrackingConfig = group(
         default="mlflow", help="Where metrics are sent besides the run directory.", learns=False

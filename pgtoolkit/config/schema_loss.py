@@ -92,6 +92,7 @@ class CustomLossConfig(LossConfig):
         default={},
         help="Values of its fields by their names: loss.NAME=VALUE sets one.",
         free=True,
+        gathers=True,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from pgtoolkit.system.declared import REQUIRED, Declared, Needs, Option, chosen, key
+from pgtoolkit.system.declared import REQUIRED, Declared, Dictionary, Needs, Option, chosen, key
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
 _NEEDS_LORA: Declared = {
@@ -315,7 +315,28 @@ class TrackingConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallbacksConfig:
+    own: Dictionary = key(
+        default={},
+        help="Name -> `path`, the dotted path of a class of a callback, logger or profiler of "
+        "Lightning, and the arguments that it is called with: callbacks.NAME.path=PATH "
+        "callbacks.NAME.ARGUMENT=VALUE.",
+        free=True,
+        gathers=True,
+        code="function",
+        learns="callbacks.own!={}",
+        added=True,
+    )
+
+
 OPTIONS = {
+    "callbacks": {
+        "none": Option(
+            CallbacksConfig,
+            help="No callbacks, loggers or profilers of your own.",
+        ),
+    },
     "model": {
         "tiny": Option(
             TinyModelConfig,

@@ -42,6 +42,7 @@ RULES: tuple[Check, ...] = (
     tracking.tracking,
     task.evaluation,
     run.optimizer,
+    run.callbacks,
     ignored,
 )
 

@@ -185,7 +185,7 @@ def serve() -> int:
             if process == 0:
                 for inherited in (launcher, channel, *(channel for _, channel in jobs.values())):
                     inherited.close()
-                if _code_times() != code_times:
+                if _code_times() != code_times or _has_own_callbacks(arguments[0]):
                     _begin_anew(arguments, other_end)
                 return _job(other_end, *arguments)
             other_end.close()
@@ -218,8 +218,15 @@ def _code_times() -> dict[Path, int]:
     return changed
 
 
+def _has_own_callbacks(file: str) -> bool:
+    """Return whether a job has callbacks of the user's own, which need more imports than others."""
+    job = json.loads(Path(file).read_text(encoding="utf-8"))
+    return bool(job["config"].get("callbacks", {}).get("own"))
+
+
 def _begin_anew(job: list[str | None], channel: socket.socket) -> NoReturn:
-    """Run a job in a new interpreter, because the code has changed since this one imported it."""
+    """Run a job in a new interpreter, because the code has changed since this one imported it, or
+    because it needs other imports."""
     os.dup2(channel.fileno(), 0)
     command = [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)]
     os.execv(sys.executable, command)

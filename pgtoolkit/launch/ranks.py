@@ -25,12 +25,11 @@ from pgtoolkit.config.saved import typed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, as_storage_error
 from pgtoolkit.launch.sweep import refuse_another
-from pgtoolkit.launch.worker import Training, train_as_rank
+from pgtoolkit.launch.worker import Training, imported_train, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, record_end
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.child import Child, end_all
-from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.report import print_error, say, shortest_path
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.signals import (
@@ -81,10 +80,8 @@ def train_on_processes(training: Training) -> None:
         if count > 1:
             _run_workers(training, count)
             return
-        # `imports_skipping` holds back garbage collection, which makes the import faster.
-        with imports_skipping(), stop_signals_wait():
-            from pgtoolkit.assembly.train import train
-
+        with stop_signals_wait():
+            train = imported_train(config)
         train(config, training.run_dir, training.resume, training.overrides, training.sweep)
 
 

@@ -8,7 +8,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from pgtoolkit.errors import (
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.child import channel_to_parent, follow_parent
-from pgtoolkit.system.imports import imports_skipping
+from pgtoolkit.system.imports import import_metrics, imports_skipping
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 
@@ -50,14 +50,24 @@ class Training:
     refused: PgtoolkitError | None = None
 
 
+def imported_train(config: Config) -> Callable[..., None]:
+    """Return `assembly.train.train`, imported as the configuration needs it."""
+    if config.callbacks.own:
+        import_metrics()
+    # `imports_skipping` holds back garbage collection, which makes the import faster.
+    with imports_skipping():
+        from pgtoolkit.assembly.train import train
+    return train
+
+
 def train_as_rank(training: Training, rank: Rank) -> None:
     """Train as one of rank.world_size processes, all of which call this.
 
     The run directory is that of rank 0.
     """
     with imports_skipping():
-        from pgtoolkit.assembly.train import train
         from pgtoolkit.ranks.agreement import failing_together, gather_objects
+    train = imported_train(training.config)
 
     with _process_group(training.config, rank) as layout:
         with failing_together(layout):

@@ -66,6 +66,7 @@ class StepLoader:
     max_steps: int
     layout: Layout = ONE_PROCESS
     _position: int = 0
+    _step_start: int = 0
     _num_steps: int = 0
     _num_left_out_in_a_row: int = 0
 
@@ -100,6 +101,32 @@ class StepLoader:
             step = make_step(documents, self.accumulation.max_tokens, self._state(), rank, size)
             yield replace(step, seconds=self.source.seconds())
 
+    @property
+    def num_batches(self) -> int:
+        """Return the number of batches of rollouts, or of passes over recorded ones, so far."""
+        return self._position // self.source.batch_size
+
+    @property
+    def made_all_steps(self) -> bool:
+        return self._num_steps >= self.max_steps
+
+    @property
+    def ends_batch(self) -> bool:
+        """Return whether the batch of rollouts in which the last step begins has no further one."""
+        end = self.source.batch_end(self._step_start)
+        if self.source.num_documents is not None:
+            end = min(end, self.source.num_documents)
+        drops = self.accumulation.last_step == LastStep.drop
+        rest: list[Document] = []
+        for position in range(self._position, end):
+            document = self._document_or_outline(position)
+            if document.left_out:
+                continue
+            rest.append(document)
+            if not drops or self._is_full(rest):
+                return False
+        return True
+
     def state_dict(self) -> dict:
         return loadable(self._state())
 
@@ -130,6 +157,7 @@ class StepLoader:
         attempts = 2  # the rest of a batch, then a complete batch
         while attempts > 0:
             start = self._position
+            self._step_start = start
             documents, self._position = self._collect(start)
             if not documents and self._position > start:
                 continue  # Every document in the rest of the batch is left out.

@@ -66,6 +66,9 @@ class Key:
     has to be typed and is not taken from a run's file."""
     free: bool = False
     """Whether the value is a dictionary whose keys are the user's own."""
+    gathers: bool = False
+    """Whether names that its group does not have are entries of this free-form key: `loss.tau`
+    stands for `loss.options.tau`."""
     option: bool = False
     """Whether the key names the option of its group: `loss=grpo` sets it."""
     evaluate: Literal["run", "model", "kept"] | None = None

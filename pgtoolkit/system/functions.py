@@ -177,7 +177,8 @@ def _spec_here(name: str) -> ModuleSpec | None:
 
 def kind_of(key: str) -> str:
     """Return "class" or "function": what the dotted path in this key names."""
-    return "class" if key in ("loss", "loss.path", "task.environment") else "function"
+    names_class = key in ("loss", "loss.path", "task.environment") or key.startswith("callbacks.")
+    return "class" if names_class else "function"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import os
 import sys
 import types
@@ -82,3 +83,11 @@ def _stand_in(package: str, names: tuple[str, ...]) -> types.ModuleType | None:
     for name in names:
         setattr(module, name, type(name, (), {"__module__": package}))
     return module
+
+
+def import_metrics() -> None:
+    """Import torchmetrics, before Lightning: callbacks of the user's own may log through it.
+
+    Other runs do without it, which saves five seconds, see `training.frameworks`.
+    """
+    importlib.import_module("torchmetrics")

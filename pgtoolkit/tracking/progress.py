@@ -228,6 +228,8 @@ def _overrides_to_continue(metrics: Columns, config: dict, reason: str) -> list[
         return [f"rollout.epochs={2 * config['rollout']['epochs']}"]
     if "rollout.retire_at=" in reason:
         return ["rollout.retire_at=null"]
+    if "a callback of your own" in reason:
+        return ["callbacks.own={}"]
     if reason:
         return ["trainer.stop_at=null"]
     if len(metrics["step"]):

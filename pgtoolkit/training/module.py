@@ -35,7 +35,7 @@ from pgtoolkit.runs.records import Row
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss_scale import LossScale
-from pgtoolkit.training.optimizer import learning_rate, make_optimizer
+from pgtoolkit.training.optimizer import LearningRate, make_optimizer
 from pgtoolkit.training.surprises import Surprises
 
 if TYPE_CHECKING:
@@ -106,10 +106,14 @@ class PolicyGradientModule(DynamicAccumulation):
         self.critic = Critic(settings, optimizer, self.max_steps, body, self.layout, self.loss)
         self.critic_model = body.model  # as for the policy
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(
+        self,
+    ) -> tuple[list[torch.optim.Optimizer], list[dict[str, object]]]:
         if self.critic is not None:
             self.critic.make_optimizer()
-        return make_optimizer(self.model, self._optimizer_settings)
+        optimizer = make_optimizer(self.model, self._optimizer_settings)
+        self._schedule = LearningRate(optimizer, self._optimizer_settings, self.max_steps)
+        return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
         self._check_log_probs(step)
@@ -209,10 +213,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
 
     def before_update(self) -> dict[str, float]:
-        rate = learning_rate(self._optimizer_settings, self.num_updates, self.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return {"learning_rate": rate}
+        return {"learning_rate": self._schedule.set(self.num_updates)}
 
     @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:

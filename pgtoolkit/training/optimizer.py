@@ -44,6 +44,31 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     )
 
 
+class LearningRate(torch.optim.lr_scheduler.LRScheduler):
+    """The learning rate of each update, in PyTorch's form, which callbacks look for.
+
+    PyTorch's own schedulers multiply a base, which changes the last bits.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int):
+        self._config = config
+        self._max_steps = max_steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        rate = learning_rate(self._config, self.last_epoch, self._max_steps)
+        return [rate for _ in self.optimizer.param_groups]
+
+    def set(self, num_updates: int) -> float:
+        """Set the rate of update number `num_updates` (from 0), and return it."""
+        self.last_epoch = num_updates
+        rates = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self._last_lr = rates
+        return float(rates[0])
+
+
 def learning_rate(config: OptimizerConfig, num_updates: int, max_steps: int) -> float:
     """Return the learning rate of update number `num_updates` (from 0).
 

@@ -23,6 +23,7 @@ from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.accumulation import StepOutput
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.evaluation import Evaluations
+from pgtoolkit.training.fit import RunCallback
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, snapshot, write_settings
@@ -33,7 +34,7 @@ _LAUNCHER_LOST = 1000
 """Among numbers of signals, the end of the process that started this one, which sends SIGTERM."""
 
 
-class Recorder(lightning.Callback):
+class Recorder(RunCallback):
     """Writes each step to the run directory, once its update is made.
 
     Every rank has a recorder. They stop after the same step and save together, but only rank 0
@@ -45,7 +46,8 @@ class Recorder(lightning.Callback):
     interrupted_by: the first of STOP_SIGNALS, to any rank, lets the step finish, saves it and is
         named here. A second SIGINT acts at once. A process that `pgtk` has started, and ranks of
         another launcher, stop in the same way when the process that started them has ended.
-    reached: a sentence that the goal of trainer.stop_at was reached, which ends the run as well.
+    reached: why the run ended before its last step: a sentence that the goal of trainer.stop_at was
+        reached, or that a callback of the user's stopped it.
     """
 
     def __init__(
@@ -67,12 +69,22 @@ class Recorder(lightning.Callback):
         self._parent = os.getppid()
         # The state of the data after the last step, until a checkpoint has it.
         self._unsaved: dict | None = None
+        self._is_due = False  # whether a checkpoint is to be written before the next step
         self._evaluations: Evaluations | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if self._checkpoint is not None:
             restore(module, self._checkpoint)  # not earlier, since only now the optimizer exists
+            if self.reporting is not None:
+                self.reporting.restore(self._checkpoint.get("callbacks", {}))
             self._checkpoint = None
+            # So that callbacks see the numbers of a run that was never stopped.
+            loop = trainer.fit_loop
+            updates = loop.epoch_loop.manual_optimization.optim_step_progress.total
+            updates.completed = module.num_updates
+            loop.epoch_loop._batches_that_stepped = self.step
+            loop.epoch_progress.current.processed = self.batches.number  # pyright: ignore[reportAttributeAccessIssue]  (its tracker has it)
+            loop.epoch_progress.current.completed = self.batches.number
         # Lightning restores the handlers of its caller at the end.
         answer_stop_signals(self._stop_after_this_step)
         raise_swallowed()
@@ -114,12 +126,23 @@ class Recorder(lightning.Callback):
             self.reached = self._evaluations.reached(self.step)
             stop_signal = self._asked_to_stop(module)
         is_best = self._evaluations is not None and self._evaluations.best_step == self.step
-        if is_best or self.step % self._config.checkpoint_every == 0:
+        self._is_due = is_best or self.step % self._config.checkpoint_every == 0
+        if self._is_due and not self.batches.ends_batch:
             self._save(module)
         if stop_signal:
             self.interrupted_by = _name_of(stop_signal)
         if stop_signal or self.reached:
             trainer.should_stop = True
+        if self.reporting is not None:  # the user's callbacks may stop one rank alone
+            trainer.should_stop = bool(largest(int(trainer.should_stop), module.layout))
+
+    def on_train_epoch_start(
+        self, trainer: lightning.Trainer, module: PolicyGradientModule
+    ) -> None:
+        """Write the checkpoint that is due since the last step of the batch before: not earlier, so
+        that it has what callbacks make of the end of an epoch."""
+        if self._is_due:
+            self._save(module)
 
     def on_train_end(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if (
@@ -130,6 +153,9 @@ class Recorder(lightning.Callback):
             self._evaluations.make(self.step)  # the data has ended before max_steps
         if self._unsaved is not None:
             self._save(module)
+        has_reason = self.interrupted_by or self.reached or self.batches.have_ended
+        if trainer.should_stop and not has_reason:
+            self.reached = f"a callback of your own stopped the training after step {self.step}"
 
     def _asked_to_stop(self, module: PolicyGradientModule) -> int:
         """Return the number of a signal to any rank; 0 if there was none."""
@@ -182,6 +208,8 @@ class Recorder(lightning.Callback):
             # First, so that a run that continues from this checkpoint has the completions up to it.
             self.completions.write()
         state, tensors = snapshot(module, loadable(self._unsaved))
+        if self.reporting is not None:
+            state["callbacks"] = self.reporting.states()
         save_checkpoint(
             self._folder,
             state,
@@ -193,6 +221,7 @@ class Recorder(lightning.Callback):
             None if self._run is None else self._run.checksums(),
         )
         self._unsaved = None
+        self._is_due = False
         self.saved_step = self.step
         if self._run is not None:
             self._run.set_status("running", self.step, saved=self.step)

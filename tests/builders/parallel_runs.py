@@ -57,7 +57,9 @@ def load_and_save(config: Config, folder: Path, sizes: dict[str, int]) -> None:
     """Load the newest checkpoint of a run and save it as step 99, without training between."""
     ranks = layout(**sizes)
     module, loader = build(config, resume=True, layout=ranks)
-    module.optimizers = functools.cache(lambda use_pl_optimizer: module.configure_optimizers())
+    module.optimizers = functools.cache(
+        lambda use_pl_optimizer: module.configure_optimizers()[0][0]
+    )
     state = load_newest(folder / "checkpoints")
     loader.load_state_dict(state["data"])
     restore(module, state)

@@ -95,7 +95,7 @@ def module_and_loader(
     module, loader = build(config_of(*overrides))
     if dtype is not None:
         module.to(dtype)
-    optimizer = module.configure_optimizers()
+    (optimizer,), _ = module.configure_optimizers()
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     return module, loader

@@ -159,10 +159,11 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     }
     single = {"parallelism": "data_parallel", "optimizer": "warmup_steps", "trainer": "max_steps"}
     single |= {"entropy": "coefficient", "evaluation": "every", "critic": "clip"}
-    assert {*other, *single, "seed"} == set(Config.__dataclass_fields__)
+    assert {*other, *single, "callbacks", "seed"} == set(Config.__dataclass_fields__)
     body = {
         "defaults": [{f"override /{group}": option} for group, option in other.items()],
         "seed": 17,
+        "callbacks": {"mine": {"_target_": "mine.Callback"}},
     }
     body |= {group: {key: 17} for group, key in single.items()}
     mine.parent.mkdir()
@@ -174,6 +175,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
         "rollout.path",
     ]
     config = composed.config
+    assert config.callbacks.own == {"mine": {"path": "mine.Callback"}}
     assert {group: composed.choices[group] for group in other} == other
     assert [value_of(config, f"{group}.{key}") for group, key in single.items()] == [17] * len(
         single

@@ -54,6 +54,7 @@ TESTED_ELSEWHERE = {
         ("accumulation.docs_per_step", "accumulation.last_step"),
         "rollouts/test_steps.py::test_last_step_decides_on_the_documents_left_at_the_end_of_a_batch",
     ),
+    "callbacks.own": "training/test_callbacks.py::test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch",
     "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_the_documents_of_a_step",
     "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_micro_batches_per_step_makes_steps_of_that_many_micro_batches",
     "rollout/policy.retire_at": "rollouts/test_retired.py::test_solved_prompts_are_asked_once_and_others_in_every_pass",

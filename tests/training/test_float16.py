@@ -263,7 +263,7 @@ def step_on_rank(path: str, parallelism: str, overflows: bool) -> StepOnRank:
     )
     ranks = layout(data_parallel=2)
     module, _ = build(config_of(*settings), layout=ranks)
-    optimizer = module.configure_optimizers()
+    (optimizer,), _ = module.configure_optimizers()
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     documents = some_documents()

@@ -309,7 +309,7 @@ def test_the_sampler_is_closed_once_before_the_run_says_that_it_ended(
     training_step = PolicyGradientModule.training_step
 
     def fail_in_the_third_step(self, step, index):
-        if error is not None and index == 2:
+        if error is not None and self.num_updates == 2:
             raise error("in the third step")
         return training_step(self, step, index)
 

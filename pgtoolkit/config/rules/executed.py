@@ -92,8 +92,9 @@ def named_functions(config: object) -> dict[str, str]:
             if not key.free:
                 named[key.name] = value
             elif isinstance(value, dict):
+                words = ("path",) if key.gathers else ("verifier", "environment")
                 for name, path in leaves(value):
-                    if name.rpartition(".")[2] in ("verifier", "environment"):
+                    if name.rpartition(".")[2] in words:
                         named[f"{key.name}.{name}"] = path
     return {key: path for key, path in named.items() if isinstance(path, str) and "." in path}
 

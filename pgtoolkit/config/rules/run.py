@@ -8,7 +8,7 @@ from pgtoolkit.config.counts import steps_of, tokens_at_least
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.rules.named import existing, installed
+from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
@@ -229,6 +229,32 @@ def no_triton(got: str) -> str:
         reason="Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU.",
         use="kernel=torch",
     )
+
+
+def callbacks(c: Config, report: Report) -> None:
+    """Refuse callbacks without a name or without the path of a class; making them is tried before
+    the start."""
+    for name, entry in c.callbacks.own.items():
+        key = f"callbacks.{name}"
+        path = entry.get("path") if isinstance(entry, dict) else None
+        if not re.fullmatch(r"[A-Za-z]\w{0,39}", name):
+            report.refuse(
+                setting=key,
+                needs="a name of up to 40 letters, digits and '_', a letter first",
+                got=name,
+                reason="It stands in the keys of the callback.",
+                use=f"callbacks.mine.path={path or 'package.module.Class'}",
+            )
+        elif not isinstance(path, str):
+            report.refuse(
+                setting=key,
+                needs="the path of its class",
+                got=entry,
+                reason="It is made from that class, by the other values as arguments.",
+                use=f"{key}.path=lightning.pytorch.callbacks.EarlyStopping",
+            )
+        else:
+            importable(report, f"{key}.path", path, "It is imported when the run starts.")
 
 
 def optimizer(c: Config, report: Report) -> None:
