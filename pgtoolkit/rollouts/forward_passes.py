@@ -82,13 +82,13 @@ class ForwardPasses:
     def with_kl_reward(self, documents: list[Document], penalty: KL) -> list[Document]:
         """Return the documents with the reference's log-probs, and the sum that the penalty adds to
         their rewards."""
-        ref_log_probs = self.measured(documents, self.trained.ref_log_probs)
-        result = []
-        for document, reference in zip(documents, ref_log_probs, strict=True):
-            terms = penalty.of_samples(_old(document).double(), reference.double())
-            kl_reward = None if document.reward is None else -math.fsum(terms.tolist())
-            result.append(replace(document, ref_log_probs=reference, kl_reward=kl_reward))
-        return result
+        if any(document.ref_log_probs is None for document in documents):
+            ref_log_probs = self.measured(documents, self.trained.ref_log_probs)
+            documents = [
+                replace(document, ref_log_probs=reference)
+                for document, reference in zip(documents, ref_log_probs, strict=True)
+            ]
+        return [_with_kl_reward(document, penalty) for document in documents]
 
     def measured(
         self, documents: list[Document], measure: Callable[[MicroBatch], Tensor]
@@ -133,15 +133,34 @@ class ForwardPasses:
     ) -> list[Document]:
         """Return the documents with old log-probs from the forward pass that training uses.
 
-        The first ratio is then 1. The sampler's log-probs are kept beside them.
+        The first ratio is then 1. The sampler's log-probs are kept beside them. Rewards with a KL
+        penalty get the reference's from the same micro-batches: sums of floats depend on how they
+        are cut, and the distance of a model from itself is to be exactly 0.
         """
         result = []
-        for part, log_probs in _passes(parts, num_passes, self.trained.log_probs):
-            result += [
-                replace(document, old_log_probs=old, sampling_log_probs=_sampled(document))
-                for document, old in zip(part, log_probs, strict=True)
-            ]
+        for part, numbers in _passes(parts, num_passes, self._log_probs):
+            for document, columns in zip(part, numbers, strict=True):
+                old, *reference = columns.unbind(1)
+                document = replace(
+                    document, old_log_probs=old, sampling_log_probs=_sampled(document)
+                )
+                if reference:
+                    document = replace(document, ref_log_probs=reference[0])
+                result.append(document)
         return result
+
+    def _log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """Return (T, 1) log-probs of the present policy, or (T, 2) with those of the reference."""
+        columns = [self.trained.log_probs(micro_batch)]
+        if self.config.kl.place == KLPlace.reward and self._reference_stays:
+            columns.append(self.trained.ref_log_probs(micro_batch))
+        return torch.stack(columns, dim=1)
+
+    @property
+    def _reference_stays(self) -> bool:
+        """Return whether the reference is the same until training on the batch begins."""
+        is_late = self.is_ahead and self.rollout.old_log_probs == OldLogProbs.training
+        return not is_late or self.config.kl.update_every is None
 
     def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
         """Mark the documents whose old log-probs the forward pass of their update can give.
@@ -224,8 +243,8 @@ class ForwardPasses:
 def _passes(
     parts: Sequence[list[Document]], num_passes: int, measure: Callable[[MicroBatch], Tensor]
 ) -> Iterator[tuple[list[Document], list[Tensor]]]:
-    """Yield each part with the (N,) numbers that `measure` gives the trained tokens of its
-    documents.
+    """Yield each part with the numbers that `measure` gives the trained tokens of its documents:
+    (N,) each, or (N, columns) where it returns (T, columns).
 
     num_passes: calls of `measure`, the last ones without a token where there are fewer parts.
     """
@@ -235,6 +254,13 @@ def _passes(
         values = measure(micro_batch).cpu()[micro_batch.labels >= 0]
         by_document = values.split([document.num_trained for document in part])
         yield part, [vector.clone() for vector in by_document]
+
+
+def _with_kl_reward(document: Document, penalty: KL) -> Document:
+    assert document.ref_log_probs is not None
+    terms = penalty.of_samples(_old(document).double(), document.ref_log_probs.double())
+    kl_reward = None if document.reward is None else -math.fsum(terms.tolist())
+    return replace(document, kl_reward=kl_reward)
 
 
 def _groups_of_shares(

@@ -165,6 +165,17 @@ def test_groups_of_equal_task_rewards_are_left_out_though_their_penalties_differ
     assert num_left_out > 0
 
 
+def test_the_distance_of_the_policy_from_itself_is_exactly_0():
+    """Though the groups of several rounds are cut into other micro-batches than the batch is."""
+    settings = [*SHORT, *IN_REWARD, "model.hidden_size=128", "accumulation.max_tokens=50"]
+    module, loader = module_and_loader(*settings, "rollout.max_sampling_rounds=4", dtype=None)
+    documents = [loader.source.document(place) for place in range(loader.source.batch_size)]
+    assert module.reference is not None
+    for document in documents:
+        assert torch.equal(document.old_log_probs, document.ref_log_probs)
+        assert document.kl_reward == 0
+
+
 @pytest.mark.slow
 def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
     policy_path, reference_path = models
