@@ -90,13 +90,23 @@ def policy_loss(
         ref_log_probs=None if kl is None else references[kl_reference],
         metrics="basic",
     )
-    # prime-rl shows each metric's mean, median and extrema over documents.
-    metrics = {
-        f"pgtk/{name}": value.float()
-        for name, value in out.metrics.items()
+    metrics = _shown(out.metrics, mask)
+    return importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs(out.loss, metrics)
+
+
+def _shown(metrics: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a document under the names that prime-rl shows.
+
+    It shows each metric's mean, median and extrema over documents, and exchanges them between ranks
+    one name after the other: so each document has all of them. One without a trained token has no
+    extrema and no sample size, and gets 0, as in prime-rl's own losses.
+    """
+    has_tokens = mask.any()
+    return {
+        f"pgtk/{name}": torch.where(has_tokens, value.float(), 0.0)
+        for name, value in metrics.items()
         if not name.startswith("num_")
     }
-    return importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs(out.loss, metrics)
 
 
 def _penalty(kl: str | None, kl_coefficient: float | None, kl_reference: str) -> KL | None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from pgtoolkit import kl
 from pgtoolkit.adapters import prime_rl
 from pgtoolkit.adapters.verl import MODES, VerlLoss
+from pgtoolkit.api import log_prob_loss
+from pgtoolkit.batch import StepTotals
 
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
@@ -205,3 +207,26 @@ def test_in_prime_rl_kl_reference_reference_sets_the_penalty_against_the_referen
 def test_settings_that_prime_rl_has_no_numbers_for_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         prime_rl_step("grpo", **kwargs)
+
+
+@pytest.mark.parametrize("num_trained", [0, 1, 4])
+def test_each_document_has_finite_metrics_in_prime_rl(num_trained):
+    numbers = -torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(4) < num_trained
+    out = log_prob_loss(
+        *numbers,
+        torch.zeros(4, dtype=torch.int64),
+        mask,
+        loss="grpo",
+        aggregation="token_mean",
+        num_documents=1,
+        totals=StepTotals(1, num_trained, int(num_trained == 0)),
+        metrics="basic",
+    )
+    shown = prime_rl._shown(out.metrics, mask)
+    assert len(shown) == len(out.metrics) - 3
+    assert all(bool(torch.isfinite(value)) for value in shown.values())
+    if num_trained == 0:
+        assert {float(value) for value in shown.values()} == {0.0}
+    else:
+        assert float(shown["pgtk/max_advantage"]) == float(numbers[2][mask].max())
