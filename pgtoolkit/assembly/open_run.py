@@ -105,10 +105,9 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         schedule_note = _schedule_note(config, drift, checkpoint)
         if schedule_note:
             notes = [*notes, schedule_note]
-    for note in notes:
-        log.warning(f"note: {note}")
     run.drop_metrics_after(step, kept_bytes)
-    drop_completions_after(run.path, step)
+    for note in [*notes, *drop_completions_after(run.path, step)]:
+        log.warning(f"note: {note}")
     if num_rows < step:
         log.warning(
             f"{run.metrics_path} lacks rows of steps before the checkpoint: summary and curves "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.runs.records import Row, reading
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.redaction import redact
@@ -228,11 +229,29 @@ def completion_files(run_dir: Path) -> list[CompletionFile]:
     return sorted(files)
 
 
-def drop_completions_after(run_dir: Path, step: int) -> None:
-    """Delete the rows of later steps, which a resumed run writes again, from every set."""
+def drop_completions_after(run_dir: Path, step: int) -> list[str]:
+    """Delete the rows of later steps, which a resumed run writes again, from every set.
+
+    Returns a note for each damaged file, which is set aside: the completions of its earlier steps
+    are not made again. Raises StorageError for a file that cannot be read at all.
+    """
+    notes = []
     for file in completion_files(run_dir):
         if file.first > step:
             file.path.unlink()
-        elif file.last > step:
-            kept = [row for row in read_completions(file.path) if row.step <= step]
-            write_redacted(file.path, kept)
+            continue
+        try:
+            rows = read_completions(file.path)
+        except StorageError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise
+            aside = file.path.with_suffix(".damaged")
+            file.path.replace(aside)
+            notes.append(
+                f"{first_line(error)}. Its completions, up to step {min(step, file.last)}, are not "
+                f"made again. The file is now {aside.name}."
+            )
+            continue
+        if file.last > step:
+            write_redacted(file.path, [row for row in rows if row.step <= step])
+    return notes

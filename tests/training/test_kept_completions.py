@@ -20,7 +20,12 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.rollouts import kept_completions
 from pgtoolkit.rollouts.kept_completions import chosen
-from pgtoolkit.runs.completion_files import CompletionRow, completion_files, read_completions
+from pgtoolkit.runs.completion_files import (
+    CompletionRow,
+    completion_files,
+    drop_completions_after,
+    read_completions,
+)
 from pgtoolkit.training import recorder
 
 
@@ -84,6 +89,17 @@ def test_a_resumed_run_has_the_files_of_an_uninterrupted_one(
     (resumed / "completions" / "evaluation_a_000006.parquet").write_bytes(b"of step 6")
     run(resumed, "rollout.keep_completions=99", resume=True)
     assert bytes_of_files(resumed) == bytes_of_files(uninterrupted)
+
+
+def test_a_damaged_file_is_set_aside_and_said(uninterrupted, tmp_path):
+    folder = copy_as_of(uninterrupted, 5, tmp_path / "damaged")
+    path = folder / "completions" / "steps_000001-000004.parquet"
+    path.write_bytes(path.read_bytes()[:-60])
+    (note,) = drop_completions_after(folder, 5)
+    assert f"{path} is damaged (" in note
+    assert "up to step 4, are not made again. The file is now steps_000001-000004.damaged." in note
+    assert {row.step for row in kept_rows(folder)} == {5}
+    assert drop_completions_after(folder, 5) == []
 
 
 def test_completions_are_written_before_the_checkpoint_of_their_step(tmp_path, monkeypatch):
