@@ -24,6 +24,7 @@ from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.imports import import_metrics
 from pgtoolkit.system.report import Report, refusal, text
 from pgtoolkit.tracking.store_file import problem_of_store
+from pgtoolkit.tracking.wandb_settings import ignored_files, problem_of_settings
 
 _PROCESSES_PER_CORE = 16
 """A configuration of more processes is a typing mistake, and would fill the machine's memory before
@@ -141,42 +142,21 @@ def _check_places(config: Config, report: Report) -> None:
                 use="rollout.save_path=recorded_rollouts",
             )
     if "wandb" in (config.tracking.name, *config.tracking.also):
-        _check_wandb(report)
+        problem = problem_of_settings()
+        if problem:
+            report.problems.append(problem)
+        for path in ignored_files():
+            report.note(
+                f"{path} in the current folder is not read: whoever wrote it would choose the "
+                "server that gets the run and the API key. wandb's variables and "
+                "~/.config/wandb/settings are."
+            )
     if config.tracking.name == "mlflow":
         assert config.tracking.experiment is not None
         store = sqlite_path(absolute_uri(config.tracking.uri))
         problem = problem_of_store(store, config.tracking.experiment) if store else None
         if problem:
             report.problems.append(problem)
-
-
-def _check_wandb(report: Report) -> None:
-    """Refuse a mode in which wandb records nothing, and a missing key for its server.
-
-    wandb itself would ask for the key on the terminal.
-    """
-    import wandb  # pyright: ignore[reportMissingImports]  (an extra)
-    from requests.utils import get_netrc_auth
-
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if settings.mode == "disabled":
-        report.refuse(
-            setting="wandb",
-            needs="WANDB_MODE online or offline",
-            got="disabled",
-            reason="It would record nothing.",
-            use="WANDB_MODE=offline, or tracking=none",
-        )
-    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    has_key = any(os.environ.get(name) for name in variables) or settings.api_key
-    if settings.mode == "online" and not has_key and get_netrc_auth(settings.base_url) is None:
-        report.refuse(
-            setting="wandb",
-            needs="an API key",
-            got="none",
-            reason=f"The run is sent to {settings.base_url}.",
-            use="`wandb login`, or WANDB_MODE=offline to keep the record in the run directory",
-        )
 
 
 def _check_samplers(config: Config, report: Report) -> None:

@@ -31,6 +31,7 @@ from pgtoolkit.config.own_code import parameter_key, with_path
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.resolve import choices_of, default_in, in_range, resolve
 from pgtoolkit.config.rules import executed
+from pgtoolkit.config.rules.addresses import addresses_not_typed
 from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
@@ -204,6 +205,7 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
         *by_effect.problems,
         *problems_of_values,
         *executed.commands_not_typed(config, values),
+        *addresses_not_typed(config, run_dir, values),
     ]
     if not evaluate:
         # The data of these keys is recorded by its content, so their files may have moved.

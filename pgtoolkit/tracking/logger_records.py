@@ -4,6 +4,7 @@ loggers."""
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import textwrap
 import threading
@@ -24,6 +25,7 @@ from pgtoolkit.tracking.description import (
     evaluation_values_of,
     values_of,
 )
+from pgtoolkit.tracking.wandb_settings import OFFLINE, settings_of_user
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -35,6 +37,7 @@ Point = tuple[int, dict[str, float]]
 """A step, and the metrics at it."""
 
 _SECONDS_BETWEEN_DELIVERIES = 1.0
+_SECONDS_TO_START = 10.0
 _SECONDS_TO_FINISH = 30.0
 # wandb itself uses 255 for Ctrl-C.
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
@@ -166,6 +169,7 @@ class WandbRecord(LoggerRecord):
         import wandb  # pyright: ignore[reportMissingImports]  (an extra)
         from lightning.pytorch.loggers import WandbLogger
 
+        of_user = settings_of_user()
         settings = wandb.Settings(
             console="off",
             disable_code=True,
@@ -176,15 +180,23 @@ class WandbRecord(LoggerRecord):
             symlink=False,
             finish_timeout=_SECONDS_TO_FINISH,
         )
-        self._run = wandb.init(
-            project=self._project,
-            name=description.run_name,
-            id=description.tags["pgtk.id"],
-            group=description.tags.get("sweep"),
-            resume="allow",
-            dir=str(self._run_dir),
-            settings=settings,
-        )
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings.init_timeout = _SECONDS_TO_START
+        try:
+            self._run = wandb.init(
+                project=self._project,
+                name=description.run_name,
+                id=description.tags["pgtk.id"],
+                group=description.tags.get("sweep"),
+                resume="allow",
+                dir=str(self._run_dir),
+                settings=settings,
+            )
+        finally:
+            # A log is a link into the user's cache, and a run directory with links is refused.
+            for path in self._run_dir.glob("wandb/*/logs/*"):
+                if path.is_symlink():
+                    path.unlink()
         # WandbLogger logs over this axis of steps, and defines it so for runs that it opens.
         self._run.define_metric("trainer/global_step")
         self._run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
@@ -192,9 +204,7 @@ class WandbRecord(LoggerRecord):
         run_directory = {"run_directory": description.tags["run_directory"]}
         self._logger.log_hyperparams(description.settings | run_directory)
         folder = Path(self._run.dir).parent
-        # This is a link to a log in the user's cache, and a run directory with links is refused.
-        (folder / "logs" / "debug-core.log").unlink(missing_ok=True)
-        if self._run.settings.mode != "offline":
+        if of_user.mode not in OFFLINE:
             self.shown_by = self._run.url or ""
             return int(self._run.summary.get("trainer/global_step") or 0)
         for earlier in folder.parent.glob(f"offline-run-*-{self._run.id}"):
@@ -216,7 +226,6 @@ class TensorBoardRecord(LoggerRecord):
     def _open(self, description: Description) -> int:
         from lightning.pytorch.loggers import TensorBoardLogger
 
-        folder = self._run_dir / TENSORBOARD_FOLDER
         # TensorBoard drops what earlier processes have written, from the step `purge_step` on.
         self._logger = TensorBoardLogger(
             self._run_dir,
@@ -226,8 +235,8 @@ class TensorBoardRecord(LoggerRecord):
             purge_step=0,
         )
         self._settings = description.settings
-        self.shown_by = f"tensorboard --logdir {shell_path(folder)}"
-        self._flush()  # so that an error is raised before training
+        self.shown_by = f"tensorboard --logdir {shell_path(self._run_dir / TENSORBOARD_FOLDER)}"
+        self._logger.experiment.flush()  # so that an error is raised before training
         return 0
 
     def _points(self, row: Row) -> list[Point]:
@@ -237,6 +246,7 @@ class TensorBoardRecord(LoggerRecord):
         return points
 
     def _log_points(self, points: Iterable[Point]) -> None:
+        self._check_folder()
         for step, metrics in points:
             if self._settings:
                 # TensorBoard shows hyperparameters together with the last values of the metrics
@@ -247,7 +257,17 @@ class TensorBoardRecord(LoggerRecord):
                 self._logger.log_metrics(metrics, step)
 
     def _flush(self) -> None:
+        self._check_folder()
         self._logger.experiment.flush()
+
+    def _check_folder(self) -> None:
+        """Raise StorageError where the folder is gone.
+
+        Otherwise a thread of TensorBoard's meets that, prints a traceback and stops.
+        """
+        folder = self._run_dir / TENSORBOARD_FOLDER
+        if not folder.is_dir():
+            raise StorageError(f"{folder} was removed")
 
     def _close(self) -> None:
         self._logger.finalize("success" if self._state == "done" else "failed")

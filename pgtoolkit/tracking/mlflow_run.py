@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import address_not_typed
+from pgtoolkit.config.rules.addresses import may_be_used
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
@@ -22,7 +22,7 @@ from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import plural, shell_path
+from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.tracking import description, store
 from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
 
@@ -289,9 +289,16 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     if uri is None:
         # The status has the absolute address: a relative one was meant from where the run started.
         uri = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
-        problem = address_not_typed(f"pgtk sync {shell_path(run_dir)}", uri or "")
-        if problem:
-            raise ConfigError(problem)
+        if uri is not None and not may_be_used(uri, run_dir):
+            raise ConfigError(
+                refusal(
+                    setting=f"pgtk sync {shell_path(run_dir)}",
+                    needs="its store to be typed",
+                    got=f"{redact(uri)} from the run's file",
+                    reason="The run would be sent there, which its file does not decide.",
+                    use="--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment",
+                )
+            )
     with RunDirectory(run_dir) as run:
         read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
         check_rows(run.path)

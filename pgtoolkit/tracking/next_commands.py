@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import folders_outside, is_server, named_commands
+from pgtoolkit.config.rules.addresses import named_addresses
+from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
@@ -88,21 +89,25 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
 def sync_command(run_dir: str | Path, uri: str | None) -> str:
     """Return the command that delivers to MLflow what it lacks of a run.
 
-    A server's address is part of it, since it has to be typed.
+    A store that is not the default one is part of it, since it has to be typed.
     """
     arguments = [shortest_path(run_dir)]
-    if uri is not None and is_server(uri):
+    if absolute_uri(uri) != absolute_uri(None):
+        assert uri is not None
         arguments.append(f"--uri={redact(uri)}")
     return _pgtk("sync", *arguments)
 
 
 def _typed_overrides(run_dir: str | Path) -> list[str]:
-    """Return overrides with the programs of a run, and its folders outside of its directory."""
+    """Return overrides with the programs of a run, its addresses, and its folders outside of its
+    directory."""
     try:
         config = read_resolved(run_dir)
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    values = named_commands(config) | folders_outside(config, Path(run_dir))
+    run_dir = Path(run_dir)
+    values = named_commands(config) | folders_outside(config, run_dir)
+    values |= named_addresses(config, run_dir)
     return [f"{key}={_quoted(value)}" for key, value in values.items()]
 
 

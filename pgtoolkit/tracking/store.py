@@ -14,17 +14,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
+from urllib.parse import unquote, urlsplit
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.own_code import as_typed
-from pgtoolkit.config.paths import sqlite_path
+from pgtoolkit.config.paths import absolute_uri, sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import shortest_path, text
-from pgtoolkit.tracking.store_file import deleted_experiment, out_of_date
+from pgtoolkit.system.report import refusal, shortest_path, text
+from pgtoolkit.tracking.store_file import (
+    deleted_experiment,
+    has_other_tables,
+    other_tables,
+    out_of_date,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -130,6 +136,9 @@ def open_store(uri: str, experiment: str) -> tuple[MlflowClient, str]:
     if not uri.startswith("http"):
         folder = path.parent if path else Path("outputs").resolve()
         artifact_location = (folder / "artifacts").as_uri()
+    is_default = uri == absolute_uri(None)
+    if is_default and path and path.exists() and has_other_tables(path):
+        raise StorageError(other_tables(f"tracking.uri=sqlite:///{shortest_path(path)}"))
     with _creation_lock(path):
         client = client_of(uri)
         existing = client.get_experiment_by_name(experiment)
@@ -138,7 +147,30 @@ def open_store(uri: str, experiment: str) -> tuple[MlflowClient, str]:
             return client, number
         if existing.lifecycle_stage == "deleted":
             raise StorageError(deleted_experiment(experiment, uri, existing.experiment_id))
+        if is_default and path:
+            _refuse_artifacts_elsewhere(existing.artifact_location, path, experiment)
         return client, existing.experiment_id
+
+
+def _refuse_artifacts_elsewhere(location: str, store: Path, experiment: str) -> None:
+    """Raise StorageError for an experiment of the default store that keeps its files elsewhere.
+
+    Nobody has typed this store: it may have come with a folder of somebody else's.
+    location: of the experiment's files, a URI or a path.
+    """
+    parts = urlsplit(location)
+    folder = Path(unquote(parts.path)).resolve()
+    if parts.scheme in ("", "file") and folder.is_relative_to(store.parent):
+        return
+    raise StorageError(
+        refusal(
+            setting=f"tracking.experiment={experiment}",
+            needs=f"an experiment with its files below {shortest_path(store.parent)}",
+            got=redact(location),
+            reason="The files of the run would be sent there, and nobody has typed it.",
+            use=f"tracking.uri=sqlite:///{shortest_path(store)} if they may be, or another name",
+        )
+    )
 
 
 @contextlib.contextmanager

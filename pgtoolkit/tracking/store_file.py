@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from pgtoolkit.config.paths import cannot_hold_files
+from pgtoolkit.config.paths import absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.errors import first_line
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import program, refusal, shell_path, shortest_path
@@ -60,11 +60,31 @@ def problem_of_store(path: Path, experiment: str) -> str | None:
             use=other_store,
         )
     uri = f"sqlite:///{path}"
+    if path == sqlite_path(absolute_uri(None)) and has_other_tables(path):
+        return other_tables(setting)
     if revision is not None and _newest_revision() not in (None, revision):
         return out_of_date(setting, uri, revision)
     if deleted_id is not None:
         return deleted_experiment(experiment, uri, str(deleted_id))
     return None
+
+
+def has_other_tables(path: Path) -> bool:
+    """Return whether a database is in use by another program than MLflow."""
+    with _reading(path) as store:
+        tables = _tables(store)
+    return bool(tables) and "alembic_version" not in tables
+
+
+def other_tables(setting: str) -> str:
+    """Return the problem with a database at the default place that another program uses."""
+    return refusal(
+        setting=setting,
+        needs="a store of MLflow's, or no file",
+        got="a database with other tables",
+        reason="It lies where runs have their store by default, and MLflow would add its tables.",
+        use="tracking.uri=sqlite:///outputs/other.db, or tracking=none",
+    )
 
 
 def out_of_date(setting: str, uri: str, revision: str) -> str:
@@ -113,10 +133,8 @@ def deleted_experiment(experiment: str, uri: str, number: str) -> str:
 
 def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
     """Return the revision of a store's tables, and the id of the experiment if it was deleted."""
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1)) as store:
-        tables = {
-            name for (name,) in store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        }
+    with _reading(path) as store:
+        tables = _tables(store)
         if not {"alembic_version", "experiments"} <= tables:
             return None, None  # a new database, in which MLflow makes the tables
         revision = store.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -125,6 +143,17 @@ def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
         )
         deleted = store.execute(query, [experiment]).fetchone()
     return revision and revision[0], deleted and deleted[0]
+
+
+def _reading(path: Path) -> closing[sqlite3.Connection]:
+    """Return a connection that changes nothing, and is closed after its block."""
+    address = f"file:{quote(str(path))}?mode=ro"
+    return closing(sqlite3.connect(address, uri=True, timeout=1))
+
+
+def _tables(store: sqlite3.Connection) -> set[str]:
+    names = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {name for (name,) in names}
 
 
 @functools.cache

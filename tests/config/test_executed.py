@@ -5,13 +5,16 @@ is imported proves it, and a server that records the secrets that it gets."""
 import json
 import shlex
 import shutil
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
@@ -23,6 +26,8 @@ from pgtoolkit.config.rules.executed import before_start
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import resume_command
+from pgtoolkit.tracking.store import open_store
+from pgtoolkit.tracking.store_file import problem_of_store
 
 EVIL = """
 from pathlib import Path
@@ -390,30 +395,82 @@ def server(
         listening.shutdown()
 
 
-def test_sync_sends_a_token_only_to_an_address_that_was_typed_or_is_in_the_environment(
+def test_sync_sends_a_run_only_to_an_address_that_was_typed_or_is_in_the_environment(
     evil, server, capsys, monkeypatch
 ):
     address, authorizations, _ = server
     save_run(evil, "tracking=mlflow", f"tracking.uri={address}")
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     message = refusal(capsys, "sync", "run")
     assert (
-        f"pgtk sync run needs the server's address to be typed (got {address} from the run's file)"
-        in message
+        f"pgtk sync run needs its store to be typed (got {address} from the run's file)" in message
     )
-    assert "It would be sent MLFLOW_TRACKING_TOKEN. Use --uri=ADDRESS" in message
+    assert "Use --uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS" in message
     assert authorizations == []
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     assert main(["sync", "run", f"--uri={address}"]) == 6
     assert set(authorizations) == {"Bearer hunter2"}
     authorizations.clear()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}/")
     assert main(["sync", "run"]) == 6
     assert set(authorizations) == {"Bearer hunter2"}
-    authorizations.clear()
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+
+
+def test_a_run_is_sent_only_to_addresses_that_were_typed_when_it_is_continued(evil, monkeypatch):
+    urls = "sampler.urls=['http://evil:1']"
+    save_run(evil, "tracking=mlflow", "tracking.uri=http://evil:2", "sampler=vllm", urls)
+    assert [
+        problem.partition(" (got")[0] for problem in compose([], run_dir=evil / "run").problems
+    ] == [
+        "tracking.uri=http://evil:2 needs to be typed",
+        "sampler.urls=[http://evil:1] needs to be typed",
+    ]
+    words = ["tracking.uri=http://evil:2", urls]
+    assert shlex.split(resume_command(evil / "run"))[-2:] == words
+    assert compose(words, run_dir=evil / "run").problems == []
+    hidden = ["tracking.uri=${tracking.run_name}", "tracking.run_name=x", urls]
+    assert "needs to be typed" in str(compose(hidden, run_dir=evil / "run").problems)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://evil:2/")
+    assert compose([urls], run_dir=evil / "run").problems == []
+
+
+def name_store(folder: Path, uri: str | None) -> None:
+    """Write an address of a store into the configuration of the run in a folder."""
+    path = folder / "run" / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["tracking"]["uri"] = uri
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_a_file_that_only_a_run_names_gets_no_table(evil, capsys):
+    database = evil / "victim.db"
+    with closing(sqlite3.connect(database)) as victim, victim:
+        victim.execute("CREATE TABLE mine (x)")
+    before = database.read_bytes()
+    save_run(evil, "tracking=mlflow")
+    for uri in ("sqlite:///{}", "sqlite+pysqlite:///{}", "file://{}", "{}"):
+        name_store(evil, uri.format(database))
+        assert "needs its store to be typed" in refusal(capsys, "sync", "run")
+        assert "tracking.uri=" in refusal(capsys, "resume", "run")
+    # The place of the default store may be a link.
+    (evil / "outputs").mkdir()
+    (evil / "outputs" / "mlflow.db").symlink_to(database)
+    name_store(evil, None)
     assert main(["sync", "run"]) == 6
-    assert set(authorizations) == {None}
+    assert "needs a store of MLflow's" in capsys.readouterr().err
+    problem = problem_of_store(Path(database), "pgtoolkit")
+    assert problem is not None
+    assert "needs a store of MLflow's" in problem
+    assert database.read_bytes() == before
+
+
+def test_a_default_store_that_keeps_files_elsewhere_gets_no_run(evil, capsys):
+    save_run(evil, "tracking=mlflow")
+    store = f"sqlite:///{evil}/outputs/mlflow.db"
+    client, _ = open_store(store, "other")
+    client.create_experiment("pgtoolkit", artifact_location=f"file://{evil}/victim")
+    assert main(["sync", "run"]) == 6
+    assert f"(got file://{evil}/victim)" in capsys.readouterr().err
+    assert not (evil / "victim").exists()
 
 
 def test_a_command_that_trains_names_the_receiver_of_a_token_before_the_first_request(

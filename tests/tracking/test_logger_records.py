@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -11,16 +12,21 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.stores import CONFIG, append_steps
+from builders.stores import CONFIG, append_steps, free_port
 
-from pgtoolkit.assembly.machine import _check_wandb
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
-from pgtoolkit.system.report import Report
+from pgtoolkit.system.plain_files import refuse_links
+from pgtoolkit.tracking import logger_records
 from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
+from pgtoolkit.tracking.wandb_settings import (
+    ignored_files,
+    problem_of_settings,
+    settings_of_user,
+)
 
 SETTINGS = {
     **CONFIG,
@@ -108,7 +114,7 @@ def events(run: RunDirectory):
 
 def wandb_records(run: RunDirectory) -> list:
     """Return the records of the file of wandb in a run directory, once its process has ended it."""
-    (path,) = run.path.glob("wandb/*/*.wandb")
+    (path,) = run.path.glob("wandb/offline-run-*/*.wandb")
     for _ in range(300):
         records = read_wandb_file(path.read_bytes())
         if any(record.HasField("exit") for record in records):
@@ -315,12 +321,22 @@ def test_a_tracker_that_is_named_twice_is_refused(monkeypatch):
     ("environment", "problem"),
     [
         ({"WANDB_MODE": "offline"}, None),
+        ({"WANDB_MODE": "dryrun"}, None),
         ({"WANDB_MODE": "online", "WANDB_API_KEY": "0123456789" * 4}, None),
         (
             {"WANDB_MODE": "online"},
             "wandb needs an API key (got none). The run is sent to https://wandb.example.org.",
         ),
+        (
+            {"WANDB_MODE": "online", "WANDB_API_KEY": "short"},
+            "wandb needs a whole API key (got API key must have 40+ characters, has 5.).",
+        ),
         ({"WANDB_MODE": "disabled"}, "wandb needs WANDB_MODE online or offline (got disabled)."),
+        ({"WANDB_MODE": "nonsense"}, "wandb needs another WANDB_MODE (got nonsense). Input should"),
+        ({"WANDB_BASE_URL": "foo"}, "wandb needs another WANDB_BASE_URL (got foo)."),
+        ({"WANDB_INIT_TIMEOUT": "abc"}, "wandb needs another WANDB_INIT_TIMEOUT (got abc)."),
+        ({"WANDB_RUN_ID": "a/b"}, "wandb needs other settings (got Run ID cannot contain the"),
+        ({"WANDB_SWEEP_ID": "abc"}, "wandb needs no WANDB_SWEEP_ID in the environment (got abc)."),
     ],
 )
 def test_a_wandb_that_cannot_record_is_a_problem_before_the_run(environment, problem, monkeypatch):
@@ -329,9 +345,50 @@ def test_a_wandb_that_cannot_record_is_a_problem_before_the_run(environment, pro
     for name, value in {"WANDB_BASE_URL": "https://wandb.example.org", **environment}.items():
         monkeypatch.setenv(name, value)
     wandb.teardown()  # it reads the environment once
-    report = Report()
-    _check_wandb(report)
+    found = problem_of_settings()
     wandb.teardown()
-    assert len(report.problems) == (problem is not None)
-    if problem is not None:
-        assert report.problems[0].startswith(problem)
+    assert (found or "").startswith(problem or "")
+    assert (found is None) == (problem is None)
+
+
+def test_a_file_in_the_current_folder_names_no_server_of_wandb(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text(
+        "[default]\nbase_url = https://evil.example.org\nentity = evil\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # it reads the file once
+    settings = settings_of_user()
+    wandb.teardown()
+    assert "evil" not in settings.base_url
+    assert settings.entity is None
+    assert [str(path) for path in ignored_files()] == ["wandb/settings"]
+
+
+def test_a_wandb_that_does_not_answer_leaves_a_directory_that_can_be_used(run, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(logger_records, "_SECONDS_TO_START", 2.0)
+    wandb.teardown()
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=r"^wandb failed: .* Training has not started\.$"):
+        start_record("wandb", run)
+    assert time.monotonic() - begun < 30
+    refuse_links(run.path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    recorded_run("wandb", run)
+    assert history("wandb", run, "loss")[-1] == (40, 5.0)
+
+
+def test_a_folder_of_tensorboard_that_is_removed_is_one_note(run, caplog, capfd):
+    pytest.importorskip("tensorboard")
+    record = start_record("tensorboard", run)
+    shutil.rmtree(run.path / "tensorboard")
+    append_steps(run, 1, 3)
+    assert record.finish("done") == []
+    (note,) = [entry.getMessage() for entry in caplog.records if "note" in entry.getMessage()]
+    assert f"gets no more rows of this run: {run.path}/tensorboard was removed." in note
+    assert "Traceback" not in capfd.readouterr().err

@@ -150,24 +150,6 @@ def announce(config: Config, before: set[str] | None = None) -> None:
         before.update(lines)
 
 
-def address_not_typed(command: str, uri: str) -> str | None:
-    """Return the problem of sending credentials to an address that only a run's file names.
-
-    Returns None if the user named the address, or there is nothing to send.
-    """
-    is_in_environment = uri.rstrip("/") == os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
-    names = mlflow_credentials()
-    if not is_server(uri) or is_in_environment or not names:
-        return None
-    return refusal(
-        setting=command,
-        needs="the server's address to be typed",
-        got=f"{redact(uri)} from the run's file",
-        reason=f"It would be sent {names}.",
-        use="--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment, if it may have them",
-    )
-
-
 def is_server(uri: str | None) -> bool:
     """Return whether a store is a server on the network."""
     return bool(uri) and "://" in uri and not uri.startswith("sqlite:")
