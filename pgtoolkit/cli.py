@@ -10,13 +10,16 @@ import argparse
 import re
 import shlex
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from pgtoolkit import __version__
 from pgtoolkit.config.files import sweep_file
 from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
+from pgtoolkit.system.own_end import end, refuse_silent_ends
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, refusal, say
 from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_output
@@ -182,5 +185,18 @@ COMMANDS = {
 """Name -> its words, its purpose, and its function; `report` calls the functions of `REPORTS`."""
 
 
+def run() -> NoReturn:
+    """Run the command line as a process, and end that with the exit status."""
+    refuse_silent_ends()
+    try:
+        status = main()
+    except SystemExit as request:
+        status = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = PgtoolkitError.exit_status
+    end(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -18,9 +18,9 @@ def main() -> int:
         # print, since the modules with `say` may be missing
         print(f"pgtk: error: {problem}", file=sys.stderr)
         return 2
-    from pgtoolkit.cli import main
+    from pgtoolkit.cli import run
 
-    return main()
+    run()
 
 
 def other_project() -> str | None:

@@ -39,6 +39,10 @@ class DataError(PgtoolkitError, ValueError):
     exit_status = 3
 
 
+class VerifierLost(DataError):
+    """Nobody scores the completions any more; a run can be resumed once somebody does."""
+
+
 class NumericalError(PgtoolkitError):
     """Too many steps with a non-finite loss or gradient."""
 

@@ -196,7 +196,9 @@ def _report_on_task(
         task = make_task(task_config, 0)
         with contextlib.closing(task):
             task.prompt(0)
-            if task_config.path is not None:
+            signatures = getattr(task, "signatures", ())
+            reads_columns_of_verl = any(signature and signature.is_verl for signature in signatures)
+            if task_config.path is not None and not reads_columns_of_verl:
                 report.notes += notes_on_columns(
                     task_config.path,
                     task_config.split,

@@ -19,7 +19,14 @@ from pgtoolkit.config.schema_rollouts import (
     RecordedRolloutConfig,
     RolloutConfig,
 )
-from pgtoolkit.errors import Interrupted, SamplerLost, StorageError
+from pgtoolkit.errors import (
+    DataError,
+    Interrupted,
+    PgtoolkitError,
+    SamplerLost,
+    StorageError,
+    VerifierLost,
+)
 from pgtoolkit.ranks.agreement import losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
@@ -29,6 +36,7 @@ from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.runs.series import Columns, read_metrics
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.pictures import saying_why_not_drawn
+from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -85,6 +93,18 @@ def train(
             with_command = type(error)(f"{error} Continue with: {resume_command(folder)}")
             with_command.on_all_ranks = error.on_all_ranks
             raise with_command from error
+        except VerifierLost as error:
+            reason = f"VerifierLost: {error}"
+            # Where this start made a step, or was asked to stop, a queue may start the run again.
+            may_go_on = recorder.step > recorder.first_step or stop_asked.is_set()
+            outcome = "interrupted" if may_go_on else "failed"
+            kind = Interrupted if may_go_on else type(error)
+            raise _with_command(error, kind, recorder, folder) from error
+        except DataError as error:
+            reason = f"{type(error).__name__}: {error}"
+            if not recorder.can_continue or recorder.saved_step == 0:
+                raise
+            raise _with_command(error, type(error), recorder, folder) from error
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
@@ -97,6 +117,17 @@ def train(
                 f"stopped as asked ({reason}) after step {recorder.step}; saved up to step "
                 f"{recorder.saved_step}. Continue with: {resume_command(folder)}"
             )
+
+
+def _with_command(
+    error: PgtoolkitError, kind: type[PgtoolkitError], recorder: Recorder, folder: Path
+) -> PgtoolkitError:
+    """Return the error as one of this kind, with the command that continues the run."""
+    with_command = kind(
+        f"{error}\nSaved up to step {recorder.saved_step}. Continue with: {resume_command(folder)}"
+    )
+    with_command.on_all_ranks = error.on_all_ranks
+    return with_command
 
 
 def _train_steps(

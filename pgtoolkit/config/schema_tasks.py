@@ -334,6 +334,29 @@ class PromptsTaskConfig(ScoredTaskConfig):
         fixed="",
         added=True,
     )
+    verifier_retries: int = key(
+        default=3,
+        help="Further calls of a verifier that does not reach its server, or that is awaited and "
+        "too late (>= 0). A verifier that then answers no call any more ends the run, which can "
+        "be resumed.",
+        least=0,
+        most=10_000,
+        learns=False,
+        fixed="",
+        added=True,
+    )
+    verifier_retry_seconds: float = key(
+        default=0.5,
+        help="Seconds before the first of these calls (>= 0). Each further wait is four times as "
+        "long, up to 60 seconds, or up to the first wait if that is longer.",
+        least=0,
+        most=86400,
+        learns=False,
+        fixed="",
+        added=True,
+        only_if="task.verifier_retries>0",
+        use="task.verifier_retries=3",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,9 @@ from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.ranks import run_job
 from pgtoolkit.system.child import Child, channel_to_parent, follow_parent
 from pgtoolkit.system.imports import imports_skipping, variables
+from pgtoolkit.system.own_end import end, really_exit, refuse_silent_ends
 from pgtoolkit.system.pictures import import_matplotlib
-from pgtoolkit.system.terminal import flush_streams, prepare_streams
+from pgtoolkit.system.terminal import prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
 
@@ -263,9 +264,10 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
         os.dup2(printed.fileno(), 2)
     prepare_streams()
     # Until training handles these signals there is nothing to save.
-    answer_stop_signals(lambda *_: os._exit(Interrupted.exit_status))
+    answer_stop_signals(lambda *_: really_exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     follow_parent(channel)
+    refuse_silent_ends()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     return run_job(Path(file))
@@ -273,9 +275,5 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
 
 if __name__ == "__main__":
     status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
-    # multiprocessing ends its processes in the same way. The interpreter's own end would copy the
-    # memory that jobs share, only to free it: 0.4 s.
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (CPython's, without a type)
-    atexit._run_exitfuncs()
-    flush_streams()
-    os._exit(status)
+    # The interpreter's own end would copy the memory that jobs share, only to free it: 0.4 s.
+    end(status)

@@ -27,6 +27,7 @@ from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.child import channel_to_parent, follow_parent
 from pgtoolkit.system.imports import import_metrics, imports_skipping
+from pgtoolkit.system.own_end import really_exit, refuse_silent_ends
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 
@@ -184,7 +185,8 @@ if __name__ == "__main__":
     # The job was pickled with the class of `pgtoolkit.launch.worker`, not of `__main__`.
     from pgtoolkit.launch import worker
 
+    refuse_silent_ends()
     status = worker.main(Path(sys.argv[1]))
     flush_streams()
     # An ordinary exit would wait for the threads of a communicator that has lost its peers.
-    os._exit(status)
+    really_exit(status)

@@ -15,6 +15,7 @@ from pgtoolkit.config.counts import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import AdvantageEstimator, KLPlace
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
+from pgtoolkit.errors import VerifierLost
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -120,6 +121,11 @@ class SampledRollouts(Source):
         # The note is given once, and not where the rewards of a prompt are not compared.
         self._may_note_small_rewards = self._estimator.name not in _NOT_COMPARING
         self._pending: _PendingBatch | None = None
+        # Prompt number -> its completions, of a batch that nobody could score: they are scored when
+        # a resumed run begins that batch, instead of others of newer weights.
+        self._unscored: dict[int, list[Completion]] = {}
+        # The prompt numbers and completions of this rank in each round of the pending batch.
+        self._rounds: list[tuple[Sequence[int], list[list[Completion]]]] = []
         # The latest call of the sampler in a background thread.
         self._background: Future | None = None
 
@@ -155,7 +161,7 @@ class SampledRollouts(Source):
         number = self._next_batch
         while self._steps_before(number, position) <= self._ahead:
             self._begin_sampling(number)
-            if self._rollout.max_staleness is None:
+            if self._rollout.max_staleness is None or self._unscored:
                 self._finish_sampling()
             if self.all_retired:
                 break
@@ -178,6 +184,10 @@ class SampledRollouts(Source):
             "number": self._number,
             "next_prompt": self._next_prompt,
             "retired": sorted(self._retired),
+            "unscored": [
+                {"prompt": number, "completions": [_saved(completion) for completion in group]}
+                for number, group in self._unscored.items()
+            ],
             "documents": [dict(vars(document)) for document in documents],
         }
 
@@ -199,6 +209,10 @@ class SampledRollouts(Source):
             raise ValueError(f"it holds {len(documents)} documents, in batches of {size}")
         self._batches = dict(enumerate(in_groups(documents, size), self._number))
         self._next_prompt = state["next_prompt"]
+        self._unscored = {
+            entry["prompt"]: [Completion(**completion) for completion in entry["completions"]]
+            for entry in state.get("unscored", ())
+        }
         if self._rollout.retire_at is not None:
             num_prompts = self.task.task.num_prompts or 0
             rows = {self.task.task.row(number) for number in range(num_prompts)}
@@ -301,15 +315,29 @@ class SampledRollouts(Source):
         """
         size = self.layout.world_size
         with failing_together(self.layout):
-            requests = self._requests(prompt_numbers[self.layout.rank :: size])
+            share = prompt_numbers[self.layout.rank :: size]
+            requests = self._requests(share)
+            unsampled = [
+                request
+                for number, request in zip(share, requests, strict=True)
+                if number not in self._unscored
+            ]
             with self._stopwatch.timed("sampling"):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
-            wait_for_completions = self._begin_completing(requests)
+            wait_for_completions = self._begin_completing(unsampled)
 
         def wait_for_groups() -> list[list[Document]]:
             with failing_together(self.layout):
                 with self._stopwatch.timed("sampling"):
                     completions, answers = wait_for_completions()
+                if len(unsampled) < len(requests):
+                    completions = self._with_unscored(share, completions)
+                    answers = None
+                groups_of_share = [
+                    completions[start : start + self._rollout.group_size]
+                    for start in range(0, len(completions), self._rollout.group_size)
+                ]
+                self._rounds.append((prompt_numbers, groups_of_share))
                 with self._stopwatch.timed("scoring"):
                     groups = scored_groups(self.task, requests, completions, self._rollout, answers)
             shares = gather_objects(groups, self.layout.world_group)
@@ -320,6 +348,26 @@ class SampledRollouts(Source):
             )
 
         return wait_for_groups
+
+    def _with_unscored(
+        self, share: Sequence[int], completions: Sequence[Completion]
+    ) -> list[Completion]:
+        """Return the completions of this rank's prompts, those in `_unscored` at their places."""
+        sampled = iter(completions)
+        return [
+            completion
+            for number in share
+            for completion in self._unscored.get(number)
+            or [next(sampled) for _ in range(self._rollout.group_size)]
+        ]
+
+    def _keep_unscored(self) -> None:
+        """Keep the completions of all ranks, of every round so far. Called by every rank."""
+        size = self.layout.world_size
+        for shares in zip(*gather_objects(self._rounds, self.layout.world_group), strict=True):
+            prompt_numbers = shares[0][0]
+            for place, number in enumerate(prompt_numbers):
+                self._unscored[number] = shares[place % size][1][place // size]
 
     def _requests(self, prompt_numbers: Sequence[int]) -> list[Request]:
         """Return a request for `group_size` completions of each prompt, with the prompt's seed."""
@@ -373,6 +421,14 @@ class SampledRollouts(Source):
         if pending is None:
             return
         self._pending = None
+        self._rounds = []
+        try:
+            self._finish(pending)
+        except VerifierLost:
+            self._keep_unscored()
+            raise
+
+    def _finish(self, pending: _PendingBatch) -> None:
         first_round = pending.wait_for_groups()
         # Of all rounds, also of groups that are replaced below.
         prompt_numbers = list(pending.prompt_numbers)
@@ -405,6 +461,7 @@ class SampledRollouts(Source):
         if self._rollout.uninformative == Uninformative.drop:
             groups = in_groups(documents, self._rollout.group_size)
             documents = without_uninformative(groups, self._estimator)
+        self._unscored = {}
         # The state changes only from here on. If sampling fails above, a resumed run asks the same
         # prompts again.
         if self._rollout.retire_at is not None:
@@ -420,3 +477,10 @@ class SampledRollouts(Source):
         for group in groups:
             if is_solved(group, share):
                 self._retired.add(self.task.task.row(group[0].group))
+
+
+def _saved(completion: Completion) -> dict[str, object]:
+    """Return a completion as a checkpoint holds it. Those of conversations are not kept."""
+    fields = dict(vars(completion))
+    del fields["conversation"]
+    return fields

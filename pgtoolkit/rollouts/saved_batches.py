@@ -57,10 +57,19 @@ _DOCUMENT = {
     "returns?": _may_be(_are_numbers),
     "logged?": {str: str},
 }
+_COMPLETION = {
+    "tokens": _are_tokens,
+    "log_probs": _are_numbers,
+    "finish_reason": str,
+    "model_version": int,
+    "drawn": _may_be(partial(_is_vector, dtypes=(torch.bool,))),
+}
+_UNSCORED = {"prompt": is_count, "completions": [_COMPLETION]}
 STATE = {
     "number": _is_batch_number,
     "next_prompt": is_count,
     "documents": [_DOCUMENT],
     "retired?": [is_count],
+    "unscored?": [_UNSCORED],
 }
 """The shape of the result of `SampledRollouts.state_dict`, for `expect`."""

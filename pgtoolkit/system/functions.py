@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,9 @@ def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType
     state = ProcessState()
     try:
         return _module(module_name)
-    except Exception as error:  # importing runs the user's code
+    except BaseException as error:  # importing runs the user's code
+        if is_interrupt(error):
+            raise
         reason = "It is looked for in the current directory and where Python finds its packages."
         got = f"{type(error).__name__}: {first_line(error)}"
         use = f"{key}=package.module.{kind}"
@@ -131,6 +134,21 @@ def _check_call(
             use = f"{parameters} that fit {name}{signature}"
         reason = f"Python says of that call: {error}."
         raise ConfigError(refusal(f"{key}={path}", needs, got, reason, use)) from error
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is the work of a signal, and not raised by code of the user's.
+
+    Python raises it where it interrupts that code; pgtoolkit's own handlers raise it themselves.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next:
+        frames = frames.tb_next
+    return frames is None or Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
@@ -195,7 +213,9 @@ def blaming(function: str, kind: type[PgtoolkitError], on: str) -> Iterator[None
         yield
     except PgtoolkitError as error:
         raise type(error)(f"{error}. It was called on {on}.") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         frames = error.__traceback__
         # Leave out pgtoolkit's frames above the user's.
         while frames is not None and frames.tb_next:

@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import VERIFIERS
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import DataError, VerifierLost
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.math_answers import math_golds
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
-from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.verifiers import Named, last_number
 
@@ -167,21 +166,12 @@ def _tried(
         )
     try:
         outcomes = task.outcomes(number, responses)
+    except VerifierLost as error:
+        raise DataError(f"{error} The run would end so: start the server first.") from error
     except DataError as error:
         raise DataError(
             f"{verifier} must score every text, and fails on an answer as the completion. {error}"
         ) from error
-    for outcome in outcomes:
-        if isinstance(outcome, Failure) and outcome.kind == UNREACHABLE:
-            raise DataError(
-                refusal(
-                    setting=str(verifier),
-                    needs="the server that it asks",
-                    got=outcome.reason.removeprefix(NOT_REACHED),
-                    reason="Completions would be without a score.",
-                    use="it once that answers",
-                )
-            )
     return outcomes
 
 

@@ -1,16 +1,24 @@
-"""Calls of reward functions that are awaited (`async def`), several at a time."""
+"""Calls of reward functions that are awaited (`async def`), several at a time.
+
+Nothing large is imported, since the processes of verifiers import this file.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from pgtoolkit.errors import DataError
+from pgtoolkit.system.background import in_background
 from pgtoolkit.system.functions import blaming
 from pgtoolkit.tasks.process_pool import TIMEOUT, Failure
 from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFunction
+
+_SECONDS_TO_CANCEL = 1
+"""Time for calls that are cancelled to end."""
 
 _Value = TypeVar("_Value")
 
@@ -19,78 +27,102 @@ class Awaited:
     """Awaits reward functions, up to `concurrency` calls at a time and each for up to `seconds`.
 
     One event loop lasts as long as the run, since an HTTP client that a module keeps belongs to the
-    loop that it was first used in.
+    loop that it was first used in. No thread that a function leaves behind in
+    `asyncio.to_thread` delays the end of the process.
     """
 
     def __init__(self, concurrency: int, seconds: float | None):
         self._concurrency = concurrency
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._runner: asyncio.Runner | None = None
+        self._made_loop: asyncio.AbstractEventLoop | None = None
 
     def each(
         self, function: RewardFunction, questions: Sequence[Question]
-    ) -> list[float | Failure]:
-        """Return the function's score of each completion, in their order."""
+    ) -> Iterator[tuple[int, float | Failure]]:
+        """Yield the function's score of each completion with its place, in the order of their
+        ends."""
         free = asyncio.Semaphore(self._concurrency)
 
-        async def score(question: Question) -> float | Failure:
+        async def call(question: Question) -> float | Failure:
+            with blaming(function.setting, DataError, question.on):
+                return await function.awaited(question.completion, question.answer, question.more)
+
+        async def score(place: int, question: Question) -> tuple[int, float | Failure]:
             async with free:
-                with blaming(function.setting, DataError, question.on):
-                    call = function.awaited(question.completion, question.answer, question.more)
-                    return await self._limited(call)
+                return place, await self._limited(call(question))
 
-        async def scores() -> list[float | Failure]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(score(question)) for question in questions]
-            return [task.result() for task in tasks]
-
-        return self._run(scores)
+        with self._lock:
+            loop = self._loop()
+            pending = {
+                loop.create_task(score(place, question)) for place, question in enumerate(questions)
+            }
+            try:
+                while pending:
+                    some = asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                    done, pending = loop.run_until_complete(some)
+                    for task in done:
+                        yield task.result()
+            finally:
+                self._cancel_all()
 
     def batch(
-        self,
-        function: RewardFunction,
-        inputs: Mapping[str, object],
-        count: int,
-        on: str,
-    ) -> BatchScores:
+        self, function: RewardFunction, inputs: Mapping[str, object], count: int, on: str
+    ) -> BatchScores | Failure:
         """Return the function's scores of a batch. on: the batch in words, for errors."""
 
-        async def scores() -> BatchScores:
+        async def call() -> BatchScores | Failure:
             with blaming(function.setting, DataError, on):
-                outcome = await self._limited(function.awaited_scores(inputs, count))
-            return BatchScores([outcome] * count) if isinstance(outcome, Failure) else outcome
+                return await function.awaited_scores(inputs, count)
 
-        return self._run(scores)
+        with self._lock:
+            try:
+                return self._loop().run_until_complete(self._limited(call()))
+            finally:
+                self._cancel_all()
 
     def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
+        if self._made_loop is not None:
+            self._made_loop.close()
 
     async def _limited(self, call: Awaitable[_Value]) -> _Value | Failure:
-        """Await a call for up to `seconds`; return its value, or a Failure if it takes longer."""
-        limit = asyncio.timeout(self._seconds)
+        """Await a call for up to `seconds`; return its value, or a Failure if it takes longer.
+
+        A call that does not end when it is cancelled is left alone.
+        """
+        task = asyncio.ensure_future(call)
         try:
-            async with limit:
-                return await call
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return Failure(
-                TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}"
-            )
+            done, _ = await asyncio.wait({task}, timeout=self._seconds)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if done:
+            return task.result()
+        task.cancel()
+        return Failure(TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}")
 
-    def _run(self, scores: Callable[[], Coroutine[None, None, _Value]]) -> _Value:
-        with self._lock:
-            if self._runner is None:
-                self._runner = asyncio.Runner()
-            try:
-                return self._runner.run(scores())
-            except BaseExceptionGroup as group:
-                raise _first(group) from None
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._made_loop is None:
+            self._made_loop = asyncio.new_event_loop()
+            self._made_loop.set_default_executor(_DaemonThreads())
+        return self._made_loop
+
+    def _cancel_all(self) -> None:
+        """Cancel the calls that nobody waits for, and give them some time to end."""
+        loop = self._loop()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+            # They may catch that; the loop would complain of them at its end.
+            task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_SECONDS_TO_CANCEL))
 
 
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """Return the first exception of a group, also out of groups within it."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+class _DaemonThreads(ThreadPoolExecutor):
+    """Makes each call in a thread for which the end of the process does not wait."""
+
+    def submit(
+        self, fn: Callable[..., _Value], /, *args: object, **kwargs: object
+    ) -> Future[_Value]:
+        return in_background(lambda: fn(*args, **kwargs))

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -68,8 +68,18 @@ small."""
 _SECONDS_TO_END = 10
 """Time for a guard to end what it guards, and for a process whose channel is closed to be gone."""
 
+_SECONDS_BEYOND = 1
+"""Time beyond its limit for a process that keeps to that limit itself to say so."""
+
+_MORE = object()
+"""In place of a message: the answers to an earlier one go on."""
+
+PART = "part"
+"""The kind of an outcome that is followed by others, for the same message."""
+
 _Outcome = tuple[str, Any]
-"""("answer", value), ("error", text), (TIMEOUT, seconds), or (CRASH, how the process has ended)."""
+"""("answer", value), (PART, (place, value)), ("error", text), (TIMEOUT, seconds), or (CRASH, how
+the process has ended)."""
 
 
 @dataclass(eq=False)
@@ -103,9 +113,10 @@ class Processes:
             _Worker(self.kind, self.arguments, self.setting) for _ in range(self.processes)
         ]
 
-    def answers(self, questions: Sequence[object]) -> list[Any]:
+    def answers(self, questions: Sequence[object], is_first_longer: bool = True) -> list[Any]:
         """Return the answer to each question, in their order; a Failure where a process gave none.
 
+        is_first_longer: whether the first answer of a process has more than `seconds`.
         Raises DataError where a function of the user's fails, for the first such question, and
         ConfigError where a process cannot be started.
         """
@@ -113,7 +124,56 @@ class Processes:
             here = self._here()
             return [here.answer(question) for question in questions]
         with self._lock:
-            return self._answers(questions)
+            return self._answers(questions, is_first_longer)
+
+    def answers_together(
+        self, questions: Sequence[object], together: Callable[[list], object]
+    ) -> list[Any]:
+        """Return the answers to questions of which a process answers several at a time.
+
+        together: makes a message of some questions, whose answer is an iterator over the place of
+            each and its answer.
+        A process that gives no answer for longer than `seconds` is ended; each question that it
+        leaves open is then asked alone.
+        """
+        questions = list(questions)
+        if not self._workers:
+            parts = [dict(self._here().answer(together(questions)))]
+        else:
+            with self._lock:
+                parts = self._parts(questions, together)
+        count = len(parts)
+        outcomes: dict[int, Any] = {
+            number + count * place: value
+            for number, part in enumerate(parts)
+            for place, value in part.items()
+        }
+        left = [place for place in range(len(questions)) if place not in outcomes]
+        if left:
+            alone = self.answers([questions[place] for place in left], is_first_longer=False)
+            outcomes |= dict(zip(left, alone, strict=True))
+        return [outcomes[place] for place in range(len(questions))]
+
+    def _parts(
+        self, questions: list[object], together: Callable[[list], object]
+    ) -> list[dict[int, Any]]:
+        """Ask each process for its share of the questions: every N-th of them.
+
+        Return the answers that each gave, by the place of the question in its share.
+        """
+        workers = self._workers
+        shares = [questions[number :: len(workers)] for number in range(len(workers))]
+
+        def part(worker: _Worker, share: list[object]) -> dict[int, Any]:
+            assert self.seconds is not None
+            return worker.part(together(share), self.seconds) if share else {}
+
+        with ThreadPoolExecutor(len(workers)) as threads:
+            try:
+                return list(threads.map(part, workers, shares))
+            except BaseException:
+                self.close()  # Nobody waits for their answers any more.
+                raise
 
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
         """Return whether one of these outcomes is a failure, by metric; {} without processes."""
@@ -121,13 +181,13 @@ class Processes:
         failed = {outcome.kind for outcome in outcomes if isinstance(outcome, Failure)}
         return {f"{self.noun}_{kind}_fraction": float(kind in failed) for kind in kinds}
 
-    def _answers(self, questions: Sequence[object]) -> list[object]:
+    def _answers(self, questions: Sequence[object], is_first_longer: bool) -> list[object]:
         idle = list(self._workers)
 
         def outcome(question: object) -> _Outcome:
             worker = idle.pop()  # Among the idle ones, the one that was asked last.
             try:
-                return self._outcome(worker, question)
+                return self._outcome(worker, question, is_first_longer)
             finally:
                 idle.append(worker)
 
@@ -144,17 +204,18 @@ class Processes:
             value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes
         ]
 
-    def _outcome(self, worker: _Worker, question: object) -> _Outcome:
+    def _outcome(self, worker: _Worker, question: object, is_first_longer: bool) -> _Outcome:
         """Ask a process a question, and return what came of it."""
         limit = self.seconds
         assert limit is not None
         is_first = worker.process is None
         if is_first:
             worker.start()
+        if is_first and is_first_longer:
             first = self._first_answer
             limit = max(limit, START_SECONDS if first is None else _LOADS_AGAIN * first)
         kind, value = worker.ask(question, limit)
-        if is_first:
+        if is_first and is_first_longer:
             # One that has taken too long was no answer, and says nothing about the next one.
             took = 0.0 if kind == TIMEOUT else worker.seconds
             self._first_answer = max(self._first_answer or 0.0, took)
@@ -172,6 +233,8 @@ class Processes:
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""
+        if not self._workers and self._here.cache_info().currsize and hasattr(self.kind, "close"):
+            self._here().close()
         for worker in self._workers:
             if worker.process is not None:
                 worker.end(worker.process)
@@ -189,6 +252,24 @@ class _Worker:
         self._setting = setting
         self.process: Child | None = None
         self.seconds = 0.0
+
+    def part(self, message: object, seconds: float) -> dict[int, Any]:
+        """Ask the process several questions by one message, and return the answers that come, by
+        place.
+
+        Raises DataError where a function of the user's fails.
+        """
+        if self.process is None:
+            self.start()
+        answers: dict[int, Any] = {}
+        kind, value = self.ask(message, seconds + _SECONDS_BEYOND)
+        while kind == PART:
+            place, answer = value
+            answers[place] = answer
+            kind, value = self.ask(_MORE, seconds + _SECONDS_BEYOND)
+        if kind == "error":
+            raise DataError(value)
+        return answers
 
     def start(self) -> None:
         """Start the process. Raises ConfigError where it does not get ready."""
@@ -212,12 +293,13 @@ class _Worker:
             )
 
     def ask(self, message: object, seconds: float) -> _Outcome:
-        """Send a message to the process, and return its answer; end it if there is none."""
+        """Send a message to the process, and return its first answer; end it if there is none."""
         process = self.process
         assert process is not None
         kind = TIMEOUT
         try:
-            self._connection.send(message)
+            if message is not _MORE:
+                self._connection.send(message)
             outcome = self._received(seconds)
             if outcome is not None:
                 return outcome
@@ -280,6 +362,10 @@ def serve(channel: socket.socket) -> None:
                 outcome = ("ready", None)
             else:
                 outcome = ("answer", answering.answer(message))
+            if isinstance(outcome[1], Iterator):
+                for part in outcome[1]:
+                    connection.send((PART, part))
+                outcome = ("answer", None)
         except (ConfigError, DataError) as error:
             outcome = ("error", str(error))
         # A fork by the user's code comes back here as well, and would answer once more.

@@ -14,6 +14,7 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.prompt_rows import read_prompts
+from pgtoolkit.tasks.retries import Retries
 from pgtoolkit.tasks.reward_functions import BatchScores
 from pgtoolkit.tasks.scoring import Response, Scoring
 from pgtoolkit.tasks.signatures import Signature
@@ -94,6 +95,7 @@ class PromptsTask(PromptRows):
             config.verifier_processes,
             config.verifier_seconds,
             config.verifier_concurrency,
+            Retries(config.verifier_retries, config.verifier_retry_seconds),
         )
         self.signatures = self._scoring.signatures
         keep_rows = any(

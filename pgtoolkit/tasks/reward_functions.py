@@ -1,19 +1,22 @@
-"""Reward functions of the user's, and how they are called: again where a server was not reached.
+"""Reward functions of the user's: how they are called, what their values mean, and which of their
+exceptions say that a server was not reached.
 
 Nothing large is imported, so that the processes of verifiers start quickly.
 """
 
 from __future__ import annotations
 
+import errno
+import inspect
 import math
 import re
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, SupportsFloat, cast
 
 from pgtoolkit.errors import DataError, first_line
 from pgtoolkit.system.functions import import_function
+from pgtoolkit.system.own_end import OwnEnd
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.signatures import signature_of
 
@@ -23,25 +26,41 @@ UNREACHABLE = "unreachable"
 NOT_REACHED = "could not reach the server that it asks: "
 """The reason of a failure of this kind begins so; Python's message follows."""
 
-WAITS = (0.5, 2.0, 8.0)
-"""Seconds before each further call of a function whose server could not be reached."""
-
 _MAX_LOGGED_CHARACTERS = 1000
 """Characters that are kept of a value that a function logs of a completion."""
 
 _NOT_REACHED_EXCEPTIONS = {
     "ConnectionError",
     "TimeoutError",
+    "SSLError",
+    "IncompleteReadError",
+    "CancelledError",
     "URLError",
     "gaierror",
+    "herror",
     "HTTPException",
     "Timeout",
     "TransportError",
     "ClientConnectionError",
+    "ClientPayloadError",
+    "ChunkedEncodingError",
     "APIConnectionError",
+    "RpcError",
 }
-"""Exceptions that mean that a server was not reached: of Python, requests, httpx, aiohttp, and the
-clients of OpenAI and Anthropic."""
+"""Exceptions that mean that a server was not reached: of Python, requests, httpx, aiohttp, gRPC,
+and the clients of OpenAI and Anthropic."""
+
+_NOT_REACHED_NUMBERS = {
+    errno.EHOSTUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.EADDRNOTAVAIL,
+    errno.ENOBUFS,
+    errno.ENOTCONN,
+}
+"""Numbers of an OSError that mean the same."""
 
 _BUSY = (408, 425, 429)
 """HTTP statuses below 500 with which a server asks to be called again."""
@@ -94,7 +113,6 @@ class RewardFunction:
         self.setting = f"{key}={path}"
         self._function = import_function(key, path, None)
         self.signature = signature_of(self.setting, self._function)
-        self._retries = _Retries()
 
     def __call__(
         self,
@@ -108,7 +126,11 @@ class RewardFunction:
         that is no score, and whatever the function raises.
         """
         positional, named = self._arguments(completion, answer, more or {})
-        return self._single(self._called(lambda: self._function(*positional, **named)))
+        try:
+            value = self._function(*positional, **named)
+        except BaseException as error:
+            value = self._not_reached(error)
+        return self._single(value)
 
     async def awaited(
         self,
@@ -118,60 +140,46 @@ class RewardFunction:
     ) -> float | Failure:
         """Return the same for an `async def`."""
         positional, named = self._arguments(completion, answer, more or {})
-        return self._single(await self._awaited(lambda: self._function(*positional, **named)))
+        try:
+            value = await self._function(*positional, **named)
+        except BaseException as error:
+            value = self._not_reached(error)
+        return self._single(value)
 
-    def scores(self, inputs: Mapping[str, object], count: int) -> BatchScores:
-        """Return the function's scores of `count` completions, by one call.
+    def scores(self, inputs: Mapping[str, object], count: int) -> BatchScores | Failure:
+        """Return the function's scores of `count` completions, by one call, or why there are none.
 
         inputs: by parameter. Raises DataError for a value that is no list of scores, and whatever
         the function raises.
         """
         logged = _Logged(self.setting)
         named = self._batch_arguments(inputs, logged)
-        return self._batch(self._called(lambda: self._function(**named)), count, logged)
+        try:
+            values = self._function(**named)
+        except BaseException as error:
+            values = self._not_reached(error)
+        return self._batch(values, count, logged)
 
-    async def awaited_scores(self, inputs: Mapping[str, object], count: int) -> BatchScores:
+    async def awaited_scores(
+        self, inputs: Mapping[str, object], count: int
+    ) -> BatchScores | Failure:
         """Return the same for an `async def`."""
         logged = _Logged(self.setting)
         named = self._batch_arguments(inputs, logged)
-        return self._batch(await self._awaited(lambda: self._function(**named)), count, logged)
+        try:
+            values = await self._function(**named)
+        except BaseException as error:
+            values = self._not_reached(error)
+        return self._batch(values, count, logged)
 
-    def _called(self, call: Callable[[], object]) -> object:
-        """Call the function, again if it does not reach its server; return its value, or the
-        Failure of the last call."""
-        failure = None
-        for wait in self._retries.waits():
-            if wait:  # even a sleep of 0 seconds gives the processor away
-                time.sleep(wait)
-            try:
-                value = call()
-            except Exception as error:
-                failure = _not_reached(self.setting, error)
-                if failure is None:
-                    raise
-            else:
-                self._retries.is_down = False
-                return value
-        self._retries.is_down = True
-        return failure
+    def _not_reached(self, error: BaseException) -> Failure:
+        """Return the failure of a call that could not reach its server; raise any other exception.
 
-    async def _awaited(self, call: Callable[[], Awaitable[object]]) -> object:
-        """Await the function in the same way."""
-        import asyncio
-
-        failure = None
-        for wait in self._retries.waits():
-            await asyncio.sleep(wait)
-            try:
-                value = await call()
-            except Exception as error:
-                failure = _not_reached(self.setting, error)
-                if failure is None:
-                    raise
-            else:
-                self._retries.is_down = False
-                return value
-        self._retries.is_down = True
+        Raises DataError, of one line, for a call that the server refuses.
+        """
+        failure = _not_reached(self.setting, error)
+        if failure is None:
+            raise error
         return failure
 
     def _arguments(
@@ -184,6 +192,8 @@ class RewardFunction:
         if self.signature.names is None:
             return (completion, answer), {}
         values = {"completion": completion, "answer": answer, **more}
+        if self.signature.is_verl:
+            values = {"solution_str": completion, **more}
         return (), {name: value for name, value in values.items() if self.signature.wants(name)}
 
     def _batch_arguments(self, inputs: Mapping[str, object], logged: _Logged) -> dict[str, object]:
@@ -197,18 +207,22 @@ class RewardFunction:
             return Failure(NOTHING, f"returned {reward}")
         return self._number(reward)
 
-    def _batch(self, rewards: object, count: int, logged: _Logged) -> BatchScores:
+    def _batch(self, rewards: object, count: int, logged: _Logged) -> BatchScores | Failure:
         if isinstance(rewards, Failure):
-            return BatchScores([rewards] * count)
+            return rewards
         try:
             values = list(cast("Iterable[object]", rewards))
         except TypeError:
             values = None
         if values is None or isinstance(rewards, str | bytes | dict) or len(values) != count:
-            got = repr(rewards)[:60] if values is None else f"{len(values)} of them"
+            got = f"{len(values)} of them" if values is not None else repr(rewards)[:60]
+            advice = ""
+            if values is None or isinstance(rewards, str | bytes | dict):
+                got = repr(rewards)[:60]
+                advice = f" {_advice(rewards, 'a list of numbers')}"
             raise DataError(
                 f"{self.setting} must return a list of {count} scores, one for each completion "
-                f"(got {got})"
+                f"(got {got}).{advice}"
             )
         scores = [None if is_nothing(value) else self._number(value) for value in values]
         for column, texts in logged.columns.items():
@@ -220,43 +234,74 @@ class RewardFunction:
         return BatchScores(scores, logged.metrics, logged.columns)
 
     def _number(self, reward: object) -> float:
-        number = as_number(reward)
+        value = reward
+        if self.signature.is_verl and isinstance(reward, dict) and "score" in reward:
+            value = reward["score"]
+        number = as_number(value)
         if not math.isfinite(number):
             raise DataError(
                 f"{self.setting} returned {repr(reward)[:60]}; a verifier returns a bool or a "
-                "finite number"
+                f"finite number. {_advice(value, 'a number')}"
             )
         return number
 
 
-@dataclass
-class _Retries:
-    """The waits before the calls of a function.
+def _advice(value: object, needed: str) -> str:
+    """Return what to write in a function in place of a value that is no score.
 
-    is_down: whether its server could not be reached; until it is reached again, further completions
-        do not wait for it.
+    needed: "a number", or "a list of numbers". A coroutine is closed.
     """
+    if inspect.iscoroutine(value):
+        value.close()  # else Python warns that nobody awaited it
+    if inspect.isawaitable(value):
+        return "Nobody awaited it: write async def, and return await before the call."
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return "Write return in place of yield."
+    if isinstance(value, dict):
+        names = [name for name, entry in value.items() if not math.isnan(as_number(entry))]
+        name = "score" if "score" in value else next(iter(names or value), "score")
+        return f"Return an entry of the dictionary: return result[{name!r}]."
+    if isinstance(value, str | bytes):
+        return "Return a number, such as float(text)."
+    if isinstance(value, complex):
+        return "Return a number, such as value.real."
+    if callable(value):
+        return "Return what it gives when it is called."
+    if hasattr(value, "__len__") and needed == "a number":
+        return (
+            "Return the number in it, such as float(value[0]); a function with a parameter "
+            "completions scores a batch, and returns a list."
+        )
+    return f"Return {needed}."
 
-    is_down: bool = False
 
-    def waits(self) -> tuple[float, ...]:
-        """Return the seconds to wait before each call."""
-        return (0.0,) if self.is_down else (0.0, *WAITS)
-
-
-def _not_reached(setting: str, error: Exception) -> Failure | None:
+def _not_reached(setting: str, error: BaseException) -> Failure | None:
     """Return the failure of a call that could not reach its server; None for any other error.
 
+    Exceptions that are none of Exception count as such, since libraries raise them where a call is
+    cancelled or late; but not those by which code ends the process.
     Raises DataError, of one line, for a call that the server refuses.
     """
+    if isinstance(error, KeyboardInterrupt | SystemExit | OwnEnd):
+        return None
+    if isinstance(error, BaseExceptionGroup):
+        failures = [_not_reached(setting, leaf) for leaf in error.exceptions]
+        return None if None in failures else failures[0]
     status = _status(error)
     message = f"{type(error).__name__}: {first_line(error)}"
     if status is not None and status < 500 and status not in _BUSY:
         raise DataError(f"{setting} is refused by the server that it asks: {message}") from error
     names = {kind.__name__ for kind in type(error).__mro__}
-    if status is None and not names & _NOT_REACHED_EXCEPTIONS:
-        return None
-    return Failure(UNREACHABLE, NOT_REACHED + message)
+    is_failure = (
+        status is not None
+        or bool(names & _NOT_REACHED_EXCEPTIONS)
+        or not isinstance(error, Exception)
+        or (isinstance(error, OSError) and error.errno in _NOT_REACHED_NUMBERS)
+    )
+    if is_failure:
+        return Failure(UNREACHABLE, NOT_REACHED + message)
+    # A client, or the function, may raise an exception of its own for one of these.
+    return None if error.__cause__ is None else _not_reached(setting, error.__cause__)
 
 
 class _Logged:
@@ -287,7 +332,8 @@ def as_number(value: object) -> float:
     A bool and a scalar of NumPy can.
     """
     try:
-        return math.nan if isinstance(value, str) else float(cast("SupportsFloat", value))
+        is_text = isinstance(value, str | bytes | bytearray)
+        return math.nan if is_text else float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
 
@@ -297,12 +343,12 @@ def is_nothing(reward: object) -> bool:
     return reward is None or (not isinstance(reward, str) and reward != reward)
 
 
-def _status(error: Exception) -> int | None:
+def _status(error: BaseException) -> int | None:
     """Return the HTTP status in an exception of some client; None without one."""
     response = getattr(error, "response", None)
     for holder in (error, response):
         for name in ("status_code", "code", "status"):
             status = getattr(holder, name, None)
-            if type(status) is int and 400 <= status < 600:
-                return status
+            if isinstance(status, int) and 400 <= status < 600:  # or an HTTPStatus
+                return int(status)
     return None

@@ -1,25 +1,34 @@
 """Scores completions by the verifiers of a run.
 
-Verifiers are called in this process or in processes of their own; an `async def` is awaited in this
-one.
+Verifiers are called in this process or in processes of their own. A call that does not reach its
+server is made again.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import VERIFIERS
-from pgtoolkit.tasks.awaited import Awaited
-from pgtoolkit.tasks.process_pool import Failure, Processes
-from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFunction, TrainerState
-from pgtoolkit.tasks.signatures import Signature
-from pgtoolkit.tasks.verifiers import BatchQuestion, Named, Verifiers
+from pgtoolkit.errors import VerifierLost
+from pgtoolkit.system.report import plural
+from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Failure, Processes
+from pgtoolkit.tasks.retries import Retries, stop_asked
+from pgtoolkit.tasks.reward_functions import UNREACHABLE, BatchScores, Question, TrainerState
+from pgtoolkit.tasks.signatures import OF_A_BATCH_OF_VERL, OF_VERL, Signature
+from pgtoolkit.tasks.verifiers import AwaitedQuestions, BatchQuestion, Named, Verifiers
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger("pgtoolkit")
+
+_TOLD_FROM = 5.0
+"""Seconds of a wait from which on a line says what is waited for."""
 
 _AT_THE_START = TrainerState(global_step=0, max_steps=0)
 
@@ -53,32 +62,33 @@ class Scoring:
     """Scores completions by the verifiers of a run.
 
     processes: the number of processes that call the verifiers; with 0 this process does.
-    seconds: the longest that a call in another process, or one that is awaited, may take.
+    seconds: the longest that a call in another process may take.
     concurrency: the number of calls of `async def` verifiers that are awaited at a time.
+    retries: of calls that do not reach their server.
     signatures: the signature of each verifier; None for one of pgtoolkit's.
     Raises ConfigError for a verifier that cannot be imported.
     """
 
     def __init__(
-        self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int
+        self,
+        named: Sequence[Named],
+        processes: int,
+        seconds: float | None,
+        concurrency: int,
+        retries: Retries,
     ):
         self._named = named
-        self._pool = verifier_pool(named, processes, seconds)
+        self._retries = retries
+        self._pool = verifier_pool(named, processes, seconds, concurrency)
         self.signatures: list[Signature | None] = [None] * len(named)
         if any(verifier.name not in VERIFIERS for verifier in named):
             (self.signatures,) = self._pool.answers([None])
-        self._awaited = Awaited(concurrency, seconds)
-        # An `async def` is awaited in this process: it waits most of the time.
-        self._async_functions = {
-            number: RewardFunction(verifier.key, verifier.name)
-            for number, (verifier, signature) in enumerate(zip(named, self.signatures, strict=True))
-            if signature is not None and signature.is_async
-        }
 
     def scores(self, number: int, responses: Sequence[Response]) -> BatchScores:
         """Return the scores of the responses by verifier `number`.
 
-        Raises DataError if a function of the user's fails.
+        Raises DataError if a function of the user's fails, and VerifierLost where its server stays
+        away.
         """
         if not responses:
             return BatchScores([])
@@ -95,10 +105,7 @@ class Scoring:
             )
             for response in responses
         ]
-        async_function = self._async_functions.get(number)
-        if async_function is not None:
-            return BatchScores(self._awaited.each(async_function, questions))
-        return BatchScores(self._pool.answers(questions))
+        return BatchScores(self._outcomes(number, questions))
 
     def _scores_of_batch(
         self, number: int, signature: Signature, responses: Sequence[Response]
@@ -107,13 +114,87 @@ class Scoring:
         inputs = _batch_arguments(signature, responses)
         size = len(responses)
         on = f"{size} completions, first {responses[0]}"
-        async_function = self._async_functions.get(number)
-        if async_function is not None:
-            return self._awaited.batch(async_function, inputs, size, on)
-        (outcome,) = self._pool.answers([BatchQuestion(number, inputs, size, on)])
+        (outcome,) = self._outcomes(number, [BatchQuestion(number, inputs, size, on)])
         if isinstance(outcome, Failure):
             return BatchScores([outcome] * size)
         return outcome
+
+    def _outcomes(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
+        """Return the outcome of each question. Calls that did not reach their server are made
+        again."""
+        outcomes = self._asked(number, questions)
+        for wait in self._retries.waits():
+            places = [
+                place for place, outcome in enumerate(outcomes) if self._lost(number, outcome)
+            ]
+            if not places:
+                break
+            if wait >= _TOLD_FROM:
+                reason = outcomes[places[0]].reason
+                log.warning(
+                    f"note: {self._named[number]} {reason}. {len(places)} of "
+                    f"{plural(len(questions), 'call')} are made again in {wait:g} seconds "
+                    "(task.verifier_retries)."
+                )
+            if stop_asked.wait(wait):
+                break
+            again = self._asked(number, [questions[place] for place in places])
+            for place, outcome in zip(places, again, strict=True):
+                outcomes[place] = outcome
+        self._refuse_lost(number, questions, outcomes)
+        return outcomes
+
+    def _asked(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
+        signature = self.signatures[number]
+        if signature is None or not signature.is_async:
+            return self._pool.answers(questions)
+        # What is awaited keeps to its time from the first call on: it may hang in each process.
+        if signature.is_batch:
+            return self._pool.answers(questions, is_first_longer=False)
+        return self._pool.answers_together(questions, lambda some: AwaitedQuestions(number, some))
+
+    def _lost(self, number: int, outcome: object) -> bool:
+        """Return whether a call failed since its server did.
+
+        A function that is awaited is taken to ask one, so it is too late for the same reason.
+        """
+        signature = self.signatures[number]
+        is_async = signature is not None and signature.is_async
+        kinds = (UNREACHABLE, TIMEOUT) if is_async else (UNREACHABLE,)
+        return isinstance(outcome, Failure) and outcome.kind in kinds
+
+    def _refuse_lost(
+        self,
+        number: int,
+        questions: Sequence[Question | BatchQuestion],
+        outcomes: Sequence[object],
+    ) -> None:
+        """Raise VerifierLost where a verifier answers no question any more.
+
+        A server that fails on one completion alone is still there: a question that it has answered
+        is asked once more.
+        """
+        answered = [
+            question
+            for question, outcome in zip(questions, outcomes, strict=True)
+            if not isinstance(outcome, Failure) or outcome.kind == NOTHING
+        ]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        lost = [failure for failure in failures if self._lost(number, failure)]
+        if not answered and len(questions) > 1:
+            lost += [failure for failure in failures if failure.kind == TIMEOUT]
+        if not lost:
+            return
+        if answered and not stop_asked.is_set():
+            (outcome,) = self._asked(number, answered[:1])
+            if not self._lost(number, outcome):
+                return
+        retries = plural(self._retries.count, "further call")
+        raise VerifierLost(
+            f"{self._named[number]} {lost[0].reason}. After {retries} of each it scores no "
+            "completion any more. Use task.verifier_retries and task.verifier_retry_seconds to "
+            "wait longer."
+        )
 
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
         """Return the metrics of failures for one completion; see `Processes.measures`.
@@ -123,21 +204,44 @@ class Scoring:
         return self._pool.measures(outcomes)
 
     def close(self) -> None:
-        self._awaited.close()
         self._pool.close()
 
 
 def _prompt_and_row(signature: Signature | None, response: Response) -> dict[str, object] | None:
-    """Return those of the arguments `prompt` and `row` that a function asks for; None if it asks
-    for neither."""
+    """Return the arguments that a function asks for besides completion and answer; None if it asks
+    for no others."""
     if signature is None or signature.names is None:
         return None
     prompt = response.prompt
+    if signature.is_verl:
+        of_verl = _arguments_of_verl(response)
+        return {name: value for name, value in of_verl.items() if signature.wants(name)}
     values = {
         "prompt": prompt.text if prompt.messages is None else [*prompt.messages],
         "row": prompt.row,
     }
     return {name: value for name, value in values.items() if signature.wants(name)} or None
+
+
+def _arguments_of_verl(response: Response) -> dict[str, object]:
+    """Return the arguments of verl's compute_score, as its reward managers give them.
+
+    ground_truth is the answer: where that comes from reward_model.ground_truth, the value there,
+    which may be no text.
+    """
+    row = response.prompt.row or {}
+    ground_truth: object = response.prompt.answer
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, dict):
+        value = reward_model.get("ground_truth")
+        if value is not None and value == row.get("answer"):
+            ground_truth = value
+    return {
+        "data_source": row.get("data_source"),
+        "solution_str": response.text,
+        "ground_truth": ground_truth,
+        "extra_info": dict(row.get("extra_info") or {}),
+    }
 
 
 def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
@@ -146,6 +250,12 @@ def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dic
 
     Some may be among them that the function does not ask for; `RewardFunction` leaves them out.
     """
+    if signature.is_verl:
+        of_verl = [_arguments_of_verl(response) for response in responses]
+        return {
+            plural_name: [arguments[name] for arguments in of_verl]
+            for name, plural_name in zip(OF_VERL, OF_A_BATCH_OF_VERL, strict=True)
+        }
     arguments: dict[str, object] = {}
     rows = [
         {"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses
@@ -178,7 +288,10 @@ def _as_list(tokens: list[int] | Tensor) -> list[int]:
 
 
 def verifier_pool(
-    named: Sequence[Named], processes: int = 0, seconds: float | None = None
+    named: Sequence[Named],
+    processes: int = 0,
+    seconds: float | None = None,
+    concurrency: int = 1,
 ) -> Processes:
     """Return the pool that asks a run's `Verifiers` questions, in this process or in others.
 
@@ -187,7 +300,7 @@ def verifier_pool(
     """
     pool = Processes(
         kind=Verifiers,
-        arguments=([*named],),
+        arguments=([*named], seconds, math.ceil(concurrency / max(1, processes))),
         noun="verifier",
         setting=", ".join(map(str, named)),
         processes=processes,

@@ -24,6 +24,13 @@ OF_A_BATCH = (
 the columns of the file."""
 
 
+OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Names of the parameters of verl's compute_score."""
+
+OF_A_BATCH_OF_VERL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Names of the parameters of verl's compute_score where it scores a batch."""
+
+
 class Signature(NamedTuple):
     """The arguments that a reward function is called with.
 
@@ -43,12 +50,19 @@ class Signature(NamedTuple):
     def named(self) -> tuple[str, ...]:
         return self.names or ("completion", "answer")
 
+    @property
+    def is_verl(self) -> bool:
+        """Return whether it is a compute_score of verl's."""
+        return bool({"solution_str", "solution_strs"} & set(self.named))
+
     def wants(self, name: str) -> bool:
         return self.takes_all or name in self.named
 
     @property
     def wants_rows(self) -> bool:
         """Return whether it asks for more of a row than its prompt and its answer."""
+        if self.is_verl:
+            return True
         if not self.is_batch:
             return self.wants("row")
         return self.takes_all or bool(set(self.named) - set(OF_A_BATCH))
@@ -56,6 +70,9 @@ class Signature(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Return the columns that every row must have."""
+        if self.is_verl:
+            is_needed = bool({"data_source", "data_sources"} & set(self.needed))
+            return ["data_source"] if is_needed else []
         return [
             name for name in self.needed if self.is_batch and name not in (*OF_A_BATCH, "answer")
         ]
@@ -64,8 +81,9 @@ class Signature(NamedTuple):
 def signature_of(setting: str, function: Callable[..., object]) -> Signature:
     """Return how a function is called, by its parameters.
 
-    Raises ConfigError if they ask for other arguments.
+    Raises ConfigError if they ask for other arguments, or for a class or a function with `yield`.
     """
+    _refuse_other_kinds(setting, function)
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     try:
@@ -82,6 +100,11 @@ def signature_of(setting: str, function: Callable[..., object]) -> Signature:
         parameter.name for parameter in plain if parameter.kind is not parameter.POSITIONAL_ONLY
     ]
     needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
+    for of_verl in (OF_VERL, OF_A_BATCH_OF_VERL):
+        if of_verl[1] in by_name and set(needed) <= set(of_verl):
+            names = tuple(name for name in of_verl if takes_all or name in by_name)
+            is_batch = of_verl is OF_A_BATCH_OF_VERL
+            return Signature(is_batch, is_async, names, False, tuple(needed))
     if {"completions", "completion_ids", "prompts"} & set(by_name):
         names = tuple(by_name)
         return Signature(True, is_async, names, takes_all, tuple(needed))
@@ -104,6 +127,30 @@ def signature_of(setting: str, function: Callable[..., object]) -> Signature:
             reason="It gets arguments by the names of its parameters; two parameters of other "
             "names get the completion and its answer.",
             use="def score(completion, answer)",
+        )
+    )
+
+
+def _refuse_other_kinds(setting: str, function: Callable[..., object]) -> None:
+    """Raise ConfigError for a class, and for a function with `yield`."""
+    module, _, name = setting.partition("=")[2].rpartition(".")
+    key = setting.partition("=")[0]
+    reason = "What is called must return the score."
+    if inspect.isclass(function):
+        got = f"the class {name}"
+        use = f"a line such as score = {name}() in {module}, and {key}={module}.score"
+    elif inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        got = f"{name} with yield"
+        use = "return in place of yield"
+    else:
+        return
+    raise ConfigError(
+        refusal(
+            setting=setting,
+            needs="a function, or an object that can be called",
+            got=got,
+            reason=reason,
+            use=use,
         )
     )
 

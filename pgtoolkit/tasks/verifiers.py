@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming
+from pgtoolkit.tasks.awaited import Awaited
 from pgtoolkit.tasks.math_answers import (
     final_part,
     last_box,
@@ -60,31 +61,53 @@ class BatchQuestion(NamedTuple):
     on: str
 
 
+class AwaitedQuestions(NamedTuple):
+    """Completions for one `async def` verifier, which are scored at the same time.
+
+    number: that of the verifier, among those of the run.
+    """
+
+    number: int
+    questions: list[Question]
+
+
 class Verifiers:
     """The functions of a run's verifiers, in the process that calls them.
 
+    seconds, concurrency: of those that are awaited; see `Awaited`.
     Raises ConfigError for one that cannot be imported.
     """
 
-    def __init__(self, named: Sequence[Named]):
+    def __init__(self, named: Sequence[Named], seconds: float | None, concurrency: int):
         self._named = named
+        self._awaited = Awaited(concurrency, seconds)
         self._functions = [
             make_verifier(verifier.name, verifier.pattern, verifier.key) for verifier in named
         ]
 
     def answer(
         self,
-        question: Question | BatchQuestion | None,
-    ) -> float | Failure | BatchScores | list[Signature | None]:
+        question: Question | BatchQuestion | AwaitedQuestions | None,
+    ) -> (
+        float
+        | Failure
+        | BatchScores
+        | Iterator[tuple[int, float | Failure]]
+        | list[Signature | None]
+    ):
         """Return the score that the verifier gives, or the Failure that says why there is none.
 
-        For a BatchQuestion it returns the `BatchScores`. Without a question (None) it returns the
-        signature of each verifier, or None for one of pgtoolkit's.
+        For a BatchQuestion it returns the `BatchScores`, and for AwaitedQuestions what
+        `Awaited.each` yields. Without a question (None) it returns the signature of each verifier,
+        or None for one of pgtoolkit's.
         Raises DataError if a function of the user's fails.
         """
         if question is None:
             return [getattr(function, "signature", None) for function in self._functions]
         function = self._functions[question.number]
+        if isinstance(function, RewardFunction) and function.signature.is_async:
+            return self._awaited_answer(function, question)
+        assert not isinstance(question, AwaitedQuestions)
         with blaming(str(self._named[question.number]), DataError, question.on):
             if isinstance(question, BatchQuestion):
                 assert isinstance(function, RewardFunction)
@@ -92,6 +115,19 @@ class Verifiers:
             if isinstance(function, RewardFunction):
                 return function(question.completion, question.answer, question.more)
             return function(question.completion, question.answer)
+
+    def _awaited_answer(
+        self, function: RewardFunction, question: Question | BatchQuestion | AwaitedQuestions
+    ) -> float | Failure | BatchScores | Iterator[tuple[int, float | Failure]]:
+        if isinstance(question, AwaitedQuestions):
+            return self._awaited.each(function, question.questions)
+        if isinstance(question, BatchQuestion):
+            return self._awaited.batch(function, question.inputs, question.size, question.on)
+        ((_, score),) = self._awaited.each(function, [question])
+        return score
+
+    def close(self) -> None:
+        self._awaited.close()
 
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:

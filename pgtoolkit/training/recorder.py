@@ -18,6 +18,7 @@ from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.step_loader import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.child import parent_has_ended
+from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.progress import Progress
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.accumulation import StepOutput
@@ -46,6 +47,8 @@ class Recorder(RunCallback):
     interrupted_by: the first of STOP_SIGNALS, to any rank, lets the step finish, saves it and is
         named here. A second SIGINT acts at once. A process that `pgtk` has started, and ranks of
         another launcher, stop in the same way when the process that started them has ended.
+    first_step: the step that this start continues from.
+    can_continue: whether an error between two steps has ended the run, which may be resumed.
     reached: why the run ended before its last step: a sentence that the goal of trainer.stop_at was
         reached, or that a callback of the user's stopped it.
     """
@@ -59,6 +62,7 @@ class Recorder(RunCallback):
         self._checkpoint = checkpoint
         self.progress = Progress(config.max_steps)
         self.step = 0 if checkpoint is None else checkpoint["step"]
+        self.first_step = self.step
         self.saved_step = self.step
         self.interrupted_by: str | None = None
         self.reached: str | None = None
@@ -66,6 +70,9 @@ class Recorder(RunCallback):
         self._num_updates = 0 if checkpoint is None else checkpoint["num_updates"]
         self._had_loss = False
         self._signal = 0
+        self._is_in_step = False
+        self.can_continue = False
+        stop_asked.clear()
         self._parent = os.getppid()
         # The state of the data after the last step, until a checkpoint has it.
         self._unsaved: dict | None = None
@@ -98,6 +105,15 @@ class Recorder(RunCallback):
             self.reached = self._evaluations.reached(self.step)
             trainer.should_stop |= self.reached is not None
 
+    def on_train_batch_start(
+        self,
+        trainer: lightning.Trainer,
+        module: PolicyGradientModule,
+        batch: Step,
+        batch_idx: int,
+    ) -> None:
+        self._is_in_step = True
+
     def on_train_batch_end(
         self,
         trainer: lightning.Trainer,
@@ -108,6 +124,7 @@ class Recorder(RunCallback):
     ) -> None:
         metrics = outputs["metrics"]
         self.step = batch.state_after["num_steps"]
+        self._is_in_step = False
         if self._run is not None:
             self._run.append_metrics(self.step, metrics)
             self.progress.show(self.step, metrics)
@@ -170,11 +187,15 @@ class Recorder(RunCallback):
         module: PolicyGradientModule,
         exception: BaseException,
     ) -> None:
-        """Save the steps made so far where a server that samples was lost.
+        """Save the steps made so far where the next documents, or an evaluation, failed.
 
         All ranks learn of that between the same two steps, so they can save together.
         """
-        if isinstance(exception, SamplerLost) and self._unsaved is not None:
+        is_shared = module.layout.world_size == 1 or getattr(exception, "agreed", False)
+        if self._is_in_step or not is_shared or not isinstance(exception, SamplerLost | DataError):
+            return
+        self.can_continue = True
+        if self._unsaved is not None:
             self._save(module)
 
     def check_trained(self) -> None:
@@ -228,6 +249,7 @@ class Recorder(RunCallback):
 
     def _stop_after_this_step(self, number: int, _frame: FrameType | None) -> None:
         self._signal = _LAUNCHER_LOST if parent_has_ended.is_set() else number
+        stop_asked.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not through the log: the signal may have come while the log writes a line, and its stream
         # must not be entered twice.

@@ -85,6 +85,10 @@ TESTED_ELSEWHERE = {
     "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_is_read_by_its_name_configuration_and_split",
     "task/prompts.verifier_concurrency": "tasks/test_reward_functions.py::"
     "test_calls_of_an_async_function_wait_concurrently_up_to_the_limit",
+    "task/prompts.verifier_retries": "tasks/test_reward_functions.py::"
+    "test_a_failing_server_is_asked_again_as_often_as_the_key_says",
+    "task/prompts.verifier_retry_seconds": "tasks/test_reward_functions.py::"
+    "test_each_wait_is_four_times_the_one_before_up_to_a_minute",
     **dict.fromkeys(
         ("task/sums.num_terms", "task/sums.num_digits"),
         "tasks/test_generated.py::test_sums_have_the_configured_size_and_are_scored_by_the_last_number",

@@ -4,7 +4,9 @@ The processes of verifiers import this file: it imports nothing large.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import time
 import urllib.request
 
@@ -119,3 +121,117 @@ def asks_for_a_batch(completions, **others):
 def slow_batch(completions, **others):
     time.sleep(600 if "hang" in completions else 0)
     return [1.0] * len(completions)
+
+
+failures = {}
+"""Completion -> the exceptions that its next calls raise."""
+
+
+def fails(completion, answer):
+    if failures.get(completion):
+        raise failures[completion].pop()
+    return 1.0
+
+
+async def fails_async(completion, answer):
+    return fails(completion, answer)
+
+
+async def misbehaves(completion, answer):
+    if completion == "block":
+        time.sleep(600)
+    elif completion == "thread":
+        await asyncio.to_thread(time.sleep, 600)
+    elif completion == "exit":
+        os._exit(0)
+    while completion == "catch":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+    return 1.0
+
+
+def verl(data_source, solution_str, ground_truth, extra_info, method="strict", **kwargs):
+    assert data_source == f"source {ground_truth}"
+    assert extra_info == {"index": ground_truth}
+    assert kwargs == {}
+    return {"score": len(solution_str) + ground_truth, "acc": True}
+
+
+def verl_short(solution_str, ground_truth, format_score=0.0, score=1.0):
+    return len(solution_str) + (0 if ground_truth == "x" else ground_truth)
+
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return verl(data_source, solution_str, ground_truth, extra_info)
+
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    return list(map(verl, data_sources, solution_strs, ground_truths, extra_infos))
+
+
+def gives_dictionary(completion, answer):
+    return {"text": "good", "score": 1.0}
+
+
+def gives_array(completion, answer):
+    return [0.5, 0.25]
+
+
+def gives_coroutine(completion, answer):
+    return never(completion, answer)
+
+
+def gives_text(completion, answer):
+    return "0.5"
+
+
+def gives_function(completion, answer):
+    return gives_text
+
+
+def gives_dictionary_of_a_batch(completions, **others):
+    return {"rewards": [1.0] * len(completions)}
+
+
+def gives_coroutines_of_a_batch(completions, **others):
+    return [never(completion, "") for completion in completions]
+
+
+def gives_number_of_a_batch(completions, **others):
+    return 1.0
+
+
+class Judge:
+    def __call__(self, completion, answer):
+        return 1.0
+
+
+def yields(completion, answer):
+    yield 1.0
+
+
+async def yields_async(completion, answer):
+    yield 1.0
+
+
+judge_calls_left = 10**9
+"""Calls that `judge` and `judge_async` answer, before they reach nobody any more."""
+
+
+def judge(completion, answer):
+    global judge_calls_left
+    judge_calls_left -= 1
+    if judge_calls_left < 0:
+        raise OSError(113, "No route to host")
+    return (len(completion) + len(answer)) % 4 / 3
+
+
+async def judge_async(completion, answer):
+    return judge(completion, answer)
+
+
+def faulty_judge(completion, answer):
+    try:
+        return judge(completion, answer)
+    except OSError:
+        raise KeyError(completion) from None

@@ -11,7 +11,6 @@ from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
-from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.accepted import can_capture
 
 
@@ -180,7 +179,6 @@ def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monk
 
 
 def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_functions, "WAITS", (0.01,))
     (tmp_path / "down_judge.py").write_text(
         "import urllib.request\ncalls = []\n"
         "async def judge(completion, answer):\n"
@@ -188,11 +186,13 @@ def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, mo
         "    return urllib.request.urlopen('http://127.0.0.1:1').status\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    (problem,), _ = checked(tmp_path, ["7", "8"], "task.verifier=down_judge.judge")
+    retries = ("task.verifier_retries=1", "task.verifier_retry_seconds=0")
+    (problem,), _ = checked(tmp_path, ["7", "8"], "task.verifier=down_judge.judge", *retries)
     assert problem == (
-        "task.verifier=down_judge.judge needs the server that it asks (got URLError: <urlopen "
-        "error [Errno 111] Connection refused>). Completions would be without a score. Use it once "
-        "that answers."
+        "task.verifier=down_judge.judge could not reach the server that it asks: URLError: "
+        "<urlopen error [Errno 111] Connection refused>. After 1 further call of each it scores no "
+        "completion any more. Use task.verifier_retries and task.verifier_retry_seconds to wait "
+        "longer. The run would end so: start the server first."
     )
     import down_judge  # This test has written it.
 

@@ -1,11 +1,17 @@
 """Reward functions of the user: they get the arguments that their parameters name, TRL's run
 unchanged, and failures of servers that they ask are handled."""
 
+import asyncio
 import contextlib
+import errno
+import http
 import http.server
 import json
-import logging
+import re
+import signal
+import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,11 +25,12 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig
-from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.errors import ConfigError, DataError, VerifierLost
 from pgtoolkit.model.setup import character_tokenizer
-from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.retries import Retries
+from pgtoolkit.tasks.reward_functions import TrainerState
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.tasks import Score, Task
 
@@ -87,7 +94,7 @@ EXPECTED = {
 
 
 def scores_before_the_first_step(task: Task) -> list[Score]:
-    state = reward_functions.TrainerState(global_step=0, max_steps=7)
+    state = TrainerState(global_step=0, max_steps=7)
     responses = [
         Response(prompt, text, True, trainer_state=state)
         for prompt, text in zip(task.rows(), ["xyz", "wxyz"], strict=True)
@@ -315,18 +322,27 @@ def server():
 ASKING = ["asks_a_server", "asks_a_server_async", "asks_for_a_batch"]
 
 
+AT_ONCE = {"verifier_retry_seconds": 0}
+
+
 @pytest.mark.parametrize("name", ASKING)
-def test_a_failing_server_is_asked_again_a_few_times(task_of, server, name, monkeypatch):
-    monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
+def test_a_failing_server_is_asked_again_as_often_as_the_key_says(task_of, server, name):
     rows = ROWS[:1]
     text = f"{server.server_port}/score"
     server.failures = ["drop", 503, 429]
-    assert rewards_of(task_of(MINE + name, rows=rows), [text]) == [0.75]
+    assert rewards_of(task_of(MINE + name, rows=rows, **AT_ONCE), [text]) == [0.75]
     assert server.calls == 4
-    server.failures = [500] * 4
-    (score,) = scores_of(task_of(MINE + name, rows=rows), [text])
-    assert (score.reward, score.failed) == (None, True)
-    assert server.calls == 8
+    server.failures = [500] * 2
+    with pytest.raises(VerifierLost, match="After 1 further call of each it scores no completion"):
+        scores_of(task_of(MINE + name, rows=rows, verifier_retries=1, **AT_ONCE), [text])
+    assert server.calls == 6
+
+
+def test_each_wait_is_four_times_the_one_before_up_to_a_minute():
+    assert Retries(3, 0.5).waits() == [0.5, 2, 8]
+    assert Retries(6, 2).waits() == [2, 8, 32, 60, 60, 60]
+    assert Retries(2, 90).waits() == [90, 90]
+    assert Retries(10_000, 0.5).waits()[-1] == 60
 
 
 @pytest.mark.parametrize("name", ASKING)
@@ -344,20 +360,144 @@ def test_a_server_that_refuses_is_asked_once_and_refused_in_one_line(task_of, se
 
 
 @pytest.mark.parametrize("name", ASKING[:2])
-def test_a_server_that_is_down_gives_one_note(task_of, server, name, monkeypatch, caplog):
-    monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
+def test_a_server_that_is_down_loses_the_verifier(task_of, server, name):
     server.shutdown()
     server.server_close()
     texts = [f"{server.server_port}/score"] * 6
     rows = [{"prompt": f"{number}?", "answer": 1} for number in range(6)]
-    task = task_of(MINE + name, rows=rows, verifier_concurrency=1)
-    with caplog.at_level(logging.WARNING, "pgtoolkit"):
-        scores = scores_of(task, texts)
-    assert all(score.failed for score in scores)
-    (note,) = [record.message for record in caplog.records]
+    task = task_of(MINE + name, rows=rows, **AT_ONCE)
+    with pytest.raises(VerifierLost) as caught:
+        scores_of(task, texts)
     assert (
         "could not reach the server that it asks: URLError: <urlopen error [Errno 111] Connection "
         "refused>"
-    ) in note
-    assert "6 of 6 completions are out of training" in note
-    assert "\n" not in note
+    ) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class _Busy(Exception):
+    code = http.HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class _Own(BaseException):
+    pass
+
+
+def _caused() -> RuntimeError:
+    error = RuntimeError("the judge failed")
+    error.__cause__ = ConnectionResetError()
+    return error
+
+
+FAILURES = {
+    "cancelled": asyncio.CancelledError,
+    "unreachable": lambda: OSError(errno.EHOSTUNREACH, "No route to host"),
+    "no network": lambda: OSError(errno.ENETUNREACH, "Network is unreachable"),
+    "tls": lambda: ssl.SSLError(1, "record layer failure"),
+    "group": lambda: ExceptionGroup("calls", [ConnectionError(), TimeoutError()]),
+    "groups in a group": lambda: BaseExceptionGroup(
+        "calls", [ExceptionGroup("more", [ssl.SSLEOFError()]), asyncio.CancelledError()]
+    ),
+    "no Exception": _Own,
+    "cut off": lambda: asyncio.IncompleteReadError(b"", 3),
+    "status of an enum": _Busy,
+    "caused by one": _caused,
+    "late": TimeoutError,
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failure_of_a_judge_is_tried_again(task_of, kind):
+    for name in ("fails", "fails_async"):
+        rewards_for_tests.failures = {"bad": [FAILURES[kind]() for _ in range(3)]}
+        task = task_of(MINE + name, **AT_ONCE)
+        assert rewards_of(task, ["a", "bad"]) == [1.0, 1.0]
+        # One completion that always fails is no end of the judge.
+        rewards_for_tests.failures = {"bad": [FAILURES[kind]() for _ in range(4)]}
+        scores = scores_of(task, ["a", "bad"])
+        assert [(score.reward, score.failed) for score in scores] == [(1.0, False), (None, True)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "no such file", "x"),
+        SystemExit(0),
+        KeyboardInterrupt(),
+        ExceptionGroup("calls", [ConnectionError(), KeyError("a fault")]),
+    ],
+    ids=repr,
+)
+def test_a_fault_of_the_function_ends_the_run(task_of, error):
+    handler = signal.signal(signal.SIGINT, lambda *_: None)  # as training has one of its own
+    try:
+        for name in ("fails", "fails_async"):
+            rewards_for_tests.failures = {"bad": [error]}
+            with pytest.raises(DataError, match=f"raised {type(error).__name__} on the completion"):
+                scores_of(task_of(MINE + name, **AT_ONCE), ["a", "bad"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_a_limit_of_seconds_holds_whatever_an_async_function_does(task_of):
+    """The others are scored, also where the whole event loop stands still."""
+    limits = {"verifier_processes": 2, "verifier_seconds": 0.5, "verifier_retries": 0}
+    task = task_of(MINE + "misbehaves", rows=ROWS * 3, **limits)
+    started = time.monotonic()
+    texts = ["a", "block", "thread", "catch", "exit", "b"]
+    scores = scores_of(task, texts)
+    assert time.monotonic() - started < 40
+    assert [score.reward for score in scores] == [1.0, None, None, None, None, 1.0]
+    timeouts = [score.measures["verifier_timeout_fraction"] for score in scores]
+    assert timeouts == [0, 1, 1, 1, 0, 0]
+    assert [score.measures["verifier_crash_fraction"] for score in scores] == [0, 0, 0, 0, 1, 0]
+
+
+def test_compute_score_of_verl_runs_as_it_is(task_of):
+    rows = [
+        {
+            "prompt": f"{number}?",
+            "data_source": f"source {number}",
+            "reward_model": {"style": "rule", "ground_truth": number},
+            "extra_info": {"index": number},
+        }
+        for number in range(2)
+    ]
+    names = ["verl", "verl_short", "verl_async", "verl_batch"]
+    for name in names:
+        assert rewards_of(task_of(MINE + name, rows=rows), ["a", "bc"]) == [1.0, 3.0], name
+    answered = [{"prompt": "?", "answer": "x", "extra_info": None}]
+    with pytest.raises(DataError, match="needs a column data_source in every row"):
+        task_of(MINE + "verl", rows=answered)
+    assert rewards_of(task_of(MINE + "verl_short", rows=answered), ["abc"]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gives_dictionary", "return result['score']"),
+        ("gives_array", "float(value[0])"),
+        ("gives_coroutine", "write async def, and return await"),
+        ("gives_text", "float(text)"),
+        ("gives_function", "Return what it gives when it is called"),
+        ("gives_dictionary_of_a_batch", "return result['rewards']"),
+        ("gives_coroutines_of_a_batch", "write async def"),
+        ("gives_number_of_a_batch", "Return a list of numbers"),
+    ],
+)
+def test_a_value_that_is_no_score_is_answered_with_what_to_write(task_of, name, advice):
+    with pytest.raises(DataError, match=re.escape(advice)):
+        scores_of(task_of(MINE + name), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("Judge", "a line such as score = Judge() in tasks.rewards_for_tests, and task.verifier="),
+        ("yields", "return in place of yield"),
+        ("yields_async", "return in place of yield"),
+    ],
+)
+def test_a_class_and_a_generator_are_refused(task_of, name, use):
+    with pytest.raises(ConfigError, match=re.escape(use)):
+        task_of(MINE + name)
