@@ -51,6 +51,7 @@ ALSO_LIGHT = (
     "ranks.environment",
     "assembly.inputs",
     "assembly.machine",
+    "model.weight_files",
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 parsed = functools.cache(lambda file: ast.parse(file.read_text()))

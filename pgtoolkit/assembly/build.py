@@ -23,7 +23,7 @@ from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.rules.loss_terms import other_vocabulary
+from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.rules.run import unknown_parts
 from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import Config
@@ -37,6 +37,7 @@ from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy, prepare_torch
 from pgtoolkit.model.spread import parallelize
+from pgtoolkit.model.weight_files import vocabularies_differ
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.sampled import SampledRollouts
@@ -239,15 +240,7 @@ def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
     checkpointing = config.model.gradient_checkpointing
     dtype = NumberType.float32  # of trained weights; the forward pass is in the policy's type
 
-    def refused(needs: str, got: str) -> str:
-        return refusal(
-            setting=f"critic.path={path}",
-            needs=needs,
-            got=got,
-            reason="It reads the policy's tokens.",
-            use="a model of the same family, or critic.path=null",
-        )
-
+    refused = partial(other_vocabulary_of_critic, config)
     critic = _load_beside("critic.path", path, policy, layout, dtype, refused, checkpointing)
     return with_value_head(replace(critic, compute_dtype=policy.compute_dtype))
 
@@ -284,18 +277,11 @@ def _load_beside(
         loaded = build_policy(model_config, None, policy.by_document, layout, policy.compiled)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
-    policy_rows = len(policy.head.weight)
-    policy_tokens = policy.tokenizer.get_vocab()
-    rows = len(loaded.head.weight)
-    tokens = loaded.tokenizer.get_vocab()
-    if tokens != policy_tokens or rows != policy_rows:
-        num_equal = len(set(policy_tokens.items()) & set(tokens.items()))
-        needs = (
-            f"the vocabulary of the policy, {policy_rows} rows of the head and "
-            f"{len(policy_tokens)} tokens"
-        )
-        got = f"{rows} rows, and {num_equal} of these tokens under the same number"
-        raise ConfigError(refused(needs, got))
+    difference = vocabularies_differ(
+        len(policy.head.weight), policy.tokenizer, len(loaded.head.weight), loaded.tokenizer
+    )
+    if difference is not None:
+        raise ConfigError(refused(*difference))
     return loaded
 
 

@@ -23,7 +23,9 @@ from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
+from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model.lora import merge
 from pgtoolkit.model.setup import build_policy
@@ -38,7 +40,7 @@ from pgtoolkit.runs.records import (
     read_resolved,
     storage,
 )
-from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
+from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config, load_tokenizer
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
@@ -82,7 +84,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     with _written_whole(folder) as new_folder:
         new_folder.mkdir()
         _write_model(config, state, new_folder)
-        text = card(config, run_dir, state["step"])
+        text = card(config, run_dir, state["step"], _template_in(new_folder))
         (new_folder / "README.md").write_text(text, encoding="utf-8")
         for file in new_folder.iterdir():
             file.chmod(0o644)  # safetensors makes files that only their owner can read
@@ -311,10 +313,17 @@ def _merged_model(config: Config, state: dict) -> PreTrainedModel:
     return policy.model.to(dtype)  # pyright: ignore[reportArgumentType]  (transformers' types)
 
 
-def card(config: Config, run_dir: Path, step: int) -> str:
+def _template_in(folder: Path) -> str | None:
+    """Return the chat template of the tokenizer in a folder; None without one."""
+    tokenizer = load_tokenizer(str(folder))
+    return tokenizer.get_chat_template() if tokenizer.chat_template else None
+
+
+def card(config: Config, run_dir: Path, step: int, chat_template: str | None) -> str:
     """Return README.md of an exported model, by the template export.md.
 
-    It says what was trained and how, and how to load the model.
+    It says what was trained and how, with which chat template, and how to load the model.
+    chat_template: of its tokenizer; None without one.
     """
     description = description_of(run_dir)
     resolved, overrides = read_config(run_dir)
@@ -327,8 +336,20 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     # The first prompt of a conversation would come from the user's code, which is not run here.
     if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
+    chat = getattr(config.task, "chat", Chat.never)
+    if isinstance(config.rollout, RecordedRolloutConfig):
+        chat = config.rollout.chat
+    use = f'tokenizer({prompt}, return_tensors="pt")'
+    template_of_run = "None: the model was trained on texts as they are."
+    if chat == Chat.auto and chat_template is not None:
+        use = _use_of_template(config)
+        template_of_run = (
+            "Prompts went through this template, which is that of the tokenizer here:\n\n"
+            f"````jinja\n{chat_template.rstrip()}\n````"
+        )
     values = {
         "base": base_model,
+        "chat_template": template_of_run,
         "name": description.run_name,
         "loss": chosen(config, "loss"),
         "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
@@ -336,10 +357,22 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "task": config.task.name,
         "step": step,
         "max_steps": config.trainer.max_steps,
-        "prompt": prompt,
+        "encoded": use,
         "overrides": redact(" ".join(overrides)) or "none",
         "code": description.tags.get("git_commit", "unknown"),
         "configuration": redact(to_yaml(resolved)).rstrip(),
     }
     template = files("pgtoolkit.training").joinpath("export.md").read_text(encoding="utf-8")
     return Template(template).substitute(values)
+
+
+def _use_of_template(config: Config) -> str:
+    """Return Python code that makes the tokens of a chat, as the prompts of the run became them."""
+    messages = [{"role": "user", "content": "..."}]
+    system = getattr(config.task, "system_prompt", None)
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    arguments = {"add_generation_prompt": True, **getattr(config.task, "chat_arguments", {})}
+    arguments |= {"return_tensors": "pt", "return_dict": True}
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"tokenizer.apply_chat_template({messages!r}, {given})"

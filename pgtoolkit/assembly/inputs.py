@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.schema import Config, Model
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import (
+    ConversationTaskConfig,
+    PromptsTaskConfig,
+    TaskConfig,
+    TooLong,
+)
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal
@@ -99,20 +104,26 @@ def _check_number_of_rows(config: Config, report: Report) -> None:
 
 
 def _check_models(config: Config, report: Report) -> None:
-    """Load the small files of each model; of a model on the hub, its config.json."""
+    """Open each model as the run does, but for its weights; of one on the hub, its config.json."""
+    is_random = isinstance(config.model, HuggingFaceModelConfig) and config.model.random_weights
     paths = {}
     if isinstance(config.model, HuggingFaceModelConfig):
         paths["model.path"] = config.model.path
+    further = {}
     reference = config.kl.reference
     if config.kl.needs_model and reference is not None and reference not in NO_FOLDER:
-        paths["kl.reference"] = reference
+        further["kl.reference"] = reference
     if config.critic.path is not None:
-        paths["critic.path"] = config.critic.path
-    for key, path in paths.items():
-        problem = _problem_of_model(os.getcwd(), path)
+        further["critic.path"] = config.critic.path
+    for key, path in (paths | further).items():
+        problem = _problem_of_model(os.getcwd(), path, is_random and key == "model.path")
         if problem:
             report.problems.append(problem.replace("model.path=", f"{key}="))
-    if report.problems or config.rollout.name != "policy":
+    if report.problems:
+        return
+    for key, path in further.items():
+        _check_vocabulary(config, key, path, report)
+    if config.rollout.name != "policy":
         return
     positions = _positions(config)
     length = config.rollout.max_completion_length
@@ -126,6 +137,32 @@ def _check_models(config: Config, report: Report) -> None:
         )
 
 
+def _check_vocabulary(config: Config, key: str, path: str, report: Report) -> None:
+    """Refuse a further model that does not read the policy's tokens, where both are here."""
+    from pgtoolkit.model.weight_files import vocabularies_differ
+
+    if not (_has_tokenizer(config.model) and model_folder.local_folder(path)):
+        return
+    tokenizer, _ = _tokenizer_and_ends(config.model, config.task, config.seed)
+    rows = vocabulary_size(config.model, config.task) or len(tokenizer)
+    other_rows = model_folder.model_settings(model_folder.local_folder(path)).get("vocab_size")
+    other_tokenizer = model_folder.load_tokenizer(path)
+    difference = vocabularies_differ(
+        rows, tokenizer, other_rows if is_whole(other_rows) else rows, other_tokenizer
+    )
+    if difference is None:
+        return
+    refused = other_vocabulary if key == "kl.reference" else other_vocabulary_of_critic
+    report.problems.append(refused(config, *difference))
+
+
+def _has_tokenizer(model: Model) -> bool:
+    """Return whether the tokens of a model are known here."""
+    if isinstance(model, TinyModelConfig):
+        return True
+    return model_folder.local_folder(model.path) is not None
+
+
 def _positions(config: Config) -> int | None:
     """Return how many tokens of a document the model has positions for, if it says so."""
     if isinstance(config.model, TinyModelConfig):
@@ -135,12 +172,16 @@ def _positions(config: Config) -> int | None:
 
 
 @functools.cache  # the jobs of a sweep share it
-def _problem_of_model(_directory: str, path: str) -> str | None:
+def _problem_of_model(_directory: str, path: str, random_weights: bool) -> str | None:
     """Return what is wrong with a model; _directory: to which its path may be relative."""
+    from pgtoolkit.model.weight_files import open_model, refuse_unsuitable
+
     try:
-        model_folder.load_config(path)
-        if Path(path).expanduser().is_dir():
-            model_folder.load_tokenizer(path)
+        model_config = model_folder.load_config(path)
+        if model_folder.local_folder(path) is None:
+            refuse_unsuitable(path, model_config)
+        else:
+            open_model(path, random_weights)
     except PgtoolkitError as error:
         return str(error)
     return None
@@ -238,7 +279,7 @@ def _has_template(model: str) -> bool:
 
     True for a model on the hub, of which nothing is loaded yet.
     """
-    if not Path(model).expanduser().is_dir():
+    if model_folder.local_folder(model) is None:
         return True
     return bool(model_folder.load_tokenizer(model).chat_template)
 
@@ -262,31 +303,54 @@ def _tokenizer_and_ends(
 
 
 def _check_texts(config: Config, report: Report) -> None:
-    """Turn stop strings, a reference's template and the prompts of evaluations into tokens.
+    """Turn stop strings, a reference's template and prompts into tokens, and measure the prompts.
 
     Of a model on the hub there is only config.json yet, so nothing is said of its tokens.
     """
-    is_tiny = isinstance(config.model, TinyModelConfig)
-    has_tokenizer = (
-        isinstance(config.model, TinyModelConfig) or Path(config.model.path).expanduser().is_dir()
-    )
-    if report.problems or not has_tokenizer:
+    if report.problems or not _has_tokenizer(config.model):
         return
+    is_tiny = isinstance(config.model, TinyModelConfig)
     stop = list(getattr(config.rollout, "stop", []))
     template = config.kl.reference_prompt
-    if config.rollout.name == "policy" and (stop or template):
-        problem = _problem_of_task(config, config.task, config.seed, stop, template, False)
-        if problem:
-            report.problems.append(problem)
+    longest_document = config.accumulation.max_tokens
+    positions = _positions(config) or longest_document
+    if config.rollout.name == "policy":
+        # The tokens of generated problems are characters that the tiny model has.
+        is_read = not is_tiny or isinstance(config.task, PromptsTaskConfig)
+        if stop or template or is_read:
+            assert config.rollout.max_completion_length is not None
+            room = _Room(min(longest_document, positions), config.rollout.max_completion_length)
+            problem = _problem_of_task(config, config.task, config.seed, stop, template, room)
+            if problem:
+                report.problems.append(problem)
     for held_out in held_out_sets(config) if is_on(config) else ():
         # The tiny model's tokens are the characters of the task that it is trained on.
-        if not stop and not (is_tiny and held_out.task != config.task):
+        if is_tiny and not stop and held_out.task == config.task:
             continue
-        problem = _problem_of_task(config, held_out.task, held_out.seed, stop, None, True)
+        if config.sampler.name == "vllm":
+            positions = min(longest_document, positions)
+        longest = sampling(config)["max_completion_length"]
+        assert longest is not None
+        room = _Room(positions, longest, is_held_out=True)
+        problem = _problem_of_task(config, held_out.task, held_out.seed, stop, None, room)
         if problem:
             place = _place_of_set(config, held_out.name)
             message = problem.replace("task.", f"{place}.")
+            message = message.replace("rollout.max_comp", "evaluation.max_comp")
             report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The tokens that there is room for.
+
+    document: with its prompt. completion: of these. is_held_out: whether prompts are those of an
+        evaluation.
+    """
+
+    document: int
+    completion: int
+    is_held_out: bool = False
 
 
 def _problem_of_task(
@@ -295,13 +359,13 @@ def _problem_of_task(
     seed: int,
     stop: list[str],
     template: str | None,
-    is_held_out: bool,
+    room: _Room,
 ) -> str | None:
     """Return what is wrong with the tokens of a task's prompts.
 
     template: of the prompts that the reference reads, if they are other ones.
     """
-    arguments = (config.model, config.task, config.seed, task, seed, stop, template, is_held_out)
+    arguments = (config.model, config.task, config.seed, task, seed, stop, template, room)
     return _problem_of_tokens(os.getcwd(), pickle.dumps(arguments))
 
 
@@ -314,20 +378,25 @@ def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
     """Do the work of `_problem_of_task`, whose arguments are pickled to be a cache's key."""
     from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.chat_template import chat_of
-    from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody
+    from pgtoolkit.tasks.prompts import TokenizedTask, check_turns, scored_by_nobody
 
-    model, run_task, run_seed, task_config, seed, stop, template, is_held_out = pickle.loads(
+    model, run_task, run_seed, task_config, seed, stop, template, room = pickle.loads(
         pickled_arguments
     )
     report = Report()
     with errors_added_to(report):
         tokenizer, ends = _tokenizer_and_ends(model, run_task, run_seed)
-        task = make_task(scored_by_nobody(task_config), seed, held_out=is_held_out)
+        task = make_task(scored_by_nobody(task_config), seed, held_out=room.is_held_out)
         with contextlib.closing(task):
             chat = chat_of(task_config, tokenizer)
-            tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, None, template)
-            prompts = list(itertools.islice(task.rows(), _PROMPTS_TRIED))
-            tokenized.encode(prompts)
-            if template is not None:
-                tokenized.encode_for_reference(prompts)
+            rows = vocabulary_size(model, run_task)
+            tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, rows, template)
+            tokenized.check_lengths(
+                room.document,
+                room.completion,
+                longest_prompt=getattr(task_config, "max_prompt_length", None),
+                skip=getattr(task_config, "too_long", None) == TooLong.skip,
+                first=_PROMPTS_TRIED,
+            )
+            check_turns(tokenized, task_config, model.name)
     return report.problems[0] if report.problems else None

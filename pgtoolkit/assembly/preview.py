@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
+from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
-from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
+from pgtoolkit.system.model_folder import (
+    end_tokens,
+    load_generation_config,
+    load_tokenizer,
+    local_folder,
+)
 from pgtoolkit.tasks.accepted import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
@@ -58,14 +63,15 @@ def preview(config: Config) -> Preview:
         if _compares_texts(config.task):
             first = list(itertools.islice(task.rows(), FIRST))
             notes = _too_long(first, [len(row.answer.strip()) for row in first], longest)
-    elif Path(model.path).expanduser().is_dir():
+    elif local_folder(model.path) is not None:
         tokenizer = load_tokenizer(model.path)
         ends = end_tokens(load_generation_config(model.path), tokenizer)
         chat = chat_of(config.task, tokenizer)
         tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, longest=longest)
         (tokens,) = tokenized.encode([prompt])
         names = tokenizer.convert_ids_to_tokens(tokens)
-        notes = [] if chat is None else chat.notes(ends)
+        notes = notes_on_ends(ends, vocabulary_size(model, config.task), config.rollout.stop)
+        notes += [] if chat is None else chat.notes(ends)
         notes += notes_on_rows(tokenized, config.task)
     else:
         lines.append(f"its tokens are known where model.path={model.path} is a folder")
@@ -84,6 +90,7 @@ def notes_on_rows(tokenized: TokenizedTask, config: TaskConfig) -> list[str]:
     prompts = list(itertools.islice(tokenized.task.rows(), count))
     notes = _written_with_template(tokenized.chat, prompts)
     notes += _two_beginnings(tokenized, prompts)
+    notes += _changed_prompts(tokenized, prompts)
     if _compares_texts(config):
         notes += _unreachable(tokenized, prompts)
     return notes
@@ -117,10 +124,46 @@ def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list
     if not twice:
         return []
     name = tokenized.tokenizer.bos_token
+    reason = f"the tokenizer adds one to that of the text. Leave {name} out of the prompts."
+    if not any(str(name) in prompt.text for prompt in twice):
+        reason = "its tokenizer.json adds two to each text."
     return [
         f"{len(twice)} of the first {len(prompts)} prompts begin with {name} twice, first that at "
-        f"{twice[0].place}: the tokenizer adds one to that of the text. Leave {name} out of the "
-        "prompts."
+        f"{twice[0].place}: {reason}"
+    ]
+
+
+def _changed_prompts(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
+    """Return a note on prompts that the tokenizer changes, such as by lower case, and on those with
+    characters that it has no token for."""
+    changed = []
+    for prompt, tokens in zip(prompts, tokenized.encode(prompts), strict=True):
+        text = str(tokenized.tokenizer.decode(tokens))
+        asked = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+        if asked.strip() not in text:
+            changed.append((prompt, text))
+    if not changed:
+        return []
+    prompt, text = changed[0]
+    return [
+        f"{len(changed)} of the first {len(prompts)} prompts are other texts as tokens, first "
+        f"{prompt.text[:60]!r} at {prompt.place}, which becomes {text[:90]!r}: the model sees what "
+        "its tokenizer makes of them."
+    ]
+
+
+def notes_on_ends(ends: Sequence[int], rows: int | None, stop: Sequence[str]) -> list[str]:
+    """Return a note where no completion can end by itself.
+
+    rows: tokens that the model has weights of, if that is known. stop: texts that end a completion.
+    """
+    if stop or any(rows is None or end < rows for end in ends):
+        return []
+    got = f"only {ends[0]}, of which it has no weights" if ends else "none"
+    return [
+        f"the model has no end-of-sequence token (got {got}): every completion goes on to "
+        "rollout.max_completion_length. Use eos_token_id in its generation_config.json, or "
+        "rollout.stop."
     ]
 
 

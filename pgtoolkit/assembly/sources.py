@@ -9,14 +9,14 @@ from pathlib import Path
 
 from pgtoolkit.assembly.data import record_rollouts
 from pgtoolkit.assembly.make_task import make_task
-from pgtoolkit.assembly.preview import notes_on_rows
+from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
 from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
-from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
+from pgtoolkit.config.schema_tasks import TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
@@ -37,10 +37,9 @@ from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
-from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.prompts import TokenizedTask, check_turns
 from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
@@ -103,7 +102,9 @@ def _sampled_rollouts(
         tokenized = _tokenized_task(
             config, config.task, task, module, longest_document, config.kl.reference_prompt
         )
-        for note in [*_notes_on_template(tokenized), *notes_on_rows(tokenized, config.task)]:
+        notes = notes_on_ends(tokenized.ends, module.policy.vocabulary_size, rollout.stop)
+        notes += _notes_on_template(tokenized)
+        for note in [*notes, *notes_on_rows(tokenized, config.task)]:
             log.warning(f"note: {note}")
     _check_prompts(module.layout, "the task", task)
     sampler = _sampler(config, module, tokenized, longest_document, run_dir)
@@ -257,19 +258,7 @@ def _tokenized_task(
     tokenized.check_lengths(
         longest_document, longest_completion, skips_long_prompts, longest_prompt, once
     )
-    if isinstance(task, ConversationTask):
-        asks_for_template = getattr(task_config, "chat", Chat.never) == Chat.auto
-        if chat is None and config.model.name == "huggingface" and asks_for_template:
-            raise ConfigError(
-                refusal(
-                    setting="task.chat=auto",
-                    needs="a model with a chat template",
-                    got="none",
-                    reason="A conversation's messages have roles.",
-                    use="task.chat=never, which writes their contents alone",
-                )
-            )
-        tokenized.between.check(task.prompt(0).messages or ())
+    check_turns(tokenized, task_config, config.model.name)
     return tokenized
 
 

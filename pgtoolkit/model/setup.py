@@ -19,6 +19,7 @@ from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
+from pgtoolkit.model.weight_files import open_model
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.system import model_folder
@@ -145,11 +146,9 @@ def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     """Return the model of a folder or of the hub, checked; ConfigError if it cannot be trained."""
-    model_config = model_folder.load_config(config.path)
-    _refuse_unsuitable(config.path, model_config)
+    model_config, tokenizer = open_model(config.path, config.random_weights)
     _switch_noise_off(model_config)
     dtype = torch_type(config.dtype, torch.bfloat16 if on_gpu else torch.float32)
-    tokenizer = model_folder.load_tokenizer(config.path)
     if config.random_weights:
         from transformers import AutoModelForCausalLM
 
@@ -187,26 +186,6 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         fp32_lm_head=config.fp32_lm_head,
         pretrained=None if config.random_weights else config.path,
     )
-
-
-def _refuse_unsuitable(path: str, model_config: PreTrainedConfig) -> None:
-    """Raise ConfigError for a type of model that cannot be trained."""
-    kind = model_config.model_type
-    if getattr(model_config, "is_encoder_decoder", False):
-        needs = "a language model that only decodes"
-        got = f"{kind}, an encoder and a decoder"
-        reason = "A document is one row of tokens to it."
-    elif kind == "phimoe":
-        needs = "a model that computes the same in training"
-        got = f"{kind}, which then draws its experts at random"
-        reason = "The old and new log-probs of one policy would differ."
-    elif kind == "reformer":
-        needs = "a model for documents of every length"
-        got = f"{kind}, whose training takes multiples of its chunks"
-        reason = "Completions end at any length."
-    else:
-        return
-    raise ConfigError(model_folder.refusal(path, needs, got, reason))
 
 
 def _trained(path: str, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

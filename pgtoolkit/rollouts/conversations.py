@@ -14,7 +14,13 @@ from pgtoolkit.completion import Message
 from pgtoolkit.config.schema_rollouts import TrainedTurns
 from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import first_line
-from pgtoolkit.tasks.chat_template import ANSWER, QUESTION, ChatTemplate
+from pgtoolkit.tasks.chat_template import (
+    ANSWER,
+    QUESTION,
+    ChatTemplate,
+    left_out,
+    used_template,
+)
 from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, has_tools, messages_of
 
 if TYPE_CHECKING:
@@ -187,7 +193,7 @@ class Conversations:
     def _template(self) -> str | None:
         tokenizer, _ = self._loaded
         if self.chat == Chat.auto and tokenizer.chat_template:
-            return tokenizer.get_chat_template()
+            return used_template(tokenizer, "rollout.chat=auto")
         return None
 
     def _count_doubled(self, mark: str, text: str) -> None:
@@ -220,8 +226,9 @@ class Conversations:
         doubled = [mark for mark in self._written_by_template if mark in contents]
         if doubled:
             self._count_doubled(doubled[0], contents)
-        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
-            raise ValueError("has a system message, and the chat template leaves it out")
+        role = left_out(messages, text)
+        if role is not None:
+            raise ValueError(f"has a {role} message, and the chat template leaves it out")
         if self._is_marked:
             spans = _marked_spans(marked, turns, trained)
         else:

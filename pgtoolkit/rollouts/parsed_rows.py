@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from pgtoolkit.config.schema_tasks import TooLong
-from pgtoolkit.errors import first_line
+from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.rollouts.conversations import TEXTS, has_texts
 from pgtoolkit.rollouts.rows import FIELDS, PER_TOKEN, Row, Rules, TooManyTokens, Unusable
 from pgtoolkit.tasks.row_files import rows_of
@@ -49,6 +49,8 @@ def parse_row(
     if rules.texts is not None and raw.get("token_ids") is None and "token_ids" not in checked:
         try:
             raw = _with_tokens(raw, rules)
+        except ConfigError:  # of the chat template, for all rows
+            raise
         except Exception as error:  # tokenizers raises Exception for a character without a token
             name = "messages" if raw.get("messages") is not None else "completion"
             if isinstance(error, ValueError):

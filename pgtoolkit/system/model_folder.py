@@ -29,8 +29,28 @@ _SETTINGS = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-_CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
+CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
 """The reason in refusals of damaged files."""
+
+POINTER = "`git lfs pull`, typed in that folder, puts the file in its place."
+"""The reason in refusals of files that git left out."""
+
+_FILES_OF_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+_START_OF_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+class PointerFile(ValueError):
+    """A file is only the pointer to it that git keeps where Git LFS has not loaded it."""
 
 
 def refusal(path: str, needs: str, got: str, reason: str) -> str:
@@ -48,6 +68,8 @@ def refused(path: str, needs: str, reason: str) -> Iterator[None]:
         if "trust_remote_code" in got:
             got = "one that names code of its own"
             reason = "Nothing of a model is run but transformers' own classes."
+        if isinstance(error, PointerFile):
+            reason = POINTER
         raise ConfigError(
             refusal(path, needs, got[:300] or type(error).__name__, reason)
         ) from error
@@ -59,10 +81,11 @@ def load_config(path: str) -> PretrainedConfig:
     Raises ConfigError, also for adapters and damaged files that transformers would accept in
     silence.
     """
-    folder = Path(path).expanduser()
-    if not os.path.isdir(folder):
+    if not os.path.isdir(os.path.expanduser(path)):
         _check_name(path)
     from transformers import AutoConfig
+
+    folder = local_folder(path) or Path(os.devnull)
 
     # transformers would put them into any model beside them
     if os.path.exists(folder / ADAPTER_SETTINGS):
@@ -73,8 +96,8 @@ def load_config(path: str) -> PretrainedConfig:
     # transformers takes some broken files for missing ones, and uses other settings
     for name in _SETTINGS:
         if os.path.exists(folder / name):
-            with refused(path, f"a {name} that is whole", _CUT_OFF):
-                json_object(folder / name)
+            with refused(path, f"a {name} that is whole", CUT_OFF):
+                settings_in(folder / name)
     with refused(
         path,
         "a model that transformers can load, with its config.json",
@@ -104,13 +127,89 @@ def _check_name(path: str) -> None:
         raise ConfigError(refusal(path, needs, got, hub.silence()))
 
 
+def settings_in(file: Path) -> JsonObject:
+    """Return the JSON object in a file of a model. Raises OSError, ValueError or PointerFile."""
+    refuse_pointer(file)
+    return json_object(file)
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise PointerFile for a file that Git LFS has not loaded."""
+    with open(file, "rb") as content:
+        if content.read(len(_START_OF_POINTER)) == _START_OF_POINTER:
+            raise PointerFile(f"the pointer of Git LFS in the place of {file.name}")
+
+
+def local_folder(path: str) -> Path | None:
+    """Return the folder of a model on this machine: the path itself, or the one in the hub's cache
+    where the hub does not answer; None for a model that is on the hub."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if hub.answers(path):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer, which pads on the left. Raises ConfigError."""
+    """Return the model's tokenizer, which pads on the left.
+
+    It has the chat template that is beside it, also in a chat_template.json, which transformers
+    reads for models of images alone. Raises ConfigError.
+    """
     from transformers import AutoTokenizer
 
-    with refused(path, "a tokenizer that transformers can load, such as tokenizer.json", _CUT_OFF):
-        return AutoTokenizer.from_pretrained(
+    folder = local_folder(path)
+    with refused(path, "a tokenizer that transformers can load, such as tokenizer.json", CUT_OFF):
+        if folder is not None:
+            _refuse_without_tokenizer(folder)
+        tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
             os.path.expanduser(path), padding_side="left", **how_to_load(path)
+        )
+    _refuse_random(path, tokenizer)
+    template = None if folder is None else folder / "chat_template.json"
+    if not tokenizer.chat_template and template is not None and template.is_file():
+        with refused(path, "a chat_template.json with a chat_template", CUT_OFF):
+            tokenizer.chat_template = settings_in(template)["chat_template"]
+    return tokenizer
+
+
+def _refuse_without_tokenizer(folder: Path) -> None:
+    """Raise ValueError for a folder without a tokenizer, and PointerFile for one that Git LFS has
+    not loaded."""
+    files = [folder / name for name in _FILES_OF_TOKENIZERS if (folder / name).is_file()]
+    if not files and not (folder / "tokenizer_config.json").is_file():
+        raise ValueError("none")
+    if files:
+        refuse_pointer(files[0])
+
+
+def _refuse_random(path: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise ConfigError for a tokenizer that draws the tokens of a text."""
+    algorithm = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    # dropout of byte pairs, and alpha of a unigram model
+    draws = {key: getattr(algorithm, key, None) for key in ("dropout", "alpha")}
+    drawn = [f"{key}={value:g} in tokenizer.json" for key, value in draws.items() if value]
+    settings = tokenizer.init_kwargs.get("sp_model_kwargs") or {}
+    is_sampling = isinstance(settings, dict) and settings.get("enable_sampling")
+    if is_sampling and algorithm is None:  # the tokenizers of the tokenizers library do not read it
+        drawn.append("enable_sampling in sp_model_kwargs of tokenizer_config.json")
+    if drawn:
+        raise ConfigError(
+            report.refusal(
+                setting=f"model.path={path}",
+                needs="a tokenizer that gives a text the same tokens every time",
+                got=drawn[0],
+                reason="The tokens of a prompt would be drawn anew each time it is read.",
+                use="a copy of the model's folder in which it is null",
+            )
         )
 
 

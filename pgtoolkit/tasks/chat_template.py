@@ -12,6 +12,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system.report import listed, refusal, text
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerBase
 
 QUESTION = {"role": "user", "content": "?"}
@@ -33,6 +34,79 @@ _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
 _SHORT = 3
 """Characters of a piece of a template that is too short to tell: many texts hold it by chance."""
+
+
+_TIME_OF_DAY = re.compile(r"%[-#^_0]*[HIMSfpXcsTRr]")
+"""Parts of a format of strftime that change within a day."""
+
+_READ = ("system", "user")
+"""Roles whose messages a template writes as they are. Of an assistant's it may leave thoughts out,
+and a tool's it may quote."""
+
+
+def left_out(messages: Sequence[Message], written: str) -> str | None:
+    """Return the role of the first message whose content is not in the text that a chat template
+    has written; None if all are."""
+    for message in messages:
+        # Templates strip white space around a message.
+        if message["role"] in _READ and message["content"].strip() not in written:
+            return message["role"]
+    return None
+
+
+def used_template(tokenizer: PreTrainedTokenizerBase, setting: str) -> str:
+    """Return the template by which messages become texts.
+
+    setting: that has it used. Raises ConfigError for one that cannot be read, and for one that
+    writes a prompt in another way each time.
+    """
+    from jinja2 import nodes
+
+    needs = "a chat template that writes a prompt in the same way every time"
+    reason = "The tokens of a prompt would be others each time that it is read."
+    got = None
+    try:
+        template = tokenizer.get_chat_template()
+        parsed = _parsed(template)
+    except Exception as error:  # Jinja and transformers raise errors of their own.
+        needs = "a chat template that can be read"
+        reason = "Messages become tokens by it."
+        got = first_line(error)
+        if isinstance(tokenizer.chat_template, dict):
+            got = f"{listed(sorted(tokenizer.chat_template), 4)}, and none named default"
+    else:
+        calls = [call for call in parsed.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
+        formats = [
+            str(getattr(call.args[0], "value", ""))
+            for call in calls
+            if getattr(call.node, "name", None) == "strftime_now" and call.args
+        ]
+        drawn = {filter_node.name for filter_node in parsed.find_all(nodes.Filter)} & {"random"}
+        drawn |= {str(getattr(call.node, "name", "")) for call in calls} & {"lipsum"}
+        if drawn:
+            got = f"one that draws at random, by {drawn.pop()}"
+        elif any(_TIME_OF_DAY.search(form) for form in formats):
+            got = "one that writes the time of day"
+        else:
+            return template
+    raise ConfigError(
+        refusal(
+            setting=setting,
+            needs=needs,
+            got=got,
+            reason=reason,
+            use=f"{setting.partition('=')[0]}=never, or a copy of the model's folder with another "
+            "chat template",
+        )
+    )
+
+
+def _parsed(template: str) -> Template:
+    """Return the parts of a template. Raises an error of Jinja's."""
+    from jinja2 import Environment
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION.sub("", template))
 
 
 class ChatTemplate:
@@ -96,18 +170,32 @@ class ChatTemplate:
         """Return the tokens of each prompt: those of `apply_chat_template` with the beginning of
         the answer.
 
-        The tokenizer adds no token of the beginning to the template's own. ValueError for a system
-        message that the template leaves out.
+        The tokenizer adds no token of the beginning to the template's own. ValueError for a message
+        that the template leaves out.
         """
         conversations = [self.messages(prompt) for prompt in prompts]
         with_system = [messages for messages in conversations if messages[0]["role"] == "system"]
         problem = self.problem(with_system[0][:1]) if with_system else None
         if problem is not None:
             raise ValueError(f"it has a system message, and the chat template is {problem}")
-        encoded = self._tokenizer.apply_chat_template(
-            conversations, add_generation_prompt=True, **self._arguments
-        )
-        return cast("Mapping[str, list[list[int]]]", encoded)["input_ids"]
+        texts = [self._whole_text(messages) for messages in conversations]
+        encoded = self._tokenizer(texts, add_special_tokens=False)
+        return cast("list[list[int]]", encoded["input_ids"])
+
+    def _whole_text(self, messages: Sequence[Message]) -> str:
+        """Return the text of a prompt. ValueError where a message is not in it."""
+        try:
+            written = self.text(messages, goes_on=True)
+        except ValueError as error:
+            raise ValueError(f"its chat template is {error}") from error
+        role = left_out(messages, written)
+        if role is not None:
+            raise ValueError(
+                f"its chat template leaves out a message of the {role}, or writes it in another "
+                "way, as one does that asks for a content in parts. Use task.chat=never, or a copy "
+                "of the model's folder with another chat template"
+            )
+        return written
 
     def messages(self, prompt: Prompt) -> list[Message]:
         """Return the messages of a prompt for the template; a text is the message of a user."""
@@ -177,12 +265,14 @@ class ChatTemplate:
 def chat_of(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """Return the template that prompts go through; None where they are texts alone.
 
-    Raises ConfigError where task.system_prompt or task.chat_arguments would be ignored.
+    Raises ConfigError for a template as `used_template` does, and where task.system_prompt or
+    task.chat_arguments would be ignored.
     """
     system = getattr(task, "system_prompt", None)
     arguments = getattr(task, "chat_arguments", {})
     template = None
     if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
+        used_template(tokenizer, "task.chat=auto")
         template = ChatTemplate(tokenizer, system, arguments)
     if system is not None:
         problem = "none" if template is None else template.problem()
@@ -212,9 +302,8 @@ def _check_arguments(
     if tokenizer is not None:
         from jinja2 import Environment, meta
 
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-        template = _GENERATION.sub("", tokenizer.get_chat_template())
-        read = meta.find_undeclared_variables(environment.parse(template))
+        environment = Environment()
+        read = meta.find_undeclared_variables(_parsed(tokenizer.get_chat_template()))
         known = sorted(
             read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map}
         )

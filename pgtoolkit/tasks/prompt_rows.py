@@ -30,6 +30,18 @@ UNUSED_TOOLS = (
     "Describe them in a system message, and remove the column"
 )
 
+_COLUMNS_OF_PROMPTS = ("messages", "question", "problem", "query", "instruction", "input", "text")
+_COLUMNS_OF_ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
+"""Names of columns in others' files, those that are likelier first."""
+
+_CHAT_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
+"""Begins a chat that is written as a text, in JSON or as Python prints it."""
+
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+"""Roles in files of others -> those of chat templates."""
+
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 """Common names of splits; nobody means all files of a folder that has several of them."""
 
@@ -211,13 +223,14 @@ class _PromptReader:
         try:
             question = _prompt(_value(row, self.prompt_field))
         except ValueError as error:
-            column = "messages" if "messages" in row else "COLUMN"
-            use = "" if self.prompt_field in row else f". Use task.prompt_field={column}"
+            column = _likely(_COLUMNS_OF_PROMPTS, names)
+            use = "" if self.prompt_field in names else f". Use task.prompt_field={column}"
             self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}{use}")
         try:
             answer = _answer(_value(row, self.answer_field), self.answer_pattern)
         except ValueError as error:
-            use = "" if self.answer_field in row else ". Use task.answer_field=COLUMN"
+            column = _likely(_COLUMNS_OF_ANSWERS, names)
+            use = "" if self.answer_field in names else f". Use task.answer_field={column}"
             self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")
         if question is None or answer is None:
             return None
@@ -245,6 +258,11 @@ def notes_on_columns(
         "data_source, by which verl chooses how to score, ability and extra_info are not read: "
         "task.verifier decides how to score."
     ]
+
+
+def _likely(known: Sequence[str], names: Sequence[str]) -> str:
+    """Return the first of the known names that a file has, or a word in its place."""
+    return next((name for name in known if name in names), "COLUMN")
 
 
 def _value(row: RawRow, column: str) -> object:
@@ -276,11 +294,16 @@ def _is_of_verl(row: RawRow, answer_field: str) -> bool:
 
 def _prompt(value: object) -> tuple[str, tuple[Message, ...] | None]:
     """Return the prompt's text, and the messages if it is a chat. ValueError says what is wrong."""
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value.strip():
+        if _CHAT_AS_TEXT.match(value):
+            raise ValueError(
+                f"needs a list of chat messages (got a text that spells one, {value!r:.60}). Use a "
+                "list in this column: json.loads makes one of JSON"
+            )
         return value, None
     messages = messages_of(value, "a text or a list of chat messages")
     last = messages[-1]
-    if last["role"] == "assistant" or not last["content"]:
+    if last["role"] == "assistant" or not last["content"].strip():
         raise ValueError(f"needs a last message that the model is to answer (got {last!r:.60})")
     return last["content"], tuple(messages)
 
@@ -299,6 +322,10 @@ def messages_of(value: object, needs: str = "a list of chat messages") -> list[M
             raise ValueError(
                 f"needs chat messages whose role and content are texts (got {message!r:.60})"
             )
+        role = message["role"]
+        known = _OTHER_ROLES.get(role.lower(), role.lower())
+        if role not in _ROLES and known in _ROLES:
+            raise ValueError(f"needs the role {known!r} of chat templates (got {role!r})")
     # Columnar files give each message all keys that any of them has.
     return [
         {key: item for key, item in message.items() if item is not None} for message in messages
@@ -338,8 +365,14 @@ def _text_of_answer(value: object) -> str:
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
         return _number(value)
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value.strip():
         return value
+    value = _plain(value)
+    if isinstance(value, list | dict):
+        raise ValueError(
+            f"needs one text or number (got {value!r:.40}). Write it as a text: its one right "
+            "answer, or json.dumps of it for a verifier of your own"
+        )
     raise ValueError(f"needs a text (got {value!r:.40})")
 
 

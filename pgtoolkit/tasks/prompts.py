@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from pgtoolkit.completion import Completion, Prompt
-from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
-from pgtoolkit.errors import DataError, first_line
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, TaskConfig
+from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import Between
 from pgtoolkit.tasks.chat_template import ChatTemplate
@@ -237,27 +237,32 @@ class TokenizedTask:
         skip: bool,
         longest_prompt: int | None = None,
         once: Once = lambda measure: measure(),
+        first: int | None = None,
     ) -> None:
         """Measure all prompts; refuse those without a token and those that are too long
         (DataError), or drop them.
 
         All lengths are in tokens. longest_prompt: None for as many as leave room for a completion.
         Of a task without end, a few of its longest prompts are measured.
+        first: the number of prompts to measure at most, only to see whether they would be refused;
+            None: all.
         """
         task = self.task
         room = max(0, longest_document - longest_completion)
         room = min(longest_prompt or room, room)
-        num_prompts, misfits = once(functools.partial(self._misfits, room))
-        if not misfits:
+        num_prompts, misfits = once(functools.partial(self._misfits, room, first))
+        can_skip = task.num_prompts is not None and len(misfits) < task.num_prompts
+        if not misfits or (first is not None and skip and can_skip):
             return
         of = "the longest " if task.num_prompts is None else ""
+        if task.num_prompts is not None and num_prompts < task.num_prompts:
+            of = "the first "
         subject = f"{len(misfits)} of {of}{num_prompts} prompts"
         if self.reference_prompt:
             subject += ", or what kl.reference_prompt makes of them,"
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
         verb = f"do not have 1 to {room} tokens" if room else "have no room"
         problem = f"{verb}: {lengths}"
-        can_skip = task.num_prompts is not None and len(misfits) < num_prompts
         if skip and can_skip:
             log.warning(f"note: task.too_long=skip leaves out {subject}, which {problem}.")
             task.drop({prompt.index for prompt, _ in misfits})
@@ -273,9 +278,15 @@ class TokenizedTask:
             f"{', or '.join(ways)}."
         )
 
-    def _misfits(self, room: int) -> tuple[int, list[tuple[Prompt, int]]]:
-        """Return the number of prompts, and those without 1 to `room` tokens with their lengths."""
-        rows = self.task.rows()
+    def _misfits(self, room: int, first: int | None) -> tuple[int, list[tuple[Prompt, int]]]:
+        """Return the number of prompts, and those without 1 to `room` tokens with their lengths.
+
+        first: the number of prompts at most; of conversations, whose prompts the user's environment
+            writes, one.
+        """
+        if first is not None and isinstance(self.task, ConversationTask):
+            first = 1
+        rows = itertools.islice(self.task.rows(), first)
         num_prompts = 0
         misfits = []
         while prompts := list(itertools.islice(rows, _CHUNK)):
@@ -306,6 +317,28 @@ def _ways_to_make_room(longest: int, longest_completion: int, longest_document: 
             f"a model of {tokens} positions, in training with accumulation.max_tokens={tokens}"
         )
     return [*ways, "other prompts"]
+
+
+def check_turns(tokenized: TokenizedTask, config: TaskConfig, model_name: str) -> None:
+    """Raise ConfigError for a conversation that the model has no tokens for.
+
+    config: of the task. model_name: the option of the group `model`.
+    """
+    task = tokenized.task
+    if not isinstance(task, ConversationTask):
+        return
+    asks_for_template = getattr(config, "chat", Chat.never) == Chat.auto
+    if tokenized.chat is None and model_name == "huggingface" and asks_for_template:
+        raise ConfigError(
+            refusal(
+                setting="task.chat=auto",
+                needs="a model with a chat template",
+                got="none",
+                reason="A conversation's messages have roles.",
+                use="task.chat=never, which writes their contents alone",
+            )
+        )
+    tokenized.between.check(task.prompt(0).messages or ())
 
 
 def scored_by_nobody(task: TaskConfig) -> TaskConfig:

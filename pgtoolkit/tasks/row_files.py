@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -20,11 +21,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.system.report import listed, plural
+from pgtoolkit.system.report import listed, plural, program
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
+_ALIKE = 3
+"""Problems of one kind that are lines of their own."""
+
+_MAX_ROWS_READ = 1000
+"""Problems after which no further row is read."""
+
 
 _COUNTED_BYTES = 2**30
 """The largest JSONL file whose lines are counted."""
@@ -34,31 +41,70 @@ _BATCH_ROWS = 256
 RawRow = dict[str, Any]
 """A row of a file: its columns by name."""
 
+_START = 64
+"""Bytes by which a file of another kind is known."""
+
+_PARQUET = b"PAR1"
+_OTHER_CONTENT = {
+    b"version https://git-lfs": "the pointer of Git LFS; `git lfs pull` puts the file in its place",
+    b"\x1f\x8b": "gzip; gunzip unpacks it, where its name ends with .gz",
+    b"\x28\xb5\x2f\xfd": "zstd; zstd -d unpacks it, where its name ends with .zst",
+    b"PK\x03\x04": "a zip archive; unzip unpacks it",
+    _PARQUET: "Parquet; rename it to end with .parquet",
+    b"\xff\xfe": "UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` makes it UTF-8",
+    b"\xfe\xff": "UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` makes it UTF-8",
+    b"{\0": "UTF-16; `iconv -f UTF-16LE -t UTF-8 OLD > NEW` makes it UTF-8",
+    b"<": "a page of HTML or XML",
+}
+"""How files begin that are no JSONL, and what they are."""
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Problems:
-    """Collects the problems of data, and raises one DataError that lists them; at the tenth
-    problem at once.
+    """Collects the problems of data, and raises one DataError that lists them; at the tenth that
+    differs from the others at once.
 
+    A problem that more than _ALIKE rows share is one line, with the first of these rows.
     title: the first line of that error.
     """
 
     def __init__(self, title: str):
         self._title = title
-        self._lines: list[str] = []
+        self._kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        self._count = 0
 
     def add(self, place: str, reason: str) -> None:
-        self._lines.append(f"  {place}: {reason}")
-        if len(self._lines) == MAX_PROBLEMS:
-            self._raise(f"{MAX_PROBLEMS} problems or more, the first {MAX_PROBLEMS} are")
+        """Add what is wrong at a place, FILE:ROW or FILE:ROW:FIELD."""
+        self._count += 1
+        field = place.rpartition(":")[2]
+        kind = ("" if field.isdigit() else field, reason.partition(" (got ")[0])
+        self._kinds.setdefault(kind, []).append((place, reason))
+        lines = sum(len(lines) if len(lines) <= _ALIKE else 1 for lines in self._kinds.values())
+        if lines >= MAX_PROBLEMS or self._count >= _MAX_ROWS_READ:
+            self._raise(f"{self._count} problems or more, the first are")
 
     def raise_if_any(self) -> None:
-        if self._lines:
-            self._raise(plural(len(self._lines), "problem"))
+        if self._kinds:
+            self._raise(plural(self._count, "problem"))
 
     def _raise(self, count: str) -> NoReturn:
-        raise DataError("\n".join([f"{self._title}: {count}", *self._lines]))
+        lines = [f"{self._title}: {count}"]
+        for alike in self._kinds.values():
+            if len(alike) <= _ALIKE:
+                lines += [f"  {place}: {reason}" for place, reason in alike]
+            else:
+                place, reason = alike[0]
+                others = listed([_row_of(place) for place, _ in alike[1:]], 8)
+                lines.append(
+                    f"  {place}: {reason}; the same in {len(alike) - 1} rows more: {others}"
+                )
+        raise DataError("\n".join(lines))
+
+
+def _row_of(place: str) -> str:
+    """Return the number of the row in FILE:ROW or FILE:ROW:FIELD."""
+    return next(part for part in reversed(place.split(":")) if part.isdigit())
 
 
 def count_rows(path: str, key: str) -> int | None:
@@ -95,14 +141,77 @@ def find_files(path: str, key: str) -> list[Path]:
     else:
         files = [Path(name) for name in glob.glob(str(place), recursive=True)]
     if not files:
-        raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).")
+        way_out = way_to_rows(place)
+        raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).{way_out}")
     for file in files:
         if file.suffix not in SUFFIXES:
             raise DataError(
-                f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it; see "
-                "docs/data.md."
+                f"{key}={path} needs .jsonl or .parquet files (got {file.name}).{way_to_rows(file)}"
             )
     return in_order(files)
+
+
+def other_content(start: bytes) -> str | None:
+    """Return what a file is that begins so, in words; None if it may be JSONL."""
+    for beginning, words in _OTHER_CONTENT.items():
+        if start.startswith(beginning):
+            return words
+    text = start.removeprefix(b"\xef\xbb\xbf").strip()
+    if text.startswith(b"["):
+        return "a list over the whole file; JSONL has one object per line, without commas between"
+    if re.match(rb"\{[ \t\r]*\n", text):
+        return "an object over several lines; JSONL has one per line"
+    return None
+
+
+_FROM_TABLE = (
+    "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], "
+    "encoding='utf-8-sig', newline=''){})]"
+)
+_FROM_LIST = (
+    "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1], "
+    "encoding='utf-8-sig'))]"
+)
+
+
+def _start_of(file: Path) -> bytes:
+    with open(file, "rb") as content:
+        return content.read(_START)
+
+
+def way_to_rows(place: Path) -> str:
+    """Return a sentence, after a space, on how to make JSONL of a file or a folder; "" where there
+    is nothing to make it of."""
+    if place.is_dir():
+        below = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES)
+        if below:
+            pattern = shlex.quote(f"{place}/**/*{below[0].suffix}")
+            return f" Use {pattern} for the files in its folders."
+        files = [file for file in sorted(place.iterdir()) if file.is_file() and way_to_rows(file)]
+        return f" For each file:{way_to_rows(files[0])}" if files else ""
+    if not place.is_file():
+        return ""
+    new = shlex.quote(str(place.with_suffix(".jsonl")))
+    old = shlex.quote(str(place))
+    python = program("python")
+    match place.suffix.lower():
+        case ".csv" | ".tsv":
+            separator = ", delimiter=chr(9)" if place.suffix.lower() == ".tsv" else ""
+            code = _FROM_TABLE.format(separator)
+            return f' Convert it: {python} -c "{code}" {old} > {new}'
+        case ".json" if _start_of(place).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return f' Convert it: {python} -c "{_FROM_LIST}" {old} > {new}'
+        case ".json" | ".jsonl" | ".jsonlines" | ".ndjson":
+            return f" If it has one object per line, rename it: mv {old} {new}"
+        case ".gz":
+            return f" Unpack it: gunzip -k {old}"
+        case ".zst":
+            return f" Unpack it: zstd -d {old}"
+        case ".xlsx" | ".xls" | ".ods":
+            return " Save it as CSV in the program that made it, and convert that."
+        case ".txt":
+            return ' Each row needs names: {"prompt": "...", "answer": "..."} in a line of JSONL.'
+    return ' Convert it to JSONL: an object per line, such as {"prompt": "...", "answer": "..."}.'
 
 
 def in_order(files: list[Path]) -> list[Path]:
@@ -152,6 +261,15 @@ class RowFile:
     def _is_wanted(self, column: str) -> bool:
         return self._columns is None or column in self._columns
 
+    def _refuse_duplicates(self, names: Sequence[str]) -> None:
+        """Raise DataError where two of the wanted columns have one name."""
+        twice = [name for name in names if self._is_wanted(name) and names.count(name) > 1]
+        if twice:
+            raise DataError(
+                f"{self.label} has the column {twice[0]!r} twice. Which of them is meant cannot be "
+                "known. Write it again with one of them."
+            )
+
     def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         raise NotImplementedError
 
@@ -190,6 +308,10 @@ class JsonlFile(RowFile):
 
     def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         with self._naming_the_file("JSONL file"), open(self.path, "rb") as file:
+            other = other_content(file.read(_START))
+            if other is not None:
+                raise DataError(f"{self.label} needs an object in each line (got {other}).")
+            file.seek(0)
             offset = 0
             for number, line in enumerate(file, 1):
                 self.digest.update(line)
@@ -214,7 +336,9 @@ class ParquetFile(RowFile):
     @functools.cached_property
     def names(self) -> list[str]:
         with self._opened() as file:
-            return file.schema_arrow.names
+            names = file.schema_arrow.names
+        self._refuse_duplicates(names)
+        return names
 
     def rows(self) -> Iterator[tuple[int, int, RawRow | str]]:
         return _numbered(map(rows_of, self.batches()))
@@ -222,6 +346,7 @@ class ParquetFile(RowFile):
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows, up to _BATCH_ROWS at a time."""
         with self._opened() as file, open(self.path, "rb") as raw:
+            self._refuse_duplicates(file.schema_arrow.names)
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
                 wanted = self._wanted(file, number)
@@ -279,6 +404,12 @@ class ParquetFile(RowFile):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
+        with self._naming_the_file("Parquet file"):
+            start = _start_of(self.path)
+        if start[:4] != _PARQUET:
+            other = other_content(start) or "another file"
+            if start:
+                raise DataError(f"{self.label} needs the content of a Parquet file (got {other}).")
         with (
             self._naming_the_file("Parquet file, truncated or damaged"),
             pq.ParquetFile(self.path, **options) as file,
@@ -302,6 +433,7 @@ class ArrowFile(RowFile):
             with pa.ipc.open_stream(file) as stream:
                 names = stream.schema.names
                 self.names = names
+                self._refuse_duplicates(names)
                 wanted = [name for name in names if self._is_wanted(name)]
                 yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 

@@ -178,13 +178,20 @@ def test_a_line_that_is_not_a_row_is_refused(tmp_path, line, reason):
     assert "r.jsonl:2" in message
 
 
-def test_the_first_ten_problems_are_listed(tmp_path):
+def test_a_problem_of_many_rows_is_one_line_and_the_first_ten_others_are_listed(tmp_path):
     rows = [good_row(number, reward=NAN if number % 2 else 0.0) for number in range(60)]
     message = refusal(write_jsonl(tmp_path / "r.jsonl", rows))
-    assert "10 problems or more" in message
-    lines = [int(line.split(":")[1]) for line in message.splitlines()[1:]]
-    assert lines == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert message.splitlines() == [
+        "the recorded rollouts cannot be trained on: 30 problems",
+        "  r.jsonl:2:reward: needs a finite number (got nan); the same in 29 rows more: 4, 6, 8, "
+        "10, 12, 14, 16, 18 and 21 more",
+    ]
     assert "1 problem\n" in refusal(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
+    different = [good_row(number, old_log_probs=[0] * (number + 9)) for number in range(12)]
+    message = refusal(write_jsonl(tmp_path / "r.jsonl", different))
+    assert "10 problems or more, the first are" in message
+    lines = [int(line.split(":")[1]) for line in message.splitlines()[1:]]
+    assert lines == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 def test_rows_beyond_the_limits_of_the_run_are_refused(tmp_path):

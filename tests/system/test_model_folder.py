@@ -3,6 +3,7 @@ code of a folder is run."""
 
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -16,11 +17,17 @@ from builders.refusals import refusal
 from builders.runs import SHORT
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pgtoolkit.assembly.inputs import _problem_of_model
 from pgtoolkit.cli import main
+from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.setup import build_policy
+from pgtoolkit.model.weight_files import needed_shapes
 from pgtoolkit.system.hub import answers
+from pgtoolkit.system.model_folder import load_tokenizer
 
 OVERRIDES = [setting for setting in SHORT if not setting.startswith("model.")]
 OVERRIDES.append("model=huggingface")
@@ -90,6 +97,17 @@ def second_file_missing(folder: Path) -> None:
     replaced("model.safetensors.index.json", index)(folder)
 
 
+def unfinished(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / f"{WEIGHTS}.incomplete")
+
+
+def half_a_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    halved("pytorch_model.bin")(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:46\nsize 135\n"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
@@ -109,6 +127,18 @@ SEEN_BY_CHECK = {
         changed(CONFIG, model_type="x", auto_map=AUTO_MAP),
         "with its config.json (got one that names code of its own)",
     ),
+    "a pointer to the config": (
+        replaced(CONFIG, POINTER),
+        "a config.json that is whole (got the po",
+    ),
+    "a pointer to the tokenizer": (
+        replaced(TOKENIZER, POINTER),
+        "the pointer of Git LFS in the place of tokenizer.json). `git lfs pull`",
+    ),
+    "no tokenizer": (
+        lambda folder: [removed(name)(folder) for name in (TOKENIZER, "tokenizer_config.json")],
+        "such as tokenizer.json (got none)",
+    ),
     "half a tokenizer": (
         halved(TOKENIZER),
         "a tokenizer that transformers can load, such as tokenizer.json (got",
@@ -126,38 +156,108 @@ SEEN_BY_CHECK = {
         "a whole model (got adapters, adapter_config.json)",
     ),
 }
-SEEN_BY_LOADING = {
-    "half of the weights": (halved(WEIGHTS), "incomplete metadata"),
+NEEDS_WEIGHTS = "weights of the model that config.json describes (got "
+IN_WEIGHTS = {
+    "no weights": (removed(WEIGHTS), "no model.safetensors)"),
+    "half of the weights": (halved(WEIGHTS), " bytes of model.safetensors)"),
+    "empty weights": (replaced(WEIGHTS, b""), "an empty model.safetensors)"),
+    "a pointer to the weights": (
+        replaced(WEIGHTS, POINTER),
+        "the pointer of Git LFS in the place of model.safetensors). `git lfs pull`",
+    ),
+    "a page in the place of the weights": (
+        replaced(WEIGHTS, b"<!doctype html><html>"),
+        "a model.safetensors that is no safetensors file)",
+    ),
+    "a download that has not ended": (unfinished, "model.safetensors.incomplete, of a download"),
+    "pieces without their index": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors"),
+        "model-00001-of-00002.safetensors without model.safetensors.index.json)",
+    ),
     "weights of other shapes": (
         changed(CONFIG, hidden_size=32),
         "lm_head.weight of shape [12, 16] instead of [12, 32]",
     ),
-    "a piece that is missing": (
-        second_file_missing,
-        "weights of the model that config.json describes (got ",
+    "a piece that is missing": (second_file_missing, "1 of the 2 files that model.safetensors.in"),
+    "a layer that is missing": (
+        changed(CONFIG, num_hidden_layers=2),
+        "no model.layers.1.input_layernorm.weight, no model.layers.1.mlp.down_proj.weight",
     ),
     "no norm": (
         changed_weights(lambda weights: weights.pop(NORM)),
-        f"(got no {NORM}). transformers would fill in random",
+        f"no {NORM}). transformers would fill in random",
     ),
+    "half a pickle": (half_a_pickle, "a pytorch_model.bin that is not whole)"),
 }
 
 
-@pytest.mark.parametrize("kind", [*SEEN_BY_CHECK, *SEEN_BY_LOADING])
-def test_a_damaged_folder_is_refused_in_a_single_line(folder, monkeypatch, capsys, kind):
+@pytest.mark.parametrize("kind", [*SEEN_BY_CHECK, *IN_WEIGHTS])
+def test_check_and_the_run_refuse_a_damaged_folder_in_the_same_line(
+    folder, monkeypatch, capsys, kind
+):
     monkeypatch.chdir(folder.parent)
-    damage, message = (SEEN_BY_CHECK | SEEN_BY_LOADING)[kind]
+    damage, message = (SEEN_BY_CHECK | IN_WEIGHTS)[kind]
     damage(folder)
     (folder / "evil.py").write_text("open('ran', 'w')\n")
-    if kind in SEEN_BY_CHECK:
-        error = refusal(capsys, *OVERRIDES, "model.path=model")
-        assert error.startswith("pgtk: error: model.path=model needs ")
-        assert error.count("\n") == 1
-        assert message in error
-    with pytest.raises(ConfigError, match=r"^model.path=model needs [^\n]*$") as refused:
+    problem = _problem_of_model(str(folder), "model", False)
+    if kind in IN_WEIGHTS:
+        message = NEEDS_WEIGHTS + message if message[0] != " " else message
+    assert message in problem
+    assert re.fullmatch(r"model.path=model needs [^\n]*", problem)
+    with pytest.raises(ConfigError) as refused:
         build_policy(model_config("model"), None, False)
-    assert message in str(refused.value)
+    assert str(refused.value) == problem
+    if kind in ("half a config", "half of the weights"):
+        assert refusal(capsys, *OVERRIDES, "model.path=model") == f"pgtk: error: {problem}\n"
+    if kind in IN_WEIGHTS and "config" not in kind and "layer" not in kind:
+        build = build_policy(model_config("model", random_weights=True), None, False)
+        assert build.model.config.model_type == "llama"
     assert sorted(os.listdir()) == ["model"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_the_shapes_that_a_header_is_compared_with_are_those_of_the_model(kind, tied):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8}
+    further = {} if kind == "gpt2" else {"num_key_value_heads": 2, "intermediate_size": 12}
+    if kind == "llama":
+        further |= {"attention_bias": tied, "mlp_bias": tied}
+    config = AutoConfig.for_model(
+        kind, vocab_size=11, tie_word_embeddings=tied, head_dim=6, **sizes, **further
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    if tied:
+        del shapes["lm_head.weight"]
+    assert needed_shapes(config) == shapes
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("t5", "needs a language model that only decodes"),
+        ("vit", "needs a language model (got vit, of which transformers has none)"),
+    ],
+)
+def test_check_refuses_a_model_of_another_kind(folder, kind, reason):
+    changed(CONFIG, model_type=kind)(folder)
+    assert reason in _problem_of_model(kind, str(folder), False)
+
+
+def test_a_tokenizer_that_draws_its_tokens_is_refused(folder):
+    bytes_ = Tokenizer(models.BPE(vocab={"1": 0, "<end>": 1}, merges=[], dropout=0.5))
+    PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<end>").save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"same tokens every time \(got dropout=0.5 in tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_chat_template_in_a_file_of_its_own_is_used(folder):
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(str(folder)).chat_template == "{{ messages }}"
+    (folder / "chat_template.json").write_text('{"chat')
+    with pytest.raises(ConfigError, match=r"needs a chat_template\.json with"):
+        load_tokenizer(str(folder))
 
 
 def test_a_folder_with_code_and_further_weights_is_loaded_without_them(

@@ -205,6 +205,53 @@ def test_a_row_whose_system_message_would_be_ignored_is_refused():
         encoded(tokenizer_of(DEAF), [TEXT, TALK])
 
 
+IN_PARTS = (
+    "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] if part['type'] == "
+    "'text' %}{{ part['text'] }}{% endfor %}{% endfor %}"
+)
+LEAVE_OUT = {
+    "content in parts": IN_PARTS,
+    "nothing": "user:",
+    "the end": "{{ messages[0]['content'][:3] }}",
+    "upper case": "{{ messages[0]['content'] | upper }}",
+    "quotes": "{{ 'prompt:' }}{{ ('\"' + messages[0]['content'] + '\"') | tojson }}",
+    "the last message alone": None,
+}
+
+
+@pytest.mark.parametrize("kind", LEAVE_OUT)
+def test_a_template_that_drops_a_text_is_refused(kind):
+    template = LEAVE_OUT[kind]
+    prompt = Prompt('What is "6 * 7"?\nSay it.', "42", 0, "p:1")
+    if template is None:
+        template = "{{ messages[-1]['content'] }}"
+        prompt = Prompt("6?", "42", 0, "p:1", ({"role": "user", "content": "Before"}, USER))
+    with pytest.raises(DataError, match=r"at p:1 .*its chat template leaves out a message of"):
+        encoded(tokenizer_of(template), [prompt])
+    assert encoded(tokenizer_of("{{ messages | map(attribute='content') | join }}"), [prompt])
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        ("{{ ['a', 'b'] | random }}" + CHATML, "one that draws at random, by random"),
+        ("{{ lipsum(1) }}" + CHATML, "one that draws at random, by lipsum"),
+        ("{{ strftime_now('%d %H:%M') }}" + CHATML, "one that writes the time of day"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ({"rag": CHATML, "tool_use": CHATML}, "rag, tool_use, and none named default"),
+        (5, "expected string or bytes-like object"),
+    ],
+)
+def test_a_template_that_cannot_be_read_or_changes_is_refused(template, got):
+    for changes in ({}, {"system_prompt": "Brief."}, {"chat_arguments": {"a": 1}}):
+        with pytest.raises(
+            ConfigError, match=r"^task\.chat=auto needs a chat template that"
+        ) as error:
+            chat_of(task_config(**changes), tokenizer_of(template))
+        assert f"(got {got}" in str(error.value)
+    assert chat_of(task_config(chat="never"), tokenizer_of(template)) is None
+
+
 def test_a_row_with_a_second_system_message_is_refused():
     with pytest.raises(
         DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"

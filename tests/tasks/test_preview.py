@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, with_model
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.assembly.build import build
-from pgtoolkit.assembly.preview import notes_on_rows
+from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
 from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
 from pgtoolkit.tasks.chat_template import chat_of
@@ -68,6 +69,24 @@ def test_prompts_that_begin_with_bos_twice_are_noted():
         "1 of the first 2 prompts begin with <bos> twice, first that at p:2: the tokenizer adds "
         "one to that of the text. Leave <bos> out of the prompts."
     ]
+
+
+def test_prompts_that_the_tokenizer_changes_are_noted():
+    tokenizer = tokenizer_of(None)
+    assert notes(tokenizer, [("What?", "6")]) == []
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    (note,) = notes(tokenizer, [("what?", "6"), ("What?", "6")])
+    assert note == (
+        "1 of the first 2 prompts are other texts as tokens, first 'What?' at p:2, which becomes "
+        "'<bos>what?': the model sees what its tokenizer makes of them."
+    )
+
+
+def test_a_model_without_an_end_is_noted():
+    assert notes_on_ends([3], 4, []) == notes_on_ends([], 4, ["."]) == []
+    (note,) = notes_on_ends([9], 4, [])
+    assert "no end-of-sequence token (got only 9, of which it has no weights)" in note
+    assert "(got none)" in notes_on_ends([], 4, [])[0]
 
 
 def test_answers_that_no_completion_can_equal_are_noted():

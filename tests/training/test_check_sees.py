@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, last_of_each_key
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import SHORT, last_of_each_key, with_model
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
@@ -99,3 +100,47 @@ def test_a_run_is_refused_in_the_words_of_check(folder_of_user, overrides):
     with pytest.raises(PgtoolkitError) as refused:
         train(checked.runs[0].named_config, folder_of_user / "run")
     assert str(refused.value) == problem
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Save a model, and another with two tokens swapped, beside prompts that become no tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    save_with_tokenizer(small_llama(), folder / "model")
+    save_with_tokenizer(small_llama(), folder / "swapped", alphabet="1023456789=")
+    save_with_tokenizer(small_llama(vocab_size=14), folder / "larger")
+    (folder / "prompts.jsonl").write_text('{"prompt": "12=", "answer": "3"}\n')
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "1" * 30, "answer": "3"}) + "\n")
+    (folder / "ends.jsonl").write_text('{"prompt": "<end>", "answer": "3"}\n')
+    return folder
+
+
+PROMPTS = ("task=prompts", "task.path=prompts.jsonl", "rollout.max_completion_length=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["kl=k3_ratio", "kl.coefficient=1", "kl.reference=swapped"], "10 of these tokens under"),
+        (["loss=grpo", "advantage=gae", "critic.path=swapped"], "10 of these tokens under the"),
+        (["loss=grpo", "advantage=gae", "critic.path=larger"], "(got 14 rows, and 12 of these"),
+        (["task.path=ends.jsonl"], "ends.jsonl:1 has 0"),
+        (["task.path=long.jsonl"], "long.jsonl:1 has 30. A document of at most 32 tokens"),
+        (
+            ["evaluation.every=1", "evaluation.sets={a: {path: ends.jsonl}}"],
+            "evaluation set a: 1 of 1 prompts do not have 1 to 28 tokens: ends.jsonl:1 has 0",
+        ),
+    ],
+)
+def test_check_and_the_run_refuse_tokens_in_the_same_words(
+    models, monkeypatch, overrides, message, tmp_path
+):
+    monkeypatch.chdir(models)
+    settings = with_model(Path("model"), "accumulation.max_tokens=64", *PROMPTS, of=SHORT)
+    settings = [setting for setting in settings if not setting.startswith("task.num_digits")]
+    checked = check(last_of_each_key(*settings, *overrides))
+    (problem,) = problems(checked)
+    assert message in problem
+    with pytest.raises(PgtoolkitError) as refused:
+        train(checked.runs[0].named_config, tmp_path / "run")
+    assert str(refused.value).replace(f"{models}/", "") == problem

@@ -10,6 +10,7 @@ from builders.runs import SHORT, checkpoint_of, config_of, run, with_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from pgtoolkit.assembly.export import card
 from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
@@ -97,6 +98,23 @@ def test_the_card_describes_the_run_and_its_code_samples(trained, tmp_path, monk
     prompt = capsys.readouterr().out.partition("=")[0]
     assert len(prompt) == 3
     assert prompt.isdecimal()
+
+
+def test_the_card_shows_the_chat_template_that_was_used(trained):
+    settings = ("model=huggingface", "model.path=/m", "task=sums", "task.system_prompt=Brief.")
+    text = card(config_of(*settings), trained, 2, "{{ messages }}\n")
+    assert "````jinja\n{{ messages }}\n````" in text
+    assert (
+        "prompt = tokenizer.apply_chat_template([{'role': 'system', 'content': 'Brief.'}, "
+        "{'role': 'user', 'content': '...'}], add_generation_prompt=True, return_tensors='pt', "
+        "return_dict=True)"
+    ) in text
+    for unused in (
+        card(config_of(*settings[:3], "task.chat=never"), trained, 2, "{{ messages }}"),
+        card(config_of(*settings[:3]), trained, 2, None),
+    ):
+        assert "None: the model was trained on texts as they are." in unused
+        assert 'prompt = tokenizer("...", return_tensors="pt")' in unused
 
 
 def test_a_model_of_a_folder_keeps_all_its_end_tokens_and_its_number_type(tmp_path):

@@ -221,6 +221,17 @@ def other_vocabulary(c: Config, needs: str, got: object) -> str:
     )
 
 
+def other_vocabulary_of_critic(c: Config, needs: str, got: object) -> str:
+    """Return the refusal of a critic whose tokens are not the policy's."""
+    return refusal(
+        setting=f"critic.path={c.critic.path}",
+        needs=needs,
+        got=got,
+        reason="It reads the policy's tokens.",
+        use="a model of the same family, or critic.path=null",
+    )
+
+
 def _takes_reference_prompt(template: str, report: Report) -> bool:
     """Refuse a template that lacks {prompt} or {answer}, or has other fields or formats."""
     key = "kl.reference_prompt"
