@@ -254,7 +254,7 @@ def test_an_end_that_the_tokenizer_adds_to_a_prompt_is_not_before_its_completion
             "{{ messages[0].content }}",
             "all",
             {"messages": TALK},
-            "in another way|no token that is trained",
+            "leaves it out|no token that is trained",
         ),
         (
             "{{ raise_exception('no') }}",
