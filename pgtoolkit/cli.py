@@ -22,7 +22,12 @@ from pgtoolkit.launch.help import complete, help_page, training_help, unknown_co
 from pgtoolkit.system.own_end import end, refuse_silent_ends
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, refusal, say
-from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_output
+from pgtoolkit.system.terminal import (
+    flush_streams,
+    forget_streams,
+    prepare_streams,
+    status_of_output,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         sys.argv = before
         flush_streams()
+        forget_streams()
 
 
 def _dispatch(argv: list[str]) -> int:

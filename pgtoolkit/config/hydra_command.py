@@ -3,7 +3,8 @@ Tab key."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import io
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +18,7 @@ from pgtoolkit.config.hydra_files import register
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
-from pgtoolkit.system.terminal import status_of_output
+from pgtoolkit.system.terminal import output, status_of_output, write_line
 
 
 def hydra_arguments(argv: list[str]) -> Namespace:
@@ -79,15 +80,17 @@ def hydra_answers(argv: list[str]) -> int:
     register()
     argv_before = sys.argv
     sys.argv = [sys.argv[0], *argv]
-    # Hydra prints by logging, which would add a traceback where the reader has gone.
-    raises_before = logging.raiseExceptions
-    logging.raiseExceptions = False
+    # Hydra would end in a traceback where the reader has gone.
+    printed = io.StringIO()
     try:
         main = hydra.main(
             version_base="1.3", config_path=str(config_directory()), config_name="config"
         )
-        main(lambda config: None)()
+        with contextlib.redirect_stdout(printed):
+            main(lambda config: None)()
     finally:
         sys.argv = argv_before
-        logging.raiseExceptions = raises_before
+        text = printed.getvalue()
+        if text:
+            write_line(text.removesuffix("\n"), output())
     return status_of_output(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.launch.sweep import Job
+from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking.progress import duration
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class SweepLine:
     def begin(self) -> None:
         from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
 
-        if is_terminal(sys.stdout):
+        if is_terminal(output()):
             self._line = RenewedLine(self._steps_in_all, self._steps_before)
             self._line.show(self._steps_before, [f"{len(self._jobs)} jobs"])
 

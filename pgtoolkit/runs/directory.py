@@ -26,7 +26,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 from pgtoolkit.system.yaml_text import to_yaml
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pgtoolkit")
 
 BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints", "completions")
 """Files and folders that a directory has only once a run has begun there."""

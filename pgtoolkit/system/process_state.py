@@ -10,7 +10,14 @@ import threading
 
 log = logging.getLogger("pgtoolkit")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 _noted: set[tuple[str, str]] = set()
 """(function, change) of each note that was printed."""

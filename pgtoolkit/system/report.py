@@ -18,7 +18,7 @@ from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.terminal import write_line
+from pgtoolkit.system.terminal import output, write_line
 
 
 @dataclass
@@ -60,7 +60,7 @@ def say(text: str, error: bool = False) -> None:
     All that the user sees goes through here or through the log. Secrets are hidden, and characters
     that act on a terminal, as in a stranger's name of a run, are shown as codes.
     """
-    write_line(legible(redact(text)), sys.stderr if error else sys.stdout)
+    write_line(legible(redact(text)), output(2 if error else 1))
 
 
 def print_error(error: PgtoolkitError) -> int:

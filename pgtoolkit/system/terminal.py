@@ -4,7 +4,6 @@ read."""
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -16,6 +15,9 @@ from typing import TextIO
 from pgtoolkit.errors import StorageError
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
+
+_streams: dict[int, TextIO] = {}
+"""Standard output (1) and error (2) of this process, while it has some of its own."""
 
 _failures: list[OSError] = []
 """The first failure to write to standard output since `prepare_streams`, if there was one."""
@@ -30,12 +32,17 @@ def prepare_streams() -> None:
     A character that the encoding lacks is shown as "?". A stream that is closed from the start is
     opened on the null device, since otherwise the next file that is opened would get its number,
     and with it what is printed.
+    Code of the user's may replace or close `sys.stdout` and `sys.stderr` from here on: what is
+    printed by `write_line` to `output` goes where it went before.
     """
     _failures.clear()
     _open_closed_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    # Python's own streams, if they were closed, would close the files of the process, too.
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _open(1)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _open(2)
+    _streams.update({1: sys.stdout, 2: sys.stderr})
     warnings.formatwarning = _legible_warning
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LegibleFormatter())
@@ -48,9 +55,37 @@ def _open_closed_streams() -> None:
         except OSError:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
     if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+        sys.stdout = _open(1)
     if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+        sys.stderr = _open(2)
+
+
+def _open(number: int) -> TextIO:
+    """Open standard output (1) or error (2) once more, without closing it at the end."""
+    python_stream = sys.__stdout__ if number == 1 else sys.__stderr__
+    encoding = "utf-8" if python_stream is None else python_stream.encoding
+    is_line_buffered = number == 2 or os.isatty(1)
+    buffering = 1 if is_line_buffered else -1
+    return open(number, "w", buffering, encoding, errors="replace", closefd=False)
+
+
+def use_streams(stdout: TextIO, stderr: TextIO) -> None:
+    """Make these standard output and error of this process, also for `output`."""
+    if _streams:
+        _streams.update({1: stdout, 2: stderr})
+    sys.stdout = stdout
+    sys.stderr = stderr
+
+
+def output(number: int = 1) -> TextIO:
+    """Return standard output (1) or error (2) of this process, whatever `sys.stdout` is now."""
+    stream = _streams.get(number)
+    if stream is None:  # outside of the command pgtk
+        return sys.stdout if number == 1 else sys.stderr
+    if stream.closed:
+        stream = _open(number)
+        _streams[number] = stream
+    return stream
 
 
 def _legible_warning(*arguments, **keywords) -> str:
@@ -74,7 +109,7 @@ def output_of_child() -> Iterator[int | None]:
     On a terminal it is a pipe, whose lines this process prints: a line that renews itself then
     stays below them.
     """
-    if not sys.stdout.isatty():
+    if not output().isatty():
         yield None
         return
     read_end, write_end = os.pipe()
@@ -90,7 +125,13 @@ def output_of_child() -> Iterator[int | None]:
 def _print_lines(read_end: int) -> None:
     with open(read_end, encoding="utf-8", errors="replace") as printed:
         for line in printed:
-            write_line(line.rstrip("\n"), sys.stdout)
+            write_line(line.rstrip("\n"), output())
+
+
+def forget_streams() -> None:
+    """Let `sys.stdout` and `sys.stderr` be what they are from here on, as before
+    `prepare_streams`."""
+    _streams.clear()
 
 
 def status_of_output(status: int) -> int:
@@ -111,7 +152,7 @@ def flush_streams() -> None:
     Python would try so at its end, but if it failed there it would print an error and change the
     exit status.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (output(1), output(2)):
         try:
             stream.flush()
         except OSError as error:
@@ -124,13 +165,11 @@ def _give_up(stream: TextIO, error: OSError) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
-    if stream is sys.stderr or _failures:
+    if stream is output(2) or _failures:
         return
     _failures.append(error)
     if not isinstance(error, BrokenPipeError):
-        write_line(
-            f"pgtk: warning: standard output cannot be written: {error.strerror}", sys.stderr
-        )
+        write_line(f"pgtk: warning: standard output cannot be written: {error.strerror}", output(2))
 
 
 class Terminal(logging.Handler):
@@ -141,7 +180,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "is_renewed", False):
-            write_line(self.format(record), sys.stdout)
+            write_line(self.format(record), output())
 
 
 class LegibleFormatter(logging.Formatter):

@@ -43,7 +43,7 @@ _SECONDS_TO_FINISH = 30.0
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 _IN_THE_SUMMARY = ("reward", "exact_match", "loss")
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pgtoolkit")
 
 
 class LoggerRecord:

@@ -51,7 +51,7 @@ _SECONDS_BETWEEN_DELIVERIES = 1.0
 _LONGEST_PAUSE = 30.0
 _END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pgtoolkit")
 
 
 class MlflowTracker:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from pgtoolkit.runs.records import (
 )
 from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.report import plural, shell_path
+from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking import next_commands
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Progress:
         """Show that this many steps are done."""
         from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
 
-        if is_terminal(sys.stdout):
+        if is_terminal(output()):
             self._renewed = RenewedLine(self._max_steps, step)
             self._renewed.show(step, [self._line.position(step)])
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import ClassVar, TextIO
+from typing import ClassVar, TextIO, cast
 from weakref import WeakSet
 
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
 from pgtoolkit.system.legible import legible
+from pgtoolkit.system.terminal import output, use_streams
 
 _SECONDS_BETWEEN = 0.1
 """The shortest time between renewals, so that quick steps do not wait for the terminal."""
@@ -49,16 +49,16 @@ class RenewedLine:
     def __init__(self, total: int, done: int = 0):
         # Reentrant, since a signal handler may print while its thread renews the line.
         self._lock = threading.RLock()
-        self._stream = sys.stdout
+        self._stream = output()
         self._bar = _Bar(total=total, initial=done, file=self._stream, disable=False, delay=_NEVER)
         # The size of the terminal is looked up at each renewal instead.
         self._bar.ncols = None
         self._bar.nrows = None
         self._fields: Sequence[str] = ()
         self._shown_at = 0.0
-        self._wrapped = (sys.stdout, sys.stderr)
-        sys.stdout = _AboveLine(sys.stdout, self)
-        sys.stderr = _AboveLine(sys.stderr, self)
+        self._wrapped = (output(1), output(2))
+        above = [cast("TextIO", _AboveLine(stream, self)) for stream in self._wrapped]
+        use_streams(*above)
 
     def show(self, done: int, fields: Sequence[str]) -> None:
         """Show the number of steps that are done.
@@ -88,10 +88,10 @@ class RenewedLine:
         leave: whether the line stays as it is now, or is erased.
         """
         with self._lock:
-            for wrapper in (sys.stdout, sys.stderr):
+            for wrapper in (output(1), output(2)):
                 if isinstance(wrapper, _AboveLine):
                     wrapper.write_rest()
-            sys.stdout, sys.stderr = self._wrapped
+            use_streams(*self._wrapped)
             if leave:
                 self._draw()
             else:
@@ -150,6 +150,9 @@ class _AboveLine:
         if self._rest:
             self._line.write_above(self._rest + "\n", self._stream)
         self._rest = ""
+
+    def close(self) -> None:
+        """Do nothing: the line still needs the stream, also where code of the user's closes it."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

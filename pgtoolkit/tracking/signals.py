@@ -20,10 +20,14 @@ from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+_REPEATED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Those of STOP_SIGNALS that may come more than once for one reason: to each process of a job and
+from its parent, or from the kernel each second."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_REPEATED)
 """Signals after which a run finishes its step, saves and stops. SIGHUP comes when a terminal is
-closed or a connection to another machine ends, SIGUSR2 from SLURM, which is asked to send it before
-it takes a node away."""
+closed or a connection to another machine ends; SIGUSR1 and SIGUSR2 from SLURM, which is asked to
+send one before it takes a node away; SIGXCPU from the kernel, at a soft limit of CPU seconds."""
 
 Handler = Callable[[int, FrameType | None], object]
 """A function that is called with a signal's number and the interrupted frame."""
@@ -32,13 +36,22 @@ Handler = Callable[[int, FrameType | None], object]
 def answer_stop_signals(handler: Handler) -> dict[int, Handler | int | None]:
     """Let STOP_SIGNALS call a handler from now on, and return the earlier handler of each.
 
-    SIGHUP stays ignored if it is: `nohup pgtk ...` continues when its terminal is closed.
+    Of those in `_REPEATED` the handler gets each once. SIGHUP stays ignored if it is: `nohup pgtk
+    ...` continues when its terminal is closed.
     """
+    arrived: set[int] = set()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number in arrived and number in _REPEATED:
+            return
+        arrived.add(number)
+        handler(number, frame)
+
     ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     answered = [
         number for number in STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)
     ]
-    return {number: signal.signal(number, handler) for number in answered}
+    return {number: signal.signal(number, handle) for number in answered}
 
 
 class StopSignal(KeyboardInterrupt):
@@ -117,8 +130,7 @@ def raise_swallowed() -> None:
 def _raise(number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # These may come twice: to each process of a job, and from its parent.
-    for repeated in (signal.SIGHUP, signal.SIGUSR2):
+    for repeated in _REPEATED:
         signal.signal(repeated, signal.SIG_IGN)
     _swallowed.append(StopSignal(signal.Signals(number).name))
     raise _swallowed[0]

@@ -35,7 +35,7 @@ from pgtoolkit.tracking.store_file import (
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pgtoolkit")
 
 Result = TypeVar("Result")
 

@@ -247,10 +247,13 @@ class Recorder(RunCallback):
         if self._run is not None:
             self._run.set_status("running", self.step, saved=self.step)
 
-    def _stop_after_this_step(self, number: int, _frame: FrameType | None) -> None:
+    def _stop_after_this_step(self, number: int, frame: FrameType | None) -> None:
+        if self._signal:
+            if number == signal.SIGINT:
+                signal.default_int_handler(number, frame)
+            return
         self._signal = _LAUNCHER_LOST if parent_has_ended.is_set() else number
         stop_asked.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not through the log: the signal may have come while the log writes a line, and its stream
         # must not be entered twice.
         if self._run is not None:

@@ -86,13 +86,13 @@ def test_continue_starts_a_run_and_continues_it_after_a_signal_bit_equal_to_an_u
     ) -> None:
         append_metrics(directory, step, metrics)
         if step == 3:
-            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGXCPU)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "append_metrics", interrupt_after_step_3)
         assert main(["continue", "my run", *OVERRIDES]) == 75
     status = read_status(tmp_path / "my run")
-    assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGUSR2", 3)
+    assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGXCPU", 3)
     assert main(["continue", "my run", *OVERRIDES]) == 0
     uninterrupted = run(tmp_path / "uninterrupted", *OVERRIDES)
     assert metrics_of(tmp_path / "my run") == metrics_of(uninterrupted)
