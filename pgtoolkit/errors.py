@@ -1,6 +1,8 @@
 """The errors a user can mend, each with the exit status `pgtk` ends with."""
 
+import errno
 import os
+import shlex
 
 MAX_CHARACTERS = 1000
 """Characters of another library's message that are shown."""
@@ -76,9 +78,44 @@ def as_storage_error(error: OSError) -> StorageError:
         return StorageError(
             "the current directory was deleted. Use cd to go to a directory that exists."
         )
-    return StorageError(
-        f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
-    )
+    return refused_by_disk(error.filename or "a file", error)
+
+
+def refused_by_disk(path: object, error: OSError, action: str = "read or written") -> StorageError:
+    """Return the StorageError for a file that the system does not let us read or write.
+
+    action: what was tried.
+    It says what shows the cause, as far as the number of the error tells.
+    """
+    message = f"{path} cannot be {action}: {error.strerror or error}"
+    advice = _SHOWN_BY.get(error.errno or 0)
+    if advice is None:
+        return StorageError(message)
+    place = shlex.quote(_existing(error.filename or path))
+    return StorageError(f"{message}. {advice.format(place)}")
+
+
+def _existing(path: object) -> str:
+    """Return the path, or the nearest folder above it that exists."""
+    place = os.path.abspath(str(path))
+    while not os.path.lexists(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    return place
+
+
+_SHOWN_BY = {
+    errno.EACCES: "Let this user read and write it: namei -l {} shows who may.",
+    errno.EPERM: "Let this user change it: namei -l {0} shows who may, and lsattr -d {0} more.",
+    errno.EROFS: "Its file system takes no writes: findmnt -T {} shows how it is mounted.",
+    errno.ENOSPC: "Make room on its disk: df -h {} shows how much is free.",
+    errno.EDQUOT: "Make room within the quota: quota -s shows how much is free.",
+    errno.EISDIR: "A folder lies in its place: put the file back, from a backup.",
+    errno.ENOTDIR: "A file lies in the place of its folder: put the folder back, from a backup.",
+    errno.ENOENT: "It was deleted: put it back, from a backup.",
+    errno.EIO: "Its disk, or the server of its files, fails: dmesg says more.",
+    errno.ESTALE: "The server of its files has lost it: mount its file system again.",
+}
+"""What to do by the number of an error, where {} or {0} stands for the path."""
 
 
 class Interrupted(PgtoolkitError):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -34,10 +35,12 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import (
     best_checkpoint,
+    checkpoint_steps,
     read_config,
     read_data,
     read_drift,
     read_resolved,
+    read_status,
     storage,
 )
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config, load_tokenizer
@@ -47,17 +50,17 @@ from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tracking.description import description_of
 from pgtoolkit.training.checkpoint import (
-    list_checkpoints,
     load_newest,
     read_checkpoint,
     refuse_lost_checkpoint,
     settings_of,
-    step_of,
 )
 from pgtoolkit.training.state import load_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger("pgtoolkit")
 
 _NOT_COPIED = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".hydra")
 """Files of a run that a branch of it does not get."""
@@ -196,6 +199,12 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     if step is None:
         state = load_newest(folder)
         if state is not None:
+            saved = read_status(run_dir).get("saved", 0)
+            if state["step"] < saved and not (folder / f"step-{saved:06d}").exists():
+                log.warning(
+                    f"note: the checkpoint of step {saved}, which the run has saved, was deleted: "
+                    f"this is the one of step {state['step']}."
+                )
             return state
         refuse_lost_checkpoint(run_dir, use)
     problem = lacks_checkpoint(run_dir, use, step)
@@ -204,6 +213,8 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     path = folder / f"step-{step:06d}"
     try:
         return read_checkpoint(path)
+    except StorageError:
+        raise
     except Exception as error:  # each parser of damaged files raises errors of its own
         raise StorageError(
             f"the checkpoint {path} is damaged: {first_line(error)}. Use another checkpoint."
@@ -217,7 +228,7 @@ def lacks_checkpoint(
 
     max_steps: trainer.max_steps, where the run is to be continued.
     """
-    saved_steps = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
+    saved_steps = checkpoint_steps(run_dir)
     if step in saved_steps:
         return None
     if not saved_steps:

@@ -16,15 +16,23 @@ from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import Schedule
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
-from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.directory import RunDirectory, config_drift
 from pgtoolkit.runs.modules import keep_copies
 from pgtoolkit.runs.provenance import collect
-from pgtoolkit.runs.records import read_data, read_provenance, read_status
+from pgtoolkit.runs.records import (
+    newest_checkpoint,
+    plain,
+    read_config,
+    read_data,
+    read_evaluations,
+    read_provenance,
+    read_status,
+)
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.progress import entry
@@ -90,12 +98,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         )
     if checkpoint is not None:
         _refuse_another(config, run.path, checkpoint)
-    # Reading these reports damaged files before anything is changed.
-    read_status(run.path)
-    read_provenance(run.path)
-    if checkpoint is not None:
-        check_rows(run.path, checkpoint["path"])
-    num_rows, kept_bytes = rows_until(run.metrics_path, step)
+    num_rows, kept_bytes = _read_record(run.path, checkpoint)
     record_data(run.path, config, None if checkpoint is None else step)
     drift = run.write_config(plain_config(config), overrides, step)
     modules, evaluation_modules = _named_modules(config)
@@ -114,6 +117,46 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
             "begin later."
         )
     return checkpoint
+
+
+def _read_record(run_dir: Path, checkpoint: dict | None) -> tuple[int, int]:
+    """Report damaged files before anything is changed.
+
+    Returns number and bytes of the rows of metrics up to the checkpoint.
+    """
+    read_status(run_dir)
+    read_provenance(run_dir)
+    read_evaluations(run_dir)
+    if checkpoint is not None:
+        check_rows(run_dir, checkpoint["path"])
+    return rows_until(run_dir / "metrics.jsonl", 0 if checkpoint is None else checkpoint["step"])
+
+
+def is_finished(config: Config, run_dir: Path) -> bool:
+    """Return whether a run is done with this configuration, so that nothing is left to do.
+
+    Nothing is written. Raises ConfigError or StorageError for a damaged run, as `open_run` does. A
+    run whose last checkpoint is damaged is not finished: its last steps are to be made again.
+    """
+    status = read_status(run_dir)
+    if status.get("state") != "done":
+        return False
+    refuse_lost_checkpoint(run_dir, f"pgtk resume {shell_path(run_dir)}")
+    newest = newest_checkpoint(run_dir)
+    if newest is None:
+        return False
+    try:
+        checkpoint = read_checkpoint(newest)
+    except StorageError:
+        raise
+    except Exception:  # It is damaged; `open_run` says so.
+        return False
+    _refuse_another(config, run_dir, checkpoint)
+    _read_record(run_dir, checkpoint)
+    # A reason is there where the data or a goal has ended the run before its last step. Without one
+    # trainer.max_steps was raised in config.yaml by hand.
+    has_ended = status["step"] >= config.trainer.max_steps or status.get("reason") is not None
+    return has_ended and not config_drift(read_config(run_dir)[0], plain(plain_config(config)))
 
 
 def _named_modules(config: Config) -> tuple[set[str], set[str]]:

@@ -26,6 +26,7 @@ from pgtoolkit.errors import (
     SamplerLost,
     StorageError,
     VerifierLost,
+    as_storage_error,
 )
 from pgtoolkit.ranks.agreement import losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
@@ -78,7 +79,8 @@ def train(
         recorder = Recorder(run, folder, config.trainer, checkpoint)
         try:
             if run is not None:
-                run.set_status("running", recorder.step, sweep=sweep)
+                # A damaged checkpoint after this step does not count: it is written anew.
+                run.set_status("running", recorder.step, sweep=sweep, saved=recorder.step)
             _train_steps(config, run, recorder, trackers, checkpoint, layout, folder, resume)
             outcome, reason = _outcome(config, recorder)
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -88,11 +90,13 @@ def train(
                 reason = "a second SIGINT"
             else:
                 reason = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
-        except SamplerLost as error:
-            reason = f"SamplerLost: {error}"
-            with_command = type(error)(f"{error} Continue with: {resume_command(folder)}")
+        except (SamplerLost, StorageError, OSError) as raised:
+            error = as_storage_error(raised) if isinstance(raised, OSError) else raised
+            reason = f"{type(error).__name__}: {error}"
+            sentence = str(error).removesuffix(".")
+            with_command = type(error)(f"{sentence}. Continue with: {resume_command(folder)}")
             with_command.on_all_ranks = error.on_all_ranks
-            raise with_command from error
+            raise with_command from raised
         except VerifierLost as error:
             reason = f"VerifierLost: {error}"
             # Where this start made a step, or was asked to stop, a queue may start the run again.

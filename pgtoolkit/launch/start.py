@@ -122,24 +122,34 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             config = with_values(config, {"tracking.run_name": None})  # named after its folder
         if is_first:
             _make_branch(run, run_dir, step, folder)
-    note = _note_on_finished_run(config, run_dir) if is_first and step is None else None
+    if step is None and _is_finished(config, run_dir):
+        if is_first:
+            say(_note_on_finished_run(config, run_dir), error=True)
+        return 0
     train_on_processes(Training(config, folder, True, overrides))
-    if note is not None:
-        # Said at the end, since a damaged run is refused by then.
-        say(note, error=True)
     return 0
 
 
-def _note_on_finished_run(config: Config, run_dir: Path) -> str | None:
-    """Return how a run that has made all of its steps can train on; None for another run."""
+def _is_finished(config: Config, run_dir: Path) -> bool:
+    """Return whether a run is done with this configuration. Raises PgtoolkitError if it is
+    damaged."""
+    if read_status(run_dir).get("state") != "done":
+        return False
+    from pgtoolkit.assembly.open_run import is_finished  # which loads torch
+
+    return is_finished(config, run_dir)
+
+
+def _note_on_finished_run(config: Config, run_dir: Path) -> str:
+    """Return that a run is done, and how one that has made all of its steps can train on."""
     status = read_status(run_dir)
-    if status.get("state") != "done" or status["step"] < config.trainer.max_steps:
-        return None
     path = shell_path(run_dir)
-    return (
-        f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to "
-        f"train. pgtk resume {path} trainer.max_steps={2 * status['step']} trains on."
+    note = (
+        f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to train."
     )
+    if status["step"] < config.trainer.max_steps:
+        return note
+    return f"{note} pgtk resume {path} trainer.max_steps={2 * status['step']} trains on."
 
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:

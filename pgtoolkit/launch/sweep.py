@@ -82,7 +82,7 @@ class Job:
             status = read_status(directory)
             self.status = status.get("state", "interrupted")
             self.reason = status.get("reason")
-            self.step = status.get("step", 0)
+            self.step = status.get("saved", status.get("step", 0))
         if is_held(directory):
             self.status = "running"
             self.reason = None

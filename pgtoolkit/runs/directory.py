@@ -220,7 +220,7 @@ class RunDirectory:
                 raise StorageError(
                     f"{path} needs the {before['bytes']} bytes that this run has written (got "
                     f"{size}). It was deleted or changed during the run, and its missing rows are "
-                    "lost. Use pgtk resume to continue from the newest checkpoint without them."
+                    "lost. pgtk resume continues from the newest checkpoint without them."
                 )
             file.write(data)
             file.flush()

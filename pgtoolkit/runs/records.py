@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Container, Iterator
 from datetime import datetime
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeGuard, TypeVar
 
-from pgtoolkit.errors import StorageError, first_line
+from pgtoolkit.errors import StorageError, first_line, refused_by_disk
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _Kind = TypeVar("_Kind")
@@ -148,18 +149,33 @@ def best_of(rows: list[Row], watched: tuple[str, str], steps: Container[int]) ->
     return max(rows, key=lambda row: (row[number], row["avg"], row["step"]), default=None)
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints in a folder, oldest first; none where there is no such folder.
+
+    Raises StorageError where the folder cannot be read.
+    """
+    with storage(folder):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return []
+    return sorted((folder / name for name in names if re.fullmatch(r"step-\d+", name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def checkpoint_steps(run_dir: Path) -> list[int]:
     """Return the steps of a run's checkpoints, in ascending order."""
-    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
-    return sorted(
-        int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)
-    )
+    return [step_of(path) for path in list_checkpoints(run_dir / "checkpoints")]
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the folder of a run's newest checkpoint, damaged or not."""
-    steps = checkpoint_steps(run_dir)
-    return run_dir / "checkpoints" / f"step-{steps[-1]:06d}" if steps else None
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    return checkpoints[-1] if checkpoints else None
 
 
 def read_saved_rows(checkpoint: Path) -> dict[str, dict[str, int]]:
@@ -195,9 +211,7 @@ def storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be read or written: {error.strerror or error}"
-        ) from error
+        raise refused_by_disk(path, error) from error
 
 
 @contextlib.contextmanager

@@ -112,11 +112,22 @@ def remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    removed = path.with_name(f".{path.name.removeprefix('.')}.old")
-    if removed != path:
-        shutil.rmtree(removed, ignore_errors=True)
-        path.rename(removed)
-    shutil.rmtree(removed)
+    shutil.rmtree(set_aside(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to `.NAME.old`, and return that path.
+
+    One that a kill has left there is deleted. If that is impossible, the name is a longer one.
+    """
+    if path.name.endswith(".old"):
+        return path
+    aside = path.with_name(f".{path.name.removeprefix('.')}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}.old")
+    path.rename(aside)
+    return aside
 
 
 def sync_folder(folder: Path) -> None:

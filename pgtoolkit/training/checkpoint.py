@@ -28,12 +28,12 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line, refused_by_disk
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.runs.checksums import checksum
-from pgtoolkit.runs.records import expect, is_count, read_status
-from pgtoolkit.system.plain_files import remove, sync_folder
+from pgtoolkit.runs.records import expect, is_count, list_checkpoints, read_status, step_of
+from pgtoolkit.system.plain_files import remove, set_aside, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
@@ -122,7 +122,8 @@ def save_checkpoint(
             if layout.rank == 0:
                 write_settings(temporary)
                 _write_rest(temporary, state, written, rows or {})
-                remove(path)  # there is one if the run was set back to an earlier step
+                if os.path.lexists(path):  # the run was set back to an earlier step
+                    set_aside(path)
                 temporary.rename(path)
                 sync_folder(folder)
                 _prune(path, keep, best)
@@ -138,13 +139,15 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
 
     before: a step; later checkpoints and its own are not read. None: all are.
     The state has a further value `path`: weights and moments stay in that folder. A damaged
-    checkpoint is skipped with a warning. Raises StorageError if there are checkpoints, but none can
-    be read.
+    checkpoint is skipped with a warning. Raises StorageError if there are checkpoints, but all are
+    damaged, and for one that the system does not let us read: it may be whole.
     """
     paths = [path for path in list_checkpoints(folder) if before is None or step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
+        except StorageError:
+            raise
         except Exception as error:  # a damaged file of any kind, each with errors of its own
             log.warning(f"the checkpoint {path} cannot be read and is skipped: {first_line(error)}")
     if paths:
@@ -158,19 +161,27 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
 def read_checkpoint(path: Path, check: bool = True) -> dict:
     """Return the state of a checkpoint, as `load_newest` does.
 
-    check: whether the checksums of its files are compared. Raises any exception if it is damaged.
+    check: whether the checksums of its files are compared. Raises StorageError if the system does
+    not let us read it, and any other exception if it is damaged.
     """
-    files = _manifest(path)
-    if check:
-        for name, fingerprint in files.items():
-            if checksum(path / name) != fingerprint:
-                raise OSError(f"{name} is not as {_MANIFEST} says")
-    tensors = load((path / f"{_STATE}.safetensors").read_bytes())
+    try:
+        files = _manifest(path)
+        if check:
+            for name, fingerprint in files.items():
+                if checksum(path / name) != fingerprint:
+                    raise ValueError(f"{name} is not as {_MANIFEST} says")
+        data = (path / f"{_STATE}.safetensors").read_bytes()
+        text = (path / f"{_STATE}.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise  # it is damaged
+    except OSError as error:
+        raise refused_by_disk(error.filename or path, error) from error
+    tensors = load(data)
 
     def with_tensor(value: dict) -> dict | Tensor:
         return tensors[value["tensor"]] if value.keys() == {"tensor"} else value
 
-    state = json.loads((path / f"{_STATE}.json").read_bytes(), object_hook=with_tensor)
+    state = json.loads(text, object_hook=with_tensor)
     _check_state(state)
     for step in (state["step"], state["data"]["num_steps"]):
         if step != step_of(path):
@@ -236,19 +247,6 @@ def settings_of(path: Path) -> dict[str, bytes]:
     return {
         name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)
     }
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints, oldest first."""
-    return sorted(
-        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)),
-        key=step_of,
-    )
-
-
-def step_of(path: Path) -> int:
-    """Return the step after which a checkpoint was written."""
-    return int(path.name.removeprefix("step-"))
 
 
 def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
@@ -424,6 +422,14 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact."
-        ) from error
+        # safetensors writes the number of the system's error into its own.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is not None:
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
+        message = f"the checkpoint {path} cannot be written: {first_line(error)}"
+        if isinstance(error, OSError):
+            message = f"the checkpoint {refused_by_disk(path, error, 'written')}"
+        with contextlib.suppress(StorageError):
+            if list_checkpoints(path.parent):
+                message = f"{message.removesuffix('.')}. Earlier ones are intact."
+        raise StorageError(message) from error

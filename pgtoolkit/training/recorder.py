@@ -17,6 +17,7 @@ from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.step_loader import loadable
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import list_checkpoints
 from pgtoolkit.system.child import parent_has_ended
 from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.progress import Progress
@@ -78,6 +79,7 @@ class Recorder(RunCallback):
         self._unsaved: dict | None = None
         self._is_due = False  # whether a checkpoint is to be written before the next step
         self._evaluations: Evaluations | None = None
+        self._kept: list[Path] = [] if run is None else list_checkpoints(self._folder)
 
     def on_train_start(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if self._checkpoint is not None:
@@ -228,6 +230,7 @@ class Recorder(RunCallback):
         if self.completions is not None:
             # First, so that a run that continues from this checkpoint has the completions up to it.
             self.completions.write()
+        self._note_deleted()
         state, tensors = snapshot(module, loadable(self._unsaved))
         if self.reporting is not None:
             state["callbacks"] = self.reporting.states()
@@ -246,6 +249,19 @@ class Recorder(RunCallback):
         self.saved_step = self.step
         if self._run is not None:
             self._run.set_status("running", self.step, saved=self.step)
+            self._kept = list_checkpoints(self._folder)
+
+    def _note_deleted(self) -> None:
+        """Note checkpoints that somebody else has deleted since the last one was saved."""
+        if self._run is None:
+            return
+        left = list_checkpoints(self._folder)
+        deleted = [path.name for path in self._kept if path not in left]
+        if deleted:
+            log.warning(
+                f"note: {self._folder} lacks {', '.join(deleted)}, which somebody has deleted "
+                "during the run. It goes on, and saves the next one."
+            )
 
     def _stop_after_this_step(self, number: int, frame: FrameType | None) -> None:
         if self._signal:

@@ -48,14 +48,14 @@ def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
         job.update_from(tmp_path)
         assert job.status == "running"
         run.write_config(plain_config(job.config), [])
-        run.set_status("running", 3)
+        run.set_status("running", 3, saved=2)
         job.update_from(tmp_path)
         assert job.status == "running"
     job.update_from(tmp_path)
-    assert (job.status, job.reason, job.step) == ("interrupted", "its process was killed", 3)
+    assert (job.status, job.reason, job.step) == ("interrupted", "its process was killed", 2)
     for state in ("failed", "done"):
         with RunDirectory(folder) as run:
-            run.set_status(state, 5, "why")
+            run.set_status(state, 5, "why", saved=5)
         job.update_from(tmp_path)
         assert (job.status, job.reason, job.step) == (state, "why", 5)
 

@@ -39,5 +39,8 @@ def test_a_full_disk_ends_a_run_in_one_line(
     assert line.startswith("pgtk: error: ")
     assert "File too large" in line
     assert named_file in line
+    # There is no earlier one, and what has begun is continued by a command.
+    assert "Earlier ones" not in line
+    assert ("Continue with: " in line) == (last_file == "checkpoints")
     assert "Traceback" not in output.out
     assert (tmp_path / "run" / last_file).exists()

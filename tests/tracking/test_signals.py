@@ -1,4 +1,4 @@
-"""Every signal that asks a run to stop reaches it, and those that come again for one reason once."""
+"""Every signal that asks a run to stop reaches it; those that come again for one reason once."""
 
 import os
 import signal
