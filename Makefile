@@ -1,10 +1,10 @@
 # make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
-# long and rarely fail, which make test-all runs as well. make mutants: tests of the tests, about half an hour.
+# long and rarely fail, which make test-all runs as well; both print their CPU seconds by folder beside a goal. make mutants:
+# tests of the tests, about half an hour.
 # make lint: style checks. make types: pyright, about a minute. make docs: the documentation as a site, in outputs/site.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
-PIP := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
 .PHONY: demo test test-all mutants lint types docs format clean
@@ -13,10 +13,10 @@ demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
 
 test: $(FOR_TESTS)
-	$(PYTEST) -m "not slow and not mutants"
+	$(PYTEST) --cpu-seconds=480 -m "not slow and not mutants"
 
 test-all: $(FOR_TESTS)
-	$(PYTEST) -m "not mutants"
+	$(PYTEST) --cpu-seconds=895 -m "not mutants"
 
 mutants: $(FOR_TESTS)
 	$(PYTEST) -m mutants
@@ -43,9 +43,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "pgtoolkit needs Python 3.11 or later; choose one with: make PYTHON=python3.12 ..."; exit 1; }
 	@test -d .venv || $(PYTHON) -m venv .venv
 	@echo "Installing pgtoolkit and what it needs into .venv; most of the time and the space goes to PyTorch."
-	$(PIP) -e .
+	.venv/bin/python .ci/install.py -e .
 	@touch $@
 
 $(FOR_TESTS): $(INSTALLED)
-	$(PIP) -e ".[test]"
+	.venv/bin/python .ci/install.py -e ".[test]"
 	@touch $@

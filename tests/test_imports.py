@@ -238,6 +238,20 @@ print(sorted({"torch", "lightning", "mlflow", "transformers", "numpy"} & set(sys
     assert done.stdout.endswith("\n[]\n")
 
 
+def test_the_losses_load_torch_and_what_torch_loads_alone():
+    """Names of modules at the top, without those of Python itself."""
+    loaded = """
+import sys
+print(*sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names))
+"""
+    names = []
+    for code in ("import torch", "import pgtoolkit; pgtoolkit.policy_loss"):
+        command = [sys.executable, "-c", code + loaded]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        names.append(set(done.stdout.split()))
+    assert names[1] - names[0] == {"pgtoolkit"}
+
+
 def of_rooms(*names: str) -> list[Path]:
     return [file for file in FILES if room(module(file)) in names]
 

@@ -33,3 +33,11 @@ def test_triton_without_a_gpu_or_its_interpreter_is_refused(monkeypatch):
 def test_a_refusal_does_not_repeat_a_password():
     (problem,) = problems("tracking.uri=postgresql://me:hunter2@host/db")
     assert problem.startswith("tracking.uri=postgresql://***@host/db needs to hold no secret")
+
+
+def test_the_interpreter_of_triton_needs_its_package(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda module: False)
+    [problem] = validated(compose(["kernel=triton"]))[1].problems
+    assert problem.startswith("kernel=triton needs the package triton (got not installed).")
+    assert problem.endswith('Use pip install "pgtk[triton]".')

@@ -218,6 +218,9 @@ def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
 def kernel(c: Config, report: Report) -> None:
     if c.kernel.needs_gpu and c.trainer.device == "cpu":
         report.problems.append(no_triton("trainer.device=cpu"))
+    if c.kernel.implementation == "triton" and not c.kernel.needs_gpu:
+        # Under Triton's interpreter. PyTorch's builds for GPUs bring the package.
+        installed(report, "kernel=triton", "triton", "triton")
 
 
 def no_triton(got: str) -> str:
