@@ -20,11 +20,10 @@ from pgtoolkit.config.rules.launcher import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
-from pgtoolkit.config.ways import ways_in_words
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.launch.sweep_report import summary
-from pgtoolkit.runs.provenance import gpu_memory, gpus
+from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
 
 
@@ -296,12 +295,10 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
-    """Return the sections on memory, on several GPUs, and on compiled code."""
+    """Return the sections on memory and on compiled code."""
     gpu_bytes = gpu_memory()
     on_gpu = gpu_bytes is not None and config.trainer.device != "cpu"
     sections = [("Memory", [*memory.memory_lines(config, gpu_bytes)])]
-    if gpu_bytes is not None and on_gpu:
-        sections.append(("Several GPUs", [*ways_in_words(config, len(gpus()), gpu_bytes)]))
     compiles, reason = compilation(config, on_gpu)
     sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
     return sections
