@@ -490,7 +490,7 @@ def test_a_command_that_trains_names_the_receiver_of_a_token_before_the_first_re
     authorizations.clear()
     printed.clear()
     save_run(evil, "task.num_digits=3", "tracking=mlflow", f"tracking.uri={address}")
-    assert main(["resume", "run"]) == 6
+    assert main(["resume", "run", f"tracking.uri={address}"]) == 6
     assert note in printed[0].splitlines()
     assert set(authorizations) == {"Bearer hunter2"}
 

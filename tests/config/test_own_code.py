@@ -114,9 +114,14 @@ def test_a_target_of_hydra_among_the_parameters_of_a_class_is_refused(tmp_path):
     acting.write_text(
         "defaults: [config, override loss: mine.Squared, _self_]\nloss: {_target_: os.system}\n"
     )
-    assert "loss.options._target_ needs to be left out" in " ".join(
-        compose([], sweep_file=acting).problems
+    (problem,) = compose([], sweep_file=acting).problems
+    assert problem.startswith("loss._target_ needs to stand in the list `defaults:`")
+    acting.write_text(
+        "defaults: [config, override loss: mine.Squared, _self_]\n"
+        "loss: {tau: {_target_: os.system}}\n"
     )
+    problems = compose([], sweep_file=acting).problems
+    assert "loss.options.tau._target_ needs to be left out" in " ".join(problems)
 
 
 def test_a_sweep_over_options_and_a_class_refuses_a_key_that_an_option_lacks(mine):

@@ -191,13 +191,13 @@ def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["kl=k3_ratio"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=k3_ratio)."),
-        (["kl=full_reverse"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=full_reverse)."),
+        (["kl=k3_ratio"], "kl.place=reward needs kl=k1 or k2 or k3 (got kl=k3_ratio)."),
+        (["kl=full_reverse"], "kl.place=reward needs kl=k1 or k2 or k3 (got kl=full_reverse)."),
         (
             ["kl=k1", "advantage=max_rl"],
-            "kl.place=reward needs an advantage that takes rewards below 0",
+            "kl.place=reward needs advantage other than max_rl (got advantage=max_rl)",
         ),
-        (["kl=k3", "advantage=none"], "kl.place=reward needs an advantage that reads the reward"),
+        (["kl=k3", "advantage=none"], "kl.place=reward needs advantage other than none and gdpo"),
         (["kl=none"], "kl.place=reward needs kl other than none"),
     ],
 )

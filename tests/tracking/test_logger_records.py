@@ -295,7 +295,7 @@ def test_a_run_whose_tracker_breaks_continues_after_one_note(run):
         ),
         (
             ["tracking=tensorboard", "tracking.experiment=x"],
-            "tracking.experiment=x needs .*tracking=wandb",
+            "tracking.experiment=x needs tracking=mlflow or wandb",
         ),
         (
             ["tracking=wandb", "tracking.uri=http://h:1"],

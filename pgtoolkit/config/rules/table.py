@@ -11,6 +11,9 @@ from pgtoolkit.config.rules.rule import Rule
 _ONLY_DISTANCE = "advantage=none and entropy.coefficient=0 and kl.reference_prompt=null"
 """Only the distance from a reference trains, which reads the same prompt."""
 
+_NOT_RECORDED_YET = (
+    "No file has the reference's log-probs of completions that are still to be sampled."
+)
 _PENALTY_OFF_REWARD = "The penalty is taken off the reward."
 _NO_REWARD_READ = "Its penalty is taken off the reward, which this advantage does not read."
 _COMPARED_WITH_OTHERS = (
@@ -27,6 +30,14 @@ _WHOLE_MICRO_BATCHES = "Stages hand over whole micro-batches."
 _ONE_TOKEN_RECORDED = (
     "Rollouts record the reference's log-prob of one token, and not of the whole vocabulary."
 )
+
+
+def _more_than_distance(condition: str) -> str:
+    """Return a condition under which something else trains, too, than the distance from a
+    reference."""
+    others = ("advantage!=none", "entropy.coefficient!=0", "kl.reference_prompt!=null")
+    return " or ".join(f"{condition} and {other}" for other in others)
+
 
 CORRECTION = (
     Rule(
@@ -201,8 +212,7 @@ CRITIC = (
 
 KL = (
     Rule(
-        "kl!=none and advantage!=none or kl!=none and entropy.coefficient!=0 or "
-        "kl!=none and kl.reference_prompt!=null",
+        _more_than_distance("kl!=none"),
         needs="kl.reference!=null",
         because="A penalty is the distance from a reference.",
         use="kl.reference=initial or kl=none",
@@ -214,11 +224,16 @@ KL = (
         use="kl.reference=FOLDER",
     ),
     Rule(
-        "kl.reference=recorded",
+        _more_than_distance("kl.reference=recorded"),
         needs="rollout=recorded",
-        because="No file has the reference's log-probs of completions that are still to be "
-        "sampled.",
-        use="kl.reference=FOLDER or kl.reference=initial",
+        because=_NOT_RECORDED_YET,
+        use="kl.reference=initial",
+    ),
+    Rule(
+        f"kl.reference=recorded and {_ONLY_DISTANCE}",
+        needs="rollout=recorded",
+        because=_NOT_RECORDED_YET,
+        use="kl.reference=FOLDER",
     ),
     Rule(
         "kl=full_reverse and rollout=recorded",
