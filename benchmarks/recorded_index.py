@@ -84,12 +84,12 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 
 def index(path: Path) -> None:
-    from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
-    from pgtoolkit.config.schema_tasks import Chat, TooLong
     from pgtoolkit.rollouts.estimator import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
+    from pgtoolkit.rollouts.settings import RecordedRolloutSettings, TrainedTurns, Truncated
+    from pgtoolkit.tasks.settings import Chat, TooLong
 
-    config = RecordedRolloutConfig(
+    config = RecordedRolloutSettings(
         name="recorded",
         path=str(path),
         temperature=1.0,

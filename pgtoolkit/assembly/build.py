@@ -21,32 +21,34 @@ from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
-from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
-from pgtoolkit.config.rules.run import unknown_parts
 from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import AdvantageEstimator
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model import fixed_order
+from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.lora import adapted_layers
+from pgtoolkit.model.misfits import unknown_parts
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy, prepare_torch
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.model.weight_files import vocabularies_differ
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.settings import AccumulationSettings, AdvantageEstimator
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.loss_settings import AggregationSettings
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import CriticSettings, Device, KernelSettings, TrainerSettings
 from pgtoolkit.training.surprises import Surprises
 
 log = logging.getLogger("pgtoolkit")
@@ -61,13 +63,13 @@ def build(
         rollouts is kept; None: logs go to the current directory, and no index is kept.
     The caller has to close the loader's source when the run is over, whatever ends it.
     """
-    begin(config)
-    on_gpu = accelerator(config) == "gpu"
+    begin(config.seed, config.trainer, samples_async(config))
+    on_gpu = accelerator(config.trainer.device, config.kernel) == "gpu"
     if on_gpu:
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
     policy = policy_of(config, task.alphabet, layout, config)
-    log.info(opening(config, policy, on_gpu, layout))
+    log.info(opening(config.model, config.rollout, config.sampler, policy, on_gpu, layout))
     if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
     spread = partial(
@@ -79,7 +81,9 @@ def build(
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = spread(reference)
-    critic = critic_of(config, policy, layout)
+    critic = None
+    if config.advantage.estimator == AdvantageEstimator.gae:
+        critic = critic_of(config.critic, config.model, policy, layout)
     spread_policy = spread(policy)
     if reference is policy:
         reference = spread_policy
@@ -91,7 +95,10 @@ def build(
     if is_on(config):
         training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
-    return module, loader_of(source, config, layout)
+    loader = loader_of(
+        source, config.aggregation, config.accumulation, config.trainer.max_steps, layout
+    )
+    return module, loader
 
 
 def module_of(
@@ -118,7 +125,7 @@ def module_of(
     )
     has_advantages = config.advantage.estimator != AdvantageEstimator.none
     module.surprises = Surprises(config.loss.name, config.rollout, has_advantages)
-    module.rollout = config.rollout
+    module.sampling = config.rollout.sampling
     module.record = record_of(config)
     return module
 
@@ -129,7 +136,7 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
     run: the configuration of the run; None where nothing is trained.
     Raises ConfigError for a model whose configured parts it does not have.
     """
-    on_gpu = accelerator(config) == "gpu"
+    on_gpu = accelerator(config.trainer.device, config.kernel) == "gpu"
     if run is not None:
         is_compiled, reason = compilation(run, on_gpu)
     else:
@@ -167,34 +174,41 @@ def refuse_any_order(policy: Policy) -> None:
     )
 
 
-def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
+def loader_of(
+    source: Source,
+    aggregation: AggregationSettings,
+    accumulation: AccumulationSettings,
+    max_steps: int,
+    layout: Layout = ONE_PROCESS,
+) -> StepLoader:
     """Return the loader of the steps that a run makes of a source's documents."""
-    closes_on_groups = AGGREGATIONS[config.aggregation.mode].needs_groups
-    return StepLoader(
-        source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout
-    )
+    closes_on_groups = AGGREGATIONS[aggregation.mode].needs_groups
+    return StepLoader(source, accumulation, closes_on_groups, max_steps, layout)
 
 
-def begin(config: Config) -> None:
-    """Seed the random numbers of new weights, and set torch as the configuration says."""
-    lightning.seed_everything(config.seed, verbose=False)
-    prepare_torch(config.trainer.num_threads)
-    is_deterministic = config.trainer.deterministic
+def begin(seed: int, trainer: TrainerSettings, is_async: bool) -> None:
+    """Seed the random numbers of new weights, and set torch as the settings say.
+
+    is_async: whether this process samples during updates.
+    """
+    lightning.seed_everything(seed, verbose=False)
+    prepare_torch(trainer.num_threads)
+    is_deterministic = trainer.deterministic
     if is_deterministic == "auto":
-        is_deterministic = not samples_async(config)
+        is_deterministic = not is_async
     fixed_order.switch(is_deterministic)
 
 
-def accelerator(config: Config) -> str:
+def accelerator(chosen: Device, kernel: KernelSettings) -> str:
     """Return the device to compute on, "gpu" or "cpu".
 
     Raises ConfigError where the configured device is missing. `pgtk check` has looked for it, but a
     sweep's job may run on another machine.
     """
-    problems = lacking_devices(config)
+    problems = lacking_devices(chosen, kernel)
     if problems:
         raise ConfigError(" ".join(problems))
-    return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
+    return "gpu" if torch.cuda.is_available() and chosen != "cpu" else "cpu"
 
 
 def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -> Policy | None:
@@ -226,21 +240,21 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
     return reference
 
 
-def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
-    """Return the critic, not yet spread over ranks; None where the run has none.
+def critic_of(
+    settings: CriticSettings, model: ModelSettings, policy: Policy, layout: Layout
+) -> Policy:
+    """Return the critic, not yet spread over ranks. model: the settings of the policy's.
 
     policy: as the run starts. Raises ConfigError as `reference_of` does.
     """
-    if config.advantage.estimator != AdvantageEstimator.gae:
-        return None
-    path = config.critic.path
+    path = settings.path
     if path is None:
         return with_value_head(policy)
-    assert isinstance(config.model, HuggingFaceModelConfig)
-    checkpointing = config.model.gradient_checkpointing
+    assert isinstance(model, HuggingFaceModelSettings)
+    checkpointing = model.gradient_checkpointing
     dtype = NumberType.float32  # of trained weights; the forward pass is in the policy's type
 
-    refused = partial(other_vocabulary_of_critic, config)
+    refused = partial(other_vocabulary_of_critic, path)
     critic = _load_beside("critic.path", path, policy, layout, dtype, refused, checkpointing)
     return with_value_head(replace(critic, compute_dtype=policy.compute_dtype))
 
@@ -260,21 +274,12 @@ def _load_beside(
     refused: makes the error's message for another vocabulary, from (needs, got).
     Raises ConfigError for a model that cannot be loaded, or that has another vocabulary.
     """
-    model_config = HuggingFaceModelConfig(
-        name="huggingface",
-        path=path,
-        dtype=dtype,
-        gradient_checkpointing=gradient_checkpointing,
-        random_weights=False,
-        fp32_lm_head=False,
-        compile=False,
-        lora_rank=None,
-        lora_alpha=1.0,
-        lora_targets=[],
+    settings = HuggingFaceModelSettings(
+        path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing, fp32_lm_head=False
     )
     try:
         # Attention and compilation as in the policy.
-        loaded = build_policy(model_config, None, policy.by_document, layout, policy.compiled)
+        loaded = build_policy(settings, None, policy.by_document, layout, policy.compiled)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     difference = vocabularies_differ(

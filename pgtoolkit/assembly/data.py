@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
+from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
-from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
+from pgtoolkit.rollouts.settings import RecordedRolloutSettings
 from pgtoolkit.runs.records import read_data, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.prompt_rows import prompt_files
 from pgtoolkit.tasks.row_files import find_files
+from pgtoolkit.tasks.settings import ConversationTaskSettings, PromptsTaskSettings, TaskSettings
+from pgtoolkit.training.loss_settings import KLSettings
+from pgtoolkit.training.settings import CriticSettings
 
 FileDigest = dict[str, int | str]
 """{"bytes": size, "sha256": digest}, with "sampled": True for a large file of a model."""
@@ -48,8 +49,11 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     Raises ConfigError if the run is continued with changed data, unless
     `trainer.accept_changed_data`. Then the data before are added to the list `accepted`.
     """
-    current = digests(config)
-    if step is not None and isinstance(config.rollout, RecordedRolloutConfig):
+    models = model_paths(config.model, config.kl, config.critic)
+    sets = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
+    tasks = tasks_with_files(config.task, sets)
+    current = digests(models, tasks)
+    if step is not None and isinstance(config.rollout, RecordedRolloutSettings):
         files = find_files(config.rollout.path, "rollout.path")
         current["rollout.path"] = _digests(files, sampled=False, index=read_index(run_dir))
     before = read_data(run_dir) if step is not None else {}
@@ -63,8 +67,10 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     if changes:
         assert step is not None  # a run that starts has no data before
         if not config.trainer.accept_changed_data:
+            values = {"rollout.path": getattr(config.rollout, "path", None), **models}
+            values |= {key: task.path for key, task in tasks.items()}
             refusals = [
-                _refusal(config, key, step, difference) for key, difference in changes.items()
+                _refusal(key, values[key], step, difference) for key, difference in changes.items()
             ]
             raise ConfigError("\n".join(refusals))
         for key, difference in changes.items():
@@ -98,30 +104,33 @@ def _write(run_dir: Path, content: Mapping[str, object]) -> None:
         write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def digests(config: Config) -> dict[str, Digests]:
+def digests(
+    models: Mapping[str, str],
+    tasks: Mapping[str, PromptsTaskSettings | ConversationTaskSettings],
+) -> dict[str, Digests]:
     """Return the digests of the files that each key names, but for recorded rollouts.
 
+    models, tasks: by the keys of their paths.
     Files of prompts are read as a whole. A model folder counts with all its files but hidden ones
     and README.md. Of a file larger than WHOLE_BYTES, the digest is of the first and the last MiB
     and of 64 blocks of 64 KiB between them. Of a model of the Hugging Face hub nothing is read.
     """
-    models = _model_paths(config)
     files = {key: _model_files(Path(path)) for key, path in models.items() if Path(path).is_dir()}
-    for key, task in _tasks_with_files(config).items():
+    for key, task in tasks.items():
         assert task.path is not None
         files[key] = prompt_files(task.path, task.split, getattr(task, "config", None))
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
-def _model_paths(config: Config) -> dict[str, str]:
+def model_paths(model: ModelSettings, kl: KLSettings, critic: CriticSettings) -> dict[str, str]:
     """Return the folders, or names on the hub, of all models of a run by their keys."""
     paths = {}
-    if isinstance(config.model, HuggingFaceModelConfig):
-        paths["model.path"] = config.model.path
-    if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
-        paths["kl.reference"] = config.kl.reference
-    if config.critic.path is not None:
-        paths["critic.path"] = config.critic.path
+    if isinstance(model, HuggingFaceModelSettings):
+        paths["model.path"] = model.path
+    if kl.reference is not None and kl.reference not in NO_FOLDER:
+        paths["kl.reference"] = kl.reference
+    if critic.path is not None:
+        paths["critic.path"] = critic.path
     return paths
 
 
@@ -133,17 +142,20 @@ def _model_files(folder: Path) -> list[Path]:
     )
 
 
-def _tasks_with_files(
-    config: Config,
-) -> dict[str, PromptsTaskConfig | ConversationTaskConfig]:
-    """Return the tasks that read prompts from files, by the keys of their paths."""
-    held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
-    tasks: dict[str, TaskConfig] = {"task.path": config.task}
-    tasks |= {f"evaluation.sets.{prompt_set.name}.path": prompt_set.task for prompt_set in held_out}
+def tasks_with_files(
+    task: TaskSettings, sets: Iterable[HeldOut]
+) -> dict[str, PromptsTaskSettings | ConversationTaskSettings]:
+    """Return the tasks that read prompts from files, by the keys of their paths.
+
+    sets: of evaluation.sets.
+    """
+    tasks: dict[str, TaskSettings] = {"task.path": task}
+    tasks |= {f"evaluation.sets.{held_out.name}.path": held_out.task for held_out in sets}
     return {
         key: task
         for key, task in tasks.items()
-        if isinstance(task, PromptsTaskConfig | ConversationTaskConfig) and task.path is not None
+        if isinstance(task, PromptsTaskSettings | ConversationTaskSettings)
+        and task.path is not None
     }
 
 
@@ -199,9 +211,7 @@ def _difference(before: Digests, now: Digests) -> str:
     return "; ".join(phrases)
 
 
-def _refusal(config: Config, key: str, step: int, difference: str) -> str:
-    task = _tasks_with_files(config).get(key)
-    value = operator.attrgetter(key)(config) if task is None else task.path
+def _refusal(key: str, value: object, step: int, difference: str) -> str:
     return (
         f"{key}={value} needs the contents that the run began with (got {difference}). "
         f"Its first {step} steps were made with those. Restore them, or use "

@@ -8,9 +8,10 @@ from pathlib import Path
 from pgtoolkit.assembly.build import accelerator, begin, module_of, policy_of
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.sources import evaluator_of
+from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.records import Row
 from pgtoolkit.training.evaluation import measure
@@ -31,9 +32,9 @@ def evaluate_policy(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    begin(config)
+    begin(config.seed, config.trainer, samples_async(config))
     alphabet = None
-    if isinstance(config.model, TinyModelConfig):  # its vocabulary is the task's characters
+    if isinstance(config.model, TinyModelSettings):  # its vocabulary is the task's characters
         run_config = trained or config
         alphabet = make_task(run_config.task, run_config.seed).alphabet
     policy = policy_of(config, alphabet, ONE_PROCESS, trained)
@@ -47,7 +48,7 @@ def evaluate_policy(
             ) from error
         module.num_updates = state["num_updates"]
         module.documents_seen = state["documents_seen"]
-    module.to("cuda" if accelerator(config) == "gpu" else "cpu")
+    module.to("cuda" if accelerator(config.trainer.device, config.kernel) == "gpu" else "cpu")
     module.evaluator = evaluator_of(config, None, module, None, folder)
     with contextlib.closing(module.evaluator):
         return measure(module, 0 if state is None else state["step"])

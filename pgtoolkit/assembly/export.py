@@ -20,16 +20,21 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
-from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model.lora import merge
+from pgtoolkit.model.settings import (
+    HuggingFaceModelSettings,
+    ModelSettings,
+    NumberType,
+    TinyModelSettings,
+)
 from pgtoolkit.model.setup import build_policy
+from pgtoolkit.rollouts.settings import RecordedRolloutSettings
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
@@ -48,7 +53,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.prompts import scored_by_nobody
-from pgtoolkit.tracking.description import description_of
+from pgtoolkit.tasks.settings import Chat
 from pgtoolkit.training.checkpoint import (
     load_newest,
     read_checkpoint,
@@ -86,7 +91,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     config = dataclasses.replace(config, task=scored_by_nobody(config.task))
     with _written_whole(folder) as new_folder:
         new_folder.mkdir()
-        _write_model(config, state, new_folder)
+        _write_model(config.model, state, new_folder)
         text = card(config, run_dir, state["step"], _template_in(new_folder))
         (new_folder / "README.md").write_text(text, encoding="utf-8")
         for file in new_folder.iterdir():
@@ -268,7 +273,7 @@ def refuse_occupied(use: str, folder: Path) -> None:
     )
 
 
-def _write_model(config: Config, state: dict, folder: Path) -> None:
+def _write_model(settings: ModelSettings, state: dict, folder: Path) -> None:
     """Write the checkpoint's Hugging Face folder, in the number type that training began with."""
     from transformers.utils import logging
 
@@ -278,7 +283,7 @@ def _write_model(config: Config, state: dict, folder: Path) -> None:
         if state.get("base_digest") is None:
             model = _full_model(checkpoint)
         else:
-            model = _merged_model(config, state)
+            model = _merged_model(settings, state)
     except ConfigError:  # about the model that the adapters belong to
         raise
     except Exception as error:  # each parser of damaged files raises errors of its own
@@ -312,14 +317,14 @@ def _full_model(checkpoint: Path) -> PreTrainedModel:
     return model
 
 
-def _merged_model(config: Config, state: dict) -> PreTrainedModel:
+def _merged_model(settings: ModelSettings, state: dict) -> PreTrainedModel:
     """Load the run's model in float32, and merge a checkpoint's adapters into its weights."""
-    assert isinstance(config.model, HuggingFaceModelConfig)
-    model_config = dataclasses.replace(config.model, dtype=NumberType.float32)
-    policy = build_policy(model_config, None, on_gpu=False)
+    assert isinstance(settings, HuggingFaceModelSettings)
+    in_float32 = dataclasses.replace(settings, dtype=NumberType.float32)
+    policy = build_policy(in_float32, None, on_gpu=False)
     load_weights(policy, state)
     merge(policy.model)
-    dtype = load_config(config.model.path).dtype or torch.float32
+    dtype = load_config(settings.path).dtype or torch.float32
     assert not isinstance(dtype, str)  # since transformers makes a torch.dtype of a name
     return policy.model.to(dtype)  # pyright: ignore[reportArgumentType]  (transformers' types)
 
@@ -339,16 +344,16 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
     description = description_of(run_dir)
     resolved, overrides = read_config(run_dir)
     base_model = ""
-    if isinstance(config.model, HuggingFaceModelConfig):
+    if isinstance(config.model, HuggingFaceModelSettings):
         is_of_hub = not Path(config.model.path).is_absolute()
         if is_of_hub:
             base_model = f"base_model: {config.model.path}\n"
     prompt = '"..."'
     # The first prompt of a conversation would come from the user's code, which is not run here.
-    if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":
+    if isinstance(config.model, TinyModelSettings) and config.task.name != "conversation":
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
     chat = getattr(config.task, "chat", Chat.never)
-    if isinstance(config.rollout, RecordedRolloutConfig):
+    if isinstance(config.rollout, RecordedRolloutSettings):
         chat = config.rollout.chat
     use = f'tokenizer({prompt}, return_tensors="pt")'
     template_of_run = "None: the model was trained on texts as they are."
@@ -373,7 +378,7 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
         "code": description.tags.get("git_commit", "unknown"),
         "configuration": redact(to_yaml(resolved)).rstrip(),
     }
-    template = files("pgtoolkit.training").joinpath("export.md").read_text(encoding="utf-8")
+    template = files("pgtoolkit.assembly").joinpath("export.md").read_text(encoding="utf-8")
     return Template(template).substitute(values)
 
 

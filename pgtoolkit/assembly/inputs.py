@@ -18,17 +18,17 @@ from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.schema import Config, Model
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_tasks import (
-    ConversationTaskConfig,
-    PromptsTaskConfig,
-    TaskConfig,
-    TooLong,
-)
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
+from pgtoolkit.rollouts.settings import RecordedRolloutSettings
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal
+from pgtoolkit.tasks.settings import (
+    ConversationTaskSettings,
+    PromptsTaskSettings,
+    TaskSettings,
+    TooLong,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
 
     Raises ConfigError or DataError for rows that the configuration cannot train on.
     """
-    from pgtoolkit.rollouts.recorded import recorded_rollouts
+    from pgtoolkit.assembly.recorded_rollouts import recorded_rollouts
 
     longest_document = config.accumulation.max_tokens
     positions = _positions(config)
@@ -83,7 +83,7 @@ def _check_number_of_rows(config: Config, report: Report) -> None:
     """Refuse recorded rollouts that do not fill a step; note where they end before max_steps."""
     from pgtoolkit.tasks.row_files import count_rows
 
-    assert isinstance(config.rollout, RecordedRolloutConfig)
+    assert isinstance(config.rollout, RecordedRolloutSettings)
     size = config.accumulation.docs_per_step
     max_steps = config.trainer.max_steps
     documents = count_rows(config.rollout.path, "rollout.path")
@@ -105,9 +105,9 @@ def _check_number_of_rows(config: Config, report: Report) -> None:
 
 def _check_models(config: Config, report: Report) -> None:
     """Open each model as the run does, but for its weights; of one on the hub, its config.json."""
-    is_random = isinstance(config.model, HuggingFaceModelConfig) and config.model.random_weights
+    is_random = isinstance(config.model, HuggingFaceModelSettings) and config.model.random_weights
     paths = {}
-    if isinstance(config.model, HuggingFaceModelConfig):
+    if isinstance(config.model, HuggingFaceModelSettings):
         paths["model.path"] = config.model.path
     further = {}
     reference = config.kl.reference
@@ -152,20 +152,22 @@ def _check_vocabulary(config: Config, key: str, path: str, report: Report) -> No
     )
     if difference is None:
         return
-    refused = other_vocabulary if key == "kl.reference" else other_vocabulary_of_critic
-    report.problems.append(refused(config, *difference))
+    if key == "kl.reference":
+        report.problems.append(other_vocabulary(config, *difference))
+    else:
+        report.problems.append(other_vocabulary_of_critic(path, *difference))
 
 
 def _has_tokenizer(model: Model) -> bool:
     """Return whether the tokens of a model are known here."""
-    if isinstance(model, TinyModelConfig):
+    if isinstance(model, TinyModelSettings):
         return True
     return model_folder.local_folder(model.path) is not None
 
 
 def _positions(config: Config) -> int | None:
     """Return how many tokens of a document the model has positions for, if it says so."""
-    if isinstance(config.model, TinyModelConfig):
+    if isinstance(config.model, TinyModelSettings):
         return config.model.max_positions
     positions = model_folder.model_settings(config.model.path).get("max_position_embeddings")
     return positions if is_whole(positions) else None
@@ -196,7 +198,7 @@ def _check_prompts(config: Config, report: Report) -> None:
         for held_out in held_out_sets(config):
             tasks[_place_of_set(config, held_out.name)] = held_out.task
     for place, task in tasks.items():
-        if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig):
+        if not isinstance(task, PromptsTaskSettings | ConversationTaskSettings):
             continue
         no_template = ""
         if config.model.name == "tiny":
@@ -285,13 +287,13 @@ def _has_template(model: str) -> bool:
 
 
 def _tokenizer_and_ends(
-    model: Model, task: TaskConfig, seed: int
+    model: Model, task: TaskSettings, seed: int
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Return the model's tokenizer, of transformers, and its end-of-sequence tokens.
 
     task, seed: of the run.
     """
-    if isinstance(model, TinyModelConfig):
+    if isinstance(model, TinyModelSettings):
         from pgtoolkit.assembly.make_task import make_task
         from pgtoolkit.model.setup import character_tokenizer
 
@@ -309,14 +311,14 @@ def _check_texts(config: Config, report: Report) -> None:
     """
     if report.problems or not _has_tokenizer(config.model):
         return
-    is_tiny = isinstance(config.model, TinyModelConfig)
+    is_tiny = isinstance(config.model, TinyModelSettings)
     stop = list(getattr(config.rollout, "stop", []))
     template = config.kl.reference_prompt
     longest_document = config.accumulation.max_tokens
     positions = _positions(config) or longest_document
     if config.rollout.name == "policy":
         # The tokens of generated problems are characters that the tiny model has.
-        is_read = not is_tiny or isinstance(config.task, PromptsTaskConfig)
+        is_read = not is_tiny or isinstance(config.task, PromptsTaskSettings)
         if stop or template or is_read:
             assert config.rollout.max_completion_length is not None
             room = _Room(min(longest_document, positions), config.rollout.max_completion_length)
@@ -329,7 +331,7 @@ def _check_texts(config: Config, report: Report) -> None:
             continue
         if config.sampler.name == "vllm":
             positions = min(longest_document, positions)
-        longest = sampling(config)["max_completion_length"]
+        longest = sampling(config).max_completion_length
         assert longest is not None
         room = _Room(positions, longest, is_held_out=True)
         problem = _problem_of_task(config, held_out.task, held_out.seed, stop, None, room)
@@ -355,7 +357,7 @@ class _Room:
 
 def _problem_of_task(
     config: Config,
-    task: TaskConfig,
+    task: TaskSettings,
     seed: int,
     stop: list[str],
     template: str | None,

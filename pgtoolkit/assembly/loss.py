@@ -10,8 +10,6 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import CustomLossConfig, KLKind, KLPlace
-from pgtoolkit.config.schema_rollouts import Truncated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
@@ -20,9 +18,11 @@ from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
+from pgtoolkit.rollouts.settings import Truncated
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.legible import shortened
 from pgtoolkit.system.process_state import ProcessState
+from pgtoolkit.training.loss_settings import CustomLossSettings, KLKind, KLPlace, KLSettings
 
 
 def loss_of(config: Config) -> Loss:
@@ -35,15 +35,11 @@ def loss_of(config: Config) -> Loss:
         key = typed_key("aggregation.reducer", config)
         reducer = _imported_reducer(key, config.aggregation.reducer)
     loss = config.loss
-    if isinstance(loss, CustomLossConfig):
+    if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
     else:
         family = configured(loss, FAMILIES)
         assert family is not None  # every option of loss has a family
-    penalty = None
-    if config.kl.kind != KLKind.none and config.kl.place == KLPlace.loss:
-        assert config.kl.coefficient is not None
-        penalty = KL(config.kl.kind.value, config.kl.coefficient)
     return Loss(
         family=family,
         aggregation=aggregation_of(
@@ -53,9 +49,21 @@ def loss_of(config: Config) -> Loss:
         metrics=config.metrics.level.value,
         correction=configured(config.correction, CORRECTIONS),
         entropy_coefficient=config.entropy.coefficient,
-        kl=penalty,
+        kl=_penalty(config.kl, KLPlace.loss),
         masks_truncated=config.rollout.truncated == Truncated.mask,
     )
+
+
+def penalty_on_rewards(settings: KLSettings) -> KL | None:
+    """Return the penalty that is subtracted from rewards; None if there is none."""
+    return _penalty(settings, KLPlace.reward)
+
+
+def _penalty(settings: KLSettings, place: KLPlace) -> KL | None:
+    if settings.kind == KLKind.none or settings.place != place:
+        return None
+    assert settings.coefficient is not None
+    return KL(settings.kind.value, settings.coefficient)
 
 
 def own_family(path: str, options: dict[str, object], num_splits: int) -> Family:

@@ -12,19 +12,22 @@ import shutil
 from pathlib import Path
 
 from pgtoolkit.assembly.inputs import check_inputs, check_recorded_rollouts, errors_added_to
-from pgtoolkit.config import memory
-from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import needs_sampler
-from pgtoolkit.config.paths import absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import no_triton
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
+from pgtoolkit.config.schema import Config, Sampler
+from pgtoolkit.model.settings import ModelSettings, ParallelismSettings
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
+from pgtoolkit.rollouts.settings import RolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
+from pgtoolkit.sampling.settings import TransformersSamplerSettings, VllmSamplerSettings
 from pgtoolkit.system.imports import import_metrics
+from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.report import Report, refusal, text
+from pgtoolkit.tracking.settings import TrackingSettings
+from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
 from pgtoolkit.tracking.store_file import problem_of_store
 from pgtoolkit.tracking.wandb_settings import ignored_files, problem_of_settings
+from pgtoolkit.training.settings import Device, KernelSettings
 
 _PROCESSES_PER_CORE = 16
 """A configuration of more processes is a typing mistake, and would fill the machine's memory before
@@ -39,17 +42,19 @@ def check_machine(config: Config, report: Report) -> None:
     """
     if report.problems:
         return
-    report.problems += lacking_devices(config)
-    _check_compiler(config, report)
-    _check_processes(config, report)
-    _check_places(config, report)
-    _check_samplers(config, report)
+    device = config.trainer.device
+    report.problems += lacking_devices(device, config.kernel)
+    _check_compiler(config.model, device, report)
+    _check_processes(config.parallelism, report)
+    _check_places(config.rollout, config.tracking, report)
+    if needs_sampler(config):
+        _check_samplers(config.sampler, device, report)
     check_inputs(config, report)
     if config.advantage.path is not None:
-        from pgtoolkit.rollouts.estimator import Estimator
+        from pgtoolkit.assembly.recorded_rollouts import estimator_of
 
         with errors_added_to(report):
-            Estimator.of(config)
+            estimator_of(config.advantage, config.rollout, config.task)
     if config.callbacks.own:
         import_metrics()
         from pgtoolkit.training.callbacks import own_parts
@@ -67,16 +72,16 @@ def check_machine(config: Config, report: Report) -> None:
                 check_recorded_rollouts(config, loss, report)
 
 
-def lacking_devices(config: Config) -> list[str]:
-    """Return the problems of a configuration that asks for a GPU where there is none."""
-    if not (config.trainer.device == "cuda" or config.kernel.needs_gpu):
+def lacking_devices(device: Device, kernel: KernelSettings) -> list[str]:
+    """Return the problems of settings that ask for a GPU where there is none."""
+    if not (device == "cuda" or kernel.needs_gpu):
         return []
     import torch
 
     if torch.cuda.is_available():
         return []
     problems = []
-    if config.trainer.device == "cuda":
+    if device == "cuda":
         problems.append(
             refusal(
                 setting="trainer.device=cuda",
@@ -87,18 +92,18 @@ def lacking_devices(config: Config) -> list[str]:
             )
         )
     # With trainer.device=cpu the rule on kernels has refused it already.
-    if config.kernel.needs_gpu and config.trainer.device != "cpu":
+    if kernel.needs_gpu and device != "cpu":
         problems.append(no_triton("none"))
     return problems
 
 
-def _check_compiler(config: Config, report: Report) -> None:
+def _check_compiler(model: ModelSettings, device: Device, report: Report) -> None:
     """Refuse torch.compile on a CPU without a C++ compiler; for a GPU it needs none."""
-    if config.model.compile is not True:
+    if model.compile is not True:
         return
     import torch
 
-    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
     compiler = os.environ.get("CXX", "g++")
     if on_cpu and shutil.which(compiler) is None:
         report.refuse(
@@ -110,14 +115,14 @@ def _check_compiler(config: Config, report: Report) -> None:
         )
 
 
-def _check_processes(config: Config, report: Report) -> None:
+def _check_processes(parallelism: ParallelismSettings, report: Report) -> None:
     """Refuse more processes than this machine has room for, where pgtk starts them itself."""
     cores = os.cpu_count() or 1
     limit = _PROCESSES_PER_CORE * cores
-    size = world_size(config.parallelism)
+    size = world_size(parallelism)
     if joined() is not None or size <= limit:
         return
-    sizes = {axis: getattr(config.parallelism, axis) for axis in AXES}
+    sizes = {axis: getattr(parallelism, axis) for axis in AXES}
     axis = next(axis for axis, axis_size in sizes.items() if axis_size != 1)
     report.refuse(
         setting=f"parallelism.{axis}={sizes[axis]}",
@@ -128,9 +133,9 @@ def _check_processes(config: Config, report: Report) -> None:
     )
 
 
-def _check_places(config: Config, report: Report) -> None:
+def _check_places(rollout: RolloutSettings, tracking: TrackingSettings, report: Report) -> None:
     """Refuse a folder, an MLflow store or a wandb account that the run could not write to."""
-    save_path = getattr(config.rollout, "save_path", None)
+    save_path = getattr(rollout, "save_path", None)
     if save_path:
         obstacle = cannot_hold_files(Path(save_path).expanduser())
         if obstacle:
@@ -141,7 +146,7 @@ def _check_places(config: Config, report: Report) -> None:
                 reason="It becomes a folder with one file per batch.",
                 use="rollout.save_path=recorded_rollouts",
             )
-    if "wandb" in (config.tracking.name, *config.tracking.also):
+    if "wandb" in (tracking.name, *tracking.also):
         problem = problem_of_settings()
         if problem:
             report.problems.append(problem)
@@ -151,23 +156,22 @@ def _check_places(config: Config, report: Report) -> None:
                 "server that gets the run and the API key. wandb's variables and "
                 "~/.config/wandb/settings are."
             )
-    if config.tracking.name == "mlflow":
-        assert config.tracking.experiment is not None
-        store = sqlite_path(absolute_uri(config.tracking.uri))
-        problem = problem_of_store(store, config.tracking.experiment) if store else None
+    if tracking.name == "mlflow":
+        assert tracking.experiment is not None
+        store = sqlite_path(absolute_uri(tracking.uri))
+        problem = problem_of_store(store, tracking.experiment) if store else None
         if problem:
             report.problems.append(problem)
 
 
-def _check_samplers(config: Config, report: Report) -> None:
+def _check_samplers(sampler: Sampler, device: Device, report: Report) -> None:
     """Refuse servers and processes that sample, where their program or their GPUs are missing."""
-    sampler = config.sampler
-    if not needs_sampler(config) or getattr(sampler, "urls", None):
+    if getattr(sampler, "urls", None):
         return
     if (
-        isinstance(sampler, TransformersSamplerConfig)
+        isinstance(sampler, TransformersSamplerSettings)
         and sampler.processes
-        and config.trainer.device != "cpu"
+        and device != "cpu"
         and gpu_memory()
     ):
         report.refuse(
@@ -178,7 +182,7 @@ def _check_samplers(config: Config, report: Report) -> None:
             use="sampler.gpus=[1]",
         )
     if (
-        isinstance(sampler, VllmSamplerConfig)
+        isinstance(sampler, VllmSamplerSettings)
         and shutil.which(shlex.split(sampler.executable)[0]) is None
     ):
         report.refuse(
@@ -199,55 +203,6 @@ def _check_samplers(config: Config, report: Report) -> None:
                 reason="They are numbered from 0, as torch sees them.",
                 use=f"sampler.gpus=null{without}",
             )
-
-
-def jobs_on_gpus(config: Config, jobs_per_gpu: int, report: Report) -> None:
-    """Refuse more jobs on each GPU than it has room for, by the estimate of `pgtk check`."""
-    if report.problems:
-        return
-    setting = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}"
-    if config.trainer.device == "cpu" or not visible_gpus():
-        report.refuse(
-            setting=setting,
-            needs="a GPU",
-            got="trainer.device=cpu" if config.trainer.device == "cpu" else "none",
-            reason="It counts jobs on each GPU of this machine.",
-            use=f"hydra.launcher.n_jobs={jobs_per_gpu}",
-        )
-        return
-    num_processes = _num_processes(config)
-    if num_processes > 1 or (needs_sampler(config) and config.sampler.name == "vllm"):
-        report.refuse(
-            setting=setting,
-            needs="jobs of one process, which samples by itself",
-            got=f"{num_processes} processes" if num_processes > 1 else "sampler=vllm",
-            reason="Each job sees one GPU, and shares it.",
-            use="hydra.launcher.jobs_per_gpu=null",
-        )
-        return
-    gpu_bytes = gpu_memory()
-    if not gpu_bytes:
-        return
-    job_bytes = memory.bytes_of_process(config, gpu_bytes)
-    jobs_that_fit = max(1, int(gpu_bytes / job_bytes))
-    if jobs_per_gpu > jobs_that_fit:
-        use = f"hydra.launcher.jobs_per_gpu={jobs_that_fit}"
-        max_tokens = memory.max_tokens_for(config, gpu_bytes / jobs_per_gpu, gpu_bytes)
-        if max_tokens:
-            use += f", or accumulation.max_tokens={max_tokens}"
-        report.refuse(
-            setting=setting,
-            needs=f"{jobs_per_gpu} times {job_bytes / 1e9:.3g} GB of each GPU",
-            got=f"{gpu_bytes / 1e9:.3g}",
-            reason="Its jobs share this memory.",
-            use=use,
-        )
-
-
-def _num_processes(config: Config) -> int:
-    """Return the number of processes that train, and of those that sample for them."""
-    num_samplers = len(copies_of(config)) if needs_sampler(config) else 0
-    return world_size(config.parallelism) + num_samplers
 
 
 @functools.cache

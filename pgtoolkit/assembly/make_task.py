@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from pgtoolkit.config.schema_tasks import (
-    ConversationTaskConfig,
-    GuessTaskConfig,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    ReverseTaskConfig,
-    SumsTaskConfig,
-    TaskConfig,
-)
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.generated import SumsTask
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
+from pgtoolkit.tasks.settings import (
+    ConversationTaskSettings,
+    GuessTaskSettings,
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    ReverseTaskSettings,
+    SumsTaskSettings,
+    TaskSettings,
+)
 from pgtoolkit.tasks.tasks import Once, ReasoningGymTask, ReverseTask, Task
 
 
 def make_task(
-    config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False
+    config: TaskSettings, seed: int, once: Once = lambda read: read(), held_out: bool = False
 ) -> Task:
     """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
     held_out: of a task that divides its problems itself, those that training never asks.
     """
     match config:
-        case PromptsTaskConfig():
+        case PromptsTaskSettings():
             return PromptsTask(config, seed, once)
-        case ConversationTaskConfig() | GuessTaskConfig():
+        case ConversationTaskSettings() | GuessTaskSettings():
             return ConversationTask(config, seed, once)
-        case SumsTaskConfig():
+        case SumsTaskSettings():
             return SumsTask(config, seed, held_out)
-        case ReasoningGymTaskConfig():
+        case ReasoningGymTaskSettings():
             return ReasoningGymTask(config, seed)
-        case ReverseTaskConfig():
+        case ReverseTaskSettings():
             return ReverseTask(config, seed)
     raise TypeError(f"no task is known for {type(config).__name__}")

@@ -15,7 +15,6 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import Layout
@@ -25,6 +24,7 @@ from pgtoolkit.runs.directory import RunDirectory, config_drift
 from pgtoolkit.runs.modules import keep_copies
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import (
+    Row,
     newest_checkpoint,
     plain,
     read_config,
@@ -39,6 +39,7 @@ from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.optimizer import learning_rate
 from pgtoolkit.training.run_log import logging_to, quieten
+from pgtoolkit.training.settings import OptimizerSettings, Schedule
 
 log = logging.getLogger("pgtoolkit")
 
@@ -97,15 +98,16 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
             f"trainer.max_steps={step}."
         )
     if checkpoint is not None:
-        _refuse_another(config, run.path, checkpoint)
+        _refuse_another(plain_config(config), run.path, checkpoint)
     num_rows, kept_bytes = _read_record(run.path, checkpoint)
     record_data(run.path, config, None if checkpoint is None else step)
-    drift = run.write_config(plain_config(config), overrides, step)
-    modules, evaluation_modules = _named_modules(config)
+    plain_values = plain_config(config)
+    drift = run.write_config(plain_values, overrides, step)
+    modules, evaluation_modules = _named_modules(plain_values)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
     notes = keep_copies(run.path / "code", modules | evaluation_modules)
     if checkpoint is not None:
-        schedule_note = _schedule_note(config, drift, checkpoint)
+        schedule_note = _schedule_note(config.optimizer, drift, checkpoint)
         if schedule_note:
             notes = [*notes, schedule_note]
     run.drop_metrics_after(step, kept_bytes)
@@ -151,7 +153,7 @@ def is_finished(config: Config, run_dir: Path) -> bool:
         raise
     except Exception:  # It is damaged; `open_run` says so.
         return False
-    _refuse_another(config, run_dir, checkpoint)
+    _refuse_another(plain_config(config), run_dir, checkpoint)
     _read_record(run_dir, checkpoint)
     # A reason is there where the data or a goal has ended the run before its last step. Without one
     # trainer.max_steps was raised in config.yaml by hand.
@@ -159,7 +161,7 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     return has_ended and not config_drift(read_config(run_dir)[0], plain(plain_config(config)))
 
 
-def _named_modules(config: Config) -> tuple[set[str], set[str]]:
+def _named_modules(config: Row) -> tuple[set[str], set[str]]:
     """Return the modules that a configuration names: of training, and of evaluations only."""
     training_modules = set()
     evaluation_modules = set()
@@ -169,26 +171,28 @@ def _named_modules(config: Config) -> tuple[set[str], set[str]]:
     return training_modules, evaluation_modules
 
 
-def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:
+def _schedule_note(
+    optimizer: OptimizerSettings, drift: dict[str, list], checkpoint: dict
+) -> str | None:
     """Return a note on a decaying learning rate that a resume's trainer.max_steps changes.
 
     drift: the changed keys, as {key: [old, new]}. None where nothing is to be noted.
     """
-    if "trainer.max_steps" not in drift or config.optimizer.schedule == Schedule.constant:
+    if "trainer.max_steps" not in drift or optimizer.schedule == Schedule.constant:
         return None
     old_steps, new_steps = drift["trainer.max_steps"]
     updates = checkpoint["num_updates"]
-    old_rate = learning_rate(config.optimizer, updates, old_steps)
-    new_rate = learning_rate(config.optimizer, updates, new_steps)
+    old_rate = learning_rate(optimizer, updates, old_steps)
+    new_rate = learning_rate(optimizer, updates, new_steps)
     return (
-        f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, "
+        f"optimizer.schedule={optimizer.schedule.value} decays to 0 at trainer.max_steps, "
         f"which is {new_steps} now and was {old_steps}: the next update has the learning rate "
         f"{new_rate:.3g} instead of {old_rate:.3g}. pgtk compare does not count this run as a "
         f"seed of one that had trainer.max_steps={new_steps} from the start."
     )
 
 
-def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
+def _refuse_another(config: Row, run_dir: Path, checkpoint: dict) -> None:
     """Raise ConfigError where config.yaml now describes another run than the checkpoint's."""
     # Files of data may have moved: their contents are compared instead.
     movable = {*read_data(run_dir)}

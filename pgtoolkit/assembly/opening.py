@@ -4,41 +4,50 @@ from __future__ import annotations
 
 import torch
 
-from pgtoolkit.config.counts import copies_of
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
-from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.settings import RecordedRolloutSettings, RolloutSettings
+from pgtoolkit.sampling.settings import (
+    SamplerSettings,
+    TransformersSamplerSettings,
+    VllmSamplerSettings,
+)
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import entry
 
 
-def opening(config: Config, policy: Policy, on_gpu: bool, layout: Layout) -> str:
+def opening(
+    model: ModelSettings,
+    rollout: RolloutSettings,
+    sampler: SamplerSettings,
+    policy: Policy,
+    on_gpu: bool,
+    layout: Layout,
+) -> str:
     """Return the lines on model, device and sampler.
 
     policy: before it is spread over ranks, so that all its weights are counted.
     """
-    lines = [entry("model", _model(config, policy)), entry("device", _device(on_gpu, layout))]
-    if isinstance(config.rollout, RecordedRolloutConfig):
-        lines.append(entry("rollouts", f"recorded in {config.rollout.path}"))
+    lines = [entry("model", _model(model, policy)), entry("device", _device(on_gpu, layout))]
+    if isinstance(rollout, RecordedRolloutSettings):
+        lines.append(entry("rollouts", f"recorded in {rollout.path}"))
     else:
-        lines.append(entry("sampler", _sampler(config)))
+        lines.append(entry("sampler", _sampler(sampler)))
     return redact("\n".join(lines))
 
 
-def _model(config: Config, policy: Policy) -> str:
+def _model(model: ModelSettings, policy: Policy) -> str:
     weights = sum(parameter.numel() for parameter in policy.model.parameters())
     size = f"{weights:,} weights" if weights < 1e6 else f"{weights / 1e6:,.4g} million weights"
-    if not isinstance(config.model, HuggingFaceModelConfig):
-        return f"{config.model.name}, {size}, drawn from the seed"
-    words = [config.model.path, size, str(policy.compute_dtype).removeprefix("torch.")]
-    if config.model.random_weights:
+    if not isinstance(model, HuggingFaceModelSettings):
+        return f"{model.name}, {size}, drawn from the seed"
+    words = [model.path, size, str(policy.compute_dtype).removeprefix("torch.")]
+    if model.random_weights:
         words.append("drawn from the seed")
-    if config.model.lora_rank is not None:
-        words.append(f"adapters of rank {config.model.lora_rank}")
+    if model.lora_rank is not None:
+        words.append(f"adapters of rank {model.lora_rank}")
     return ", ".join(words)
 
 
@@ -51,16 +60,17 @@ def _device(on_gpu: bool, layout: Layout) -> str:
     return name if processes == 1 else f"{processes} x {name}"
 
 
-def _sampler(config: Config) -> str:
-    if isinstance(config.sampler, VllmSamplerConfig):
-        if config.sampler.urls:
-            return f"vllm at {', '.join(config.sampler.urls)}"
+def _sampler(sampler: SamplerSettings) -> str:
+    if isinstance(sampler, VllmSamplerSettings):
+        if sampler.urls:
+            return f"vllm at {', '.join(sampler.urls)}"
         return "vllm, on servers that this run starts"
-    copies = copies_of(config)
+    assert isinstance(sampler, TransformersSamplerSettings)  # there is no third class
+    copies = sampler.copies
     if not copies:
         place = "in this process"
-    elif config.sampler.gpus is None:
+    elif sampler.gpus is None:
         place = f"on the CPU in processes with copies of the weights: {len(copies)}"
     else:
         place = f"in processes with copies of the weights on GPU {', '.join(map(str, copies))}"
-    return f"{config.sampler.name}, {place}"
+    return f"{sampler.name}, {place}"

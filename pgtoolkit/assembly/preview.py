@@ -9,10 +9,8 @@ from typing import NamedTuple
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_run import TinyModelConfig
-from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
+from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.model_folder import (
     end_tokens,
     load_generation_config,
@@ -23,6 +21,7 @@ from pgtoolkit.tasks.accepted import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
+from pgtoolkit.tasks.settings import PromptsTaskSettings, TaskSettings
 
 _AS_TEXTS = ("exact_match", "regular_expression")
 """Verifiers that compare an answer with the completion, character by character."""
@@ -41,38 +40,42 @@ class Preview(NamedTuple):
     notes: list[str]
 
 
-def preview(config: Config) -> Preview:
+def preview(
+    settings: TaskSettings,
+    seed: int,
+    rollout: PolicyRolloutSettings,
+    model: TinyModelSettings | HuggingFaceModelSettings,
+) -> Preview:
     """Return the first prompt; without its tokens if the model is not here. No hub is asked.
 
+    settings: of the task.
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
-    assert isinstance(config.rollout, PolicyRolloutConfig)
-    model = config.model
-    longest = config.rollout.max_completion_length
-    task = make_task(scored_by_nobody(config.task), config.seed)
+    longest = rollout.max_completion_length
+    task = make_task(scored_by_nobody(settings), seed)
     prompt = task.prompt(0)
     text = repr(prompt.text)
     dots = "..." if len(text) > _SHOWN_CHARACTERS else ""
     lines = [f"{prompt.place}: {text[:_SHOWN_CHARACTERS]}{dots}"]
-    if isinstance(model, TinyModelConfig):
+    if isinstance(model, TinyModelSettings):
         # The tokenizer of transformers around this one takes a second to import.
         encoding = tiny_tokenizer(task.alphabet).encode(prompt.text)
         tokens = encoding.ids
         names = encoding.tokens
         notes = []
-        if _compares_texts(config.task):
+        if _compares_texts(settings):
             first = list(itertools.islice(task.rows(), FIRST))
             notes = _too_long(first, [len(row.answer.strip()) for row in first], longest)
     elif local_folder(model.path) is not None:
         tokenizer = load_tokenizer(model.path)
         ends = end_tokens(load_generation_config(model.path), tokenizer)
-        chat = chat_of(config.task, tokenizer)
-        tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, longest=longest)
+        chat = chat_of(settings, tokenizer)
+        tokenized = TokenizedTask(task, tokenizer, ends, chat, rollout.stop, longest=longest)
         (tokens,) = tokenized.encode([prompt])
         names = tokenizer.convert_ids_to_tokens(tokens)
-        notes = notes_on_ends(ends, vocabulary_size(model, config.task), config.rollout.stop)
+        notes = notes_on_ends(ends, vocabulary_size(model, settings), rollout.stop)
         notes += [] if chat is None else chat.notes(ends)
-        notes += notes_on_rows(tokenized, config.task)
+        notes += notes_on_rows(tokenized, settings)
     else:
         lines.append(f"its tokens are known where model.path={model.path} is a folder")
         return Preview(lines, [])
@@ -83,7 +86,7 @@ def preview(config: Config) -> Preview:
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
 
 
-def notes_on_rows(tokenized: TokenizedTask, config: TaskConfig) -> list[str]:
+def notes_on_rows(tokenized: TokenizedTask, config: TaskSettings) -> list[str]:
     """Return notes on surprises in the first prompts and answers as tokens."""
     # Each prompt of a conversation asks its environment, which is the user's.
     count = 1 if isinstance(tokenized.task, ConversationTask) else FIRST
@@ -217,8 +220,8 @@ def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -
     ]
 
 
-def _compares_texts(config: TaskConfig) -> bool:
-    if not isinstance(config, PromptsTaskConfig):
+def _compares_texts(config: TaskSettings) -> bool:
+    if not isinstance(config, PromptsTaskSettings):
         return False
     entries = config.verifiers.values() or [{"verifier": config.verifier}]
     return any(entry["verifier"] in _AS_TEXTS for entry in entries)

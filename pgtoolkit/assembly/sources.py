@@ -6,18 +6,17 @@ import functools
 import logging
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 from pgtoolkit.assembly.data import record_rollouts
+from pgtoolkit.assembly.loss import penalty_on_rewards
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
-from pgtoolkit.config.counts import copies_of
+from pgtoolkit.assembly.recorded_rollouts import estimator_of, recorded_rollouts
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
-from pgtoolkit.config.schema_tasks import TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluator import (
@@ -27,24 +26,43 @@ from pgtoolkit.rollouts.evaluator import (
     asked_by_both,
     different,
 )
-from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.sampling.copies import CopySampler
+from pgtoolkit.sampling.generation_settings import ignored_settings
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler, check_sampled
-from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.sampling.settings import (
+    SamplingSettings,
+    TransformersSamplerSettings,
+    VllmSamplerSettings,
+)
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, check_turns
+from pgtoolkit.tasks.settings import TaskSettings, TooLong
 from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
 log = logging.getLogger("pgtoolkit")
+
+
+class _Asked(NamedTuple):
+    """How the prompts of a run are asked.
+
+    by_transformers: whether this library samples. model: the option of the group `model`.
+    max_steps: of the run.
+    """
+
+    sampling: SamplingSettings
+    by_transformers: bool
+    model: str
+    max_steps: int
 
 
 def source_of(
@@ -60,7 +78,7 @@ def source_of(
     longest_document: in tokens.
     run_dir: of the run, which keeps the index of recorded rollouts; None: no index is kept.
     """
-    if isinstance(config.rollout, PolicyRolloutConfig):
+    if isinstance(config.rollout, PolicyRolloutSettings):
         return _sampled_rollouts(
             config, config.rollout, task, module, longest_document, resume, run_dir or Path()
         )
@@ -85,7 +103,7 @@ def source_of(
 
 def _sampled_rollouts(
     config: Config,
-    rollout: PolicyRolloutConfig,
+    rollout: PolicyRolloutSettings,
     task: Task,
     module: PolicyGradientModule,
     longest_document: int,
@@ -100,23 +118,52 @@ def _sampled_rollouts(
         if module.reference is not None:
             longest_document = min(longest_document, module.reference.max_positions)
         tokenized = _tokenized_task(
-            config, config.task, task, module, longest_document, config.kl.reference_prompt
+            _Asked(
+                rollout.sampling,
+                config.sampler.name == "transformers",
+                config.model.name,
+                config.trainer.max_steps,
+            ),
+            config.task,
+            task,
+            module,
+            longest_document,
+            config.kl.reference_prompt,
         )
         notes = notes_on_ends(tokenized.ends, module.policy.vocabulary_size, rollout.stop)
         notes += _notes_on_template(tokenized)
         for note in [*notes, *notes_on_rows(tokenized, config.task)]:
             log.warning(f"note: {note}")
     _check_prompts(module.layout, "the task", task)
-    sampler = _sampler(config, module, tokenized, longest_document, run_dir)
-    ignored = ignored_settings(module.policy, rollout)
-    if ignored and isinstance(config.model, HuggingFaceModelConfig):
+    is_async = rollout.max_staleness is not None
+    make_sampler = functools.partial(
+        _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
+    )
+    sampler = make_sampler(rollout.sampling, module, tokenized, longest_document, run_dir, is_async)
+    ignored = ignored_settings(module.policy, rollout.sampling)
+    if ignored and isinstance(config.model, HuggingFaceModelSettings):
         values = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log.warning(
             f"note: {config.model.path}/generation_config.json suggests {values}, which is "
             "ignored: only rollout.temperature and rollout.top_p decide how completions are "
             "sampled."
         )
-    return SampledRollouts(config, tokenized, sampler, module, module.layout, folder)
+    has_critic = config.advantage.estimator == AdvantageEstimator.gae
+    return SampledRollouts(
+        tokenized,
+        sampler,
+        module,
+        rollout,
+        estimator_of(config.advantage, rollout, config.task),
+        config.accumulation,
+        config.seed,
+        module.layout,
+        folder,
+        penalty=penalty_on_rewards(config.kl),
+        reference_moves=config.kl.update_every is not None,
+        gae=config.advantage if has_critic else None,
+        correction=module.loss.correction,
+    )
 
 
 def evaluator_of(
@@ -133,14 +180,25 @@ def evaluator_of(
     source: the rollouts that it is trained on, if it is.
     Raises ConfigError or DataError for a set whose prompts cannot be read, or are too long.
     """
-    evaluated_config = as_evaluated(config)
-    assert isinstance(evaluated_config.rollout, PolicyRolloutConfig)
+    rollout = as_evaluated(config.evaluation, config.rollout)
+    asked = _Asked(
+        rollout.sampling,
+        config.sampler.name == "transformers",
+        config.model.name,
+        config.trainer.max_steps,
+    )
     longest_document = module.policy.max_positions
     if config.sampler.name == "vllm":
         longest_document = min(longest_document, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [
-            _prompt_set(evaluated_config, held_out, module, longest_document)
+            _prompt_set(
+                asked,
+                f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task",
+                held_out,
+                module,
+                longest_document,
+            )
             for held_out in held_out_sets(config)
         ]
         _note_on_sets(sets, training_task)
@@ -149,14 +207,17 @@ def evaluator_of(
     if isinstance(source, SampledRollouts) and isinstance(
         source.sampler, ServerSampler | CopySampler
     ):
-        sampler = source.sampler.sampling_otherwise(evaluated_config.rollout, source.state_dict)
+        sampler = source.sampler.sampling_otherwise(rollout.sampling, source.state_dict)
     else:
-        sampler = _sampler(evaluated_config, module, sets[0].task, longest_document, run_dir)
+        make_sampler = functools.partial(
+            _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
+        )
+        sampler = make_sampler(rollout.sampling, module, sets[0].task, longest_document, run_dir)
     return Evaluator(
         sets,
         sampler,
         module,
-        evaluated_config.rollout,
+        rollout,
         module.layout,
         run_dir,
         config.evaluation.every,
@@ -193,9 +254,13 @@ def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
 
 
 def _prompt_set(
-    config: Config, held_out: HeldOut, module: PolicyGradientModule, longest_document: int
+    asked: _Asked,
+    place: str,
+    held_out: HeldOut,
+    module: PolicyGradientModule,
+    longest_document: int,
 ) -> PromptSet:
-    place = f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task"
+    """Return an evaluation set with its tokens. place: the key below which it has its task."""
 
     def with_keys_of_set(message: str) -> str:
         message = message.replace("task.", f"{place}.")
@@ -204,7 +269,7 @@ def _prompt_set(
     once = functools.partial(read_once, module.layout)
     try:
         task = make_task(held_out.task, held_out.seed, once, held_out=True)
-        tokenized = _tokenized_task(config, held_out.task, task, module, longest_document)
+        tokenized = _tokenized_task(asked, held_out.task, task, module, longest_document)
     except (ConfigError, DataError) as error:
         problem = with_keys_of_set(str(error))
         raise type(error)(f"evaluation set {held_out.name}: {problem}") from error
@@ -215,8 +280,8 @@ def _prompt_set(
 
 
 def _tokenized_task(
-    config: Config,
-    task_config: TaskConfig,
+    asked: _Asked,
+    task_config: TaskSettings,
     task: Task,
     module: PolicyGradientModule,
     longest_document: int,
@@ -228,23 +293,23 @@ def _tokenized_task(
     Raises ConfigError or DataError for prompts that are too long, or conversations that the model
     has no tokens for.
     """
-    assert isinstance(config.rollout, PolicyRolloutConfig)
     tokenizer = module.policy.tokenizer
     chat = chat_of(task_config, tokenizer)
-    longest_completion = config.rollout.max_completion_length
+    longest_completion = asked.sampling.max_completion_length
+    assert longest_completion is not None
     tokenized = TokenizedTask(
         task,
         tokenizer,
         end_tokens(module.model.generation_config, tokenizer),
         chat,
-        config.rollout.stop,
+        asked.sampling.stop,
         module.policy.vocabulary_size,
         template,
         longest_completion,
-        config.trainer.max_steps,
+        asked.max_steps,
     )
     unscaled = module.policy.unscaled_positions
-    if config.sampler.name == "transformers" and unscaled < longest_document:
+    if asked.by_transformers and unscaled < longest_document:
         # Sampled token by token, the first tokens would have other positions than in training.
         log.warning(
             f"note: documents have at most {unscaled} tokens. In a longer one the model's rotary "
@@ -258,7 +323,7 @@ def _tokenized_task(
     tokenized.check_lengths(
         longest_document, longest_completion, skips_long_prompts, longest_prompt, once
     )
-    check_turns(tokenized, task_config, config.model.name)
+    check_turns(tokenized, task_config, asked.model)
     return tokenized
 
 
@@ -275,20 +340,34 @@ def _check_prompts(layout: Layout, place: str, task: Task) -> None:
 
 
 def _sampler(
-    config: Config,
+    settings: TransformersSamplerSettings | VllmSamplerSettings,
+    seed: int,
+    on_gpu: bool,
+    sampling: SamplingSettings,
     module: PolicyGradientModule,
     task: TokenizedTask,
     longest_document: int,
     run_dir: Path,
+    is_async: bool = False,
 ) -> Sampler:
-    if copies_of(config):
-        return CopySampler(config, module.policy, module.layout, run_dir)
-    if isinstance(config.sampler, TransformersSamplerConfig):
-        check_sampled(module.policy, config.sampler)
-        return TransformersSampler(module.policy, config)
+    if isinstance(settings, TransformersSamplerSettings):
+        if settings.copies:
+            return CopySampler(module.policy, sampling, settings, module.layout, run_dir)
+        check_sampled(module.policy, settings)
+        return TransformersSampler(module.policy, sampling, settings, is_async)
     with failing_together(module.layout):
         prompts = task.encode([task.prompt(number) for number in range(16)])
-    settings = functools.partial(write_settings, module, merged=True)
     return ServerSampler(
-        Vllm(), config, module, module.layout, prompts, longest_document, settings, run_dir
+        Vllm(),
+        sampling,
+        settings,
+        module,
+        module.layout,
+        prompts,
+        longest_document,
+        functools.partial(write_settings, module, merged=True),
+        run_dir,
+        seed=seed,
+        on_gpu=on_gpu,
+        is_async=is_async,
     )

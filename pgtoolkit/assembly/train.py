@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.assembly.build import accelerator, build
+from pgtoolkit.assembly.continuing import resume_command, sync_command
 from pgtoolkit.assembly.open_run import open_run
+from pgtoolkit.assembly.run_description import description_of
+from pgtoolkit.assembly.summary import summary
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import (
-    PolicyRolloutConfig,
-    RecordedRolloutConfig,
-    RolloutConfig,
-)
 from pgtoolkit.errors import (
     DataError,
     Interrupted,
@@ -32,6 +30,11 @@ from pgtoolkit.ranks.agreement import losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.sampled import SampledRollouts
+from pgtoolkit.rollouts.settings import (
+    PolicyRolloutSettings,
+    RecordedRolloutSettings,
+    RolloutSettings,
+)
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.runs.series import Columns, read_metrics
@@ -41,8 +44,8 @@ from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
-from pgtoolkit.tracking.next_commands import resume_command, sync_command
-from pgtoolkit.tracking.progress import entry, mlflow_entries, summary
+from pgtoolkit.tracking.progress import entry, mlflow_entries
+from pgtoolkit.tracking.settings import TrackingSettings
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.callbacks import own_parts
 from pgtoolkit.training.checkpoint import reading_checkpoint
@@ -82,7 +85,7 @@ def train(
                 # A damaged checkpoint after this step does not count: it is written anew.
                 run.set_status("running", recorder.step, sweep=sweep, saved=recorder.step)
             _train_steps(config, run, recorder, trackers, checkpoint, layout, folder, resume)
-            outcome, reason = _outcome(config, recorder)
+            outcome, reason = _outcome(config.trainer.max_steps, config.rollout, recorder)
         except (KeyboardInterrupt, SystemExit) as stop:
             # Lightning raises SystemExit for a KeyboardInterrupt.
             outcome = "interrupted"
@@ -170,7 +173,7 @@ def _train_steps(
                 recorder.completions = KeptCompletions(
                     run.path, num_kept, loader.source.prompt, module.policy.tokenizer, recorder.step
                 )
-            _start_trackers(config, run, trackers)
+            _start_trackers(config.tracking, run, trackers)
             for tracker in trackers:
                 if isinstance(tracker, MlflowTracker):
                     lines = mlflow_entries(tracker.info)
@@ -184,18 +187,19 @@ def _train_steps(
                 own_parts(config.callbacks.own),
                 dict(leaves(plain_config(config))),
                 recorder,
-                on_cpu=accelerator(config) == "cpu",
+                on_cpu=accelerator(config.trainer.device, config.kernel) == "cpu",
             )
         recorder.check_trained()
 
 
-def _outcome(config: Config, recorder: Recorder) -> tuple[str, str | None]:
+def _outcome(
+    max_steps: int, rollout: RolloutSettings, recorder: Recorder
+) -> tuple[str, str | None]:
     """Return the status of a run that raised no error, and the reason for its end, if any."""
     if recorder.interrupted_by:
         return "interrupted", recorder.interrupted_by
-    max_steps = config.trainer.max_steps
     if recorder.reached is None and recorder.step < max_steps:
-        reason = _why_the_data_ended(config.rollout)
+        reason = _why_the_data_ended(rollout)
         return "done", f"the data ended after step {recorder.step} of {max_steps}: {reason}"
     return "done", recorder.reached
 
@@ -216,19 +220,18 @@ def _ignoring_sigterm(layout: Layout) -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _why_the_data_ended(rollout: RolloutConfig) -> str:
-    if isinstance(rollout, PolicyRolloutConfig):
+def _why_the_data_ended(rollout: RolloutSettings) -> str:
+    if isinstance(rollout, PolicyRolloutSettings):
         return f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is left"
-    assert isinstance(rollout, RecordedRolloutConfig)
+    assert isinstance(rollout, RecordedRolloutSettings)
     return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
-def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -> None:
+def _start_trackers(settings: TrackingSettings, run: RunDirectory, started: list[Tracker]) -> None:
     """Start the configured trackers, and add each to `started`.
 
     So those that were started can be closed if a later one fails.
     """
-    settings = config.tracking
     for name in (settings.name, *settings.also):
         if name == "mlflow":
             assert settings.experiment is not None
@@ -244,7 +247,7 @@ def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -
         else:
             return
         advice += ", or use tracking=none to keep metrics in the run directory only."
-        tracker.start(run.path, f"Training has not started. {advice}")
+        tracker.start(run.path, description_of(run.path), f"Training has not started. {advice}")
         started.append(tracker)
         if isinstance(tracker, MlflowTracker):
             run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)

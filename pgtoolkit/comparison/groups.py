@@ -15,8 +15,8 @@ from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
 from pgtoolkit.config.own_code import as_typed
-from pgtoolkit.config.schema_rollouts import POSITION
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.runs.series import final

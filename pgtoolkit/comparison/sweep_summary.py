@@ -9,12 +9,12 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for
 from pgtoolkit.comparison.reports import write
 from pgtoolkit.comparison.text_report import render_comparison
-from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_literal
+from pgtoolkit.tracking.store_address import absolute_uri
 
 
 def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pgtoolkit.assembly.loss import loss_of
 from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.counts import documents_per_batch, documents_per_step
+from pgtoolkit.config.counts import documents_per_step
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
@@ -25,6 +25,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.rollouts.batch_counts import documents_per_batch
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import read_metrics
@@ -203,20 +204,26 @@ def _step_and_checkpoint(
     if run_dir is not None:
         checkpoint = load_newest(run_dir / "checkpoints", last if number is None else number)
     if number is None:
-        number = min(last, _last_of_batch(config, checkpoint))
+        number = min(
+            last,
+            _last_of_batch(
+                documents_per_batch(config.rollout), documents_per_step(config), checkpoint
+            ),
+        )
     return number, checkpoint
 
 
-def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
+def _last_of_batch(batch_size: int | None, per_step: int, checkpoint: dict | None) -> int:
     """Return the last step on the batch of documents with which training continues from a
-    checkpoint: there ratios are widest."""
+    checkpoint: there ratios are widest.
+
+    batch_size, per_step: in documents; None and 0 where they are not known.
+    """
     steps_done = 0
     position = 0
     if checkpoint is not None:
         steps_done = checkpoint["step"]
         position = checkpoint["data"]["position"]
-    batch_size = documents_per_batch(config.rollout)
-    per_step = documents_per_step(config)
     if batch_size is None or per_step == 0:
         return steps_done + 1
     left_in_batch = batch_size - position % batch_size
@@ -230,14 +237,14 @@ def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iter
         loss = loss_of(config)
         if loss in known:
             continue
-        label = " ".join(job) if known else _loss_in_words(config)
+        label = (
+            " ".join(job)
+            if known
+            else f"loss={chosen(config, 'loss')} aggregation={chosen(config, 'aggregation')}"
+        )
         lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
         yield replace(loss_on_step(made, loss), label=label, lines=lines)
         known.append(loss)
-
-
-def _loss_in_words(config: Config) -> str:
-    return f"loss={chosen(config, 'loss')} aggregation={chosen(config, 'aggregation')}"
 
 
 def _origin_of_weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:

@@ -13,21 +13,22 @@ from torch import Tensor
 from pgtoolkit.assembly.build import accelerator, build, loader_of
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
-from pgtoolkit.config.schema_step import ParallelismConfig
+from pgtoolkit.config.schema import Config, Rollout
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
+from pgtoolkit.rollouts.settings import AdvantageSettings, PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.callbacks import OwnParts
 from pgtoolkit.training.checkpoint import reading_checkpoint
 from pgtoolkit.training.fit import RunCallback, run_steps
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.loss_settings import KLSettings
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.run_log import quieten
 from pgtoolkit.training.state import restore
@@ -80,20 +81,27 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     config = _in_this_process(config)
     module, loader = build(config)
     has_groups = loader.source.has_groups
-    watch = _Watch(number, checkpoint, config_of_run)
-    recorded = _recorded_documents(config_of_run)
+    watch = _Watch(number, checkpoint, config_of_run.sampler.name)
+    recorded = _recorded_documents(config_of_run.rollout, config_of_run.kl, config_of_run.advantage)
     try:
         if recorded is not None:
-            assert isinstance(config.rollout, PolicyRolloutConfig)
+            assert isinstance(config.rollout, PolicyRolloutSettings)
             loader.source.close()
             source = RecordedBatches(recorded, config.rollout, module.policy.vocabulary_size)
-            loader = loader_of(source, config)
+            loader = loader_of(
+                source, config.aggregation, config.accumulation, config.trainer.max_steps
+            )
         if checkpoint is not None:
             with reading_checkpoint(checkpoint["path"]):
                 loader.load_state_dict(checkpoint["data"])
         try:
+            device = accelerator(config.trainer.device, config.kernel)
             run_steps(
-                module, loader, OwnParts(), recorder=watch, on_cpu=accelerator(config) == "cpu"
+                module,
+                loader,
+                OwnParts(),
+                recorder=watch,
+                on_cpu=device == "cpu",
             )
         except SystemExit as stop:  # Lightning turns Ctrl-C into it
             raise KeyboardInterrupt from stop
@@ -108,14 +116,14 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         raise DataError(
             f"--step={number} needs a step with trained tokens (got none). Use another --step."
         )
-    documents = _origin_of_documents(config_of_run, recorded, watch.sampled)
+    documents = _origin_of_documents(config_of_run.rollout, recorded, watch.sampled)
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
 
 
-def _origin_of_documents(config: Config, recorded: Path | None, sampled: bool) -> str:
+def _origin_of_documents(rollout: Rollout, recorded: Path | None, sampled: bool) -> str:
     """Return where the documents of a repeated step come from, in words."""
-    if not isinstance(config.rollout, PolicyRolloutConfig):
-        return f"read from {config.rollout.path}"
+    if not isinstance(rollout, PolicyRolloutSettings):
+        return f"read from {rollout.path}"
     if recorded is not None:
         return f"recorded by the run in {recorded}"
     if sampled:
@@ -123,14 +131,16 @@ def _origin_of_documents(config: Config, recorded: Path | None, sampled: bool) -
     return "held by the checkpoint"
 
 
-def _recorded_documents(config: Config) -> Path | None:
+def _recorded_documents(
+    rollout: Rollout, kl: KLSettings, advantage: AdvantageSettings
+) -> Path | None:
     """Return the folder of the documents that the run has recorded, None if they cannot be used."""
-    folder = getattr(config.rollout, "save_path", None)
+    folder = getattr(rollout, "save_path", None)
     if folder is None or not Path(folder).is_dir():
         return None
     # Recorded documents lack the prompts that a reference model may read in the place of the
     # policy's, and the critic's values of their tokens.
-    is_complete = config.kl.reference_prompt is None and config.advantage.estimator != "gae"
+    is_complete = kl.reference_prompt is None and advantage.estimator != "gae"
     return Path(folder) if is_complete else None
 
 
@@ -143,19 +153,19 @@ def _in_this_process(config: Config) -> Config:
         "sequence_data_parallel": 1,
         "pipeline_parallel": 1,
     }
-    parallelism: ParallelismConfig = replace(
+    parallelism: ParallelismSettings = replace(
         config.parallelism, **sizes, shard=False, sequence_parallel=False
     )
     config = replace(
         config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0)
     )
-    if isinstance(config.rollout, PolicyRolloutConfig):
+    if isinstance(config.rollout, PolicyRolloutSettings):
         config = with_values(config, {"rollout.save_path": None})
         static_cache = getattr(config.sampler, "static_cache", None)
         max_sequences = None
         if config.sampler.name == "transformers":
             max_sequences = config.sampler.max_sequences
-        sampler = TransformersSamplerConfig(
+        sampler = TransformersSamplerSettings(
             max_sequences=max_sequences, dtype=config.sampler.dtype, static_cache=static_cache
         )
         config = replace(config, sampler=sampler)
@@ -165,7 +175,7 @@ def _in_this_process(config: Config) -> Config:
 class RecordedBatches(Source):
     """A run's recorded batches, as the source of its documents by their position in the run."""
 
-    def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
+    def __init__(self, folder: Path, rollout: PolicyRolloutSettings, vocabulary_size: int):
         self._folder = folder
         self.batch_size = rollout.prompts_per_batch * rollout.group_size
         self._rules = Rules(vocabulary_size, ("old_log_probs", "advantage"))
@@ -197,14 +207,14 @@ class _Watch(RunCallback):
     """Callback that begins training at a checkpoint, ends it after step `number`, and keeps that
     step's log-probs.
 
-    config: the run's own, since the sampler may have been replaced for the repetition.
+    sampler: the name of the run's own, since the sampler may have been replaced for the repetition.
     last: the last step that was begun. sampled: whether any step needed new completions.
     """
 
-    def __init__(self, number: int, checkpoint: dict | None, config: Config):
+    def __init__(self, number: int, checkpoint: dict | None, sampler: str):
         self._number = number
         self._checkpoint = checkpoint
-        self._config = config
+        self._sampler = sampler
         self.last = 0
         self.sampled = False
         self.step: Step | None = None
@@ -224,7 +234,7 @@ class _Watch(RunCallback):
     ) -> None:
         self.last = batch.state_after["num_steps"]
         self.sampled |= batch.seconds.get("sampling", 0) > 0
-        if self.sampled and self._config.sampler.name != "transformers":
+        if self.sampled and self._sampler != "transformers":
             raise ConfigError(
                 f"--step={self._number} needs recorded rollouts (got none). Servers wrote the "
                 "run's completions, which would be others now. Use a step whose documents a "

@@ -9,13 +9,13 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.child import Child, under_guard
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
+from pgtoolkit.tracking.store_address import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -4,10 +4,9 @@ batch, how early a batch is sampled, and by how many processes."""
 from __future__ import annotations
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
-from pgtoolkit.config.schema_step import AccumulationConfig
-from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
+from pgtoolkit.rollouts.batch_counts import documents_per_batch
+from pgtoolkit.sampling.settings import TransformersSamplerSettings
+from pgtoolkit.tasks.settings import GeneratedTaskSettings
 
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:
@@ -18,7 +17,7 @@ def longest_document(config: Config) -> tuple[int | None, int | None]:
     completion = config.rollout.max_completion_length
     if config.rollout.name != "policy":
         return None, completion
-    if not isinstance(config.task, GeneratedTaskConfig):
+    if not isinstance(config.task, GeneratedTaskSettings):
         return getattr(config.task, "max_prompt_length", None), completion
     if config.model.name != "tiny":
         return None, completion
@@ -38,16 +37,9 @@ def tokens_at_least(config: Config) -> int:
     """
     prompt, completion = longest_document(config)
     counts_characters = config.model.name == "tiny" and config.rollout.name == "policy"
-    if counts_characters and isinstance(config.task, GeneratedTaskConfig):
+    if counts_characters and isinstance(config.task, GeneratedTaskSettings):
         completion = max(completion or 1, config.task.longest[1])
     return (prompt or 1) + (completion or 1)
-
-
-def documents_per_batch(rollout: RolloutConfig) -> int | None:
-    """Return the documents of a batch of rollouts; None for recorded ones."""
-    if not isinstance(rollout, PolicyRolloutConfig):
-        return None
-    return rollout.prompts_per_batch * rollout.group_size
 
 
 def documents_per_step(config: Config) -> int:
@@ -57,52 +49,6 @@ def documents_per_step(config: Config) -> int:
     if batch_size is None or config.accumulation.last_step == "carry":
         return docs_per_step
     return min(docs_per_step, batch_size)
-
-
-def steps_of(documents: int, accumulation: AccumulationConfig) -> int:
-    """Return the steps that this many documents of one batch make.
-
-    accumulation: with docs_per_step > 0, and last_step short or drop.
-    """
-    docs_per_step = accumulation.docs_per_step
-    if accumulation.last_step == "drop":
-        return documents // docs_per_step
-    return -(-documents // docs_per_step)
-
-
-def steps_before(
-    number: int, position: int, batch_size: int, accumulation: AccumulationConfig
-) -> int:
-    """Return the steps from the one that begins at `position` to the one that begins batch
-    `number`, which comes after the batch of `position`.
-
-    position: where a step begins, in documents. accumulation: with docs_per_step > 0.
-    """
-    if accumulation.last_step == "carry":
-        return (number * batch_size - position) // accumulation.docs_per_step
-    steps_in_this_batch = steps_of(batch_size - position % batch_size, accumulation)
-    batches_between = number - position // batch_size - 1
-    return steps_in_this_batch + batches_between * steps_of(batch_size, accumulation)
-
-
-def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) -> int:
-    """Return how many steps before the one that begins it each batch is sampled.
-
-    The first batches are sampled when the run starts. With `max_staleness` the number keeps the
-    last step of a batch within the limit, and is at most the steps of a batch: then a batch is
-    sampled while the one before it is trained.
-    """
-    if rollout.max_staleness is None:
-        return rollout.lag
-    steps_per_batch = steps_of(rollout.prompts_per_batch * rollout.group_size, accumulation)
-    return min(rollout.max_staleness - (steps_per_batch - 1), steps_per_batch)
-
-
-def samples_ahead(rollout: RolloutConfig) -> bool:
-    """Return whether completions are sampled before earlier updates are made."""
-    if not isinstance(rollout, PolicyRolloutConfig):
-        return False
-    return rollout.lag > 0 or rollout.max_staleness is not None
 
 
 def samples_async(config: Config) -> bool:
@@ -115,6 +61,4 @@ def copies_of(config: Config) -> list[int]:
     """Return the GPU of each process that samples from a copy of the weights, or its number on the
     CPU; empty without such processes."""
     sampler = config.sampler
-    if not isinstance(sampler, TransformersSamplerConfig):
-        return []
-    return list(range(sampler.processes)) if sampler.gpus is None else sampler.gpus
+    return sampler.copies if isinstance(sampler, TransformersSamplerSettings) else []

@@ -6,19 +6,20 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
-from typing import TypedDict
 
 from pgtoolkit.config.key import Dictionary, value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.schema_tasks import (
-    ConversationTaskConfig,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    SumsTaskConfig,
-    TaskConfig,
-)
+from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.report import text
+from pgtoolkit.tasks.settings import (
+    QUESTIONS,
+    ConversationTaskSettings,
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    SumsTaskSettings,
+    TaskSettings,
+)
 
 DEFAULT_SET = "held_out"
 """The set of a configuration that names none."""
@@ -30,9 +31,6 @@ OF_A_SET = ("task", "seed", "prompts")
 """Keys of an evaluation set beyond those of its task: the task, if another one than in training,
 and its own values of evaluation.seed and evaluation.prompts_per_set."""
 
-QUESTIONS = 10_000
-"""Questions of a data set of reasoning-gym whose options do not say how many it has."""
-
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -40,7 +38,7 @@ class HeldOut:
     are taken from it."""
 
     name: str
-    task: TaskConfig
+    task: TaskSettings
     seed: int
     prompts: int
 
@@ -56,8 +54,8 @@ class HeldOut:
         return f"{self.task.name} with seed {self.seed}" if path is None else path
 
 
-def _files_of(task: TaskConfig) -> tuple[str, str | None, str | None] | None:
-    if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig) or task.path is None:
+def _files_of(task: TaskSettings) -> tuple[str, str | None, str | None] | None:
+    if not isinstance(task, PromptsTaskSettings | ConversationTaskSettings) or task.path is None:
         return None
     path = os.path.realpath(os.path.expanduser(str(task.path)))
     return path, getattr(task, "config", None), task.split
@@ -74,7 +72,7 @@ def held_out_sets(config: Config) -> list[HeldOut]:
     return sets
 
 
-def _task(config: Config, settings: Dictionary) -> TaskConfig:
+def _task(config: Config, settings: Dictionary) -> TaskSettings:
     """Return the task of a set: the configured one, or another one with its defaults, and with the
     set's values in either.
 
@@ -90,11 +88,6 @@ def _task(config: Config, settings: Dictionary) -> TaskConfig:
         values |= {"verifier": verifier, "pattern": None, "verifiers": {}}
     values |= {key: value for key, value in settings.items() if key not in OF_A_SET}
     return SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
-
-
-def powers_of_two(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... up to the limit."""
-    return [2**i for i in range(limit.bit_length())]
 
 
 def watched(config: object) -> tuple[str, str] | None:
@@ -119,45 +112,19 @@ def needs_sampler(config: Config) -> bool:
     return config.rollout.name == "policy" or is_on(config)
 
 
-class Sampling(TypedDict):
-    """How completions are sampled, by keys of rollout=policy.
-
-    None stands for a value that neither the evaluation nor the rollout sets.
-    """
-
-    temperature: float | None
-    top_p: float | None
-    max_completion_length: int | None
-    stop: list[str]
-
-
-def sampling(config: Config) -> Sampling:
+def sampling(config: Config) -> SamplingSettings:
     """Return how the completions of an evaluation are sampled."""
-    rollout = config.rollout
-    settings: Sampling = {
-        "temperature": getattr(rollout, "temperature", None),
-        "top_p": getattr(rollout, "top_p", None),
-        "max_completion_length": getattr(rollout, "max_completion_length", None),
-        "stop": getattr(rollout, "stop", []),
-    }
-    evaluation = config.evaluation
-    if evaluation.temperature is not None:
-        settings["temperature"] = evaluation.temperature
-    if evaluation.top_p is not None:
-        settings["top_p"] = evaluation.top_p
-    if evaluation.max_completion_length is not None:
-        settings["max_completion_length"] = evaluation.max_completion_length
-    return settings
+    return config.evaluation.sampling_of(config.rollout)
 
 
 def sampling_in_words(config: Config) -> str:
     """Return how the completions of an evaluation are sampled, in words."""
     settings = sampling(config)
-    top_p = settings["top_p"]
+    top_p = settings.top_p
     nucleus = "" if top_p in (None, 1) else f", top_p {text(top_p)}"
     return (
-        f"at temperature {text(settings['temperature'])}{nucleus}, at most "
-        f"{settings['max_completion_length']} tokens"
+        f"at temperature {text(settings.temperature)}{nucleus}, at most "
+        f"{settings.max_completion_length} tokens"
     )
 
 
@@ -174,15 +141,15 @@ def are_training_prompts(config: Config, held_out: HeldOut) -> str | None:
     task = config.task
     if config.rollout.name != "policy" or held_out.task.name != task.name:
         return None
-    if isinstance(task, SumsTaskConfig):
+    if isinstance(task, SumsTaskSettings):
         return None  # training never asks what these hold out
     if held_out.files is not None:
         return "They are the prompts of training." if held_out.files == _files_of(task) else None
     for key in _KEYS_OF_QUESTIONS:
         if getattr(held_out.task, key, None) != getattr(task, key, None):
             return None
-    if isinstance(held_out.task, ReasoningGymTaskConfig) and isinstance(
-        task, ReasoningGymTaskConfig
+    if isinstance(held_out.task, ReasoningGymTaskSettings) and isinstance(
+        task, ReasoningGymTaskSettings
     ):
         # Each question has a seed of its own, and the seeds follow each other.
         distance = held_out.seed - config.seed

@@ -42,7 +42,8 @@ def _declared() -> Iterator[Key]:
                         declared["default"] = DEFAULTS[named]
                 if "default_if" in declared:
                     condition, value = declared.pop("default_if")
-                    declared["default"] = ByCondition(condition, value, declared["default"])
+                    usual: Any = declared["default"]
+                    declared["default"] = ByCondition(condition, value, usual)
                 yield Key(
                     name=f"{group.name}.{field.name}",
                     schema=name,

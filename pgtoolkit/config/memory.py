@@ -16,11 +16,11 @@ from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
-from pgtoolkit.config.schema_tasks import ChatTaskConfig, PromptsTaskConfig, SumsTaskConfig
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
+from pgtoolkit.tasks.settings import ChatTaskSettings, PromptsTaskSettings, SumsTaskSettings
 
 _TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
 """Bytes for each trained weight, in float32; AdamW has two moments."""
@@ -198,12 +198,14 @@ def _likely_prompt(config: Config) -> int | None:
     the data knows."""
     known = longest_document(config)[0]
     task = config.task
-    if known is not None or config.rollout.name != "policy" or not isinstance(task, ChatTaskConfig):
+    if known is not None or config.rollout.name != "policy":
+        return known
+    if not isinstance(task, ChatTaskSettings):
         return known
     tokens = None
-    if isinstance(task, SumsTaskConfig):
+    if isinstance(task, SumsTaskSettings):
         tokens = _likely_tokens(task.longest_prompt)
-    elif isinstance(task, PromptsTaskConfig):
+    elif isinstance(task, PromptsTaskSettings):
         tokens = _longest_prompt_of(Path(task.path), task.prompt_field)
     if tokens is None or task.chat == "never":
         return tokens
@@ -298,7 +300,7 @@ def refuse_overflow(config: Config, gpu: float) -> None:
     needed = max(of_training, of_copies)
     if needed > gpu:
         setting = f"model={config.model.name}"
-        if isinstance(config.model, HuggingFaceModelConfig):
+        if isinstance(config.model, HuggingFaceModelSettings):
             setting = f"model.path={config.model.path}"
         raise ConfigError(
             refusal(

@@ -3,15 +3,12 @@ number of weights."""
 
 from __future__ import annotations
 
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_tasks import GeneratedTaskConfig, TaskConfig
+from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, TinyModelSettings
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import is_whole
-
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
-CUDA graphs."""
+from pgtoolkit.tasks.settings import GeneratedTaskSettings, TaskSettings
 
 _KEYS_OF_SHAPE = {
     "type": ("model_type",),
@@ -26,12 +23,12 @@ _TINY_VOCABULARY_OF_TEXTS = 97
 """Entries of the tiny model's vocabulary for texts of reasoning-gym."""
 
 
-def shape(model: ModelConfig) -> dict[str, object]:
+def shape(model: ModelSettings) -> dict[str, object]:
     """Return the type, attention heads, key-value heads, layers and whether embedding and head are
     tied, as far as the configuration or a local config.json says."""
-    if isinstance(model, TinyModelConfig):
+    if isinstance(model, TinyModelSettings):
         return {"type": "gpt2", "attention heads": model.num_heads, "layers": model.num_layers}
-    assert isinstance(model, HuggingFaceModelConfig)  # there is no third class
+    assert isinstance(model, HuggingFaceModelSettings)  # there is no third class
     settings = model_settings(model.path)
     if not settings:
         return {}
@@ -45,19 +42,19 @@ def shape(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
+def vocabulary_size(model: ModelSettings, task: TaskSettings) -> int | None:
     """Return the entries of the model's vocabulary; None where only loading it tells."""
-    if isinstance(model, TinyModelConfig):
-        if isinstance(task, GeneratedTaskConfig):
+    if isinstance(model, TinyModelSettings):
+        if isinstance(task, GeneratedTaskSettings):
             return len(task.alphabet) + 1
         # A file of prompts has its own characters.
         return _TINY_VOCABULARY_OF_TEXTS if task.name == "reasoning_gym" else None
-    assert isinstance(model, HuggingFaceModelConfig)
+    assert isinstance(model, HuggingFaceModelSettings)
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
 
 
-def tiny_sizes(model: TinyModelConfig, task: TaskConfig) -> Sizes:
+def tiny_sizes(model: TinyModelSettings, task: TaskSettings) -> Sizes:
     """Return the sizes of the tiny model."""
     settings = {
         "model_type": "gpt2",
@@ -69,7 +66,7 @@ def tiny_sizes(model: TinyModelConfig, task: TaskConfig) -> Sizes:
     return Sizes(settings)
 
 
-def sizes(model: ModelConfig) -> Sizes | None:
+def sizes(model: ModelSettings) -> Sizes | None:
     """Return the sizes of a model; None for the tiny one, for another type, and where config.json
     does not say enough."""
     return sizes_of(getattr(model, "path", None))

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import glob
 import os
-import tempfile
 from pathlib import Path
 
 from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_tasks import is_data_set_name
 from pgtoolkit.runs.directory import occupied, occupied_by
+from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.settings import is_data_set_name
+from pgtoolkit.tracking.store_address import absolute_uri
 
 NO_FOLDER = ("initial", "recorded")
 """Values of kl.reference that name no model: the run's first weights, and log-probs recorded with
@@ -58,20 +59,6 @@ def absolute(value: str, reads: str | None) -> str:
     return str(Path.cwd() / place)
 
 
-def absolute_uri(uri: str | None) -> str:
-    """Return the tracking URI, with the default store for None, and an absolute path of SQLite."""
-    uri = uri or "sqlite:///outputs/mlflow.db"
-    path = sqlite_path(uri)
-    return f"sqlite:///{path}" if path else uri
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """Return the absolute path of an sqlite URI's file; None for any other URI."""
-    if not uri.startswith("sqlite:///"):
-        return None
-    return Path(uri.removeprefix("sqlite:///")).resolve()
-
-
 def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list[str]:
     """Return the problem with the folder of a run or of a sweep.
 
@@ -94,43 +81,3 @@ def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list
             )
         ]
     return []
-
-
-def cannot_hold_files(folder: Path) -> str | None:
-    """Try whether a folder can be made and take files; return why not, or None if it can."""
-    place = folder.absolute()
-    nearest = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
-    try:  # some file systems refuse what their permissions allow
-        with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest) as trial:
-            Path(trial, place.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"{nearest}: {error.strerror}"
-    return None
-
-
-def occupied_by_rollouts(save_path: str | None) -> str | None:
-    """Refuse a folder in which another run has recorded its rollouts; None for any other."""
-    batches = batches_in(save_path) if save_path else None
-    if not batches:
-        return None
-    return refusal(
-        setting=f"rollout.save_path={save_path}",
-        needs="a new or empty folder",
-        got=f"one with {batches} batches of rollouts",
-        reason="The rollouts of two runs would mix.",
-        use="another folder, or remove this one",
-    )
-
-
-def batches_in(save_path: str) -> int | None:
-    """Return how many batches of rollouts a folder holds, 0 if there is no such folder; None if it
-    is no folder, or one with other files."""
-    try:
-        names = os.listdir(os.path.expanduser(save_path))
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError):  # a file, unreadable, or no possible path
-        return None
-    if not all(name.startswith(("batch-", ".batch-")) for name in names):
-        return None
-    return sum(name.startswith("batch-") for name in names)

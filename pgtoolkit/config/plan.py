@@ -5,25 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pgtoolkit.config.counts import (
-    documents_per_batch,
-    documents_per_step,
-    longest_document,
-    steps_ahead,
-    steps_of,
-)
+from pgtoolkit.config.counts import documents_per_step, longest_document
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.own_code import as_typed, chosen, family_of_config, short_name, typed_key
 from pgtoolkit.config.schema import Config, default_options
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_ahead, steps_of
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import text
@@ -191,7 +186,7 @@ def arithmetic(config: Config) -> Iterator[str]:
 def _batch(config: Config) -> Iterator[str]:
     """Yield a batch's size, the prompts that it leaves out, and how early it is sampled."""
     rollout = config.rollout
-    if not isinstance(rollout, PolicyRolloutConfig):
+    if not isinstance(rollout, PolicyRolloutSettings):
         return
     line = (
         f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = "

@@ -1,8 +1,8 @@
 """The whole configuration: every group with its default option, and the seed.
 
-Its keys are declared in schema_loss.py, schema_step.py, schema_run.py, schema_tasks.py,
-schema_rollouts.py and schema_samplers.py, each with its type, default, meaning, range and whatever
-else holds for it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from them.
+Its keys are declared by the settings of the parts, each with its type, default, meaning, range and
+whatever else holds for it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from
+them.
 """
 
 from __future__ import annotations
@@ -10,80 +10,79 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from pgtoolkit.config import (
-    schema_loss,
-    schema_rollouts,
-    schema_run,
-    schema_samplers,
-    schema_step,
-    schema_tasks,
-)
 from pgtoolkit.config.across import ASKED, CHANGES
-from pgtoolkit.config.schema_loss import (
-    AdvantageConfig,
-    AggregationConfig,
-    CorrectionConfig,
-    CriticConfig,
-    EntropyConfig,
-    KLConfig,
-    LossConfig,
+from pgtoolkit.model import settings as of_model
+from pgtoolkit.model.settings import (
+    HuggingFaceModelSettings,
+    ModelSettings,
+    ParallelismSettings,
+    TinyModelSettings,
 )
-from pgtoolkit.config.schema_rollouts import (
+from pgtoolkit.rollouts import settings as of_rollouts
+from pgtoolkit.rollouts.settings import (
     POSITION,
-    PolicyRolloutConfig,
-    RecordedRolloutConfig,
-    RolloutConfig,
+    AccumulationSettings,
+    AdvantageSettings,
+    EvaluationSettings,
+    PolicyRolloutSettings,
+    RecordedRolloutSettings,
+    RolloutSettings,
 )
-from pgtoolkit.config.schema_run import (
-    CallbacksConfig,
-    HuggingFaceModelConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TinyModelConfig,
-    TrackingConfig,
-    TrainerConfig,
-)
-from pgtoolkit.config.schema_samplers import (
-    EvaluationConfig,
-    SamplerConfig,
-    TransformersSamplerConfig,
-    VllmSamplerConfig,
-)
-from pgtoolkit.config.schema_step import (
-    AccumulationConfig,
-    KernelConfig,
-    MetricsConfig,
-    ParallelismConfig,
-)
-from pgtoolkit.config.schema_tasks import (
-    ConversationTaskConfig,
-    GuessTaskConfig,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    ReverseTaskConfig,
-    SumsTaskConfig,
-    TaskConfig,
+from pgtoolkit.sampling import settings as of_sampling
+from pgtoolkit.sampling.settings import (
+    SamplerSettings,
+    TransformersSamplerSettings,
+    VllmSamplerSettings,
 )
 from pgtoolkit.system.declared import Option, group, key
+from pgtoolkit.tasks import settings as of_tasks
+from pgtoolkit.tasks.settings import (
+    ConversationTaskSettings,
+    GuessTaskSettings,
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    ReverseTaskSettings,
+    SumsTaskSettings,
+    TaskSettings,
+)
+from pgtoolkit.tracking import settings as of_tracking
+from pgtoolkit.tracking.settings import TrackingSettings
+from pgtoolkit.training import loss_settings as of_loss
+from pgtoolkit.training import settings as of_training
+from pgtoolkit.training.loss_settings import (
+    AggregationSettings,
+    CorrectionSettings,
+    EntropySettings,
+    KLSettings,
+    LossSettings,
+)
+from pgtoolkit.training.settings import (
+    CallbacksSettings,
+    CriticSettings,
+    KernelSettings,
+    MetricsSettings,
+    OptimizerSettings,
+    TrainerSettings,
+)
 
 if TYPE_CHECKING:
-    Model = TinyModelConfig | HuggingFaceModelConfig
-    Rollout = PolicyRolloutConfig | RecordedRolloutConfig
-    Sampler = TransformersSamplerConfig | VllmSamplerConfig
+    Model = TinyModelSettings | HuggingFaceModelSettings
+    Rollout = PolicyRolloutSettings | RecordedRolloutSettings
+    Sampler = TransformersSamplerSettings | VllmSamplerSettings
     Task = (
-        ReverseTaskConfig
-        | GuessTaskConfig
-        | SumsTaskConfig
-        | ReasoningGymTaskConfig
-        | PromptsTaskConfig
-        | ConversationTaskConfig
+        ReverseTaskSettings
+        | GuessTaskSettings
+        | SumsTaskSettings
+        | ReasoningGymTaskSettings
+        | PromptsTaskSettings
+        | ConversationTaskSettings
     )
 else:
     # OmegaConf, which checks types while a configuration is composed, takes no unions of classes.
-    Model = ModelConfig
-    Rollout = RolloutConfig
-    Sampler = SamplerConfig
-    Task = TaskConfig
+    Model = ModelSettings
+    Rollout = RolloutSettings
+    Sampler = SamplerSettings
+    Task = TaskSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,31 +103,33 @@ class Config:
         fixed="prompts and the order of the data come from this seed",
         evaluate="model",
     )
-    loss: LossConfig = group(default="gspo", help="The loss family.")
-    aggregation: AggregationConfig = group(
+    loss: LossSettings = group(default="gspo", help="The loss family.")
+    aggregation: AggregationSettings = group(
         default="sample_mean", help="How token losses become one number."
     )
-    correction: CorrectionConfig = group(
+    correction: CorrectionSettings = group(
         default="none", help="A factor that corrects for the gap between sampler and trainer."
     )
-    kl: KLConfig = group(default="none", help="A penalty on the distance from a frozen reference.")
-    entropy: EntropyConfig = group(
+    kl: KLSettings = group(
+        default="none", help="A penalty on the distance from a frozen reference."
+    )
+    entropy: EntropySettings = group(
         default="bonus", help="A bonus on the entropy, once entropy.coefficient is above 0."
     )
-    metrics: MetricsConfig = group(default="basic", help="What is measured at every step.")
-    advantage: AdvantageConfig = group(default="dr_grpo", help="How rewards become advantages.")
-    critic: CriticConfig = group(
+    metrics: MetricsSettings = group(default="basic", help="What is measured at every step.")
+    advantage: AdvantageSettings = group(default="dr_grpo", help="How rewards become advantages.")
+    critic: CriticSettings = group(
         default="default",
         help="The value model, where advantage=gae.",
         learns="advantage.estimator=gae",
         only_if="advantage.estimator=gae",
         added=True,
     )
-    kernel: KernelConfig = group(default="auto", help="What computes the log-probs.")
-    parallelism: ParallelismConfig = group(
+    kernel: KernelSettings = group(default="auto", help="What computes the log-probs.")
+    parallelism: ParallelismSettings = group(
         default="single", help="How the work is spread over processes."
     )
-    accumulation: AccumulationConfig = group(
+    accumulation: AccumulationSettings = group(
         default="dynamic", help="How documents form an optimizer step.", evaluate="kept"
     )
     model: Model = group(default="tiny", help="The policy.", evaluate="model")
@@ -147,31 +148,32 @@ class Config:
         evaluate="run",
         only_if=ASKED,
     )
-    optimizer: OptimizerConfig = group(default="adamw", help="AdamW and its schedule.")
-    evaluation: EvaluationConfig = group(
+    optimizer: OptimizerSettings = group(default="adamw", help="AdamW and its schedule.")
+    evaluation: EvaluationSettings = group(
         default="default",
         help="Measuring on held-out prompts, once evaluation.every is above 0.",
         learns=False,
         evaluate="kept",
     )
-    trainer: TrainerConfig = group(
+    trainer: TrainerSettings = group(
         default="default", help="Length of the run, device, checkpoints.", evaluate="kept"
     )
-    callbacks: CallbacksConfig = group(
+    callbacks: CallbacksSettings = group(
         default="none", help="Callbacks, loggers and profilers of Lightning, of your own."
     )
-    tracking: TrackingConfig = group(
+    tracking: TrackingSettings = group(
         default="mlflow", help="Where metrics are sent besides the run directory.", learns=False
     )
 
 
 _OPTIONS = (
-    schema_loss.OPTIONS
-    | schema_step.OPTIONS
-    | schema_run.OPTIONS
-    | schema_tasks.OPTIONS
-    | schema_rollouts.OPTIONS
-    | schema_samplers.OPTIONS
+    of_tasks.OPTIONS
+    | of_model.OPTIONS
+    | of_sampling.OPTIONS
+    | of_rollouts.OPTIONS
+    | of_loss.OPTIONS
+    | of_training.OPTIONS
+    | of_tracking.OPTIONS
 )
 OPTIONS: dict[str, dict[str, Option]] = {
     field.name: {

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pgtoolkit.assembly.machine import check_machine, jobs_on_gpus
+from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.paths import absolute_paths, occupied_by_rollouts, problems_of_folder
+from pgtoolkit.config.paths import absolute_paths, problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.launcher import launcher
@@ -21,8 +21,11 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
+from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.launch.sweep_report import summary
+from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
 
@@ -312,7 +315,8 @@ def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]
     from pgtoolkit.assembly.preview import preview
 
     try:
-        return preview(config)
+        assert isinstance(config.rollout, PolicyRolloutSettings)
+        return preview(config.task, config.seed, config.rollout, config.model)
     except PgtoolkitError as error:
         report.problems.append(first_line(error))
         return [], []

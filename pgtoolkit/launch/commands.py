@@ -256,8 +256,8 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
     args = parser.parse_args(argv)
     _check_store(args.uri)
 
+    from pgtoolkit.assembly.sync import sync
     from pgtoolkit.runs.find import run_directories
-    from pgtoolkit.tracking.mlflow_run import sync
 
     errors = []
     for directory in run_directories("pgtk sync", args.runs):

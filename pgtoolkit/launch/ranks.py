@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pgtoolkit.assembly.continuing import resume_command
+from pgtoolkit.assembly.early_stop import stop_signals_recorded
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import typed
 from pgtoolkit.config.schema import Config
@@ -31,13 +33,7 @@ from pgtoolkit.runs.directory import is_held, record_end
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.child import Child, end_all
 from pgtoolkit.system.report import print_error, say, shortest_path
-from pgtoolkit.tracking.next_commands import resume_command
-from pgtoolkit.tracking.signals import (
-    StopSignal,
-    answered_by,
-    stop_signals_recorded,
-    stop_signals_wait,
-)
+from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_wait
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
@@ -75,7 +71,9 @@ def train_on_processes(training: Training) -> None:
     if rank is not None:
         train_as_rank(training, rank)
         return
-    with stop_signals_recorded(config, training.run_dir, training.overrides, training.sweep):
+    with stop_signals_recorded(
+        plain_config(config), training.run_dir, training.overrides, training.sweep
+    ):
         count = world_size(config.parallelism)
         if count > 1:
             _run_workers(training, count)

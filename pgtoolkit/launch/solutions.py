@@ -10,11 +10,11 @@ from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.task import prompts
-from pgtoolkit.config.schema_tasks import TaskConfig
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.output_files import unwritable
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import Report, shell_path
+from pgtoolkit.tasks.settings import TaskSettings
 
 
 def write_solutions(out: Path, overrides: list[str], count: int) -> str:
@@ -44,7 +44,7 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     return f"{rows}: {shell_path(out)}"
 
 
-def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
+def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskSettings, int]:
     """Return the task and the seed; raises ConfigError with all problems, those of the file too."""
     composed = compose(overrides)
     config = composed.config

@@ -12,7 +12,6 @@ from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.paths import occupied_by_rollouts
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
@@ -21,6 +20,7 @@ from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
+from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path
 

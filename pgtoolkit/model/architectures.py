@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pgtoolkit.config.models import MODEL_TYPES
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
+CUDA graphs."""
 
 Layer = Any
 """A layer of a transformer, or one of its parts. No type has their attributes, since `Architecture`

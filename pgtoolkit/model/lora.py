@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.architectures import Layer
+from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.system.report import text
 
@@ -36,7 +36,7 @@ _NAME = "default"
 """The name that peft gives the only adapter of a model."""
 
 
-def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
+def add_adapters(model: PreTrainedModel, config: HuggingFaceModelSettings) -> str:
     """Freeze a transformers causal LM and give it adapters in float32, in place.
 
     The adapters are drawn from torch's random state. Returns a digest of the frozen weights, which
@@ -156,7 +156,7 @@ def _merged(layer: Layer) -> Tensor:
 
 
 def _targets(
-    model: PreTrainedModel, config: HuggingFaceModelConfig, kinds: tuple[type[nn.Module], ...]
+    model: PreTrainedModel, config: HuggingFaceModelSettings, kinds: tuple[type[nn.Module], ...]
 ) -> dict[str, nn.Module]:
     """Return the layers to be adapted by name: all linear ones but the head, or those whose names
     end in one of the targets.

@@ -20,13 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention, compiled, lora, merged
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
+from pgtoolkit.model.settings import NumberType
 from pgtoolkit.ranks.collectives import whole
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
+from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.model.weight_files import open_model
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -43,7 +43,7 @@ def prepare_torch(num_threads: int | None) -> None:
 
 
 def build_policy(
-    config: TinyModelConfig | HuggingFaceModelConfig,
+    config: TinyModelSettings | HuggingFaceModelSettings,
     alphabet: str | None,
     on_gpu: bool,
     layout: Layout = ONE_PROCESS,
@@ -60,7 +60,7 @@ def build_policy(
         `compiled`.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
-    if isinstance(config, TinyModelConfig):
+    if isinstance(config, TinyModelSettings):
         read = functools.partial(_tiny, config, alphabet)
     else:
         read = functools.partial(_hugging_face, config, on_gpu)
@@ -72,14 +72,14 @@ def build_policy(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
     fixed_order.switch_on(policy.model)
-    if on_gpu and not isinstance(config, TinyModelConfig):
+    if on_gpu and not isinstance(config, TinyModelSettings):
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
     if compiles and is_known(policy.model):
         return _compiled(policy, config)
     return policy
 
 
-def _compiled(policy: Policy, config: TinyModelConfig | HuggingFaceModelConfig) -> Policy:
+def _compiled(policy: Policy, config: TinyModelSettings | HuggingFaceModelSettings) -> Policy:
     """Switch compiled code on, in place, where the version of transformers is known; return the
     policy.
 
@@ -108,7 +108,7 @@ def _compiled(policy: Policy, config: TinyModelConfig | HuggingFaceModelConfig) 
     return policy
 
 
-def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
+def _tiny(config: TinyModelSettings, alphabet: str | None) -> Policy:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = character_tokenizer(alphabet)
@@ -144,7 +144,7 @@ def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(alphabet), **options)
 
 
-def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
+def _hugging_face(config: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
     """Return the model of a folder or of the hub, checked; ConfigError if it cannot be trained."""
     model_config, tokenizer = open_model(config.path, config.random_weights)
     _switch_noise_off(model_config)

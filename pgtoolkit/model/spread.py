@@ -28,15 +28,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.rules.step import misfits
-from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.attention import Documents, documents_here, use_packed_attention
+from pgtoolkit.model.misfits import misfits
 from pgtoolkit.model.pipeline import Pipeline, keep_stage, weights_of_all_stages
 from pgtoolkit.model.policy import Policy, all_tensors
+from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_start
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.collectives import join, local
@@ -208,7 +208,7 @@ def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) ->
 
 
 def parallelize(
-    policy: Policy, layout: Layout, parallelism: ParallelismConfig, max_tokens: int
+    policy: Policy, layout: Layout, parallelism: ParallelismSettings, max_tokens: int
 ) -> Policy:
     """Return the policy with its model spread over the ranks of `layout`.
 

@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pgtoolkit.completion import Message
-from pgtoolkit.config.schema_rollouts import TrainedTurns
-from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import first_line
+from pgtoolkit.rollouts.settings import TrainedTurns
 from pgtoolkit.tasks.chat_template import (
     ANSWER,
     QUESTION,
@@ -22,6 +21,7 @@ from pgtoolkit.tasks.chat_template import (
     used_template,
 )
 from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, has_tools, messages_of
+from pgtoolkit.tasks.settings import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pgtoolkit.batch import Document, trajectories_of
-from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.rollouts.settings import OldLogProbs, PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.rollouts.source import Outline
 
 LARGE_DIFFERENCE = 0.05
@@ -68,7 +68,7 @@ def _overlong_penalty(document: Document) -> float | None:
 def mismatch_note(
     documents: list[Document],
     new_logprobs: float,
-    config: PolicyRolloutConfig | RecordedRolloutConfig,
+    config: PolicyRolloutSettings | RecordedRolloutSettings,
 ) -> str:
     """Return why the documents of a run's first step do not seem to come from its policy; "" if
     they do.
@@ -104,7 +104,7 @@ def mismatch_note(
 
 
 def sampling_note(
-    metrics: dict[str, float], rollout: PolicyRolloutConfig | RecordedRolloutConfig, loss: str
+    metrics: dict[str, float], rollout: PolicyRolloutSettings | RecordedRolloutSettings, loss: str
 ) -> str:
     """Return why the clip cannot tell an update from the gap between sampler and trainer; "" if it
     can.
@@ -114,7 +114,7 @@ def sampling_note(
     share = metrics.get("clipped_sampling_fraction", 0.0)
     # Proximal log-probs differ from the sampler's by the updates of the lag as well.
     is_proximal = (
-        isinstance(rollout, PolicyRolloutConfig) and rollout.old_log_probs == OldLogProbs.proximal
+        isinstance(rollout, PolicyRolloutSettings) and rollout.old_log_probs == OldLogProbs.proximal
     )
     if not share > _LARGE_SHARE or is_proximal:
         return ""

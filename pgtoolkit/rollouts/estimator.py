@@ -9,14 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import Uninformative
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
@@ -29,6 +27,7 @@ from pgtoolkit.rollouts.advantages import (
     over_batch,
     reward_problem,
 )
+from pgtoolkit.rollouts.settings import AdvantageSettings, RolloutSettings, Uninformative
 from pgtoolkit.system.functions import ADVANTAGE_KEYWORDS, blaming, import_function
 from pgtoolkit.system.report import refusal
 
@@ -60,16 +59,21 @@ class Estimator:
     function: Callable[..., Iterable[Iterable[float]]] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, config: Config) -> Estimator:
-        """Return the estimator of a configuration.
+    def of(
+        cls,
+        settings: AdvantageSettings,
+        rollout: RolloutSettings,
+        verifiers: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+    ) -> Estimator:
+        """Return the estimator that settings name.
 
+        rollout: whose attempts get advantages. verifiers: task.verifiers.
         Raises ConfigError for a function that cannot be imported, or that fails on a few numbers.
         """
-        name = config.advantage.estimator.value
-        path = config.advantage.path
-        verifiers = getattr(config.task, "verifiers", {})
+        name = settings.estimator.value
+        path = settings.path
         weights = {
-            f"reward/{verifier}": float(options.get("weight", 1))
+            f"reward/{verifier}": float(cast("float", options.get("weight", 1)))
             for verifier, options in verifiers.items()
         }
         if name != "custom":
@@ -77,9 +81,9 @@ class Estimator:
         assert path is not None
         function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
         estimator = cls(name, {}, path, function)
-        groups = list(_example_groups(min(config.rollout.group_size or 4, 64), weights))
+        groups = list(_example_groups(min(rollout.group_size or 4, 64), weights))
         advantages = estimator._try_function(groups)
-        estimator._check_equal_rewards(config, groups, advantages)
+        estimator._check_equal_rewards(rollout, groups, advantages)
         return estimator
 
     def advantages(
@@ -217,12 +221,12 @@ class Estimator:
         return forwards
 
     def _check_equal_rewards(
-        self, config: Config, groups: list[list[Attempt]], advantages: list[list[float]]
+        self, rollout: RolloutSettings, groups: list[list[Attempt]], advantages: list[list[float]]
     ) -> None:
         """Raise ConfigError where groups of equal rewards are left out or replaced, and the
         function gives the last of these groups, which is one, advantages."""
-        rounds = getattr(config.rollout, "max_sampling_rounds", 1)
-        drops = getattr(config.rollout, "uninformative", None) == Uninformative.drop
+        rounds = getattr(rollout, "max_sampling_rounds", 1)
+        drops = getattr(rollout, "uninformative", None) == Uninformative.drop
         if not (drops or rounds > 1) or are_equal([0.0, *advantages[-1]]):
             return
         setting = "rollout.uninformative=drop" if drops else f"rollout.max_sampling_rounds={rounds}"

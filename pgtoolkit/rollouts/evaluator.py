@@ -3,7 +3,6 @@ prompts."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +11,18 @@ from pathlib import Path
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.evaluation_sets import powers_of_two, sampling
-from pgtoolkit.config.keys import option_values
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.rollouts.group_rollouts import complete_all, requests_of, scored_groups
 from pgtoolkit.rollouts.kept_completions import row_of
+from pgtoolkit.rollouts.settings import (
+    EvaluationSettings,
+    OldLogProbs,
+    PolicyRolloutSettings,
+    RolloutSettings,
+)
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
@@ -58,7 +60,7 @@ class Evaluator:
     sets: list[PromptSet]
     sampler: Sampler
     trained: TrainedPolicy
-    rollout: PolicyRolloutConfig
+    rollout: PolicyRolloutSettings
     layout: Layout
     folder: Path
     every: int
@@ -203,17 +205,19 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
-def as_evaluated(config: Config) -> Config:
-    """Return the configuration with the rollouts of an evaluation, which every evaluation samples
-    in one way."""
-    defaults = option_values("rollout", "policy")
-    evaluated = {
-        "prompts_per_batch": config.evaluation.prompts_per_set,
-        "group_size": config.evaluation.completions_per_prompt,
-        "old_log_probs": OldLogProbs.sampling,
-    }
-    rollout = PolicyRolloutConfig(**(defaults | evaluated | {**sampling(config)}))
-    return dataclasses.replace(config, rollout=rollout)
+def as_evaluated(evaluation: EvaluationSettings, rollout: RolloutSettings) -> PolicyRolloutSettings:
+    """Return the rollouts of an evaluation, which every evaluation samples in one way."""
+    sampling = evaluation.sampling_of(rollout)
+    assert sampling.max_completion_length is not None
+    return PolicyRolloutSettings(
+        prompts_per_batch=evaluation.prompts_per_set,
+        group_size=evaluation.completions_per_prompt,
+        old_log_probs=OldLogProbs.sampling,
+        max_completion_length=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop=list(sampling.stop),
+    )
 
 
 def asked_by_both(task: Task, other: Task, count: int) -> int:

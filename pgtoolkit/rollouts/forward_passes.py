@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import KLPlace
-from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
-from pgtoolkit.config.schema_step import LastStep
-from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.group_rollouts import in_groups
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    LastStep,
+    OldLogProbs,
+    PolicyRolloutSettings,
+    Uninformative,
+)
 from pgtoolkit.rollouts.stages import Stopwatch
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
@@ -36,14 +38,20 @@ class ForwardPasses:
     Data-parallel ranks share the documents, and all make as many passes: the ranks that a model is
     spread over compute each pass together.
     is_ahead: whether batches are sampled some steps before training on them begins.
+    reads_early: whether old log-probs are read before a batch's first update.
+    has_kl_reward: whether rewards have a penalty, which reads the reference's log-probs.
+    reference_moves: whether the reference does, during the run.
     """
 
-    config: Config
-    rollout: PolicyRolloutConfig
+    rollout: PolicyRolloutSettings
+    accumulation: AccumulationSettings
     trained: TrainedPolicy
     layout: Layout
     stopwatch: Stopwatch
     is_ahead: bool
+    reads_early: bool
+    has_kl_reward: bool
+    reference_moves: bool
 
     def with_old_log_probs(
         self, groups: list[list[Document]], recompute: bool = True, tolerance: float | None = None
@@ -99,7 +107,7 @@ class ForwardPasses:
         """
         rank = self.layout.rank_in("data_parallel")
         size = self.layout.size("data_parallel")
-        max_tokens = self.config.accumulation.max_tokens
+        max_tokens = self.accumulation.max_tokens
         shares = [cut(documents[first::size], max_tokens) for first in range(size)]
         num_passes = max(map(len, shares))
         vectors: list[Tensor] = []
@@ -111,7 +119,7 @@ class ForwardPasses:
 
     def _parts_to_recompute(self, share: list[Document]) -> list[list[Document]]:
         """Return the micro-batches of a rank's documents, but for those entirely on_policy."""
-        parts = cut(share, self.config.accumulation.max_tokens)
+        parts = cut(share, self.accumulation.max_tokens)
         # on_policy documents come first, so the last one decides.
         return [part for part in parts if not part[-1].on_policy]
 
@@ -152,7 +160,7 @@ class ForwardPasses:
     def _log_probs(self, micro_batch: MicroBatch) -> Tensor:
         """Return (T, 1) log-probs of the present policy, or (T, 2) with those of the reference."""
         columns = [self.trained.log_probs(micro_batch)]
-        if self.config.kl.place == KLPlace.reward and self._reference_stays:
+        if self.has_kl_reward and self._reference_stays:
             columns.append(self.trained.ref_log_probs(micro_batch))
         return torch.stack(columns, dim=1)
 
@@ -160,7 +168,7 @@ class ForwardPasses:
     def _reference_stays(self) -> bool:
         """Return whether the reference is the same until training on the batch begins."""
         is_late = self.is_ahead and self.rollout.old_log_probs == OldLogProbs.training
-        return not is_late or self.config.kl.update_every is None
+        return not is_late or not self.reference_moves
 
     def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
         """Mark the documents whose old log-probs the forward pass of their update can give.
@@ -189,10 +197,7 @@ class ForwardPasses:
         """Return whether old log-probs are read before the first update's forward pass, or that
         pass comes too late for them."""
         rollout = self.rollout
-        accumulation = self.config.accumulation
-        correction = self.config.correction.name
-        is_read = rollout.save_path is not None or self.config.kl.place == KLPlace.reward
-        is_corrected = correction != "none" and not CORRECTIONS[correction].of_policy
+        accumulation = self.accumulation
         is_late = self.is_ahead and rollout.old_log_probs == OldLogProbs.training
         docs_per_step = accumulation.docs_per_step
         is_carried = (
@@ -201,17 +206,17 @@ class ForwardPasses:
             and self._batch_size % docs_per_step > 0
         )
         drops = rollout.uninformative == Uninformative.drop
-        return is_read or is_corrected or is_late or is_carried or drops
+        return self.reads_early or is_late or is_carried or drops
 
     def _num_in_first_update(self, documents: list[Document]) -> int:
         """Return how many documents, from the first on, are sure to be in whole micro-batches of
         the batch's first update."""
-        docs_per_step = self.config.accumulation.docs_per_step
+        docs_per_step = self.accumulation.docs_per_step
         if docs_per_step >= self._batch_size:
             return len(documents)
         if self.rollout.max_sampling_rounds > 1 or self.layout.size("data_parallel") > 1:
             return 0
-        parts = cut(documents, self.config.accumulation.max_tokens)
+        parts = cut(documents, self.accumulation.max_tokens)
         ends = accumulate(len(part) for part in parts)
         return max((end for end in ends if end <= docs_per_step), default=0)
 
@@ -226,7 +231,7 @@ class ForwardPasses:
         """
         if not documents:
             return []
-        max_tokens = self.config.accumulation.max_tokens
+        max_tokens = self.accumulation.max_tokens
         distance = math.ceil(sum(document.num_tokens for document in documents) / max_tokens)
         return cut(documents[:: max(1, distance)], max_tokens)[0]
 

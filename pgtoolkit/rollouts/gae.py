@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_loss import AdvantageConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.rollouts.advantages import reward_problem
+from pgtoolkit.rollouts.settings import AdvantageSettings
 
 _EPSILON = 1e-8
 """Added to the variance by which advantages are whitened."""
@@ -62,7 +62,7 @@ def whitened(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def with_gae(
-    documents: list[Document], values: list[Tensor], config: AdvantageConfig, penalty: KL | None
+    documents: list[Document], values: list[Tensor], config: AdvantageSettings, penalty: KL | None
 ) -> list[Document]:
     """Return the documents of a batch with advantages, values and returns.
 
@@ -94,7 +94,7 @@ def with_gae(
 
 
 def _document_advantages(
-    document: Document, values: Tensor, config: AdvantageConfig, penalty: KL | None
+    document: Document, values: Tensor, config: AdvantageSettings, penalty: KL | None
 ) -> list[float]:
     """Return the advantage of each trained token; 0 for all if nobody could score the document."""
     if document.reward is None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Message, Prompt, Request
-from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import EQUAL_REWARDS, are_equal, reward_problem
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
+from pgtoolkit.rollouts.settings import Mixed, PolicyRolloutSettings
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
@@ -153,7 +153,7 @@ def scored_groups(
     task: TokenizedTask,
     requests: Sequence[Request],
     completions: Sequence[Completion],
-    rollout: PolicyRolloutConfig,
+    rollout: PolicyRolloutSettings,
     answers: Sequence[Answer] | None = None,
 ) -> list[list[Document]]:
     """Return the documents of each request: its completions with their scores. Advantages are 0.
@@ -191,7 +191,7 @@ def _document(
     start: Tensor,
     completion: Completion,
     score: Score,
-    rollout: PolicyRolloutConfig,
+    rollout: PolicyRolloutSettings,
     reference_prompt: Tensor | None,
 ) -> Document:
     """Return a completion as a scored document. start: the tokens of its prompt."""

@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.batch import OPTIONAL_VECTORS
-from pgtoolkit.config.schema_loss import AdvantageEstimator
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.conversations import has_texts
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
@@ -26,6 +24,7 @@ from pgtoolkit.rollouts.recorded_index import (
     stamp_of,
 )
 from pgtoolkit.rollouts.rows import Row, Rules
+from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.row_files import ParquetFile, Problems, RowFile
 
@@ -41,7 +40,7 @@ class Indexing:
     """
 
     files: Sequence[RowFile]
-    config: RecordedRolloutConfig
+    config: RecordedRolloutSettings
     estimator: Estimator
     rules: Rules
     needs_groups: bool

@@ -10,11 +10,11 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
-from pgtoolkit.config.schema_tasks import TooLong
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.rollouts.conversations import TEXTS, has_texts
 from pgtoolkit.rollouts.rows import FIELDS, PER_TOKEN, Row, Rules, TooManyTokens, Unusable
 from pgtoolkit.tasks.row_files import rows_of
+from pgtoolkit.tasks.settings import TooLong
 
 RowProblems = list[tuple[str, str]]
 """(field, reason) for everything that is wrong with a row; the field "" for a line that is no

@@ -12,11 +12,6 @@ import numpy as np
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import AdvantageEstimator
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
-from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import Conversations, LoadTokenizer
@@ -25,6 +20,7 @@ from pgtoolkit.rollouts.indexing import Indexing
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import COLUMNS, Row, Rules
+from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.rollouts.source import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
 from pgtoolkit.tasks.shuffle import shuffled
@@ -62,7 +58,7 @@ class RecordedRollouts(Source):
     of an epoch, in the order of the files.
     """
 
-    config: RecordedRolloutConfig
+    config: RecordedRolloutSettings
     estimator: Estimator
     vocabulary_size: int
     seed: int = 0
@@ -219,39 +215,3 @@ class RecordedRollouts(Source):
         label = self._files[self._rows["file"][index]].label
         name = row_id or f"{label}:{self._rows['number'][index]}"
         return name if epoch == 0 else f"{name} (epoch {epoch + 1})"
-
-
-def recorded_rollouts(
-    config: Config,
-    loss: Loss,
-    vocabulary_size: int,
-    max_tokens: int | None,
-    first: int | None = None,
-    layout: Layout = ONE_PROCESS,
-    run_dir: Path | None = None,
-    tokenizer: LoadTokenizer | None = None,
-) -> RecordedRollouts:
-    """Return the recorded rollouts of a configuration, with the fields that its loss needs.
-
-    Raises DataError where they lack these. See `RecordedRollouts` for the parameters.
-    """
-    is_needed = {
-        "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
-        "sampling_log_probs": loss.needs_sampling_log_probs,
-        "ref_log_probs": config.kl.reference == "recorded",
-        "truncated": loss.masks_truncated,
-    }
-    assert isinstance(config.rollout, RecordedRolloutConfig)
-    return RecordedRollouts(
-        config.rollout,
-        Estimator.of(config),
-        vocabulary_size,
-        seed=config.seed,
-        needs=tuple(name for name, needed in is_needed.items() if needed),
-        max_tokens=max_tokens,
-        reads_old_log_probs=loss.reads_old_log_probs,
-        first=first,
-        layout=layout,
-        run_dir=run_dir,
-        tokenizer=tokenizer,
-    )

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.paths import occupied_by_rollouts
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, Row
 from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing

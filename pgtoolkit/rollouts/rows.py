@@ -16,11 +16,11 @@ import pyarrow as pa
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.schema_tasks import TooLong
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
 from pgtoolkit.tasks.prompt_rows import TOOLS
+from pgtoolkit.tasks.settings import TooLong
 
 PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
 """Fields with a number for each token."""

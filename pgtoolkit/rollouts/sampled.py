@@ -11,14 +11,12 @@ from typing import NamedTuple
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Prompt, Request
-from pgtoolkit.config.counts import steps_ahead, steps_before
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import AdvantageEstimator, KLPlace
-from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
 from pgtoolkit.errors import VerifierLost
+from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before
 from pgtoolkit.rollouts.estimator import Estimator, with_advantages
 from pgtoolkit.rollouts.forward_passes import ForwardPasses
 from pgtoolkit.rollouts.gae import with_gae
@@ -35,6 +33,13 @@ from pgtoolkit.rollouts.group_rollouts import (
 )
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.saved_batches import STATE
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    AdvantageSettings,
+    OldLogProbs,
+    PolicyRolloutSettings,
+    Uninformative,
+)
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.stages import Stopwatch
 from pgtoolkit.runs.records import expect
@@ -73,41 +78,50 @@ class SampledRollouts(Source):
 
     By default the policy samples a batch when its first document is asked for. With `rollout.lag`
     or `rollout.max_staleness` it samples the batch some steps earlier (`steps_ahead` in
-    config/counts.py), and with `max_staleness` training continues meanwhile. A batch is part of
+    batch_counts.py), and with `max_staleness` training continues meanwhile. A batch is part of
     the state until all its documents have been used, because the weights that sampled it are gone.
 
     layout: the ranks. Each rank samples for its share of the prompts; then all hold all documents.
+    seed: of the prompts' completions.
     folder: the folder where each batch is recorded; None if batches are not recorded.
+    penalty: on rewards, by the reference of `trained`; None: there is none.
+    reference_moves: whether that reference moves during the run.
+    gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
+    correction: of the loss; one of the gap to the sampler reads old log-probs early.
     """
 
-    config: Config
     task: TokenizedTask
     sampler: Sampler
     trained: TrainedPolicy
-    layout: Layout
+    settings: PolicyRolloutSettings
+    estimator: Estimator
+    accumulation: AccumulationSettings
+    seed: int = 0
+    layout: Layout = ONE_PROCESS
     folder: Path | None = None
+    penalty: KL | None = None
+    reference_moves: bool = False
+    gae: AdvantageSettings | None = None
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        assert isinstance(self.config.rollout, PolicyRolloutConfig)
-        self._rollout = self.config.rollout
-        self._estimator = Estimator.of(self.config)
+        self._rollout = self.settings
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         # A batch is sampled this many steps before the first step that trains on it.
-        self._ahead = steps_ahead(self._rollout, self.config.accumulation)
-        kl = self.config.kl
-        self._reward_penalty: KL | None = None
-        if kl.place == KLPlace.reward:
-            assert kl.coefficient is not None
-            self._reward_penalty = KL(kl.kind.value, kl.coefficient)
-        self._has_critic = self.config.advantage.estimator == AdvantageEstimator.gae
+        self._ahead = steps_ahead(self._rollout, self.accumulation)
         self._stopwatch = Stopwatch()
         self._passes = ForwardPasses(
-            self.config,
             self._rollout,
+            self.accumulation,
             self.trained,
             self.layout,
             self._stopwatch,
             is_ahead=self._ahead > 0,
+            reads_early=self._rollout.save_path is not None
+            or self.penalty is not None
+            or (self.correction is not None and not self.correction.of_policy),
+            has_kl_reward=self.penalty is not None,
+            reference_moves=self.reference_moves,
         )
         # The number of the batch in use: the one that steps take documents from. -1 before the
         # first.
@@ -119,7 +133,7 @@ class SampledRollouts(Source):
         # Rows of the task whose prompts were solved, and are not asked again.
         self._retired: set[int] = set()
         # The note is given once, and not where the rewards of a prompt are not compared.
-        self._may_note_small_rewards = self._estimator.name not in _NOT_COMPARING
+        self._may_note_small_rewards = self.estimator.name not in _NOT_COMPARING
         self._pending: _PendingBatch | None = None
         # Prompt number -> its completions, of a batch that nobody could score: they are scored when
         # a resumed run begins that batch, instead of others of newer weights.
@@ -169,7 +183,7 @@ class SampledRollouts(Source):
 
     def _steps_before(self, number: int, position: int) -> int:
         """Return the number of steps from `position` until training on batch `number` begins."""
-        return steps_before(number, position, self.batch_size, self.config.accumulation)
+        return steps_before(number, position, self.batch_size, self.accumulation)
 
     def document(self, position: int) -> Document:
         number, place = divmod(position, self.batch_size)
@@ -270,17 +284,17 @@ class SampledRollouts(Source):
         They need the reference's or the critic's numbers of its tokens. Otherwise they are computed
         as soon as the batch is sampled.
         """
-        return self._reward_penalty is not None or self._has_critic
+        return self.penalty is not None or self.gae is not None
 
     def _with_late_advantages(self, documents: list[Document]) -> list[Document]:
         """Return the documents of a batch on which training begins, with their advantages."""
-        if self._reward_penalty is not None:
-            documents = self._passes.with_kl_reward(documents, self._reward_penalty)
-        if self._has_critic:
+        if self.penalty is not None:
+            documents = self._passes.with_kl_reward(documents, self.penalty)
+        if self.gae is not None:
             values = self._passes.measured(documents, self.trained.values)
-            return with_gae(documents, values, self.config.advantage, self._reward_penalty)
+            return with_gae(documents, values, self.gae, self.penalty)
         groups = in_groups(documents, self._rollout.group_size)
-        return with_advantages(groups, self._estimator, self.prompt)
+        return with_advantages(groups, self.estimator, self.prompt)
 
     def _begin_sampling(self, number: int) -> None:
         """Begin to sample a batch from the present policy, unless every prompt is retired.
@@ -372,7 +386,7 @@ class SampledRollouts(Source):
     def _requests(self, prompt_numbers: Sequence[int]) -> list[Request]:
         """Return a request for `group_size` completions of each prompt, with the prompt's seed."""
         prompts = [self.task.prompt(number) for number in prompt_numbers]
-        seeds = [seed_of(self.config.seed, number) for number in prompt_numbers]
+        seeds = [seed_of(self.seed, number) for number in prompt_numbers]
         return requests_of(self.task, prompts, self._rollout.group_size, seeds)
 
     def _begin_completing(
@@ -445,7 +459,7 @@ class SampledRollouts(Source):
             first_round,
             sample_further,
             self._rollout.max_sampling_rounds,
-            self._estimator,
+            self.estimator,
             self._rollout.mixed,
         )
         check_scores(groups)
@@ -457,10 +471,10 @@ class SampledRollouts(Source):
         if self._makes_advantages_late:
             documents = [document for group in groups for document in group]
         else:
-            documents = with_advantages(groups, self._estimator, self.prompt)
+            documents = with_advantages(groups, self.estimator, self.prompt)
         if self._rollout.uninformative == Uninformative.drop:
             groups = in_groups(documents, self._rollout.group_size)
-            documents = without_uninformative(groups, self._estimator)
+            documents = without_uninformative(groups, self.estimator)
         self._unscored = {}
         # The state changes only from here on. If sampling fails above, a resumed run asks the same
         # prompts again.

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pgtoolkit.batch import Document, Step, cut, known_vectors, vectors_of_critic
-from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
 from pgtoolkit.rollouts.source import Outline, Source
 from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
 
@@ -61,7 +61,7 @@ class StepLoader:
     """
 
     source: Source
-    accumulation: AccumulationConfig
+    accumulation: AccumulationSettings
     close_on_groups: bool
     max_steps: int
     layout: Layout = ONE_PROCESS

@@ -21,10 +21,6 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.counts import copies_of
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, SamplerLost
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, pickled
@@ -34,6 +30,7 @@ from pgtoolkit.sampling.copy_process import Answer, Complete, Load, Start
 from pgtoolkit.sampling.samplers import SameProcesses, Sampler, check_sampled
 from pgtoolkit.sampling.server_api import LOST
 from pgtoolkit.sampling.server_process import last_words, own_environment
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.child import Child, end_all
 from pgtoolkit.system.report import refusal
@@ -74,9 +71,15 @@ class CopySampler:
 
     tolerance = None  # no limit, see `Sampler`
 
-    def __init__(self, config: Config, policy: Policy, layout: Layout, run_dir: Path):
-        assert isinstance(config.sampler, TransformersSamplerConfig)
-        check_sampled(policy, config.sampler)
+    def __init__(
+        self,
+        policy: Policy,
+        sampling: SamplingSettings,
+        settings: TransformersSamplerSettings,
+        layout: Layout,
+        run_dir: Path,
+    ):
+        check_sampled(policy, settings)
         hosts = gather_objects(socket.gethostname(), layout.world_group)
         with failing_together(layout):
             if len(set(hosts)) > 1:
@@ -92,8 +95,9 @@ class CopySampler:
         self._policy = policy
         self._layout = layout
         self._run_dir = run_dir
-        self._configs = [config]  # one for each way to sample; the first is that of training
-        self._dtype = torch_type(config.sampler.dtype, policy.compute_dtype)
+        self._ways = [sampling]  # the first is that of training
+        self._settings = settings
+        self._dtype = torch_type(settings.dtype, policy.compute_dtype)
         self._folder = WeightsFolder.of_ranks(
             layout, parent=None, fallback=run_dir, dtype=self._dtype
         )
@@ -124,13 +128,12 @@ class CopySampler:
 
     def _start(self) -> None:
         """Start the processes of this rank."""
-        config = self._configs[0]
-        assert isinstance(config.sampler, TransformersSamplerConfig)
-        copies = copies_of(config)  # the number of a GPU for each process, if there are GPUs
-        on_gpu = config.sampler.gpus is not None
+        copies = self._settings.copies  # the number of a GPU for each process, if there are GPUs
+        on_gpu = self._settings.gpus is not None
         start = Start(
             policy=self._policy.description(self._dtype),
-            configs=self._configs,
+            ways=self._ways,
+            settings=self._settings,
             device="cuda" if on_gpu else "cpu",
             num_threads=torch.get_num_threads(),
         )
@@ -152,7 +155,7 @@ class CopySampler:
 
         The processes complete their shares at the same time. Of n processes, number i gets the
         requests i, i + n, i + 2 n and so on.
-        way: the place in `_configs` of the configuration to sample by.
+        way: the place in `_ways` of the settings to sample by.
         more: has no effect, since the processes keep their copies until `close`.
         """
         num_processes = len(self._processes)
@@ -174,16 +177,16 @@ class CopySampler:
         return [completion for completions in by_request for completion in completions]
 
     def sampling_otherwise(
-        self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
+        self, sampling: SamplingSettings, settle: Callable[[], object]
     ) -> Sampler:
-        """Return a sampler that samples as `rollout` says, by the same processes.
+        """Return a sampler that samples as `sampling` says, by the same processes.
 
-        This must be called before the first `publish`: a process gets all configurations when it is
+        This must be called before the first `publish`: a process gets all ways when it is
         started.
         settle: waits for the completions that are being sampled for training; see `SameProcesses`.
         """
-        self._configs.append(dataclasses.replace(self._configs[0], rollout=rollout))
-        return SameProcesses(self, len(self._configs) - 1, settle)
+        self._ways.append(sampling)
+        return SameProcesses(self, len(self._ways) - 1, settle)
 
     def close(self) -> None:
         end_all([process.child for process in self._processes], _END_SECONDS)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.model.policy import PolicyDescription
 from pgtoolkit.model.setup import prepare_torch
 from pgtoolkit.ranks.agreement import pickled
 from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.sampling.vllm_worker.pgtk_vllm_worker import FromMemory
 from pgtoolkit.system.report import say
 
@@ -33,13 +33,14 @@ from pgtoolkit.system.report import say
 class Start:
     """The first message: the policy, and the ways to sample from it.
 
-    configs: one for each way to sample; only `rollout` and `sampler` are read.
+    settings: of each sampler.
     device: "cuda" or "cpu".
     num_threads: of PyTorch, on which the order of a sum may depend.
     """
 
     policy: PolicyDescription
-    configs: list[Config]
+    ways: list[SamplingSettings]
+    settings: TransformersSamplerSettings
     device: str
     num_threads: int
 
@@ -58,7 +59,7 @@ class Complete:
     """Asks to complete these requests with the weights that were loaded last; answered by a list of
     `Completion`.
 
-    way: the place of the configuration to sample by in `Start.configs`.
+    way: the place of the settings to sample by in `Start.ways`.
     """
 
     way: int
@@ -80,7 +81,8 @@ class _Copy(FromMemory):
             # kernel, whose results differ in the last digit.
             self._policy.model.requires_grad_(True)
         self._samplers = [
-            TransformersSampler(self._policy, config, is_copy=True) for config in start.configs
+            TransformersSampler(self._policy, sampling, start.settings, is_copy=True)
+            for sampling in start.ways
         ]
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:

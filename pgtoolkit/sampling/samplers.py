@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.models import MODEL_TYPES
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.sampling.draw import draw, uniform_numbers
-from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
+from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
+from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
@@ -103,7 +101,7 @@ class SameProcesses(Sampler):
         """End nothing: the processes are those of the other sampler."""
 
 
-def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
+def check_sampled(policy: Policy, chosen: TransformersSamplerSettings) -> None:
     """Raise ConfigError for a model whose steps with a cache are not its forward pass.
 
     The same for sampler.static_cache=true with a model that it is not known to work for.
@@ -150,35 +148,40 @@ class TransformersSampler:
     asked for in a thread while the model is trained, and come from a copy of the weights that were
     published last.
 
-    settings: of sampling, for transformers; of the model's generation_config.json only the
-        end-of-sequence tokens are taken.
+    is_async: whether completions are asked for in a thread while the model is trained
+        (rollout.max_staleness).
+    The attribute `settings` holds those of sampling for transformers; of the model's
+    generation_config.json only the end-of-sequence tokens are taken.
     is_copy: whether `policy` is a copy already, which nobody trains, and which its owner fills
         before `publish`.
     """
 
     tolerance = None
 
-    def __init__(self, policy: Policy, config: Config, is_copy: bool = False):
-        rollout = config.rollout
-        chosen = config.sampler
-        assert isinstance(rollout, PolicyRolloutConfig)
-        assert isinstance(chosen, TransformersSamplerConfig)
-        self._static_cache = chosen.static_cache
-        self.settings = sampling_settings(policy, rollout)
+    def __init__(
+        self,
+        policy: Policy,
+        sampling: SamplingSettings,
+        settings: TransformersSamplerSettings,
+        is_async: bool = False,
+        is_copy: bool = False,
+    ):
+        self._static_cache = settings.static_cache
+        self.settings = generation_settings(policy, sampling)
         self._live = policy
         self._version = 0
         self._is_copy = is_copy
         self._closed = False
-        self._is_async = rollout.max_staleness is not None and not is_copy
-        self._dtype = torch_type(chosen.dtype, policy.compute_dtype)
+        self._is_async = is_async and not is_copy
+        self._dtype = torch_type(settings.dtype, policy.compute_dtype)
         is_float32 = policy.compute_dtype == self._dtype == torch.float32
         is_ready = is_copy or (policy.is_whole and is_float32 and not self._is_async)
         self._ready: Policy | None = policy if is_ready else None
         self._keeps_copy = False  # the copy's weights are those of the model, from the call before
         self._stream: torch.cuda.Stream | None = None  # of asynchronous sampling on a GPU
-        self._fp32_lm_head = config.model.fp32_lm_head
-        self._max_sequences = chosen.max_sequences
-        self._stops = StopStrings(rollout.stop, policy.tokenizer)
+        self._fp32_lm_head = policy.fp32_lm_head
+        self._max_sequences = settings.max_sequences
+        self._stops = StopStrings(sampling.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.environment import visible
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.sampling.settings import VllmSamplerSettings
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
@@ -81,19 +79,24 @@ Call = tuple[str, dict | None]
 
 
 def plan_servers(
-    config: Config, layout: Layout, number_type: str, room: int, memory_option: str
+    settings: VllmSamplerSettings,
+    layout: Layout,
+    number_type: str,
+    room: int,
+    memory_option: str,
+    *,
+    on_gpu: bool,
+    is_async: bool,
 ) -> Plan:
     """Return the servers that a run starts; none where it joins some. Called by every rank.
 
     memory_option: the server's option without which it measures how much memory is free.
+    on_gpu, is_async: see `ServerSampler`.
     Raises ConfigError on several machines.
     """
-    chosen = config.sampler
-    assert isinstance(chosen, VllmSamplerConfig)
-    assert isinstance(config.rollout, PolicyRolloutConfig)
-    if chosen.urls:
+    if settings.urls:
         return Plan([], 0, False, number_type, room)
-    on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
+    on_gpu = on_gpu and torch.cuda.is_available()
     ranks = gather_objects(
         (socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group
     )
@@ -110,20 +113,19 @@ def plan_servers(
                 )
             )
     gpus: list[str | None]
-    if chosen.gpus is not None:
-        size = chosen.tensor_parallel
-        gpus = [
-            visible(chosen.gpus[start : start + size]) for start in range(0, len(chosen.gpus), size)
-        ]
+    if settings.gpus is not None:
+        size = settings.tensor_parallel
+        starts = range(0, len(settings.gpus), size)
+        gpus = [visible(settings.gpus[start : start + size]) for start in starts]
     elif on_gpu:
         devices = {device for _, device in ranks if device is not None}
         gpus = [visible([device]) for device in sorted(devices)]
     else:
         gpus = [None]
     # Asynchronous sampling goes on while the GPUs train, and leaves no time to sleep.
-    sleeps = on_gpu and chosen.gpus is None and config.rollout.max_staleness is None
-    measures = not any(argument.startswith(memory_option) for argument in chosen.arguments)
-    servers = gpus * chosen.servers_per_gpu
+    sleeps = on_gpu and settings.gpus is None and not is_async
+    measures = not any(argument.startswith(memory_option) for argument in settings.arguments)
+    servers = gpus * settings.servers_per_gpu
     return Plan(
         gpus=servers,
         at_once=len(gpus if measures else servers),

@@ -20,9 +20,6 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.model.policy import torch_type
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
@@ -37,6 +34,7 @@ from pgtoolkit.sampling.server_process import (
     own_environment,
     reserve_port,
 )
+from pgtoolkit.sampling.settings import SamplingSettings, VllmSamplerSettings
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
@@ -62,6 +60,10 @@ class ServerSampler:
     Every rank has such a sampler; rank 0 starts the servers and gives them the weights.
 
     api: the words of the servers. trained: the module in training.
+    seed: of the servers.
+    on_gpu: whether servers that are started may compute on the GPUs of this machine.
+    is_async: whether completions are asked for while the model is trained, so that no server can
+        sleep meanwhile.
     prompts: token ids of some prompts of the task, for the proof of each version.
     room: most tokens of a document.
     write_settings: writes the files of the model's folder, except the weights.
@@ -71,45 +73,55 @@ class ServerSampler:
     def __init__(
         self,
         api: Vllm,
-        config: Config,
+        sampling: SamplingSettings,
+        settings: VllmSamplerSettings,
         trained: TrainedPolicy,
         layout: Layout,
         prompts: list[list[int]],
         room: int,
         write_settings: Callable[[Path], None],
         run_dir: Path,
+        *,
+        seed: int,
+        on_gpu: bool,
+        is_async: bool,
     ):
         policy = trained.policy
-        chosen = config.sampler
-        rollout = config.rollout
-        assert isinstance(chosen, VllmSamplerConfig)
-        assert isinstance(rollout, PolicyRolloutConfig)
-        self._chosen = chosen
+        self._settings = settings
         self._api = api
-        self._config = config
+        self._seed = seed
         self._layout = layout
         self._run_dir = run_dir
         self._write_settings = write_settings
+        assert sampling.max_completion_length is not None
         of_training = Sampling(
-            temperature=rollout.temperature,
-            top_p=1.0 if rollout.top_p is None else rollout.top_p,
-            max_tokens=rollout.max_completion_length,
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            max_tokens=sampling.max_completion_length,
             ends=end_tokens(policy.model.generation_config, policy.tokenizer),
-            stops=StopStrings(rollout.stop, policy.tokenizer),
+            stops=StopStrings(sampling.stop, policy.tokenizer),
             vocabulary_size=policy.vocabulary_size,
-            seeded=chosen.seeded,
+            seeded=settings.seeded,
         )
         self._ways = [of_training]
-        dtype = torch_type(chosen.dtype, policy.compute_dtype)
-        self._proof = Proof(trained, prompts, room, chosen.tolerance, dtype)
+        dtype = torch_type(settings.dtype, policy.compute_dtype)
+        self._proof = Proof(trained, prompts, room, settings.tolerance, dtype)
         self.tolerance = self._proof.tolerance
-        parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
-        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, dtype, bool(chosen.urls))
+        parent = None if settings.weights_folder is None else Path(settings.weights_folder)
+        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, dtype, bool(settings.urls))
         number_type = str(dtype).removeprefix("torch.")
-        self._plan = plan_servers(config, layout, number_type, room, api.FIXED_MEMORY)
+        self._plan = plan_servers(
+            settings,
+            layout,
+            number_type,
+            room,
+            api.FIXED_MEMORY,
+            on_gpu=on_gpu,
+            is_async=is_async,
+        )
         # Servers ask for a key, since their ports are open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
-        self._servers = [self._server(url) for url in chosen.urls]
+        self._servers = [self._server(url) for url in settings.urls]
         self._processes: list[ServerProcess] = []
         self._version: int | None = None
         self._asleep = False
@@ -170,26 +182,27 @@ class ServerSampler:
         ]
         by_request = _at_once(calls, _IN_FLIGHT * num_servers)
         # Another run may have given its weights to servers that this one has only joined.
-        if self._chosen.urls and self._layout.rank == 0:
+        if self._settings.urls and self._layout.rank == 0:
             self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
         if self._plan.sleeps and not more:
             self._put_to_sleep()
         return [completion for completions in by_request for completion in completions]
 
     def sampling_otherwise(
-        self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
+        self, sampling: SamplingSettings, settle: Callable[[], object]
     ) -> Sampler:
-        """Return a sampler that samples as `rollout` says, by the same servers.
+        """Return a sampler that samples as `sampling` says, by the same servers.
 
         settle: waits for the completions that are being sampled for training.
         """
-        sampling = dataclasses.replace(
+        assert sampling.max_completion_length is not None
+        way = dataclasses.replace(
             self._ways[0],
-            temperature=rollout.temperature,
-            top_p=1.0 if rollout.top_p is None else rollout.top_p,
-            max_tokens=rollout.max_completion_length,
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            max_tokens=sampling.max_completion_length,
         )
-        self._ways.append(sampling)
+        self._ways.append(way)
         return SameProcesses(self, len(self._ways) - 1, settle)
 
     def close(self) -> None:
@@ -212,7 +225,7 @@ class ServerSampler:
         return self._folder.path
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._chosen.answer_seconds
+        return time.monotonic() + self._settings.answer_seconds
 
     def _start(self) -> None:
         """Start the servers, wait until all answer, and tell the other ranks their addresses."""
@@ -235,7 +248,7 @@ class ServerSampler:
         Raises SamplerLost where a server needs more than sampler.start_seconds.
         """
         layout = self._layout
-        limit = self._chosen.start_seconds
+        limit = self._settings.start_seconds
         began = time.monotonic()
         last_message = began
         while True:
@@ -261,17 +274,20 @@ class ServerSampler:
             time.sleep(0.2)
 
     def _server(self, url: str, process: ServerProcess | None = None) -> Server:
-        return Server(self._api, url, self._chosen.answer_seconds, process, self._key)
+        return Server(self._api, url, self._settings.answer_seconds, process, self._key)
 
     def _start_server(self, number: int) -> Server:
         """Start the server of this number, and return it before it is up."""
         reserved = reserve_port()
         port = reserved.getsockname()[1]
         gpus = self._plan.gpus[number]
-        name = self._chosen.name
+        name = self._settings.name
         is_only = len(self._plan.gpus) == 1
         log_file = self._run_dir / (f"{name}.log" if is_only else f"{name}-{number}.log")
-        command = self._api.command(self._config, self._path, self._plan, _HOST, port)
+        has_stops = bool(self._ways[0].stops)
+        command = self._api.command(
+            self._settings, self._seed, has_stops, self._path, self._plan, _HOST, port
+        )
         place = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{place}; its log: {log_file}")
         process = ServerProcess(command, self._variables(gpus), log_file, reserved)
@@ -301,7 +317,7 @@ class ServerSampler:
         if self._asleep:
             server.post(self._api.wake("weights"), deadline)
         if load:
-            server.post(self._api.load(self._path, self._config), deadline)
+            server.post(self._api.load(self._path, self._settings), deadline)
         if self._asleep:
             server.post(self._api.wake("cache"), deadline)
         if load:

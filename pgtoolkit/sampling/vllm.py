@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from pgtoolkit.completion import Request
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.sampling.server_api import Call, Choice, Json, Plan, Sampling
+from pgtoolkit.sampling.settings import VllmSamplerSettings
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that chooses between vLLM's two model runners."""
@@ -42,34 +40,43 @@ class Vllm:
         _V2_RUNNER: "1",  # draws tokens with seeds as fast as without
     }
 
-    def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
-        """Return the command that starts a server on the weights in a folder."""
-        chosen = config.sampler
-        assert isinstance(chosen, VllmSamplerConfig)
-        assert isinstance(config.rollout, PolicyRolloutConfig)
+    def command(
+        self,
+        settings: VllmSamplerSettings,
+        seed: int,
+        has_stops: bool,
+        folder: Path,
+        plan: Plan,
+        host: str,
+        port: int,
+    ) -> list[str]:
+        """Return the command that starts a server on the weights in a folder.
+
+        has_stops: whether texts end completions.
+        """
         options = {
             "host": host,
             "port": port,
             "dtype": plan.number_type,
             "logprobs-mode": "processed_logprobs",
             "max-model-len": plan.room,
-            "max-num-seqs": chosen.max_sequences,
-            "gpu-memory-utilization": chosen.gpu_memory_share / chosen.servers_per_gpu,
-            "tensor-parallel-size": chosen.tensor_parallel,
+            "max-num-seqs": settings.max_sequences,
+            "gpu-memory-utilization": settings.gpu_memory_share / settings.servers_per_gpu,
+            "tensor-parallel-size": settings.tensor_parallel,
             "generation-config": "vllm",
-            "seed": config.seed,
+            "seed": seed,
         }
         return [
-            *(*shlex.split(chosen.executable), "serve", str(folder)),
+            *(*shlex.split(settings.executable), "serve", str(folder)),
             *(text for name, value in options.items() for text in (f"--{name}", str(value))),
-            f"--api-server-count={max(1, _FRONT_ENDS // chosen.servers_per_gpu)}",
+            f"--api-server-count={max(1, _FRONT_ENDS // settings.servers_per_gpu)}",
             f"{_EXTENSION}=pgtk_vllm_worker.FromMemory",
             # Nothing but stop strings needs the text of tokens.
-            *([] if config.rollout.stop else ["--skip-tokenizer-init"]),
+            *([] if has_stops else ["--skip-tokenizer-init"]),
             "--disable-uvicorn-access-log",
             "--disable-log-stats",
             *(["--enable-sleep-mode"] if plan.sleeps else []),
-            *chosen.arguments,
+            *settings.arguments,
         ]
 
     def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
@@ -132,12 +139,10 @@ class Vllm:
             for token, entry in zip(tokens[1:], entries[1:], strict=True)
         ]
 
-    def load(self, folder: Path, config: Config) -> Call:
+    def load(self, folder: Path, settings: VllmSamplerSettings) -> Call:
         """Return the call that loads the weights in a folder; servers that were started here load
         by our module inside them."""
-        chosen = config.sampler
-        assert isinstance(chosen, VllmSamplerConfig)
-        if chosen.urls or any(argument.startswith(_EXTENSION) for argument in chosen.arguments):
+        if settings.urls or any(argument.startswith(_EXTENSION) for argument in settings.arguments):
             return self.LOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         return self.LOAD, {"method": "load_from_memory", "args": [str(folder)]}
 

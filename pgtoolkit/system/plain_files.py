@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -145,3 +146,15 @@ def json_object(file: Path) -> JsonObject:
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
     return content
+
+
+def cannot_hold_files(folder: Path) -> str | None:
+    """Try whether a folder can be made and take files; return why not, or None if it can."""
+    place = folder.absolute()
+    nearest = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
+    try:  # some file systems refuse what their permissions allow
+        with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest) as trial:
+            Path(trial, place.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{nearest}: {error.strerror}"
+    return None

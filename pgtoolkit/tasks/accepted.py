@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import DataError, VerifierLost
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import QUESTION
@@ -16,6 +15,7 @@ from pgtoolkit.tasks.math_answers import math_golds
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.settings import VERIFIERS
 from pgtoolkit.tasks.verifiers import Named, last_number
 
 FIRST = 100

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pgtoolkit.completion import Message, Prompt
-from pgtoolkit.config.schema_tasks import Chat, TaskConfig
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system.report import listed, refusal, text
+from pgtoolkit.tasks.settings import Chat, TaskSettings
 
 if TYPE_CHECKING:
     from jinja2.nodes import Template
@@ -262,7 +262,7 @@ class ChatTemplate:
         return written + [piece for piece in pieces if len(piece) > _SHORT]
 
 
-def chat_of(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+def chat_of(task: TaskSettings, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
     """Return the template that prompts go through; None where they are texts alone.
 
     Raises ConfigError for a template as `used_template` does, and where task.system_prompt or

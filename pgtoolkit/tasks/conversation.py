@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
 from pgtoolkit.completion import Completion, Message, Prompt
-from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import plural
 from pgtoolkit.tasks.environments import Ask, Environments
@@ -22,6 +21,7 @@ from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.reward_functions import as_number, is_nothing
+from pgtoolkit.tasks.settings import ConversationTaskSettings, GuessTaskSettings
 from pgtoolkit.tasks.tasks import Once, Score, Seeds, Task
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ class ConversationTask(Task):
     exact match.
     """
 
-    def __init__(self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Once):
+    def __init__(self, config: ConversationTaskSettings | GuessTaskSettings, seed: int, once: Once):
         self.max_turns = config.max_turns
         self.alphabet = getattr(config, "alphabet", None)
         self._seed = seed
         # The names of the environment's measures, once there is a score.
         self._measures: frozenset[str] | None = None
         self._rows = Seeds()
-        if isinstance(config, ConversationTaskConfig) and config.path is not None:
+        if isinstance(config, ConversationTaskSettings) and config.path is not None:
             self._rows = PromptRows(config, seed, once)
         self._setting = f"task.environment={config.environment}"
         processes = config.environment_processes

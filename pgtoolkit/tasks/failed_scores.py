@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from pgtoolkit.config.schema_tasks import (
-    ConversationTaskConfig,
-    GuessTaskConfig,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    VerifierFailure,
-)
 from pgtoolkit.system.report import plural
 from pgtoolkit.tasks.process_pool import Failure
+from pgtoolkit.tasks.settings import (
+    ConversationTaskSettings,
+    GuessTaskSettings,
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    VerifierFailure,
+)
 
 log = logging.getLogger("pgtoolkit")
 
-_Config = ConversationTaskConfig | GuessTaskConfig | PromptsTaskConfig | ReasoningGymTaskConfig
+_Config = (
+    ConversationTaskSettings | GuessTaskSettings | PromptsTaskSettings | ReasoningGymTaskSettings
+)
 
 
 class FailedScores:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema_tasks import SumsTaskConfig
+from pgtoolkit.tasks.settings import SumsTaskSettings
 from pgtoolkit.tasks.tasks import Score, Task
 from pgtoolkit.tasks.verifiers import last_number
 
@@ -35,7 +35,7 @@ class SumsTask(Task):
     or not, else 0.
     """
 
-    def __init__(self, config: SumsTaskConfig, seed: int, held_out: bool):
+    def __init__(self, config: SumsTaskSettings, seed: int, held_out: bool):
         self._config = config
         self._seed = seed
         self._held_out = held_out

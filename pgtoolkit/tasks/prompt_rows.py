@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.completion import Message, Prompt
-from pgtoolkit.config.schema_tasks import is_data_set_name
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.plain_files import json_object
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.hub_data import hub_files
+from pgtoolkit.tasks.settings import is_data_set_name
 
 if TYPE_CHECKING:  # `pgtk check` does without pyarrow
     from pgtoolkit.tasks.row_files import Problems, RawRow

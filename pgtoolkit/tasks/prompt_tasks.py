@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.failed_scores import FailedScores
@@ -17,6 +16,7 @@ from pgtoolkit.tasks.prompt_rows import read_prompts
 from pgtoolkit.tasks.retries import Retries
 from pgtoolkit.tasks.reward_functions import BatchScores
 from pgtoolkit.tasks.scoring import Response, Scoring
+from pgtoolkit.tasks.settings import ConversationTaskSettings, PromptsTaskSettings
 from pgtoolkit.tasks.signatures import Signature
 from pgtoolkit.tasks.tasks import NumberedRows, Once, Score
 from pgtoolkit.tasks.verifiers import Named
@@ -27,7 +27,7 @@ class PromptRows(NumberedRows):
 
     def __init__(
         self,
-        config: PromptsTaskConfig | ConversationTaskConfig,
+        config: PromptsTaskSettings | ConversationTaskSettings,
         seed: int,
         once: Once,
         keep_rows: bool = False,
@@ -73,7 +73,7 @@ class PromptsTask(PromptRows):
     first verifier alone decides whether it is an exact match, by a score of 1 or more.
     """
 
-    def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
+    def __init__(self, config: PromptsTaskSettings, seed: int, once: Once):
         single: dict[str, dict[str, Any]] = {
             "": {"verifier": config.verifier, "pattern": config.pattern}
         }

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from pgtoolkit.completion import Completion, Prompt
-from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import Between
@@ -18,6 +17,7 @@ from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.reward_functions import TrainerState
 from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.settings import Chat, PromptsTaskSettings, TaskSettings
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Once, Score, Task
 
@@ -319,7 +319,7 @@ def _ways_to_make_room(longest: int, longest_completion: int, longest_document: 
     return [*ways, "other prompts"]
 
 
-def check_turns(tokenized: TokenizedTask, config: TaskConfig, model_name: str) -> None:
+def check_turns(tokenized: TokenizedTask, config: TaskSettings, model_name: str) -> None:
     """Raise ConfigError for a conversation that the model has no tokens for.
 
     config: of the task. model_name: the option of the group `model`.
@@ -341,12 +341,12 @@ def check_turns(tokenized: TokenizedTask, config: TaskConfig, model_name: str) -
     tokenized.between.check(task.prompt(0).messages or ())
 
 
-def scored_by_nobody(task: TaskConfig) -> TaskConfig:
+def scored_by_nobody(task: TaskSettings) -> TaskSettings:
     """Return a task with the same prompts and no verifier of the user's, whose code would run.
 
     For commands that score nothing.
     """
-    if not isinstance(task, PromptsTaskConfig):
+    if not isinstance(task, PromptsTaskSettings):
         return task
     return dataclasses.replace(
         task, verifier="exact_match", pattern=None, verifiers={}, verifier_processes=0

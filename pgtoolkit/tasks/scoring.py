@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.completion import Message, Prompt
-from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import VerifierLost
 from pgtoolkit.system.report import plural
 from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Failure, Processes
 from pgtoolkit.tasks.retries import Retries, stop_asked
 from pgtoolkit.tasks.reward_functions import UNREACHABLE, BatchScores, Question, TrainerState
+from pgtoolkit.tasks.settings import VERIFIERS
 from pgtoolkit.tasks.signatures import OF_A_BATCH_OF_VERL, OF_VERL, Signature
 from pgtoolkit.tasks.verifiers import AwaitedQuestions, BatchQuestion, Named, Verifiers
 

@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.evaluation_sets import QUESTIONS
-from pgtoolkit.config.schema_tasks import (
-    ReasoningGymTaskConfig,
-    ReverseTaskConfig,
-)
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import Failure, Processes
 from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.settings import QUESTIONS, ReasoningGymTaskSettings, ReverseTaskSettings
 
 _Value = TypeVar("_Value")
 
@@ -101,9 +97,9 @@ class ReverseTask(Task):
     position can be learned by itself.
     """
 
-    alphabet = ReverseTaskConfig.alphabet
+    alphabet = ReverseTaskSettings.alphabet
 
-    def __init__(self, config: ReverseTaskConfig, seed: int):
+    def __init__(self, config: ReverseTaskSettings, seed: int):
         self._num_digits = config.num_digits
         self._seed = seed
 
@@ -167,7 +163,7 @@ class ReasoningGymTask(NumberedRows):
     first. `options` are the data set's own, among them `size`, the number of different questions.
     """
 
-    def __init__(self, config: ReasoningGymTaskConfig, seed: int):
+    def __init__(self, config: ReasoningGymTaskSettings, seed: int):
         options = {"size": QUESTIONS} | config.options
         arguments = (config.dataset, options, config.options, seed)
         super().__init__(options["size"])

@@ -9,19 +9,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from pgtoolkit.config.keys import changes_learning
-from pgtoolkit.config.own_code import as_typed
-from pgtoolkit.runs import records
-from pgtoolkit.runs.provenance import code_of, commit_text
-from pgtoolkit.runs.records import Row, leaves
-from pgtoolkit.tracking.store import flatten, parameter_name, text_of
+from pgtoolkit.runs.records import Row
+from pgtoolkit.tracking.store import parameter_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 Item = TypeVar("Item")
 
-_LONGEST_TAG = 4000
+LONGEST_TAG = 4000
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
 """Metrics that are logged a second time as `NAME_by_documents`, over documents_seen instead of the
@@ -49,51 +45,6 @@ class Description(NamedTuple):
     settings: dict[str, str | float]
     params: dict[str, str]
     tags: dict[str, str]
-
-
-def description_of(run_dir: Path) -> Description:
-    """Return the description of a run that has written its configuration."""
-    config, _ = records.read_config(run_dir)
-    status = records.read_status(run_dir)
-    provenance = records.known_provenance(run_dir)
-    settings = as_typed(dict(leaves(config)))
-    code = code_of(provenance)
-    tags = {
-        "family": settings.get("loss.name"),
-        "aggregation": settings.get("aggregation.reducer") or settings.get("aggregation.mode"),
-        "seed": settings.get("seed"),
-        "sweep": status.get("sweep"),
-        "parent": status.get("parent"),
-        "run_directory": str(run_dir),
-        "pgtk.id": status.get("id"),
-        "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
-        # MLflow's table shows it in the column "Version".
-        "mlflow.source.git.commit": code[0][0] if code else None,
-        "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
-    }
-    run_name = str(settings.get("tracking.run_name") or run_dir.name)
-    if status.get("sweep") and not settings.get("tracking.run_name"):
-        # The folders of a sweep end with a digest of the configuration, which the parameters show.
-        run_name = re.sub("-[0-9a-f]{8}$", "", run_dir.name)
-    return Description(
-        run_name=run_name,
-        settings=_typed_settings(config),
-        params=flatten(config),
-        tags={
-            key: text_of(key, value, _LONGEST_TAG)
-            for key, value in tags.items()
-            if value is not None
-        },
-    )
-
-
-def _typed_settings(config: dict) -> dict[str, str | float]:
-    """Return the keys that change what is learned: numbers and truth values, the rest as texts."""
-    settings = {}
-    for key, value in leaves(config):
-        if changes_learning(key, config):
-            settings[key] = value if isinstance(value, int | float) else text_of(key, value)
-    return settings
 
 
 class RowFile(Generic[Item]):

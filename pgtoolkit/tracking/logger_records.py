@@ -21,7 +21,6 @@ from pgtoolkit.tracking.description import (
     Description,
     RowFile,
     by_documents_of,
-    description_of,
     evaluation_values_of,
     values_of,
 )
@@ -64,7 +63,7 @@ class LoggerRecord:
 
     _logger: Logger
 
-    def start(self, run_dir: Path, consequence: str = "") -> None:
+    def start(self, run_dir: Path, description: Description, consequence: str = "") -> None:
         """Open the record of a directory, which has config.yaml and status.json, and deliver rows.
 
         On a resume it is called after `drop_metrics_after`. Raises StorageError, whose message ends
@@ -72,7 +71,6 @@ class LoggerRecord:
         """
         self._run_dir = Path(run_dir)
         try:
-            description = description_of(self._run_dir)
             last_step = self._open(description)
         except Exception as error:  # each library raises errors of its own
             raise StorageError(

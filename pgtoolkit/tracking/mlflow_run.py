@@ -12,19 +12,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.addresses import may_be_used
-from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.checksums import check_rows
-from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.records import TIME, Row, read_config, read_status
-from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.runs.records import TIME, Row, read_status
 from pgtoolkit.system.background import in_background
-from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.tracking import description, store
 from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
+from pgtoolkit.tracking.store_address import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
@@ -79,7 +72,9 @@ class MlflowTracker:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, run_dir: Path, consequence: str = "") -> None:
+    def start(
+        self, run_dir: Path, described: description.Description, consequence: str = ""
+    ) -> None:
         """Open or make the MLflow run of this directory, and begin to deliver.
 
         The directory has its config.yaml and status.json. MLflow's parameters never change: a
@@ -90,10 +85,9 @@ class MlflowTracker:
         and after some time, see `patiently`, if it does not answer.
         """
         self._run_dir = Path(run_dir)
-        run_description = description.description_of(self._run_dir)
         status = read_status(self._run_dir)
         with store.raising_storage_errors(self.uri, consequence):
-            run = store.patiently(self.uri, lambda: self._open(run_description, status))
+            run = store.patiently(self.uri, lambda: self._open(described, status))
         self.info = {
             "uri": redact(self.uri),
             "experiment_id": run.info.experiment_id,
@@ -265,58 +259,3 @@ def _system_monitor(run_id: str, uri: str) -> SystemMetricsMonitor:
     monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
     monitor.start()
     return monitor
-
-
-def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -> str:
-    """Deliver to MLflow what it lacks of a run, and return a line that says so.
-
-    uri: of another store than the run's, which gets the whole run; a run with tracking=none needs
-        one.
-    experiment: another name than the run's.
-    Raises ConfigError for a run that is still running or has no store, StorageError if the store
-    does not answer or fails on the way.
-    """
-    refuse_links(run_dir)
-    config, _ = read_config(run_dir)
-    status = read_status(run_dir)
-    tracking = config.get("tracking", {})
-    if uri is None and tracking.get("name", "mlflow") != "mlflow":
-        raise ConfigError(
-            f"pgtk sync {run_dir} needs a store (got tracking={tracking['name']}). The run was "
-            "made without MLflow. Use --uri=sqlite:///outputs/mlflow.db, or the address of a "
-            "server."
-        )
-    if uri is None:
-        # The status has the absolute address: a relative one was meant from where the run started.
-        uri = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
-        if uri is not None and not may_be_used(uri, run_dir):
-            raise ConfigError(
-                refusal(
-                    setting=f"pgtk sync {shell_path(run_dir)}",
-                    needs="its store to be typed",
-                    got=f"{redact(uri)} from the run's file",
-                    reason="The run would be sent there, which its file does not decide.",
-                    use="--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment",
-                )
-            )
-    with RunDirectory(run_dir) as run:
-        read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
-        check_rows(run.path)
-        state = status.get("state", "failed")
-        tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
-        tracker.start(
-            run.path,
-            "Nothing was lost: the run directory keeps it. Try again when the store answers.",
-        )
-        # The status of a killed run is still `running`. Without a limit, the rest is delivered as
-        # long as the store answers.
-        missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
-    if missing:
-        raise StorageError(
-            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later."
-        )
-    rows = tracker.rows_delivered
-    delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
-    return (
-        f"{shell_path(run_dir)}: {delivered} ({tracker.info['uri']}, run {tracker.info['run_id']})"
-    )

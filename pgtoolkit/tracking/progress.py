@@ -5,20 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import (
     Row,
-    best_checkpoint,
-    read_evaluations,
-    read_resolved,
-    read_status,
 )
-from pgtoolkit.runs.series import Columns, final, first, mean, values
-from pgtoolkit.system.report import plural, shell_path
+from pgtoolkit.runs.series import mean
 from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking import next_commands
 
@@ -179,78 +171,6 @@ def _with_error(name: str, row: Row) -> str:
     return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
 
 
-def summary(
-    metrics: Columns,
-    run_dir: Path,
-    mlflow: dict[str, str] | None,
-    records: Iterable[tuple[str, str]] = (),
-) -> str:
-    """Return the last lines of a run: its curves in short, its files, and what to type next.
-
-    metrics: the columns of metrics.jsonl.
-    mlflow: `MlflowTracker.info`, or None without MLflow.
-    records: other trackers, each with the command or the address that shows its record.
-    """
-    config = read_resolved(run_dir)
-    status = read_status(run_dir)
-    reason = status.get("reason") or ""
-    lines = [_rise(name, metrics) for name in ("reward", "exact_match")]
-    if not any(lines):
-        lines = [_rise("loss", metrics)]
-    best = best_checkpoint(Path(run_dir), watched(config))
-    lines += _held_out_lines(read_evaluations(Path(run_dir)), best)
-    lines.append(reason)
-    entries = [entry("run", shell_path(run_dir))]
-    parent = status.get("parent")
-    if parent:
-        entries.append(entry("continues", parent))
-    curves = Path(run_dir) / "curves.png"
-    if curves.exists():
-        entries.append(entry("curves", shell_path(curves)))
-    if mlflow:
-        entries += mlflow_entries(mlflow)
-    entries += [entry(label, command) for label, command in records]
-    overrides = _overrides_to_continue(metrics, config, reason)
-    entries.append(entry("resume", next_commands.resume_command(run_dir, overrides)))
-    comparisons = []
-    if next_commands.has_counterpart(run_dir):
-        comparisons.append(next_commands.counterpart_command(run_dir))
-    if mlflow:
-        comparisons.append(next_commands.ui_url(mlflow["uri"], mlflow["experiment_id"]))
-    labels = ["compare", ""]
-    entries += [entry(label, text) for label, text in zip(labels, comparisons, strict=False)]
-    return "\n".join([*filter(None, lines), *entries])
-
-
-def _overrides_to_continue(metrics: Columns, config: dict, reason: str) -> list[str]:
-    """Return the overrides with which a finished run goes on. reason: of its end, "" for none."""
-    if "rollout.epochs=" in reason:
-        return [f"rollout.epochs={2 * config['rollout']['epochs']}"]
-    if "rollout.retire_at=" in reason:
-        return ["rollout.retire_at=null"]
-    if "a callback of your own" in reason:
-        return ["callbacks.own={}"]
-    if reason:
-        return ["trainer.stop_at=null"]
-    if len(metrics["step"]):
-        return [f"trainer.max_steps={2 * int(metrics['step'][-1])}"]
-    return []
-
-
-def _held_out_lines(rows: list[Row], best: Row | None) -> Iterator[str]:
-    """Yield a line on the pass@1 of each set over the run. best: the row of the best checkpoint."""
-    for name in dict.fromkeys(row["set"] for row in rows):
-        set_rows = [row for row in rows if row["set"] == name]
-        shares = [row["pass@1"] for row in set_rows]
-        last = set_rows[-1]
-        note = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
-        yield (
-            f"{name:<12} {shares[0]:.3f} -> {shares[-1]:.3f}  {sparkline(shares, span=(0, 1))}  "
-            f"(pass@1 of {last['prompts']} held-out prompts, ± {last.get('pass@1_error', 0):.3f}"
-            f"{note})"
-        )
-
-
 def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
     """Return values as bars, averaged into at most `width` of them.
 
@@ -262,18 +182,6 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     low, high = span or (min(means, default=0), max(means, default=0))
     heights = [(min(max(average, low), high) - low) / ((high - low) or 1) for average in means]
     return "".join(_BARS[round((len(_BARS) - 1) * height)] for height in heights)
-
-
-def _rise(name: str, metrics: Columns) -> str:
-    """Return the line on how a metric went over the run; "" where it has no value."""
-    series = values(metrics, name)
-    if not series:
-        return ""
-    # A fraction is drawn between 0 and 1, or one success in a thousand would be a peak.
-    bars = sparkline(series, span=(0, 1) if name == "exact_match" else None)
-    ends = f"{first(series):.3f} -> {final(series):.3f}"
-    label = name.replace("_", " ")
-    return f"{label:<12} {ends}  {bars}  (first and last tenth of {plural(len(series), 'step')})"
 
 
 def _short_count(value: float) -> str:

@@ -5,20 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
-
-from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import Interrupted
-from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.provenance import collect
-from pgtoolkit.runs.records import read_status
-from pgtoolkit.system.report import say
-from pgtoolkit.tracking.next_commands import resume_command
 
 _REPEATED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Those of STOP_SIGNALS that may come more than once for one reason: to each process of a job and
@@ -58,7 +46,7 @@ class StopSignal(KeyboardInterrupt):
     """The first of STOP_SIGNALS; str() is its name."""
 
 
-_swallowed: list[StopSignal] = []
+swallowed: list[StopSignal] = []
 """The first signal since `stop_signals_recorded` began. If it is still here when training begins,
 the exception was swallowed."""
 
@@ -87,50 +75,16 @@ def stop_signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
-@contextlib.contextmanager
-def stop_signals_recorded(
-    config: Config, run_dir: Path, overrides: list[str], sweep: str | None = None
-) -> Iterator[None]:
-    """Record STOP_SIGNALS in a block that imports what training needs, and trains.
-
-    The first signal raises StopSignal, unless training has set its own handlers by then. If that
-    ends the block, the run directory records it, and Interrupted is raised with the command that
-    resumes the run. A second signal ends the process at once.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with answered_by(_raise):
-        try:
-            yield
-        except StopSignal as stop:
-            if not read_status(run_dir):
-                with RunDirectory(run_dir) as run:
-                    run.write_config(plain_config(config), list(overrides))
-                    run.write_provenance(collect(sys.argv))
-                    run.set_status("interrupted", 0, str(stop), sweep=sweep)
-            status = read_status(run_dir)
-            if status["state"] == "done":
-                say(f"stopped as asked ({stop}) after the run was done")
-                return
-            raise Interrupted(
-                f"stopped as asked ({stop}); the run is {status['state']} at step "
-                f"{status['step']}. Continue with: {resume_command(run_dir)}"
-            ) from None
-        finally:
-            _swallowed.clear()
-
-
 def raise_swallowed() -> None:
     """Raise a StopSignal again if Python dropped it because a finalizer (__del__) raised it."""
-    if _swallowed:
-        raise _swallowed[0]
+    if swallowed:
+        raise swallowed[0]
 
 
-def _raise(number: int, _frame: FrameType | None) -> None:
+def raise_stop(number: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for repeated in _REPEATED:
         signal.signal(repeated, signal.SIG_IGN)
-    _swallowed.append(StopSignal(signal.Signals(number).name))
-    raise _swallowed[0]
+    swallowed.append(StopSignal(signal.Signals(number).name))
+    raise swallowed[0]

@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
-from pgtoolkit.config.keys import changes_learning
-from pgtoolkit.config.own_code import as_typed
-from pgtoolkit.config.paths import absolute_uri, sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shortest_path, text
+from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
 from pgtoolkit.tracking.store_file import (
     deleted_experiment,
     has_other_tables,
@@ -224,18 +221,6 @@ def failure(uri: str, error: BaseException) -> str:
         f"MLflow at tracking.uri={redact(uri)} failed: "
         f"{textwrap.shorten(message, 300, placeholder=' …')}"
     )
-
-
-def flatten(config: dict) -> dict[str, str]:
-    """Return a nested configuration as MLflow's parameters, written as overrides are.
-
-    Long texts are cut, and keys that do not change what is learned are left out. The artifact
-    config.yaml has all of them.
-    """
-    settings = as_typed(
-        {key: value for key, value in leaves(config) if changes_learning(key, config)}
-    )
-    return {parameter_name(key): text_of(key, value) for key, value in settings.items()}
 
 
 def parameter_name(key: str) -> str:

@@ -13,10 +13,11 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from pgtoolkit.config.paths import absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.errors import first_line
+from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import program, refusal, shell_path, shortest_path
+from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
 
 
 def problem_of_store(path: Path, experiment: str) -> str | None:

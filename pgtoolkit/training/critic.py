@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, StepTotals
-from pgtoolkit.config.schema_loss import CriticConfig
-from pgtoolkit.config.schema_run import OptimizerConfig
 from pgtoolkit.losses.exchange import Ranks, all_sum
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
@@ -21,6 +19,7 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
+from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 
 
 def with_value_head(policy: Policy) -> Policy:
@@ -68,8 +67,8 @@ class Critic:
 
     def __init__(
         self,
-        settings: CriticConfig,
-        optimizer: OptimizerConfig,
+        settings: CriticSettings,
+        optimizer: OptimizerSettings,
         max_steps: int,
         body: Policy,
         layout: Layout,

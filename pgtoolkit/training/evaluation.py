@@ -7,12 +7,12 @@ import time
 
 import torch
 
-from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import Row, best_checkpoint, best_of, read_evaluations
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import TrainerSettings
 
 log = logging.getLogger("pgtoolkit")
 
@@ -25,7 +25,7 @@ class Evaluations:
     """
 
     def __init__(
-        self, run: RunDirectory | None, module: PolicyGradientModule, settings: TrainerConfig
+        self, run: RunDirectory | None, module: PolicyGradientModule, settings: TrainerSettings
     ):
         assert module.evaluator is not None
         self._run = run

@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config.schema_loss import CriticConfig
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
-from pgtoolkit.config.schema_run import OptimizerConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import (
     Computation,
@@ -32,10 +29,12 @@ from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.runs.records import Row
+from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
+from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 from pgtoolkit.training.surprises import Surprises
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
     surprises: gives notes on steps; None: nobody does.
-    rollout: how completions are sampled, for the folder of a checkpoint.
+    sampling: how completions are sampled, for the folder of a checkpoint.
     record: what a checkpoint keeps of the run's configuration.
     """
 
@@ -68,14 +67,14 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: Evaluator | None = None
     critic: Critic | None = None
     surprises: Surprises | None = None
-    rollout: PolicyRolloutConfig | RecordedRolloutConfig | None = None
+    sampling: SamplingSettings | None = None
 
     def __init__(
         self,
         policy: Policy,
         loss: Loss,
         computation: Computation,
-        optimizer: OptimizerConfig,
+        optimizer: OptimizerSettings,
         max_steps: int,
         layout: Layout = ONE_PROCESS,
         reference: Policy | None = None,
@@ -100,7 +99,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._optimizer_settings = optimizer
         self.record: Row = {}
 
-    def add_critic(self, body: Policy, settings: CriticConfig) -> None:
+    def add_critic(self, body: Policy, settings: CriticSettings) -> None:
         """Train a critic together with the policy. body: see `Critic`."""
         optimizer = replace(self._optimizer_settings, learning_rate=settings.learning_rate)
         self.critic = Critic(settings, optimizer, self.max_steps, body, self.layout, self.loss)

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.config.schema_run import OptimizerConfig, Schedule
 from pgtoolkit.ranks.collectives import local
+from pgtoolkit.training.settings import OptimizerSettings, Schedule
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -25,7 +25,7 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerSettings) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters of a model.
 
     Those with fewer than two dimensions (norms, biases) have no weight decay.
@@ -50,7 +50,7 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
     PyTorch's own schedulers multiply a base, which changes the last bits.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int):
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerSettings, max_steps: int):
         self._config = config
         self._max_steps = max_steps
         super().__init__(optimizer)
@@ -69,7 +69,7 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
         return float(rates[0])
 
 
-def learning_rate(config: OptimizerConfig, num_updates: int, max_steps: int) -> float:
+def learning_rate(config: OptimizerSettings, num_updates: int, max_steps: int) -> float:
     """Return the learning rate of update number `num_updates` (from 0).
 
     It rises linearly during the warm-up. Then it stays, or decays to 0 at `max_steps`.

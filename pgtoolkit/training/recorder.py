@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 
 from pgtoolkit.batch import Document, Step
-from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
@@ -28,6 +27,7 @@ from pgtoolkit.training.evaluation import Evaluations
 from pgtoolkit.training.fit import RunCallback
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import TrainerSettings
 from pgtoolkit.training.state import restore, snapshot, write_settings
 
 log = logging.getLogger("pgtoolkit")
@@ -55,7 +55,11 @@ class Recorder(RunCallback):
     """
 
     def __init__(
-        self, run: RunDirectory | None, folder: Path, config: TrainerConfig, checkpoint: dict | None
+        self,
+        run: RunDirectory | None,
+        folder: Path,
+        config: TrainerSettings,
+        checkpoint: dict | None,
     ):
         self._run = run
         self._folder = folder / "checkpoints"

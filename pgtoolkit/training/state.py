@@ -18,7 +18,7 @@ from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.sampling.sampling_settings import sampling_settings
+from pgtoolkit.sampling.generation_settings import generation_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import (
     ADAPTERS,
@@ -104,8 +104,8 @@ def write_settings(module: PolicyGradientModule, folder: Path, merged: bool = Fa
     merged: the folder has the weights of the whole model. Otherwise a folder of LoRA's adapters
         gets their configuration alone: with the model's, transformers would read it as a model.
     """
-    assert module.rollout is not None
-    sampling = sampling_settings(module.policy, module.rollout)
+    assert module.sampling is not None
+    sampling = generation_settings(module.policy, module.sampling)
     pretrained = module.policy.pretrained
     if module.policy.base_digest is not None and not merged:
         assert pretrained is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.data_metrics import mismatch_note, sampling_note
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 
 log = logging.getLogger("pgtoolkit")
 
@@ -21,7 +21,7 @@ class Surprises:
     def __init__(
         self,
         loss: str,
-        rollout: PolicyRolloutConfig | RecordedRolloutConfig,
+        rollout: PolicyRolloutSettings | RecordedRolloutSettings,
         has_advantages: bool,
     ):
         self._loss = loss

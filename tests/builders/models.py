@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import character_tokenizer
 
 VOCABULARY = 19  # of `small_policy`: no number of ranks divides it
@@ -53,7 +53,7 @@ def save_with_tokenizer(
     return folder
 
 
-def model_config(path: str | Path, **changes: object) -> HuggingFaceModelConfig:
+def model_config(path: str | Path, **changes: object) -> HuggingFaceModelSettings:
     """Return the configuration of a model folder with every option off, but for the changes."""
     values = {
         "random_weights": False,
@@ -64,7 +64,7 @@ def model_config(path: str | Path, **changes: object) -> HuggingFaceModelConfig:
         "lora_alpha": 32.0,
         "lora_targets": ["all-linear"],
     }
-    return HuggingFaceModelConfig(
+    return HuggingFaceModelSettings(
         name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes)
     )
 

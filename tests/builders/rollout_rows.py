@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
-from pgtoolkit.config.schema_tasks import Chat, TooLong
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.settings import RecordedRolloutSettings, TrainedTurns, Truncated
+from pgtoolkit.tasks.settings import Chat, TooLong
 
 VOCABULARY_SIZE = 100
 
@@ -59,8 +59,8 @@ DEFAULTS = {
 """The keys of a configuration that tests change."""
 
 
-def recorded_config(path: Path | str, **changes: object) -> RecordedRolloutConfig:
-    return RecordedRolloutConfig(
+def recorded_config(path: Path | str, **changes: object) -> RecordedRolloutSettings:
+    return RecordedRolloutSettings(
         name="recorded", path=str(path), temperature=1.0, **(DEFAULTS | changes)
     )
 

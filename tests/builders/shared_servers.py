@@ -22,12 +22,12 @@ from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
-from pgtoolkit.config.schema_tasks import GuessTaskConfig
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.tasks.settings import GuessTaskSettings
 from pgtoolkit.training.module import PolicyGradientModule
 
 END_TOKENS = [11, 3]
@@ -275,7 +275,7 @@ def save_guesser(folder: Path, seed: int = 0) -> Path:
 
     Several letters end a turn: turns are short, and some contain a number.
     """
-    alphabet = GuessTaskConfig.alphabet
+    alphabet = GuessTaskSettings.alphabet
     model = small_llama(seed, vocab_size=len(alphabet) + 1, **_SHAPE, **_MORE)
     ends = [len(alphabet), *map(alphabet.index, "-eghw")]
     model.generation_config.eos_token_id = ends

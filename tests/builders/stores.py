@@ -7,6 +7,7 @@ import time
 
 from mlflow import MlflowClient
 
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
@@ -44,7 +45,9 @@ def start_tracker(
     run.write_config(config or CONFIG, ["loss=gspo"])
     run.set_status("running", 0, **status)
     tracker = MlflowTracker(uri, experiment)
-    tracker.start(run.path, "Training has not started. Use tracking=none.")
+    tracker.start(
+        run.path, description_of(run.path), "Training has not started. Use tracking=none."
+    )
     run.set_status("running", 0, mlflow=tracker.info)
     return tracker
 

@@ -13,6 +13,7 @@ import pytest
 from builders.refusals import refusal
 from builders.stores import free_port
 
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
@@ -26,7 +27,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             run.write_config({"tracking": {"run_name": None}}, [])
             run.set_status("running", 0)
             tracker = MlflowTracker(None, name)
-            tracker.start(run.path)
+            tracker.start(run.path, description_of(run.path))
             tracker.finish("done")
     return tracker.info
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.sweep_summary import publish
 from pgtoolkit.comparison.ui import _addresses
@@ -64,7 +65,7 @@ def _save(
         run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}]})
         run.set_status("running", 0, sweep="by_loss")
         tracker = MlflowTracker(uri, "experiment of one")
-        tracker.start(run.path)
+        tracker.start(run.path, description_of(run.path))
         run.set_status("running", 0, mlflow=tracker.info)
         for step in range(1, STEPS + 1):
             run.append_metrics(

@@ -18,6 +18,7 @@ import yaml
 from builders.refusals import refusal
 from builders.runs import SHORT, config_of
 
+from pgtoolkit.assembly.continuing import resume_command
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
@@ -25,7 +26,6 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import before_start
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.store import open_store
 from pgtoolkit.tracking.store_file import problem_of_store
 

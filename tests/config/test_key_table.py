@@ -20,10 +20,10 @@ from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules.executed import named_commands, named_functions
 from pgtoolkit.config.saved import cannot_change, typed
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
-from pgtoolkit.config.schema_loss import AggregationMode, KLKind
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 from pgtoolkit.system.report import Report
+from pgtoolkit.training.loss_settings import AggregationMode, KLKind
 
 NEEDED = {
     "loss/custom": ["loss.path=my_module.MyFamily"],

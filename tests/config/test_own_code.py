@@ -9,6 +9,7 @@ import pytest
 import yaml
 from builders.runs import SHORT, metrics_of, run
 
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.config.compose import compose
@@ -18,7 +19,6 @@ from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.find import find_runs
-from pgtoolkit.tracking.description import description_of
 
 MINE = """
 import losses.families

@@ -22,6 +22,7 @@ from keys import key_test
 from keys.small_runs import SMALL, module_of, recorded_steps, rows_file, settings
 from pgtoolkit.assembly.build import accelerator, begin
 from pgtoolkit.assembly.train import _start_trackers
+from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
@@ -78,6 +79,10 @@ def num_local_weights(policy: Policy) -> int:
     return sum(weight.numel() for weight in weights)
 
 
+def accelerator_of(config: Config) -> str:
+    return accelerator(config.trainer.device, config.kernel)
+
+
 @key_test(*(f"parallelism.{axis}" for axis in AXES))
 def a_worker_asks_for_as_many_processes_as_the_axes_need(key: str, monkeypatch: pytest.MonkeyPatch):
     axis = key.split(".")[1]
@@ -129,13 +134,13 @@ def a_run_ends_after_max_steps(tmp_path: Path):
 def the_device_is_the_cpu_a_gpu_or_what_there_is():
     has_gpu = torch.cuda.is_available()
     for device, expected in (("cpu", "cpu"), ("auto", "gpu" if has_gpu else "cpu")):
-        assert accelerator(module_of(f"trainer.device={device}").config) == expected
+        assert accelerator_of(config_of(*settings(f"trainer.device={device}"))) == expected
     config = config_of("trainer.device=cuda")
     if has_gpu:
-        assert accelerator(config) == "gpu"
+        assert accelerator_of(config) == "gpu"
     else:
         with pytest.raises(ConfigError, match=r"trainer\.device=cuda needs a GPU"):
-            accelerator(config)
+            accelerator_of(config)
 
 
 @key_test("trainer.num_threads")
@@ -166,7 +171,8 @@ def embeddings_add_up_their_gradient_in_a_fixed_order_if_the_run_is_deterministi
         ("auto", [], True),
         ("auto", asynchronous, False),
     ):
-        begin(config_of(f"trainer.deterministic={value}", *overrides))
+        config = config_of(f"trainer.deterministic={value}", *overrides)
+        begin(config.seed, config.trainer, samples_async(config))
         out = embedding(torch.tensor([1]))
         is_deterministic = []
 
@@ -184,7 +190,7 @@ def tracked_run(folder: Path, config: Config, before_the_end: Callable = lambda:
         run.write_config(plain_config(config), [])
         run.set_status("running", 0)
         trackers = []
-        _start_trackers(config, run, trackers)
+        _start_trackers(config.tracking, run, trackers)
         append_steps(run, 1, 2)
         before_the_end()
         assert [tracker.finish("done") for tracker in trackers] == [[] for _ in trackers]

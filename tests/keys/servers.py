@@ -26,13 +26,29 @@ def sampler_with(folder: Path, *overrides: str) -> ServerSampler:
 
 def plan_of(*overrides: str) -> Plan:
     config = config_of(*settings("sampler=vllm", *overrides))
-    return plan_servers(config, ONE_PROCESS, "float32", 24, Vllm.FIXED_MEMORY)
+    return plan_servers(
+        config.sampler,
+        ONE_PROCESS,
+        "float32",
+        24,
+        Vllm.FIXED_MEMORY,
+        on_gpu=config.trainer.device != "cpu",
+        is_async=config.rollout.max_staleness is not None,
+    )
 
 
 def command(*overrides: str) -> list[str]:
     """Return the command that starts the first server."""
     config = config_of(*settings("sampler=vllm", *overrides))
-    return Vllm().command(config, Path("folder"), plan_of(*overrides), "127.0.0.1", 1)
+    return Vllm().command(
+        config.sampler,
+        config.seed,
+        bool(config.rollout.stop),
+        Path("folder"),
+        plan_of(*overrides),
+        "127.0.0.1",
+        1,
+    )
 
 
 def option(name: str, *overrides: str) -> str:

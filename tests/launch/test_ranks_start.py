@@ -15,12 +15,13 @@ import pytest
 from builders.runs import config_of
 from torch.distributed import TCPStore
 
+from pgtoolkit.assembly.early_stop import stop_signals_recorded
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.launch import worker
 from pgtoolkit.launch.ranks import _conclude, loopback_store
 from pgtoolkit.ranks.environment import Rank, first_host, joined
 from pgtoolkit.runs.records import read_status
-from pgtoolkit.tracking.signals import stop_signals_recorded
 
 VARIABLES = (
     "RANK",
@@ -119,7 +120,7 @@ def test_ctrl_c_while_workers_start_interrupts_the_run(environment, monkeypatch,
     assert status == 130
     assert list(tmp_path.glob("rank-*")) == []
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
-    recorded = stop_signals_recorded(config_of("seed=1"), training.run_dir, [])
+    recorded = stop_signals_recorded(plain_config(config_of("seed=1")), training.run_dir, [])
     message = r"stopped as asked \(SIGINT\); the run is interrupted at step 0. Continue with:"
     with pytest.raises(Interrupted, match=message), recorded:
         _conclude(tmp_path, processes, [signal.SIGINT], [], training)

@@ -18,9 +18,9 @@ from model.spread import LENGTHS, step
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.model import attention, compiled
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
@@ -102,7 +102,7 @@ def main() -> None:
         policy = parallelize(
             build(device, torch.bfloat16, options),
             layout,
-            ParallelismConfig(
+            ParallelismSettings(
                 shard="shard" in options, sequence_parallel="sequence" in options, **sizes
             ),
             SCALE * sum(LENGTHS),

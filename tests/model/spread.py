@@ -14,18 +14,18 @@ from builders.runs import CLOCK_COLUMNS
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors, pack
-from pgtoolkit.config.schema_run import OptimizerConfig
-from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import correction_of
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import LocalAdamW
+from pgtoolkit.training.settings import OptimizerSettings
 
 LENGTHS = (9, 1, 4, 21, 2, 6, 3, 11)
 GROUPS = (0, 0, 1, 0, 2, 2, 2, 1)
@@ -91,7 +91,7 @@ class Module(PolicyGradientModule):
         loss = Loss(
             family, aggregation, metrics=objective.get("metrics", "none"), correction=correction
         )
-        optimizer = OptimizerConfig(learning_rate=1.0, max_grad_norm=0.5)
+        optimizer = OptimizerSettings(learning_rate=1.0, max_grad_norm=0.5)
         super().__init__(policy, loss, Computation(check_finite=False), optimizer, 1, layout)
 
     def before_update(self):
@@ -140,7 +140,7 @@ def spread_policy(
 ) -> tuple[Policy, Layout]:
     sizes = dict(cut)
     layout = processes.layout(**sizes)
-    parallelism = ParallelismConfig(shard=shard, sequence_parallel=sequence_parallel, **sizes)
+    parallelism = ParallelismSettings(shard=shard, sequence_parallel=sequence_parallel, **sizes)
     return parallelize(small_policy(kind), layout, parallelism, sum(LENGTHS)), layout
 
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 

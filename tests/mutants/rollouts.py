@@ -198,13 +198,13 @@ def each_document_of_a_trajectory_counts_in_the_mean_reward(right, documents):
     return [*range(len(documents))]
 
 
-@mutant("config.counts:steps_ahead")
+@mutant("rollouts.batch_counts:steps_ahead")
 def asynchronous_batches_are_one_step_too_old(right, rollout, accumulation):
     ahead = right(rollout, accumulation)
     return ahead + 1 if ahead else 0
 
 
-@mutant("config.counts:steps_before")
+@mutant("rollouts.batch_counts:steps_before")
 def a_batch_that_is_carried_over_counts_from_its_start(
     right, number, position, batch_size, accumulation
 ):

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.schema_rollouts import TrainedTurns
-from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.rollouts.conversations import Conversations
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.settings import TrainedTurns
+from pgtoolkit.tasks.settings import Chat
 
 TALK = [
     {"role": "system", "content": "Be brief."},

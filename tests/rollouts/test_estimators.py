@@ -9,6 +9,8 @@ import pytest
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, config_of, last_of_each_key, module_and_loader
 
+from pgtoolkit.assembly import recorded_rollouts
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import ESTIMATORS, gdpo, over_batch
@@ -54,6 +56,10 @@ def too_large(rewards, **others):
 def failing(rewards, **others):
     raise KeyError("format")
 """
+
+
+def estimator_of(config: Config) -> Estimator:
+    return recorded_rollouts.estimator_of(config.advantage, config.rollout, config.task)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +138,7 @@ def test_a_function_that_gives_no_usable_advantages_is_refused_before_the_run(
 ):
     config = config_of(*SHORT, f"advantage={module_name}.{function}")
     with pytest.raises(ConfigError) as refusal:
-        Estimator.of(config)
+        estimator_of(config)
     assert problem in str(refusal.value).replace("np.float64(nan)", "nan")
     assert f"advantage={module_name}.{function}" in str(refusal.value)
 
@@ -140,7 +146,7 @@ def test_a_function_that_gives_no_usable_advantages_is_refused_before_the_run(
 def test_a_function_that_fails_on_a_batch_is_refused_with_the_rewards(module_name):
     config = config_of(*SHORT, f"advantage={module_name}.format_scores")
     # Trying the function before the run gives every measure that it asks for.
-    estimator = Estimator.of(config)
+    estimator = estimator_of(config)
     group = [Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]
     assert estimator.advantages([group, group], refuse=None) == [[0.0, 0.5]] * 2
     with pytest.raises(
@@ -155,16 +161,16 @@ def test_a_function_that_rewards_equal_groups_is_refused_where_these_are_taken_o
 ):
     config = config_of(*SHORT, f"advantage={module_name}.format_scores", setting)
     with pytest.raises(ConfigError) as refusal:
-        Estimator.of(config)
+        estimator_of(config)
     assert (
         f"format_scores needs advantages of 0 for a group of equal rewards, with {setting} "
         "(got [0.5, 0.5, 0.5, 0.5] for rewards of 0.5)"
     ) in str(refusal.value)
-    Estimator.of(config_of(*SHORT, f"advantage={module_name}.centred", setting))
+    estimator_of(config_of(*SHORT, f"advantage={module_name}.centred", setting))
 
 
 def test_a_reward_that_is_not_finite_is_reported_with_its_group(module_name):
-    estimator = Estimator.of(config_of(*SHORT, f"advantage={module_name}.format_scores"))
+    estimator = estimator_of(config_of(*SHORT, f"advantage={module_name}.format_scores"))
     problems = []
     groups = [[Attempt(float("nan"), 1, {"reward/format": 1.0})]]
     estimator.advantages(groups, lambda group, problem: problems.append((group, problem)))
@@ -194,7 +200,7 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
         for group in scores
     ]
 
-    advantages = Estimator.of(config).advantages(groups, refuse=None)
+    advantages = estimator_of(config).advantages(groups, refuse=None)
 
     parts = []
     for group in scores:

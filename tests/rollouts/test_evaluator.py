@@ -12,8 +12,8 @@ from builders.runs import module_and_loader
 from keys.small_runs import SMALL
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.evaluation_sets import powers_of_two
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.rollouts.evaluator import Evaluator, _numbers, mean_and_error, pass_at_k
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.sampling.samplers import TransformersSampler

@@ -13,8 +13,6 @@ from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_l
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_rollouts import Mixed
-from pgtoolkit.config.schema_tasks import VerifierFailure
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import ESTIMATORS, group_advantages, over_batch
 from pgtoolkit.rollouts.data_metrics import data_metrics
@@ -22,9 +20,11 @@ from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.rollouts.evaluator import _numbers
 from pgtoolkit.rollouts.group_rollouts import check_scores, has_signal
 from pgtoolkit.rollouts.recording import write_batch
+from pgtoolkit.rollouts.settings import Mixed
 from pgtoolkit.runs.completion_files import CompletionRow
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
+from pgtoolkit.tasks.settings import VerifierFailure
 from pgtoolkit.tasks.tasks import Score
 
 

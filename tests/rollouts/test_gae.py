@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_loss import AdvantageConfig, AdvantageEstimator
 from pgtoolkit.errors import DataError
 from pgtoolkit.kl import KL
 from pgtoolkit.losses import reference_terms
 from pgtoolkit.rollouts.gae import gae, with_gae
+from pgtoolkit.rollouts.settings import AdvantageEstimator, AdvantageSettings
 
 MASKS = ("0011101", "01", "0111111111", "00000", "010101", "0010000001")
 """The loss masks of the documents. Some have several turns; the fourth has no trained token."""
@@ -43,8 +43,10 @@ def documents_and_values(seed: int = 0) -> tuple[list[Document], list[Tensor]]:
     return documents, values
 
 
-def settings(gamma: float = 1.0, gae_lambda: float = 0.95, whiten: bool = True) -> AdvantageConfig:
-    return AdvantageConfig(
+def settings(
+    gamma: float = 1.0, gae_lambda: float = 0.95, whiten: bool = True
+) -> AdvantageSettings:
+    return AdvantageSettings(
         estimator=AdvantageEstimator.gae, gamma=gamma, gae_lambda=gae_lambda, whiten=whiten
     )
 

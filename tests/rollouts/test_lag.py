@@ -27,9 +27,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.counts import steps_before, steps_of
-from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
+from pgtoolkit.rollouts.batch_counts import steps_before, steps_of
+from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
@@ -242,7 +242,7 @@ class BatchRecorder:
 )
 def test_steps_before_counts_the_steps_until_a_batch_begins(last_step, docs_per_step):
     source = BatchRecorder()
-    config = AccumulationConfig(
+    config = AccumulationSettings(
         docs_per_step=docs_per_step, max_tokens=8, last_step=LastStep(last_step)
     )
     loader = StepLoader(source, config, False, 99)

@@ -21,10 +21,10 @@ from builders.rollout_rows import (
 )
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_step import AccumulationConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.settings import AccumulationSettings
 from pgtoolkit.rollouts.step_loader import StepLoader
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
@@ -306,7 +306,7 @@ def test_without_groups_each_trajectory_of_each_file_is_a_group(tmp_path):
 
 def test_steps_hold_complete_trajectories_of_recorded_rollouts(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", TRAJECTORIES)
-    accumulation = AccumulationConfig(docs_per_step=2, max_tokens=8)
+    accumulation = AccumulationSettings(docs_per_step=2, max_tokens=8)
     totals = [step.totals for step in StepLoader(recorded_rollouts(path), accumulation, False, 99)]
     assert [of_step.num_documents for of_step in totals] == [3, 3, 2]
     assert [of_step.tokens_per_trajectory.tolist() for of_step in totals] == [[9], [3, 6], [3, 3]]

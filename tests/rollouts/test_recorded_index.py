@@ -10,10 +10,10 @@ import pytest
 from builders.processes import layout, world
 from builders.rollout_rows import good_row, recorded_rollouts, write_jsonl, write_parquet
 
-from pgtoolkit.config.schema_step import AccumulationConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
 from pgtoolkit.rollouts.recorded_index import FILE_NAME
+from pgtoolkit.rollouts.settings import AccumulationSettings
 from pgtoolkit.rollouts.step_loader import StepLoader
 
 LOG_PROBS = [0.0, 0.0, -1.0, -2.0, -0.5]
@@ -145,7 +145,7 @@ def read_on_a_rank(path: Path, changed_row: int | None) -> list[str] | str:
     rollouts = recorded_rollouts(path, layout=ranks)
     if changed_row is not None and ranks.rank == 1:
         change_reward(path, changed_row)
-    accumulation = AccumulationConfig(docs_per_step=4, max_tokens=8)
+    accumulation = AccumulationSettings(docs_per_step=4, max_tokens=8)
     loader = StepLoader(rollouts, accumulation, False, 1, ranks)
     try:
         (step,) = loader

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
@@ -89,7 +89,15 @@ def rollouts(*overrides: str) -> Rollouts:
     sampler = FixedSampler(tokenizer)
     task = make_task(config.task, config.seed)
     tokenized = TokenizedTask(task, tokenizer, [tokenizer.eos_token_id])
-    source = SampledRollouts(config, tokenized, sampler, module, ONE_PROCESS)
+    source = SampledRollouts(
+        tokenized,
+        sampler,
+        module,
+        config.rollout,
+        Estimator.of(config.advantage, config.rollout),
+        config.accumulation,
+        config.seed,
+    )
     return Rollouts(module, task, sampler, source)
 
 

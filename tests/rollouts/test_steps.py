@@ -10,9 +10,9 @@ import torch
 from builders.threads import on_ranks
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader, loadable
 from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
@@ -74,7 +74,7 @@ def steps_of(
     max_steps: int = 99,
 ) -> StepLoader:
     """Return a loader of steps; groups: whether each step must hold complete groups."""
-    accumulation = AccumulationConfig(
+    accumulation = AccumulationSettings(
         docs_per_step=docs_per_step,
         max_tokens=max_tokens,
         micro_batches_per_step=micro_batches,
@@ -236,7 +236,7 @@ def sizes_on_a_rank(rank: int, field: str | None) -> list[int] | str:
     held = documents(4)
     if rank == 1 and field is not None:
         held[2] = dataclasses.replace(held[2], **CHANGES[field](held[2]))
-    accumulation = AccumulationConfig(docs_per_step=4, max_tokens=8)
+    accumulation = AccumulationSettings(docs_per_step=4, max_tokens=8)
     layout = Layout.of_world("cpu", 60, data_parallel=2)
     loader = StepLoader(ListSource(held, [4]), accumulation, False, 9, layout)
     try:
@@ -257,7 +257,7 @@ def test_ranks_with_different_documents_are_refused(field):
 def asked_on_a_rank(rank: int) -> list[int]:
     source = ListSource(documents(12), [4, 8])
     layout = Layout.of_world("cpu", 60, data_parallel=2)
-    accumulation = AccumulationConfig(docs_per_step=6, max_tokens=8, last_step=LastStep.carry)
+    accumulation = AccumulationSettings(docs_per_step=6, max_tokens=8, last_step=LastStep.carry)
     sizes(StepLoader(source, accumulation, False, 9, layout))
     return source.asked
 

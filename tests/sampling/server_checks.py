@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
+from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
 from pgtoolkit.sampling.server_api import Call, Sampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
@@ -39,7 +39,7 @@ def log_probs_by_transformers(
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     model = copied.model.float()
-    settings = sampling_settings(policy, module.rollout)
+    settings = generation_settings(policy, module.sampling)
     request_of_completion = [request for request in requests for _ in range(request.completions)]
     for request, completion in zip(request_of_completion, completions, strict=True):
         text = torch.tensor([request.tokens + completion.tokens.tolist()], device=model.device)

@@ -18,10 +18,10 @@ from sampling.server_checks import assert_log_probs_of_trainer, update
 
 from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
-from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
 from pgtoolkit.sampling.servers import ServerSampler
+from pgtoolkit.sampling.settings import VllmSamplerSettings
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
 
@@ -41,12 +41,21 @@ class SGLang:
     VARIABLES: ClassVar[dict[str, str]] = {}
     MODULES = None
 
-    def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
+    def command(
+        self,
+        settings: VllmSamplerSettings,
+        seed: int,
+        has_stops: bool,
+        folder: Path,
+        plan: Plan,
+        host: str,
+        port: int,
+    ) -> list[str]:
         options = (
             f"--host {host} --port {port} --dtype {plan.number_type} --logprobs-mode "
             "processed_logprobs"
         )
-        return [*shlex.split(config.sampler.executable), "serve", str(folder), *options.split()]
+        return [*shlex.split(settings.executable), "serve", str(folder), *options.split()]
 
     def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
         settings = {
@@ -125,7 +134,18 @@ def module_and_sampler(tmp_path: Path) -> Iterator[tuple[PolicyGradientModule, S
     settings = functools.partial(write_settings, module, merged=True)
     prompts = [request.tokens for request in REQUESTS]
     sampler = ServerSampler(
-        SGLang(), config, module, module.layout, prompts, 24, settings, tmp_path
+        SGLang(),
+        config.rollout.sampling,
+        config.sampler,
+        module,
+        module.layout,
+        prompts,
+        24,
+        settings,
+        tmp_path,
+        seed=config.seed,
+        on_gpu=False,
+        is_async=False,
     )
     with contextlib.closing(sampler):
         yield module, sampler

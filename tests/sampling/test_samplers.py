@@ -270,8 +270,9 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     config = config_with(with_generation_config(folder), f"sampler.static_cache={static}")
     module, loader = build(config)
     live = sampler_of(loader)
-    asynchronous = replace(config, rollout=replace(config.rollout, max_staleness=1))
-    copy = TransformersSampler(module.policy, asynchronous)
+    copy = TransformersSampler(
+        module.policy, config.rollout.sampling, config.sampler, is_async=True
+    )
     copy.publish(module.policy.weights, 0)
     before = complete_each(live, [PROMPT, OTHER] * 8)
     assert are_equal(complete_each(copy, [PROMPT, OTHER] * 8), before)

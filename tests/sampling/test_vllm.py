@@ -92,7 +92,7 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
         "cache_salt": "salt",
     }
     evaluated = dataclasses.replace(
-        module.rollout, temperature=0.0, top_p=None, max_completion_length=9
+        module.sampling, temperature=0.0, top_p=None, max_completion_length=9
     )
     sampler.sampling_otherwise(evaluated, lambda: None)
     sampling = sampler._ways[1]
@@ -142,8 +142,8 @@ def test_a_faulty_answer_is_refused_and_the_server_can_be_asked_again(
         num_calls = 2 if fault in ("breaks_off", "busy") else 1
         assert server.noted_calls() == ["complete 5"] * num_calls
         server.set_fault(None)
-        patient = dataclasses.replace(sampler._config.sampler, answer_seconds=60)
-        sampler._config = dataclasses.replace(sampler._config, sampler=patient)
+        patient = dataclasses.replace(sampler._settings, answer_seconds=60)
+        sampler._settings = patient
         assert len(sampler.complete(REQUESTS)) == 5
 
 

@@ -194,7 +194,7 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
 
 def test_at_temperature_0_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
     with servers.joined_sampler(tmp_path) as (module, sampler):
-        rollout = dataclasses.replace(module.rollout, temperature=0.0, max_completion_length=3)
+        rollout = dataclasses.replace(module.sampling, temperature=0.0, max_completion_length=3)
         greedy = sampler.sampling_otherwise(rollout, lambda: None)
         greedy.publish(module.policy.weights, 0)
         # At temperature 0 vLLM refuses to write several completions.
@@ -215,8 +215,8 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
             update(module)
         with servers.stopped_engine("raw"):  # this server has half of the requests
             # Without urls there is no later check of joined servers, which would notice it too.
-            impatient = dataclasses.replace(sampler._config.sampler, answer_seconds=2, urls=[])
-            sampler._config = dataclasses.replace(sampler._config, sampler=impatient)
+            impatient = dataclasses.replace(sampler._settings, answer_seconds=2, urls=[])
+            sampler._settings = impatient
             sampler._servers[1]._answer_seconds = 2
             with pytest.raises(SamplerLost, match=f"{servers.url('raw')} did not answer"):
                 sampler.complete(REQUESTS[:6])

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from pgtoolkit.assembly.inputs import _problem_of_model
 from pgtoolkit.cli import main
-from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.model.weight_files import needed_shapes
 from pgtoolkit.system.hub import answers

@@ -18,11 +18,11 @@ from pgtoolkit.assembly.train import train
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS
-from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.settings import Chat, PromptsTaskSettings
 from pgtoolkit.tasks.shuffle import seed_of
 
 CHATML = (
@@ -56,9 +56,9 @@ def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def task_config(path: Path | str = "", **changes: object) -> PromptsTaskConfig:
+def task_config(path: Path | str = "", **changes: object) -> PromptsTaskSettings:
     values = option_values("task", "prompts") | {"path": str(path)}
-    return PromptsTaskConfig(**(values | changes))
+    return PromptsTaskSettings(**(values | changes))
 
 
 def encoded(
@@ -323,7 +323,7 @@ def test_a_run_trains_on_prompts_through_the_template(folder, capsys):
     assert shown == {shown_prompt % "6 * 7?", shown_prompt % "7 * 7?"}
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
-    (place, tokens), notes = preview(config)
+    (place, tokens), notes = preview(config.task, config.seed, config.rollout, config.model)
     assert notes[0].startswith("task.chat=auto: prompts go through the chat template")
     assert place.startswith("p.jsonl:")
     ids = tokenizer(shown_prompt % "6 * 7?", add_special_tokens=False).input_ids

@@ -8,15 +8,15 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
-from pgtoolkit.config.schema_tasks import SumsTaskConfig
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tasks.generated import is_held_out
+from pgtoolkit.tasks.settings import SumsTaskSettings
 from pgtoolkit.tasks.tasks import Task
 
 
 def sums(seed: int = 0, held_out: bool = False, num_terms: int = 2, num_digits: int = 2) -> Task:
     values = option_values("task", "sums") | {"num_terms": num_terms, "num_digits": num_digits}
-    return make_task(SumsTaskConfig(**values), seed, held_out=held_out)
+    return make_task(SumsTaskSettings(**values), seed, held_out=held_out)
 
 
 @pytest.mark.parametrize("num_terms", [2, 3])

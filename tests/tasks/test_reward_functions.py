@@ -24,7 +24,6 @@ from tasks import rewards_for_tests
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Completion
 from pgtoolkit.config.keys import option_values
-from pgtoolkit.config.schema_tasks import PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError, VerifierLost
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.chat_template import ChatTemplate
@@ -32,6 +31,7 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.retries import Retries
 from pgtoolkit.tasks.reward_functions import TrainerState
 from pgtoolkit.tasks.scoring import Response
+from pgtoolkit.tasks.settings import PromptsTaskSettings
 from pgtoolkit.tasks.tasks import Score, Task
 
 MINE = "tasks.rewards_for_tests."
@@ -63,7 +63,7 @@ def task_of(tmp_path: Path) -> Iterator[Callable[..., Task]]:
             }
             if len(names) == 1:
                 values |= {"verifier": names[0], "verifiers": {}}
-            task = make_task(PromptsTaskConfig(**(values | changes)), 0)
+            task = make_task(PromptsTaskSettings(**(values | changes)), 0)
             stack.callback(task.close)
             return task
 

@@ -11,24 +11,24 @@ import pytest
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
-from pgtoolkit.config.schema_tasks import (
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    ReverseTaskConfig,
-)
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.settings import (
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    ReverseTaskSettings,
+)
 from pgtoolkit.tasks.tasks import Task
 
 
-def prompts_config(path: Path, **changes: object) -> PromptsTaskConfig:
+def prompts_config(path: Path, **changes: object) -> PromptsTaskSettings:
     values = option_values("task", "prompts") | {"path": str(path)}
-    return PromptsTaskConfig(**(values | changes))
+    return PromptsTaskSettings(**(values | changes))
 
 
 def reverse(seed: int = 0, num_digits: int = 6) -> Task:
-    return make_task(ReverseTaskConfig(name="reverse", num_digits=num_digits), seed)
+    return make_task(ReverseTaskSettings(name="reverse", num_digits=num_digits), seed)
 
 
 def test_prompts_of_reverse_depend_only_on_seed_and_index():
@@ -114,9 +114,9 @@ def test_bad_prompts_are_listed_together(tmp_path):
         assert part in message
 
 
-def gym_config(dataset: str = "chain_sum", **options: object) -> ReasoningGymTaskConfig:
+def gym_config(dataset: str = "chain_sum", **options: object) -> ReasoningGymTaskSettings:
     values = option_values("task", "reasoning_gym") | {"dataset": dataset, "options": options}
-    return ReasoningGymTaskConfig(**values)
+    return ReasoningGymTaskSettings(**values)
 
 
 def test_reasoning_gym_makes_prompts_by_seed_and_scores_them():

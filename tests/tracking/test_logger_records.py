@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from builders.stores import CONFIG, append_steps, free_port
 
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import StorageError
@@ -73,7 +74,7 @@ def start_record(
     run.write_config(SETTINGS, [])
     run.set_status("running", 0, **keywords)
     record = record_of(kind)
-    record.start(run.path, "Training has not started.")
+    record.start(run.path, description_of(run.path), "Training has not started.")
     return record
 
 
@@ -231,7 +232,7 @@ def test_steps_that_are_trained_again_after_a_kill_are_recorded_once(kind, run):
 
     run.drop_metrics_after(6)
     record = record_of(kind)
-    record.start(run.path)
+    record.start(run.path, description_of(run.path))
     for step in range(7, 13):
         run.append_metrics(step, {"loss": 100.0 + step})
     assert record.finish("interrupted") == []

@@ -19,12 +19,13 @@ import pytest
 from builders.stores import CONFIG, append_steps, free_port, metric_history, start_tracker
 from mlflow import MlflowClient
 
+from pgtoolkit.assembly.run_description import flatten
+from pgtoolkit.assembly.sync import sync
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.report import program
 from pgtoolkit.tracking import mlflow_run
-from pgtoolkit.tracking.mlflow_run import sync
-from pgtoolkit.tracking.store import client_of, flatten, open_store
+from pgtoolkit.tracking.store import client_of, open_store
 
 CONFIG_WITH_NAME = {
     "seed": 3,
@@ -132,9 +133,11 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
 def test_rows_that_a_process_appended_right_before_it_ended_are_delivered(uri, run):
     code = (
         "import sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
+        "from pgtoolkit.assembly.run_description import description_of\n"
         "from pgtoolkit.runs.directory import RunDirectory\n"
         "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'tests')\n"
-        "run.write_config({}, []); t.start(run.path); print(t.info['run_id'], flush=True)\n"
+        "run.write_config({}, []); t.start(run.path, description_of(run.path))\n"
+        "print(t.info['run_id'], flush=True)\n"
         "for step in range(1, 51): run.append_metrics(step, {'loss': step / 8})\n"
         "raise SystemExit(3)"
     )

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from builders.runs import config_of
 
+from pgtoolkit.assembly.continuing import counterpart_command
+from pgtoolkit.assembly.early_stop import stop_signals_recorded
+from pgtoolkit.assembly.summary import summary
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.next_commands import counterpart_command, program
-from pgtoolkit.tracking.progress import ProgressLine, sparkline, summary
-from pgtoolkit.tracking.signals import stop_signals_recorded
+from pgtoolkit.tracking.next_commands import program
+from pgtoolkit.tracking.progress import ProgressLine, sparkline
 
 METRICS = {
     "loss": -0.00123,
@@ -168,7 +171,7 @@ def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
 
 
 def test_a_signal_interrupts_a_run_unless_it_is_done(tmp_path, capsys):
-    with stop_signals_recorded(config_of(), tmp_path, []):
+    with stop_signals_recorded(plain_config(config_of()), tmp_path, []):
         with RunDirectory(tmp_path) as run:
             run.write_config({}, [])
             run.set_status("done", 3)
@@ -178,6 +181,6 @@ def test_a_signal_interrupts_a_run_unless_it_is_done(tmp_path, capsys):
         run.set_status("running", 3)
     with (
         pytest.raises(Interrupted, match="is running at step 3"),
-        stop_signals_recorded(config_of(), tmp_path, []),
+        stop_signals_recorded(plain_config(config_of()), tmp_path, []),
     ):
         signal.raise_signal(signal.SIGTERM)

@@ -15,11 +15,11 @@ import pytest
 from builders.stores import start_tracker
 from mlflow import MlflowClient
 
-from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import StorageError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.system.report import program, shell_path
 from pgtoolkit.tracking.store import open_store
+from pgtoolkit.tracking.store_address import sqlite_path
 from pgtoolkit.tracking.store_file import problem_of_store
 
 

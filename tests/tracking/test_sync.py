@@ -10,12 +10,14 @@ from builders.refusals import refusal
 from builders.stores import CONFIG, append_steps, metric_history, start_tracker
 from mlflow import MlflowClient
 
+from pgtoolkit.assembly.run_description import description_of
+from pgtoolkit.assembly.sync import sync
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
-from pgtoolkit.tracking.mlflow_run import MlflowTracker, sync
+from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
 
 def test_sync_delivers_the_missing_rows_of_a_killed_run_once(uri, run):
@@ -77,7 +79,7 @@ def test_a_resumed_run_continues_the_curves_of_the_load_of_the_machine(uri, run,
     for _ in range(2):
         run.set_status("running", 0)
         tracker = MlflowTracker(uri, "tests", system_metrics=True)
-        tracker.start(run.path)
+        tracker.start(run.path, description_of(run.path))
         time.sleep(1)
         assert tracker.finish("done") == []
         values = metric_history(

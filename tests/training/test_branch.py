@@ -13,10 +13,10 @@ from builders.refusals import refusal
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
 from pgtoolkit.assembly.export import branch
+from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
 from pgtoolkit.runs.records import read_data, read_drift, read_resolved, read_status
 from pgtoolkit.system.report import shell_path
-from pgtoolkit.tracking.description import description_of
 
 
 def hashes_of_files(folder: Path) -> dict[str, str]:

@@ -16,9 +16,11 @@ import pytest
 from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.assembly.data import WHOLE_BYTES, digests
+from pgtoolkit.assembly.data import WHOLE_BYTES, Digests, digests, model_paths, tasks_with_files
 from pgtoolkit.cli import main
+from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.paths import absolute_paths
+from pgtoolkit.config.schema import Config
 
 SMALL = [
     setting
@@ -64,6 +66,12 @@ def copied_home(home, tmp_path) -> Path:
     for file in (tmp_path / "home").glob("*/config.yaml"):
         file.write_text(file.read_text().replace(str(home), str(tmp_path / "home")))
     return tmp_path / "home"
+
+
+def digests_of(config: Config) -> dict[str, Digests]:
+    models = model_paths(config.model, config.kl, config.critic)
+    sets = held_out_sets(config) if config.evaluation.sets else ()
+    return digests(models, tasks_with_files(config.task, sets))
 
 
 def resume(run: Path | str, *overrides: str) -> int:
@@ -192,7 +200,7 @@ def test_samples_of_a_large_file_make_its_digest(tmp_path):
             opened.truncate(size)
             opened.seek(place)
             opened.write(data)
-        entries.append(digests(config)["model.path"]["model.safetensors"])
+        entries.append(digests_of(config)["model.path"]["model.safetensors"])
     assert len({entry["sha256"] for entry in entries}) == len(entries)
     assert all(entry["sampled"] for entry in entries)
     assert {entry["bytes"] for entry in entries} == {size, size + 1}
@@ -202,7 +210,7 @@ def test_the_card_and_hidden_files_of_a_model_are_not_data(tmp_path):
     config = config_of("model=huggingface", f"model.path={tmp_path}")
     for name in ("model.safetensors", "README.md", ".cache"):
         (tmp_path / name).write_text("x")
-    assert list(digests(config)["model.path"]) == ["model.safetensors"]
+    assert list(digests_of(config)["model.path"]) == ["model.safetensors"]
 
 
 def test_prompts_of_conversations_are_data_of_training_and_of_sets(tmp_path):
@@ -213,11 +221,11 @@ def test_prompts_of_conversations_are_data_of_training_and_of_sets(tmp_path):
     sets = f"evaluation.sets={{test: {{path: {files[1]}}}}}"
     config = config_of(*conversation, f"task.path={files[0]}", "evaluation.every=1", sets)
     train_sum, test_sum = (hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    assert digests(config) == {
+    assert digests_of(config) == {
         "task.path": {"train.jsonl": {"bytes": 29, "sha256": train_sum}},
         "evaluation.sets.test.path": {"test.jsonl": {"bytes": 29, "sha256": test_sum}},
     }
-    assert digests(config_of(*conversation)) == {}
+    assert digests_of(config_of(*conversation)) == {}
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
-from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.settings import NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights

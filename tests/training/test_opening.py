@@ -26,6 +26,8 @@ from pgtoolkit.ranks.layout import ONE_PROCESS
 )
 def test_the_opening_ends_with_where_completions_are_sampled(overrides, sampler):
     config = config_of(*overrides)
-    lines = opening(config, small_policy("gpt2"), False, ONE_PROCESS).splitlines()
+    lines = opening(
+        config.model, config.rollout, config.sampler, small_policy("gpt2"), False, ONE_PROCESS
+    ).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["model", "device", "sampler"]
     assert lines[-1].partition(" ")[2].strip() == sampler

@@ -8,9 +8,9 @@ from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, metrics_of
 from tasks import rewards_for_tests
 
+from pgtoolkit.assembly.continuing import resume_command
 from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import DataError, Interrupted, VerifierLost
-from pgtoolkit.tracking.next_commands import resume_command
 
 JUDGE = "tasks.rewards_for_tests.judge"
 

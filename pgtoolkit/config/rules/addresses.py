@@ -10,11 +10,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 from pgtoolkit.config.keys import plain_value
-from pgtoolkit.config.paths import absolute_uri, sqlite_path
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
+from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
 
 
 def addresses_not_typed(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import string
 
-from pgtoolkit.config.counts import samples_ahead
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import CustomLossConfig
-from pgtoolkit.config.schema_tasks import VERIFIERS, VerifierFailure
+from pgtoolkit.rollouts.batch_counts import samples_ahead
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
+from pgtoolkit.tasks.settings import VERIFIERS, VerifierFailure
+from pgtoolkit.training.loss_settings import CustomLossSettings
 
 
 def loss(c: Config, report: Report) -> None:
     splits = c.loss.num_splits
     family = family_of_config(c)
-    if isinstance(c.loss, CustomLossConfig) and c.loss.path is not None:
+    if isinstance(c.loss, CustomLossSettings) and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
     for note in family.notes() if family is not None else ():
         report.note(note)
@@ -221,10 +221,10 @@ def other_vocabulary(c: Config, needs: str, got: object) -> str:
     )
 
 
-def other_vocabulary_of_critic(c: Config, needs: str, got: object) -> str:
+def other_vocabulary_of_critic(path: str | None, needs: str, got: object) -> str:
     """Return the refusal of a critic whose tokens are not the policy's."""
     return refusal(
-        setting=f"critic.path={c.critic.path}",
+        setting=f"critic.path={path}",
         needs=needs,
         got=got,
         reason="It reads the policy's tokens.",

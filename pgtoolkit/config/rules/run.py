@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 
-from pgtoolkit.config.counts import steps_of, tokens_at_least
-from pgtoolkit.config.models import MODEL_TYPES, shape
+from pgtoolkit.config.counts import tokens_at_least
+from pgtoolkit.config.models import shape
 from pgtoolkit.config.own_code import family_of_config
-from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
-from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
+from pgtoolkit.model.misfits import unknown_parts
+from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
+from pgtoolkit.rollouts.batch_counts import steps_of
+from pgtoolkit.rollouts.recorded_folder import batches_in
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.report import Report, is_number, plural, refusal, text
+from pgtoolkit.tasks.settings import GeneratedTaskSettings
 
 
 def rollout(c: Config, report: Report) -> None:
     rollout = c.rollout
-    if not isinstance(rollout, PolicyRolloutConfig):
+    if not isinstance(rollout, PolicyRolloutSettings):
         existing(report, "rollout.path", rollout.path)
         return
     if rollout.save_path is not None and batches_in(rollout.save_path) is None:
@@ -41,7 +43,7 @@ def rollout(c: Config, report: Report) -> None:
     _completions(rollout, report)
     _sampled_ahead(c, rollout, batch, report)
     length = rollout.max_completion_length
-    if isinstance(c.task, GeneratedTaskConfig):
+    if isinstance(c.task, GeneratedTaskSettings):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
         tokens = plural(length, "token")
@@ -54,7 +56,7 @@ _MOST_DOCUMENTS = 10**6
 _LONGEST_LAG = 1000
 
 
-def _completions(rollout: PolicyRolloutConfig, report: Report) -> None:
+def _completions(rollout: PolicyRolloutSettings, report: Report) -> None:
     """Check how completions are sampled and where they end."""
     top_p = rollout.top_p
     length = rollout.max_completion_length
@@ -90,7 +92,7 @@ def _completions(rollout: PolicyRolloutConfig, report: Report) -> None:
 
 
 def _sampled_ahead(
-    c: Config, rollout: PolicyRolloutConfig, batch_size: int, report: Report
+    c: Config, rollout: PolicyRolloutSettings, batch_size: int, report: Report
 ) -> None:
     """Check how early batches are sampled."""
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
@@ -113,7 +115,7 @@ def _sampled_ahead(
         )
 
 
-def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
+def room_for_answer(task: GeneratedTaskSettings, key: str, length: int, report: Report) -> None:
     """Check that the longest reference answer fits a completion. key: of the longest completion."""
     needed = task.longest[1]
     if length < needed:
@@ -128,7 +130,7 @@ def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Re
 
 
 def model(c: Config, report: Report) -> None:
-    if isinstance(c.model, TinyModelConfig):
+    if isinstance(c.model, TinyModelSettings):
         _tiny(c, c.model, report)
     else:
         _huggingface(c.model, report)
@@ -138,7 +140,7 @@ def model(c: Config, report: Report) -> None:
     _note_rounded_logits(c, report)
 
 
-def _tiny(c: Config, model: TinyModelConfig, report: Report) -> None:
+def _tiny(c: Config, model: TinyModelSettings, report: Report) -> None:
     width = model.hidden_size
     heads = model.num_heads
     if width % heads:
@@ -152,7 +154,7 @@ def _tiny(c: Config, model: TinyModelConfig, report: Report) -> None:
     room_for(c, tokens_at_least(c), "the longest document", report)
 
 
-def _huggingface(model: HuggingFaceModelConfig, report: Report) -> None:
+def _huggingface(model: HuggingFaceModelSettings, report: Report) -> None:
     existing(report, "model.path", model.path, hub=True)
     if model.lora_rank is not None:
         installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
@@ -184,22 +186,6 @@ def _note_rounded_logits(c: Config, report: Report) -> None:
         f"{1 - family.bounds[0]:g} wherever its old and new log-probs come from different "
         "computations: after every update, and with rollout.old_log_probs=sampling from the "
         "start. The clip then acts on documents because of rounding."
-    )
-
-
-def unknown_parts(model: ModelConfig, kind: object) -> str | None:
-    """Return the problem with a model that is to be compiled and whose parts are not known.
-
-    kind: its type; None if that is not known yet.
-    """
-    if model.compile is not True or kind in (None, *MODEL_TYPES):
-        return None
-    return refusal(
-        setting="model.compile=true",
-        needs=f"a model of type {', '.join(MODEL_TYPES)}",
-        got=kind,
-        reason="The parts of other models are not known.",
-        use="model.compile=auto",
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.counts import copies_of, documents_per_batch, steps_of
+from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of
+from pgtoolkit.sampling.settings import TransformersSamplerSettings, VllmSamplerSettings
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
@@ -18,13 +19,13 @@ def sampler(c: Config, report: Report) -> None:
     if not needs_sampler(c):
         return
     world = world_size(c.parallelism)
-    if isinstance(c.sampler, TransformersSamplerConfig):
+    if isinstance(c.sampler, TransformersSamplerSettings):
         _copies(c, c.sampler, world, report)
     else:
         _servers(c, c.sampler, world, report)
 
 
-def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
+def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report: Report) -> None:
     """Check the processes that sample from copies of the weights, which the ranks share."""
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
@@ -58,7 +59,7 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
 
 def _are_gpus_for_copies(
     c: Config,
-    sampler: TransformersSamplerConfig,
+    sampler: TransformersSamplerSettings,
     gpus: list[int],
     world: int,
     report: Report,
@@ -85,7 +86,7 @@ def _are_gpus_for_copies(
     return _are_free(c, gpus, world, "A process samples on each of them.", use, report)
 
 
-def _servers(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
+def _servers(c: Config, sampler: VllmSamplerSettings, world: int, report: Report) -> None:
     urls = sampler.urls
     addresses = [url.rstrip("/") for url in urls]
     if not urls:
@@ -125,7 +126,7 @@ _SET_BY_PGTK = (
 """Options of vLLM that pgtk sets itself."""
 
 
-def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
+def _started(c: Config, sampler: VllmSamplerSettings, world: int, report: Report) -> None:
     try:
         command = shlex.split(sampler.executable)
     except ValueError:  # a quotation mark that is not closed

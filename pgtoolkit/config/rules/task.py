@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from pgtoolkit.config import schema_tasks as tasks
 from pgtoolkit.config.evaluation_sets import (
     DEFAULT_SET,
     OF_A_SET,
@@ -15,7 +14,6 @@ from pgtoolkit.config.evaluation_sets import (
     held_out_sets,
     is_on,
     key_of_seed,
-    powers_of_two,
     sampling,
     watched,
 )
@@ -26,8 +24,10 @@ from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.table import EVALUATION
 from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
+from pgtoolkit.tasks import settings as tasks
 
 _VERIFIER_KEYS = ("verifier", "weight", "pattern")
 """The keys of an entry of task.verifiers."""
@@ -45,16 +45,16 @@ def task(c: Config, report: Report) -> None:
         prompts(c.task, report)
 
 
-def prompts(task: tasks.TaskConfig, report: Report) -> None:
+def prompts(task: tasks.TaskSettings, report: Report) -> None:
     """Check the task of training, or of a set of held-out prompts."""
-    if isinstance(task, tasks.ReasoningGymTaskConfig):
+    if isinstance(task, tasks.ReasoningGymTaskSettings):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif isinstance(task, tasks.ConversationTaskConfig):
+    elif isinstance(task, tasks.ConversationTaskSettings):
         if task.environment is not None:  # None is refused elsewhere
             reason = "It answers the policy, and scores conversations."
             importable(report, "task.environment", task.environment, reason)
         _check_path(task, report)
-    elif isinstance(task, tasks.PromptsTaskConfig):
+    elif isinstance(task, tasks.PromptsTaskSettings):
         _check_path(task, report)
         groups, got = _count_groups(task.answer_pattern)
         if task.answer_pattern is not None and groups != 1:
@@ -70,7 +70,7 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
 
 
 def _check_path(
-    task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report
+    task: tasks.PromptsTaskSettings | tasks.ConversationTaskSettings, report: Report
 ) -> None:
     """Refuse a path where there is nothing, and keys of the hub's data sets with a file's path."""
     if task.path is not None and tasks.is_data_set_name(task.path):
@@ -99,7 +99,7 @@ def _count_groups(pattern: str | None) -> tuple[int, str | None]:
         return 0, f"{pattern}: {error}"
 
 
-def _check_verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
+def _check_verifiers(task: tasks.PromptsTaskSettings, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; return the names of those that are used."""
     entries: dict[str, Dictionary] = {}
     for name, entry in task.verifiers.items():
@@ -229,7 +229,7 @@ def evaluated(c: Config, report: Report) -> Config:
     c = _check_sets(c, report)
     _check_sampling(c, report)
     # Without a length, which is refused, it is not known whether the answers have room.
-    if sampling(c)["max_completion_length"]:
+    if sampling(c).max_completion_length:
         for held_out in held_out_sets(c):
             _check_task(c, held_out, report)
     return c
@@ -324,7 +324,7 @@ def _check_sampling(c: Config, report: Report) -> None:
     """Refuse several completions at temperature 0, and completions without a longest length."""
     for rule in EVALUATION:
         rule(c, report)
-    if sampling(c)["max_completion_length"] is None:
+    if sampling(c).max_completion_length is None:
         report.refuse_value(
             key="evaluation.max_completion_length",
             value=None,
@@ -337,14 +337,14 @@ def _check_sampling(c: Config, report: Report) -> None:
 def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
     """Apply the rules on a task to the task of a set. The longest length has to be known."""
     task = held_out.task
-    length = sampling(c)["max_completion_length"]
+    length = sampling(c).max_completion_length
     assert length is not None
     of_set = Report(
         default_of=lambda name: option_values("task", task.name)[name.removeprefix("task.")]
     )
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
-    if isinstance(task, tasks.GeneratedTaskConfig):
+    if isinstance(task, tasks.GeneratedTaskSettings):
         room_for_answer(task, "evaluation.max_completion_length", length, of_set)
         longest = f"the longest document of evaluation set {held_out.name}"
         room_for(c, task.longest[0] + length, longest, of_set)

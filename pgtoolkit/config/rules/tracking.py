@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pgtoolkit.config.rules.named import installed
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import TrackingConfig
 from pgtoolkit.system.report import Report, text
+from pgtoolkit.tracking.settings import TrackingSettings
 
 _FURTHER = ("wandb", "tensorboard")
 """Trackers that tracking.also may name; their packages, and the extras that install them, have the
@@ -33,7 +33,7 @@ def tracking(c: Config, report: Report) -> None:
         address_of_store("tracking.uri", str(tracking.uri), report)
 
 
-def _experiment(tracking: TrackingConfig, report: Report) -> None:
+def _experiment(tracking: TrackingSettings, report: Report) -> None:
     """Refuse Weights & Biases beside another tracker without a name for its runs."""
     if "wandb" in tracking.also and not tracking.experiment:
         report.refuse(
@@ -45,7 +45,7 @@ def _experiment(tracking: TrackingConfig, report: Report) -> None:
         )
 
 
-def _further_trackers(tracking: TrackingConfig, report: Report) -> None:
+def _further_trackers(tracking: TrackingSettings, report: Report) -> None:
     setting = f"tracking.also={text(tracking.also)}"
     for name in tracking.also:
         if name not in _FURTHER:

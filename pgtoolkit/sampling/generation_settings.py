@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def sampling_settings(
-    policy: Policy, rollout: PolicyRolloutConfig | RecordedRolloutConfig
-) -> GenerationConfig:
+def generation_settings(policy: Policy, sampling: SamplingSettings) -> GenerationConfig:
     """Return the settings of sampling for transformers.
 
     Of the model's own settings only the end-of-sequence tokens are taken.
@@ -27,12 +25,11 @@ def sampling_settings(
     from transformers import GenerationConfig
 
     ends = end_tokens(policy.model.generation_config, policy.tokenizer)
-    top_p = getattr(rollout, "top_p", None)
     return GenerationConfig(
-        max_new_tokens=rollout.max_completion_length,
+        max_new_tokens=sampling.max_completion_length,
         do_sample=True,
-        temperature=float(rollout.temperature),
-        top_p=1.0 if top_p is None else top_p,
+        temperature=float(sampling.temperature),
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
         top_k=0,
         pad_token_id=policy.tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
@@ -67,13 +64,13 @@ def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 
 
-def ignored_settings(policy: Policy, rollout: PolicyRolloutConfig) -> dict[str, object]:
+def ignored_settings(policy: Policy, sampling: SamplingSettings) -> dict[str, object]:
     """Return the settings of the model's generation_config.json that would sample differently.
 
     0 and 1 are taken for the values of settings that are off.
     """
     model_settings = policy.model.generation_config.to_diff_dict()
-    used = sampling_settings(policy, rollout)
+    used = generation_settings(policy, sampling)
     return {
         key: value
         for key, value in model_settings.items()

@@ -1,0 +1,61 @@
+"""The recorded rollouts and the estimator of advantages that a configuration describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pgtoolkit.config.schema import Config
+from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.conversations import LoadTokenizer
+from pgtoolkit.rollouts.estimator import Estimator
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+from pgtoolkit.rollouts.settings import AdvantageSettings, RecordedRolloutSettings, RolloutSettings
+from pgtoolkit.tasks.settings import TaskSettings
+
+
+def estimator_of(
+    advantage: AdvantageSettings, rollout: RolloutSettings, task: TaskSettings
+) -> Estimator:
+    """Return the estimator of advantages.
+
+    Raises ConfigError for a function that cannot be imported, or that fails on a few numbers.
+    """
+    return Estimator.of(advantage, rollout, getattr(task, "verifiers", {}))
+
+
+def recorded_rollouts(
+    config: Config,
+    loss: Loss,
+    vocabulary_size: int,
+    max_tokens: int | None,
+    first: int | None = None,
+    layout: Layout = ONE_PROCESS,
+    run_dir: Path | None = None,
+    tokenizer: LoadTokenizer | None = None,
+) -> RecordedRollouts:
+    """Return the recorded rollouts of a configuration, with the fields that its loss needs.
+
+    Raises DataError where they lack these. See `RecordedRollouts` for the parameters.
+    """
+    is_needed = {
+        "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
+        "sampling_log_probs": loss.needs_sampling_log_probs,
+        "ref_log_probs": config.kl.reference == "recorded",
+        "truncated": loss.masks_truncated,
+    }
+    assert isinstance(config.rollout, RecordedRolloutSettings)
+    return RecordedRollouts(
+        config.rollout,
+        estimator_of(config.advantage, config.rollout, config.task),
+        vocabulary_size,
+        seed=config.seed,
+        needs=tuple(name for name, needed in is_needed.items() if needed),
+        max_tokens=max_tokens,
+        reads_old_log_probs=loss.reads_old_log_probs,
+        first=first,
+        layout=layout,
+        run_dir=run_dir,
+        tokenizer=tokenizer,
+    )

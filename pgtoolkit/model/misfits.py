@@ -1,0 +1,114 @@
+"""What keeps a model from being spread over processes, or compiled, as far as its shape tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.settings import ModelSettings
+from pgtoolkit.ranks.environment import AXES
+from pgtoolkit.system.report import is_whole, refusal
+
+
+def misfits(
+    sizes: Mapping[str, int],
+    shard: bool,
+    known: Mapping[str, object],
+    vocabulary: int | None,
+) -> list[str]:
+    """Return the problems with spreading a model over these sizes.
+
+    sizes: of AXES. shard: whether FSDP2 divides it. known: type, attention heads, key-value heads,
+    layers and tied, as far as `check` knows them or as the model is loaded; others are missing or
+    None. vocabulary: its entries, None if they are not known.
+    """
+    problems = [
+        _misfit_of_type(sizes, shard, known.get("type")),
+        _misfit_of_heads(sizes["tensor_parallel"], known),
+        _misfit_of_vocabulary(sizes["tensor_parallel"], vocabulary),
+        *_misfits_of_stages(sizes["pipeline_parallel"], known),
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: object) -> str | None:
+    axes = [name for name in AXES if name != "data_parallel" and sizes[name] > 1]
+    spread = [f"{name}={sizes[name]}" for name in axes]
+    if shard:
+        spread.append("shard=true")
+    if not spread or kind in (None, *MODEL_TYPES):
+        return None
+    return refusal(
+        setting=f"parallelism.{spread[0]}",
+        needs=f"a model of type {', '.join(MODEL_TYPES)}",
+        got=kind,
+        reason="Only models of these types can be spread.",
+        use="parallelism=ddp",
+    )
+
+
+def _misfit_of_heads(tensor: int, known: Mapping[str, object]) -> str | None:
+    counts = {kind: known.get(kind) for kind in ("attention heads", "key-value heads")}
+    heads = {kind: count for kind, count in counts.items() if is_whole(count) and count >= 1}
+    uneven = [kind for kind, count in heads.items() if count % tensor]
+    if not uneven:
+        return None
+    divisors = [
+        size for size in range(1, tensor) if all(count % size == 0 for count in heads.values())
+    ]
+    return refusal(
+        setting=f"parallelism.tensor_parallel={tensor}",
+        needs=f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}",
+        got=tensor,
+        reason="A rank gets whole attention heads.",
+        use=f"parallelism.tensor_parallel={max(divisors)}",
+    )
+
+
+def _misfit_of_vocabulary(tensor: int, vocabulary: int | None) -> str | None:
+    if vocabulary is None or -(-vocabulary // tensor) * (tensor - 1) < vocabulary:
+        return None
+    return refusal(
+        setting=f"parallelism.tensor_parallel={tensor}",
+        needs=f"fewer shards of {vocabulary} tokens",
+        got=tensor,
+        reason="One rank would hold none of the vocabulary.",
+        use="parallelism.tensor_parallel=1",
+    )
+
+
+def _misfits_of_stages(stages: int, known: Mapping[str, object]) -> Iterator[str]:
+    setting = f"parallelism.pipeline_parallel={stages}"
+    layers = known.get("layers")
+    if known.get("tied") and stages > 1:
+        yield refusal(
+            setting=setting,
+            needs="a model whose embedding and LM head are two matrices",
+            got="one for both",
+            reason="They lie on different stages.",
+            use="parallelism=fsdp",
+        )
+    if is_whole(layers) and 1 <= layers < stages:
+        yield refusal(
+            setting=setting,
+            needs=f"at most the model's {layers} layers",
+            got=stages,
+            reason="A stage holds whole layers, at least one.",
+            use=f"parallelism.pipeline_parallel={layers}",
+        )
+
+
+def unknown_parts(model: ModelSettings, kind: object) -> str | None:
+    """Return the problem with a model that is to be compiled and whose parts are not known.
+
+    kind: its type; None if that is not known yet.
+    """
+    if model.compile is not True or kind in (None, *MODEL_TYPES):
+        return None
+    return refusal(
+        setting="model.compile=true",
+        needs=f"a model of type {', '.join(MODEL_TYPES)}",
+        got=kind,
+        reason="The parts of other models are not known.",
+        use="model.compile=auto",
+    )

@@ -1,0 +1,224 @@
+"""The settings of samplers: who writes completions, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pgtoolkit.model.settings import NumberType
+from pgtoolkit.system.declared import (
+    Declared,
+    Needs,
+    Option,
+    chosen,
+    key,
+)
+
+_STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
+
+
+_HAS_OWN_GPUS: Needs = {
+    "only_if": "sampler.urls=[] and sampler.gpus!=null",
+    "use": "sampler.urls=[] and sampler.gpus=[1,2]",
+}
+
+
+_SAMPLER_TYPE: Declared = {"learns": "sampler.dtype!=auto", "added": True}
+
+
+_SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    name: str = key(option=True)
+    max_sequences: int | None = key()
+    dtype: NumberType = key()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersSamplerSettings(SamplerSettings):
+    name: Literal["transformers"] = chosen("transformers")
+    max_sequences: int | None = key(
+        default=None,
+        help="Most completions that are sampled at once, which limits memory (>= 1); null: all of "
+        "a batch of rollouts.",
+        least=1,
+        most=10**6,
+    )
+    dtype: NumberType = key(
+        default=NumberType.auto,
+        help="Number type in which completions are sampled, from a copy of the weights: auto (that "
+        "of training), float32, bfloat16 or float16.",
+        **_SAMPLER_TYPE,
+    )
+    static_cache: bool | None = key(
+        default=None,
+        help="Whether memory for keys and values is reserved at the start and, on a GPU, each "
+        "token is one CUDA graph, which is several times as fast; null: on a GPU, for models of "
+        "type gpt2, llama, mistral, qwen2 and qwen3.",
+    )
+    gpus: list[int] | None = key(
+        default=None,
+        help="Numbers of GPUs, beyond those of training, on each of which a process samples from a "
+        "copy of the weights; null: the processes that train sample themselves. See "
+        "docs/rollouts.md.",
+        learns=False,
+        added=True,
+    )
+    processes: int = key(
+        default=0,
+        help="Processes on the CPU, each of which samples from a copy of the weights (>= 0), where "
+        "there is no GPU; 0: the processes that train sample themselves.",
+        least=0,
+        most=1024,
+        learns=False,
+        added=True,
+    )
+
+    @property
+    def copies(self) -> list[int]:
+        """The GPU of each process that samples from a copy of the weights, or its number on the
+        CPU; empty without such processes."""
+        return list(range(self.processes)) if self.gpus is None else self.gpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSamplerSettings(SamplerSettings):
+    name: Literal["vllm"] = chosen("vllm")
+    max_sequences: int = key(
+        default=256,
+        help="Most completions that a server samples at once (>= 1).",
+        least=1,
+        most=10**6,
+        **_STARTS_SERVERS,
+    )
+    dtype: NumberType = key(
+        default=NumberType.auto,
+        help="Number type of the servers' model, and of the weights that they get: auto (that of "
+        "training), float32, bfloat16 or float16.",
+        **_SERVERS_TYPE,
+    )
+    urls: list[str] = key(
+        default=[],
+        help="Addresses of running servers to join, such as [http://node7:8000]; []: pgtk starts "
+        "its own.",
+        learns=False,
+    )
+    executable: str = key(
+        default="vllm",
+        help="The command that starts vLLM: a name, the path of vllm in another environment, or a "
+        "command with arguments.",
+        code="command",
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    arguments: list[str] = key(
+        default=[],
+        help='Further arguments of vllm serve, such as ["--kv-cache-dtype=fp8"].',
+        code="command",
+        **_STARTS_SERVERS,
+    )
+    gpus: list[int] | None = key(
+        default=None,
+        help="Numbers of GPUs for the servers, beyond those of training; null: the server shares "
+        "the training GPU, and gives most of its memory back during updates.",
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    tensor_parallel: int = key(
+        default=1,
+        help="GPUs over which each server spreads the model (>= 1); with more sampler.gpus, "
+        "several servers are started.",
+        least=1,
+        most=1024,
+        **_HAS_OWN_GPUS,
+    )
+    servers_per_gpu: int = key(
+        default=1,
+        help="Servers on each GPU, or on each group of tensor_parallel GPUs (>= 1), which share "
+        "the prompts and gpu_memory_share. Two are faster for a small model, for which a server's "
+        "own work is the limit.",
+        least=1,
+        most=64,
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    gpu_memory_share: float = key(
+        default=0.4,
+        help="Share of a GPU's memory that its servers take (0.01 to 1). On a GPU without "
+        "training, 0.9 leaves more room for completions.",
+        least=0.01,
+        most=1,
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    seeded: bool = key(
+        default=True,
+        help="Whether each prompt has its own seed; without seeds, no two runs sample the same.",
+    )
+    weights_folder: str | None = key(
+        default=None,
+        help="Folder through which the weights are handed over, which all servers must see; null: "
+        "shared memory, or the run directory.",
+        writes=True,
+        learns=False,
+    )
+    tolerance: float | None = key(
+        default=None,
+        help="Mean difference between a server's and the trainer's log-probs that stops the run. "
+        "It is measured on a few tokens after each new version of the weights, and on each batch "
+        "before it is trained. null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the "
+        "coarser number type of the two.",
+        least=1e-9,
+        most=100,
+        learns=False,
+    )
+    start_seconds: int = key(
+        default=600,
+        help="Seconds in which a server must start (>= 1).",
+        least=1,
+        most=604800,
+        learns=False,
+    )
+    answer_seconds: int = key(
+        help="Seconds in which a server must answer a batch of rollouts, or take new weights (>= "
+        "1).",
+        least=1,
+        most=604800,
+        learns=False,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are sampled, by any sampler.
+
+    max_completion_length: most tokens of a completion, its end included; None only where nothing is
+        sampled.
+    top_p: see `PolicyRolloutSettings`; None for 1.
+    stop: texts that end a completion.
+    """
+
+    max_completion_length: int | None
+    temperature: float = 1.0
+    top_p: float | None = None
+    stop: Sequence[str] = ()
+
+
+OPTIONS = {
+    "sampler": {
+        "transformers": Option(
+            TransformersSamplerSettings,
+            help="The model in training writes the completions itself, with the transformers "
+            "library: any machine, nothing to start.",
+        ),
+        "vllm": Option(
+            VllmSamplerSettings,
+            help="A server of vLLM writes the completions: pgtk starts it, or joins one that "
+            "runs. See docs/rollouts.md.",
+        ),
+    },
+}
+"""Group -> option -> its keys, its meaning, and the values that it changes."""
