@@ -21,6 +21,7 @@ from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.own_end import end, refuse_silent_ends
 from pgtoolkit.system.plain_files import plain_run
+from pgtoolkit.system.process_state import print_warnings
 from pgtoolkit.system.report import print_error, refusal, say
 from pgtoolkit.system.terminal import (
     flush_streams,
@@ -39,6 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]  # for provenance.json
     prepare_streams()
+    if print_warnings():
+        say(
+            "note: PYTHONWARNINGS makes errors of warnings, and one of a library's would end the "
+            "run: they are printed instead.",
+            error=True,
+        )
     try:
         return _dispatch(sys.argv[1:])
     except PgtoolkitError as error:

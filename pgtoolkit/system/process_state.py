@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+import warnings
+from collections.abc import Sequence
 
 log = logging.getLogger("pgtoolkit")
 
@@ -24,8 +26,8 @@ _noted: set[tuple[str, str]] = set()
 
 
 class ProcessState:
-    """The working directory, handlers of signals, and settings of torch and NumPy at the time of
-    its creation.
+    """The working directory, handlers of signals, warnings that are errors, and settings of torch
+    and NumPy at the time of its creation.
 
     A run's files, its way to stop, and its gradients depend on them. The global generators of
     random numbers are not among them: pgtoolkit does not use them, and a user's code that does
@@ -37,6 +39,7 @@ class ProcessState:
         self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self._torch = _torch_settings()
         self._numpy = _numpy_errors()
+        self._errors_of_warnings = [item for item in warnings.filters if _makes_errors(item)]
 
     def restore(self, function: str) -> None:
         """Put back what has changed since, and print a note for each kind of change, once for each
@@ -54,6 +57,8 @@ class ProcessState:
         if self._numpy and _numpy_errors() != self._numpy:
             sys.modules["numpy"].seterr(**self._numpy)
             changed.append("numpy.seterr")
+        if _print_warnings(but=self._errors_of_warnings):
+            changed.append("warnings.filters")
         for change in changed:
             if (function, change) not in _noted:
                 _noted.add((function, change))
@@ -83,6 +88,47 @@ class ProcessState:
             is_cpu = name == "set_default_device" and str(value).partition(":")[0] == "cpu"
             getattr(torch, name)(None if is_cpu else value)
         return [f"torch.{name}" for name in changed]
+
+
+def print_warnings() -> bool:
+    """Let warnings be printed here and in processes that this one starts, where PYTHONWARNINGS
+    makes them errors; return whether it does.
+
+    As an error, a warning of a library would end the run, or change it where the library catches
+    it. A filter that names its module stays.
+    """
+    typed = os.environ.get("PYTHONWARNINGS")
+    if typed:
+        os.environ["PYTHONWARNINGS"] = ",".join(map(_as_printed, typed.split(",")))
+    return _print_warnings()
+
+
+def _as_printed(typed: str) -> str:
+    """Return an entry of PYTHONWARNINGS, action:message:category:module:line, with the action
+    `default` in place of `error`, which may be cut short."""
+    action, *others = typed.strip().split(":")
+    is_of_any_module = len(others) < 3 or not others[2]
+    if action and "error".startswith(action) and is_of_any_module:
+        action = "default"
+    return ":".join([action, *others])
+
+
+def _print_warnings(but: Sequence[tuple] = ()) -> bool:
+    """Replace the filters that make errors of warnings of any module; return whether there were
+    any. but: filters to keep."""
+    has_replaced = False
+    for number, item in enumerate(warnings.filters):
+        if _makes_errors(item) and item not in but:
+            # In place: Python's own code holds the same list.
+            warnings.filters[number] = ("default", *item[1:])  # pyright: ignore[reportIndexIssue]
+            has_replaced = True
+    return has_replaced
+
+
+def _makes_errors(item: tuple) -> bool:
+    """Return whether a filter, (action, message, category, module, line), makes errors of warnings
+    of any module."""
+    return item[0] == "error" and item[3] is None
 
 
 def _folder() -> str | None:

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.functions import blaming, import_function
 from pgtoolkit.tasks.verifiers import make_verifier
@@ -42,6 +44,10 @@ CHANGES = {
         torch.get_float32_matmul_precision,
     ),
     "numpy.seterr": (lambda: np.seterr(all="raise"), np.geterr),
+    "warnings.filters": (
+        lambda: warnings.simplefilter("error"),
+        lambda: [item for item in warnings.filters if item[0] == "error"],
+    ),
 }
 
 
@@ -59,6 +65,21 @@ def test_a_setting_that_a_call_changes_is_put_back_and_noted_once(name, caplog):
     assert value() == before
     (note,) = caplog.messages
     assert note.startswith(f"note: verifier of {name} changed {name}, which was put back")
+
+
+def test_a_warning_of_a_library_is_printed_where_pythonwarnings_makes_errors(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONWARNINGS", "error,e::DeprecationWarning,error:::mine,ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("error", module="mine")
+        assert main(["--version"]) == 0
+        warnings.warn("of a library", stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn_explicit("of the user's module", UserWarning, "mine.py", 1, "mine")
+    assert os.environ["PYTHONWARNINGS"] == (
+        "default,default::DeprecationWarning,error:::mine,ignore"
+    )
+    assert "note: PYTHONWARNINGS makes errors of warnings" in capsys.readouterr().err
 
 
 def test_settings_that_an_import_changes_are_put_back(tmp_path, monkeypatch):
