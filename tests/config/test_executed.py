@@ -502,3 +502,26 @@ def test_a_note_says_that_the_key_of_vllm_is_sent_to_the_servers_of_sampler_urls
     assert before_start(config_of(*servers)) == [
         "sends VLLM_API_KEY to http://127.0.0.1:9 (sampler.urls)"
     ]
+
+
+def test_a_note_says_where_wandb_finds_the_key_that_it_sends_and_to_which_server(
+    evil, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    config = config_of("tracking=wandb")
+    assert before_start(config) == []
+    settings = tmp_path / ".config/wandb/settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\napi_key = hunter2\nbase_url = https://w.example.org\n")
+    to_server = "to https://w.example.org (wandb)"
+    assert before_start(config) == [f"sends the key in {settings} {to_server}"]
+    (tmp_path / ".netrc").write_text("machine w.example.org\n  login user\n  password hunter2\n")
+    assert before_start(config) == [f"sends the key in {tmp_path}/.netrc {to_server}"]
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    assert before_start(config) == [f"sends WANDB_API_KEY {to_server}"]
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.org")
+    assert before_start(config) == ["sends WANDB_API_KEY to https://other.example.org (wandb)"]
+    settings.write_text("[default]\nmode = offline\n")
+    assert before_start(config) == []

@@ -6,9 +6,13 @@ are printed before a start.
 
 from __future__ import annotations
 
+import configparser
+import contextlib
+import netrc
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.keys import default, keys_of, plain_value
@@ -128,10 +132,8 @@ def credentials(config: Config) -> list[str]:
         if names:
             lines.append(f"sends {names} to {redact(tracking.uri)} (tracking.uri)")
     uses_wandb = "wandb" in (tracking.name, *tracking.also)
-    is_online = os.environ.get("WANDB_MODE", "online") == "online"
-    if uses_wandb and is_online and _WANDB_KEY in os.environ:
-        address = redact(os.environ.get("WANDB_BASE_URL", "wandb's server"))
-        lines.append(f"sends {_WANDB_KEY} to {address} (wandb)")
+    if uses_wandb:
+        lines += _wandb_credentials()
     urls = getattr(config.sampler, "urls", None)
     if urls and needs_sampler(config) and _VLLM_KEY in os.environ:
         lines.append(f"sends {_VLLM_KEY} to {redact(', '.join(urls))} (sampler.urls)")
@@ -167,11 +169,46 @@ def mlflow_credentials() -> str:
     return " and ".join(names)
 
 
+def _wandb_credentials() -> list[str]:
+    """Return a line on the key that wandb sends; none where it has none, or is offline.
+
+    wandb, which is slow to import, takes it from the environment, .netrc or its settings.
+    """
+    default_folder = Path.home() / ".config" / "wandb"
+    file = Path(os.environ.get("WANDB_CONFIG_DIR") or default_folder).expanduser() / "settings"
+    parser = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
+        parser.read(file)  # wandb itself says what is wrong with it
+    settings = dict(parser["default"]) if parser.has_section("default") else {}
+    mode = os.environ.get("WANDB_MODE") or settings.get("mode", "online")
+    address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url", _WANDB_SERVER)
+    sources = [name for name in _WANDB_CREDENTIALS if os.environ.get(name)]
+    sources += _netrc_with_key(address)
+    sources += [f"{file}"] if "api_key" in settings else []
+    if not sources or mode not in ("online", "run", "shared"):
+        return []
+    name = sources[0] if sources[0] in _WANDB_CREDENTIALS else f"the key in {sources[0]}"
+    return [f"sends {name} to {redact(address)} (wandb)"]
+
+
+def _netrc_with_key(address: str) -> list[str]:
+    """Return the user's .netrc file, if it has a password for a server."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    if not path.is_file() and not os.environ.get("NETRC"):
+        path = Path.home() / "_netrc"
+    try:
+        found = netrc.netrc(path).authenticators(urlsplit(address).netloc)
+    except (OSError, ValueError, netrc.NetrcParseError):
+        return []
+    return [f"{path}"] if found is not None and found[2] else []
+
+
 _MLFLOW_CREDENTIALS = (
     "MLFLOW_TRACKING_TOKEN",
     "MLFLOW_TRACKING_USERNAME",
     "MLFLOW_TRACKING_PASSWORD",
 )
-_WANDB_KEY = "WANDB_API_KEY"
+_WANDB_CREDENTIALS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_WANDB_SERVER = "https://api.wandb.ai"
 _VLLM_KEY = "VLLM_API_KEY"
 """The environment variable with the key that `sampling/vllm.py` sends."""
