@@ -123,6 +123,24 @@ def test_imports_run_downward():
             assert [name for name in imported if places[room(name)] > place] == [], file
 
 
+def test_few_functions_take_the_whole_configuration():
+    """Outside of the rooms that compose one and start runs; others take the groups they need."""
+    takers = []
+    for file in FILES:
+        if room(module(file)) in ("config", "launch"):
+            continue
+        for node in ast.walk(parsed(file)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            annotations = [a.annotation for a in arguments if a.annotation is not None]
+            names = [n.id for a in annotations for n in ast.walk(a) if isinstance(n, ast.Name)]
+            if "Config" in names:
+                takers.append(f"{module(file)}.{node.name}")
+    assert len(takers) <= 25, takers
+    assert {room(taker) for taker in takers} == {"assembly", "comparison"}
+
+
 def test_no_imports_form_a_circle():
     """Imports within functions and for types count as well."""
     waiting = {module(file): modules_of_package(imports(file)) - {module(file)} for file in FILES}

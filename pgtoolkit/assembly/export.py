@@ -53,7 +53,7 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.prompts import scored_by_nobody
-from pgtoolkit.tasks.settings import Chat
+from pgtoolkit.tasks.settings import Chat, TaskSettings
 from pgtoolkit.training.checkpoint import (
     load_newest,
     read_checkpoint,
@@ -358,7 +358,7 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
     use = f'tokenizer({prompt}, return_tensors="pt")'
     template_of_run = "None: the model was trained on texts as they are."
     if chat == Chat.auto and chat_template is not None:
-        use = _use_of_template(config)
+        use = _use_of_template(config.task)
         template_of_run = (
             "Prompts went through this template, which is that of the tokenizer here:\n\n"
             f"````jinja\n{chat_template.rstrip()}\n````"
@@ -382,13 +382,13 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
     return Template(template).substitute(values)
 
 
-def _use_of_template(config: Config) -> str:
+def _use_of_template(task: TaskSettings) -> str:
     """Return Python code that makes the tokens of a chat, as the prompts of the run became them."""
     messages = [{"role": "user", "content": "..."}]
-    system = getattr(config.task, "system_prompt", None)
+    system = getattr(task, "system_prompt", None)
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    arguments = {"add_generation_prompt": True, **getattr(config.task, "chat_arguments", {})}
+    arguments = {"add_generation_prompt": True, **getattr(task, "chat_arguments", {})}
     arguments |= {"return_tensors": "pt", "return_dict": True}
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"tokenizer.apply_chat_template({messages!r}, {given})"

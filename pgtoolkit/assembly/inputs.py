@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +20,11 @@ from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary
 from pgtoolkit.config.schema import Config, Model
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
-from pgtoolkit.rollouts.settings import RecordedRolloutSettings
+from pgtoolkit.rollouts.settings import (
+    AccumulationSettings,
+    EvaluationSettings,
+    RecordedRolloutSettings,
+)
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal
 from pgtoolkit.tasks.settings import (
@@ -52,7 +56,12 @@ def errors_added_to(report: Report) -> Iterator[None]:
 def check_inputs(config: Config, report: Report) -> None:
     """Add what is wrong with models, prompts, texts and recorded rollouts to a report."""
     _check_models(config, report)
-    _check_prompts(config, report)
+    tasks: dict[str, TaskSettings] = {}
+    if config.rollout.name == "policy":
+        tasks["task"] = config.task
+    for held_out in held_out_sets(config) if is_on(config) else ():
+        tasks[_place_of_set(held_out.name, config.evaluation)] = held_out.task
+    _check_prompts(tasks, config.model, report)
     _check_texts(config, report)
 
 
@@ -64,7 +73,7 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     from pgtoolkit.assembly.recorded_rollouts import recorded_rollouts
 
     longest_document = config.accumulation.max_tokens
-    positions = _positions(config)
+    positions = _positions(config.model)
     if positions:
         longest_document = min(longest_document, positions)
     rollouts = recorded_rollouts(
@@ -76,28 +85,32 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
         tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
     )
     report.notes += rollouts.notes_on_texts()
-    _check_number_of_rows(config, report)
+    assert isinstance(config.rollout, RecordedRolloutSettings)
+    _check_number_of_rows(config.rollout, config.accumulation, config.trainer.max_steps, report)
 
 
-def _check_number_of_rows(config: Config, report: Report) -> None:
+def _check_number_of_rows(
+    rollout: RecordedRolloutSettings,
+    accumulation: AccumulationSettings,
+    max_steps: int,
+    report: Report,
+) -> None:
     """Refuse recorded rollouts that do not fill a step; note where they end before max_steps."""
     from pgtoolkit.tasks.row_files import count_rows
 
-    assert isinstance(config.rollout, RecordedRolloutSettings)
-    size = config.accumulation.docs_per_step
-    max_steps = config.trainer.max_steps
-    documents = count_rows(config.rollout.path, "rollout.path")
+    size = accumulation.docs_per_step
+    documents = count_rows(rollout.path, "rollout.path")
     if not size or not documents:
         return
-    if config.accumulation.last_step == "drop" and documents < size:
+    if accumulation.last_step == "drop" and documents < size:
         from pgtoolkit.rollouts.step_loader import nothing_to_train
 
         report.problems.append(DataProblem(nothing_to_train(documents)))
         return
-    last_step = -(-documents * config.rollout.epochs // size)
+    last_step = -(-documents * rollout.epochs // size)
     if last_step < max_steps:
         report.note(
-            f"rollout.epochs={config.rollout.epochs} of {documents} documents ends after at most "
+            f"rollout.epochs={rollout.epochs} of {documents} documents ends after at most "
             f"{last_step} of trainer.max_steps={max_steps} steps. To make them all, use "
             f"rollout.epochs={-(-max_steps * size // documents)}."
         )
@@ -122,10 +135,15 @@ def _check_models(config: Config, report: Report) -> None:
     if report.problems:
         return
     for key, path in further.items():
-        _check_vocabulary(config, key, path, report)
+        refused = functools.partial(other_vocabulary_of_critic, path)
+        if key == "kl.reference":
+            refused = functools.partial(other_vocabulary, config)
+        difference = _other_vocabulary(config.model, config.task, config.seed, path)
+        if difference is not None:
+            report.problems.append(refused(*difference))
     if config.rollout.name != "policy":
         return
-    positions = _positions(config)
+    positions = _positions(config.model)
     length = config.rollout.max_completion_length
     if positions is not None and length is not None and length >= positions:
         report.refuse_value(
@@ -137,25 +155,25 @@ def _check_models(config: Config, report: Report) -> None:
         )
 
 
-def _check_vocabulary(config: Config, key: str, path: str, report: Report) -> None:
-    """Refuse a further model that does not read the policy's tokens, where both are here."""
+def _other_vocabulary(
+    model: Model, task: TaskSettings, seed: int, path: str
+) -> tuple[str, object] | None:
+    """Return what a further model needs and has, if it does not read the policy's tokens; None if
+    it does, or where one of the two is not here.
+
+    task, seed: of the run.
+    """
     from pgtoolkit.model.weight_files import vocabularies_differ
 
-    if not (_has_tokenizer(config.model) and model_folder.local_folder(path)):
-        return
-    tokenizer, _ = _tokenizer_and_ends(config.model, config.task, config.seed)
-    rows = vocabulary_size(config.model, config.task) or len(tokenizer)
+    if not (_has_tokenizer(model) and model_folder.local_folder(path)):
+        return None
+    tokenizer, _ = _tokenizer_and_ends(model, task, seed)
+    rows = vocabulary_size(model, task) or len(tokenizer)
     other_rows = model_folder.model_settings(model_folder.local_folder(path)).get("vocab_size")
     other_tokenizer = model_folder.load_tokenizer(path)
-    difference = vocabularies_differ(
+    return vocabularies_differ(
         rows, tokenizer, other_rows if is_whole(other_rows) else rows, other_tokenizer
     )
-    if difference is None:
-        return
-    if key == "kl.reference":
-        report.problems.append(other_vocabulary(config, *difference))
-    else:
-        report.problems.append(other_vocabulary_of_critic(path, *difference))
 
 
 def _has_tokenizer(model: Model) -> bool:
@@ -165,11 +183,11 @@ def _has_tokenizer(model: Model) -> bool:
     return model_folder.local_folder(model.path) is not None
 
 
-def _positions(config: Config) -> int | None:
+def _positions(model: Model) -> int | None:
     """Return how many tokens of a document the model has positions for, if it says so."""
-    if isinstance(config.model, TinyModelSettings):
-        return config.model.max_positions
-    positions = model_folder.model_settings(config.model.path).get("max_position_embeddings")
+    if isinstance(model, TinyModelSettings):
+        return model.max_positions
+    positions = model_folder.model_settings(model.path).get("max_position_embeddings")
     return positions if is_whole(positions) else None
 
 
@@ -189,23 +207,20 @@ def _problem_of_model(_directory: str, path: str, random_weights: bool) -> str |
     return None
 
 
-def _check_prompts(config: Config, report: Report) -> None:
-    """Read the prompts of training and evaluation, and make their verifiers."""
-    tasks = {}
-    if config.rollout.name == "policy":
-        tasks["task"] = config.task
-    if is_on(config):
-        for held_out in held_out_sets(config):
-            tasks[_place_of_set(config, held_out.name)] = held_out.task
+def _check_prompts(tasks: Mapping[str, TaskSettings], model: Model, report: Report) -> None:
+    """Read the prompts of training and evaluation, and make their verifiers.
+
+    tasks: by the keys below which they are set.
+    """
     for place, task in tasks.items():
         if not isinstance(task, PromptsTaskSettings | ConversationTaskSettings):
             continue
         no_template = ""
-        if config.model.name == "tiny":
+        if model.name == "tiny":
             no_template = "model=tiny"
         elif task.chat == "never":
             no_template = "task.chat=never"
-        model_path = getattr(config.model, "path", None)
+        model_path = getattr(model, "path", None)
         task_report = _report_on_task(os.getcwd(), pickle.dumps(task), no_template, model_path)
         report.problems += [
             type(problem)(problem.replace("task.", f"{place}.")) for problem in task_report.problems
@@ -213,9 +228,9 @@ def _check_prompts(config: Config, report: Report) -> None:
         report.notes += [note.replace("task.", f"{place}.") for note in task_report.notes]
 
 
-def _place_of_set(config: Config, name: str) -> str:
+def _place_of_set(name: str, evaluation: EvaluationSettings) -> str:
     """Return the key below which an evaluation set has its task."""
-    return f"evaluation.sets.{name}" if config.evaluation.sets else "task"
+    return f"evaluation.sets.{name}" if evaluation.sets else "task"
 
 
 @functools.cache  # the jobs of a sweep share it
@@ -312,17 +327,18 @@ def _check_texts(config: Config, report: Report) -> None:
     if report.problems or not _has_tokenizer(config.model):
         return
     is_tiny = isinstance(config.model, TinyModelSettings)
+    problem_of = functools.partial(_problem_of_task, config.model, config.task, config.seed)
     stop = list(getattr(config.rollout, "stop", []))
     template = config.kl.reference_prompt
     longest_document = config.accumulation.max_tokens
-    positions = _positions(config) or longest_document
+    positions = _positions(config.model) or longest_document
     if config.rollout.name == "policy":
         # The tokens of generated problems are characters that the tiny model has.
         is_read = not is_tiny or isinstance(config.task, PromptsTaskSettings)
         if stop or template or is_read:
             assert config.rollout.max_completion_length is not None
             room = _Room(min(longest_document, positions), config.rollout.max_completion_length)
-            problem = _problem_of_task(config, config.task, config.seed, stop, template, room)
+            problem = problem_of(config.task, config.seed, stop, template, room)
             if problem:
                 report.problems.append(problem)
     for held_out in held_out_sets(config) if is_on(config) else ():
@@ -334,9 +350,9 @@ def _check_texts(config: Config, report: Report) -> None:
         longest = sampling(config).max_completion_length
         assert longest is not None
         room = _Room(positions, longest, is_held_out=True)
-        problem = _problem_of_task(config, held_out.task, held_out.seed, stop, None, room)
+        problem = problem_of(held_out.task, held_out.seed, stop, None, room)
         if problem:
-            place = _place_of_set(config, held_out.name)
+            place = _place_of_set(held_out.name, config.evaluation)
             message = problem.replace("task.", f"{place}.")
             message = message.replace("rollout.max_comp", "evaluation.max_comp")
             report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
@@ -356,7 +372,9 @@ class _Room:
 
 
 def _problem_of_task(
-    config: Config,
+    model: Model,
+    run_task: TaskSettings,
+    run_seed: int,
     task: TaskSettings,
     seed: int,
     stop: list[str],
@@ -365,9 +383,10 @@ def _problem_of_task(
 ) -> str | None:
     """Return what is wrong with the tokens of a task's prompts.
 
-    template: of the prompts that the reference reads, if they are other ones.
+    run_task, run_seed: of the run. template: of the prompts that the reference reads, if they are
+        other ones.
     """
-    arguments = (config.model, config.task, config.seed, task, seed, stop, template, room)
+    arguments = (model, run_task, run_seed, task, seed, stop, template, room)
     return _problem_of_tokens(os.getcwd(), pickle.dumps(arguments))
 
 

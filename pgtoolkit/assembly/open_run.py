@@ -134,11 +134,12 @@ def _read_record(run_dir: Path, checkpoint: dict | None) -> tuple[int, int]:
     return rows_until(run_dir / "metrics.jsonl", 0 if checkpoint is None else checkpoint["step"])
 
 
-def is_finished(config: Config, run_dir: Path) -> bool:
+def is_finished(config: Row, run_dir: Path) -> bool:
     """Return whether a run is done with this configuration, so that nothing is left to do.
 
-    Nothing is written. Raises ConfigError or StorageError for a damaged run, as `open_run` does. A
-    run whose last checkpoint is damaged is not finished: its last steps are to be made again.
+    config: the plain configuration. Nothing is written. Raises ConfigError or StorageError for a
+        damaged run, as `open_run` does. A run whose last checkpoint is damaged is not finished: its
+        last steps are to be made again.
     """
     status = read_status(run_dir)
     if status.get("state") != "done":
@@ -153,12 +154,12 @@ def is_finished(config: Config, run_dir: Path) -> bool:
         raise
     except Exception:  # It is damaged; `open_run` says so.
         return False
-    _refuse_another(plain_config(config), run_dir, checkpoint)
+    _refuse_another(config, run_dir, checkpoint)
     _read_record(run_dir, checkpoint)
     # A reason is there where the data or a goal has ended the run before its last step. Without one
     # trainer.max_steps was raised in config.yaml by hand.
-    has_ended = status["step"] >= config.trainer.max_steps or status.get("reason") is not None
-    return has_ended and not config_drift(read_config(run_dir)[0], plain(plain_config(config)))
+    has_ended = status["step"] >= config["trainer"]["max_steps"] or status.get("reason") is not None
+    return has_ended and not config_drift(read_config(run_dir)[0], plain(config))
 
 
 def _named_modules(config: Row) -> tuple[set[str], set[str]]:

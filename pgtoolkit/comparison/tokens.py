@@ -109,7 +109,12 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
         _refuse_another_run(run_dir, config)
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
     steps = [int(step) for step in recorded["step"]]
-    number, checkpoint = _step_and_checkpoint(run_dir, config, number, steps)
+    max_steps = config.trainer.max_steps
+    number, checkpoint = _step_and_checkpoint(run_dir, max_steps, number, steps)
+    if number is None:
+        batch_size = documents_per_batch(config.rollout)
+        number = _last_of_batch(batch_size, documents_per_step(config), checkpoint)
+        number = min(number, steps[-1] if run_dir else max_steps)
     for line in imports(config, *(other for _, other in compared)):
         say(f"note: {line}", error=True)
     made = make_again(config, checkpoint, number)
@@ -179,15 +184,15 @@ def _refuse_another_run(run_dir: Path, config: Config) -> None:
 
 
 def _step_and_checkpoint(
-    run_dir: Path | None, config: Config, number: int | None, steps: list[int]
-) -> tuple[int, dict | None]:
-    """Return the step's number and the newest checkpoint before it.
+    run_dir: Path | None, max_steps: int, number: int | None, steps: list[int]
+) -> tuple[int | None, dict | None]:
+    """Return the step's number, if one is asked for, and the newest checkpoint before it.
 
     steps: the numbers of the steps that the run has made.
     """
     if run_dir is None:
         first = 1
-        last = config.trainer.max_steps
+        last = max_steps
         limit = "trainer.max_steps"
     elif not steps:
         raise ConfigError(
@@ -203,13 +208,6 @@ def _step_and_checkpoint(
     checkpoint = None
     if run_dir is not None:
         checkpoint = load_newest(run_dir / "checkpoints", last if number is None else number)
-    if number is None:
-        number = min(
-            last,
-            _last_of_batch(
-                documents_per_batch(config.rollout), documents_per_step(config), checkpoint
-            ),
-        )
     return number, checkpoint
 
 

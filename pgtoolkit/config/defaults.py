@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgtoolkit.config.key import holds, value_of
-from pgtoolkit.system.declared import REQUIRED  # noqa: F401  (for modules that take it from here)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ import copy
 import os
 from dataclasses import dataclass
 
-from pgtoolkit.config.key import Dictionary, value_of
+from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.sampling.settings import SamplingSettings
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import (
     QUESTIONS,

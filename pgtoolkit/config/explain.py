@@ -12,10 +12,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pgtoolkit.config.defaults import REQUIRED, Computed
+from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.elsewhere import NONE, keys_called, known_as, table_rows
 from pgtoolkit.config.files import docs_page, options
-from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
     KEYS,
     OWN_CODE,
@@ -28,6 +27,7 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.system.declared import REQUIRED, Key
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.report import nearest, refusal, text
 

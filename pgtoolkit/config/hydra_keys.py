@@ -14,7 +14,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.keys import is_inside
 from pgtoolkit.config.launchers import LAUNCHERS, Launcher
 from pgtoolkit.config.names import run_name
@@ -22,6 +21,7 @@ from pgtoolkit.config.overrides import parse
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import key_of, refusal, text
 
 _OF_FILES = (

@@ -7,16 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pgtoolkit.system.declared import (  # noqa: F401  (for modules that take them from here)
-    Declared,
-    Dictionary,
-    Key,
-    Needs,
-    Option,
-    Refusal,
-    group,
-    key,
-)
 from pgtoolkit.system.report import text
 
 if TYPE_CHECKING:

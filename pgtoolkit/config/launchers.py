@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pgtoolkit.config.key import Dictionary
+from pgtoolkit.system.declared import Dictionary
 
 LAUNCHERS = ("local", "slurm", "ray_cluster")
 """The options of hydra/launcher. In an option of the user's, the key `kind` names the one on which

@@ -10,10 +10,10 @@ from pathlib import Path
 from pgtoolkit.config.defaults import Computed, SameAs, number
 from pgtoolkit.config.explain import entries
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
 from pgtoolkit.config.rules.table import TABLE
 from pgtoolkit.config.schema import OPTIONS, default_options
+from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import text
 
 _WIDTH = 100

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, Node, OmegaConf
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
 from pgtoolkit.config.files import OPTIONAL, options
-from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
     KEYS,
     OWN_CODE,
@@ -30,6 +29,7 @@ from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import is_whole
+from pgtoolkit.system.declared import Key
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import nearest, refusal, text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from pgtoolkit.config.key import Key, holds, parts, singles, value_of, with_values
+from pgtoolkit.config.key import holds, parts, singles, value_of, with_values
 from pgtoolkit.config.keys import (
     default,
     existing_key,
@@ -21,6 +21,7 @@ from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import Row, leaves, plain, read_resolved
+from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import say, text
 
 FORMER_TASKS = {

@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pgtoolkit.assembly.machine import visible_gpus
-from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.launch.forks import Forks, JobProcess
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import refusal, say
 
 if TYPE_CHECKING:

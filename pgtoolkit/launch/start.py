@@ -12,6 +12,7 @@ from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
 from pgtoolkit.config.key import with_values
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
@@ -137,7 +138,7 @@ def _is_finished(config: Config, run_dir: Path) -> bool:
         return False
     from pgtoolkit.assembly.open_run import is_finished  # which loads torch
 
-    return is_finished(config, run_dir)
+    return is_finished(plain_config(config), run_dir)
 
 
 def _note_on_finished_run(config: Config, run_dir: Path) -> str:

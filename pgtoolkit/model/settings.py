@@ -15,15 +15,11 @@ from pgtoolkit.system.declared import (
 )
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
-
-
 _NEEDS_LORA: Declared = {
     "fixed": _WEIGHTS,
     "only_if": "model.lora_rank>0",
     "use": "model.lora_rank=16",
 }
-
-
 _CUT: Declared = {"learns": False}
 """Runs that differ only in rounding are the same experiment."""
 

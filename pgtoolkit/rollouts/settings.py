@@ -23,14 +23,10 @@ POSITION = "the position in the data belongs to it"
 """Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains
 on."""
 
-
 AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 """Why a resumed run cannot change the keys that decide which batches were sampled early."""
 
-
 _BATCH = "the position in the data is counted in batches of this size"
-
-
 _NOT_REPEATABLE = (
     "The weights that sample further rounds would depend on when checkpoints are written."
 )
@@ -391,8 +387,6 @@ class AccumulationSettings:
 
 
 _NEEDS_EVALUATION: Needs = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
-
-
 _MEASURE: Declared = {
     **_NEEDS_EVALUATION,
     "fixed": "its evaluations so far would not compare with those to come",
@@ -400,7 +394,6 @@ _MEASURE: Declared = {
     "evaluate": "run",
 }
 """The declaration of every key that decides which number an evaluation gives."""
-
 
 _NEEDS_TEMPERATURE: Needs = {
     "only_if": "evaluation.every>0 and evaluation.temperature!=0",

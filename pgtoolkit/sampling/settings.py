@@ -16,17 +16,11 @@ from pgtoolkit.system.declared import (
 )
 
 _STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
-
-
 _HAS_OWN_GPUS: Needs = {
     "only_if": "sampler.urls=[] and sampler.gpus!=null",
     "use": "sampler.urls=[] and sampler.gpus=[1,2]",
 }
-
-
 _SAMPLER_TYPE: Declared = {"learns": "sampler.dtype!=auto", "added": True}
-
-
 _SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}
 
 

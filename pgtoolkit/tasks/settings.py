@@ -19,36 +19,25 @@ from pgtoolkit.system.declared import (
 )
 
 _FAILURES_SCORE = "task.verifier_failure=score"
-
-
 VERIFIERS = ("exact_match", "last_number", "regular_expression", "math_verify")
 """The verifiers that come with pgtoolkit; others are functions of the user's."""
 
-
 _NEEDS_ROWS: Needs = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
-
-
 _NEEDS_VERIFIER_TIMEOUT: Refusal = {
     "only_if": "task.verifier_seconds!=null",
     "use": "task.verifier_seconds=10",
     "why": "A process of its own has a time limit.",
 }
-
-
 _NEEDS_VERIFIER_PROCESSES: Refusal = {
     "only_if": "task.verifier_processes>0",
     "use": "task.verifier_processes=4",
     "why": "Only a process of its own can be ended.",
 }
-
-
 _NEEDS_ENVIRONMENT_TIMEOUT: Refusal = {
     "only_if": "task.environment_seconds!=null",
     "use": "task.environment_seconds=10",
     "why": "A process of its own has a time limit.",
 }
-
-
 _NEEDS_ENVIRONMENT_PROCESSES: Refusal = {
     "only_if": "task.environment_processes>0",
     "use": "task.environment_processes=4",

@@ -11,8 +11,6 @@ from pgtoolkit.system.declared import (
 )
 
 _NEEDS_MLFLOW: Needs = {"only_if": "tracking.name=mlflow"}
-
-
 _NEEDS_PROJECT: Needs = {
     "only_if": "tracking.name=mlflow or tracking.name=wandb or tracking.also!=[]",
 }

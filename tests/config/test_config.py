@@ -10,7 +10,6 @@ import yaml
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.defaults import REQUIRED
 from pgtoolkit.config.files import config_directory, options
 from pgtoolkit.config.hydra_files import compose_choices
 from pgtoolkit.config.key import value_of
@@ -25,6 +24,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS, Correction
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.declared import REQUIRED
 from pgtoolkit.system.report import Report
 from pgtoolkit.system.yaml_text import to_yaml
 

@@ -13,7 +13,7 @@ import pytest
 from pgtoolkit.config.across import CHANGES, CONDITIONS, DEFAULTS
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.defaults import Computed
-from pgtoolkit.config.key import Key, holds, parts, singles, value_of
+from pgtoolkit.config.key import holds, parts, singles, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
@@ -22,6 +22,7 @@ from pgtoolkit.config.saved import cannot_change, typed
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
+from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import Report
 from pgtoolkit.training.loss_settings import AggregationMode, KLKind
 

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, fits, values_in_words
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.resolve import in_range
 from pgtoolkit.config.saved import typed
 from pgtoolkit.config.validate import validated
+from pgtoolkit.system.declared import Key
 
 NEEDED = {
     "rollout/recorded": ["rollout.path=pyproject.toml"],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pgtoolkit.config.key import Dictionary
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.rules.named import installed
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import Report
 
 _EXTRAS = {

@@ -17,7 +17,7 @@ from pgtoolkit.config.evaluation_sets import (
     sampling,
     watched,
 )
-from pgtoolkit.config.key import Dictionary, with_values
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
@@ -26,6 +26,7 @@ from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.runs.completion_files import TRAINING
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import Report, is_number, text
 from pgtoolkit.tasks import settings as tasks
 
