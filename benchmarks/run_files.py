@@ -47,7 +47,7 @@ import sys
 from pathlib import Path
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.curves import plot_curves
-from pgtoolkit.tracking.progress import summary
+from pgtoolkit.assembly.summary import summary
 path = Path(sys.argv[1])
 recorded = read_metrics(path / "metrics.jsonl")
 plot_curves(recorded, path / "curves.png", "run")

@@ -18,21 +18,21 @@ from pgtoolkit.tasks.tasks import Once, ReasoningGymTask, ReverseTask, Task
 
 
 def make_task(
-    config: TaskSettings, seed: int, once: Once = lambda read: read(), held_out: bool = False
+    settings: TaskSettings, seed: int, once: Once = lambda read: read(), held_out: bool = False
 ) -> Task:
     """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
     held_out: of a task that divides its problems itself, those that training never asks.
     """
-    match config:
+    match settings:
         case PromptsTaskSettings():
-            return PromptsTask(config, seed, once)
+            return PromptsTask(settings, seed, once)
         case ConversationTaskSettings() | GuessTaskSettings():
-            return ConversationTask(config, seed, once)
+            return ConversationTask(settings, seed, once)
         case SumsTaskSettings():
-            return SumsTask(config, seed, held_out)
+            return SumsTask(settings, seed, held_out)
         case ReasoningGymTaskSettings():
-            return ReasoningGymTask(config, seed)
+            return ReasoningGymTask(settings, seed)
         case ReverseTaskSettings():
-            return ReverseTask(config, seed)
-    raise TypeError(f"no task is known for {type(config).__name__}")
+            return ReverseTask(settings, seed)
+    raise TypeError(f"no task is known for {type(settings).__name__}")

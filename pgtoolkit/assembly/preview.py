@@ -86,7 +86,7 @@ def preview(
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
 
 
-def notes_on_rows(tokenized: TokenizedTask, config: TaskSettings) -> list[str]:
+def notes_on_rows(tokenized: TokenizedTask, settings: TaskSettings) -> list[str]:
     """Return notes on surprises in the first prompts and answers as tokens."""
     # Each prompt of a conversation asks its environment, which is the user's.
     count = 1 if isinstance(tokenized.task, ConversationTask) else FIRST
@@ -94,7 +94,7 @@ def notes_on_rows(tokenized: TokenizedTask, config: TaskSettings) -> list[str]:
     notes = _written_with_template(tokenized.chat, prompts)
     notes += _two_beginnings(tokenized, prompts)
     notes += _changed_prompts(tokenized, prompts)
-    if _compares_texts(config):
+    if _compares_texts(settings):
         notes += _unreachable(tokenized, prompts)
     return notes
 
@@ -220,10 +220,10 @@ def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -
     ]
 
 
-def _compares_texts(config: TaskSettings) -> bool:
-    if not isinstance(config, PromptsTaskSettings):
+def _compares_texts(settings: TaskSettings) -> bool:
+    if not isinstance(settings, PromptsTaskSettings):
         return False
-    entries = config.verifiers.values() or [{"verifier": config.verifier}]
+    entries = settings.verifiers.values() or [{"verifier": settings.verifier}]
     return any(entry["verifier"] in _AS_TEXTS for entry in entries)
 
 

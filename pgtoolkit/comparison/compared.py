@@ -7,7 +7,7 @@ from math import inf
 
 from pgtoolkit.comparison.measures import DOCUMENTS, MEASURES, Goal, Reached, is_score
 from pgtoolkit.comparison.statistics import Comparisons, mean_and_std
-from pgtoolkit.config.key import holds
+from pgtoolkit.config.conditions import holds
 from pgtoolkit.config.keys import key_named, shown
 from pgtoolkit.runs.find import Run
 from pgtoolkit.system.report import is_number, text

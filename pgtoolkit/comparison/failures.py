@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pgtoolkit.config.key import holds
+from pgtoolkit.config.conditions import holds
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import smooth
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pgtoolkit.assembly.build import accelerator, build, loader_of
 from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
-from pgtoolkit.config.key import with_values
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.schema import Config, Rollout
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss

@@ -21,9 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import hydra_keys, refusals
 from pgtoolkit.config.composable import composed_again
+from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options
 from pgtoolkit.config.hydra_files import compose_choices, register
-from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pgtoolkit.config.key import holds, value_of
+from pgtoolkit.config.conditions import holds, value_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import copy
 import os
 from dataclasses import dataclass
 
-from pgtoolkit.config.key import value_of
+from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.sampling.settings import SamplingSettings

@@ -20,10 +20,10 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
+from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.defaults import ByCondition, ByWeights
 from pgtoolkit.config.files import config_directory, options, read_options
 from pgtoolkit.config.hydra_keys import name_in
-from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept

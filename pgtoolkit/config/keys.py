@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pgtoolkit.config.across import CONDITIONS, DEFAULTS
+from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.defaults import ByCondition, Computed
 from pgtoolkit.config.files import config_directory, leading_comment
-from pgtoolkit.config.key import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.declared import REQUIRED, Dictionary, Key

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.counts import copies_of, longest_document, samples_async, tokens_at_least
 from pgtoolkit.config.evaluation_sets import needs_sampler
-from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pgtoolkit.config.key import value_of
+from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.keys import (
     KEYS,
     OPTION_KEYS,

@@ -7,7 +7,7 @@ import glob
 import os
 from pathlib import Path
 
-from pgtoolkit.config.key import value_of, with_values
+from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import occupied, occupied_by

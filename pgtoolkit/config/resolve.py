@@ -12,7 +12,7 @@ from omegaconf.base import DictKeyType
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from pgtoolkit.config.key import value_of, with_values
+from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import default, fits, help_of, key_named, keys_of, values_in_words
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.schema import SCHEMAS, Config

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from pgtoolkit.config.key import holds, parts, singles, value_of, with_values
+from pgtoolkit.config.conditions import holds, parts, singles, value_of, with_values
 from pgtoolkit.config.keys import (
     default,
     existing_key,

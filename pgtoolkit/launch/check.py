@@ -11,8 +11,8 @@ from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
-from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import absolute_paths, problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce

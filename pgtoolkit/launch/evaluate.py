@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.evaluation_sets import (
     are_training_prompts,
     held_out_sets,
     key_of_seed,
     sampling_in_words,
 )
-from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
 from pgtoolkit.config.paths import absolute_paths

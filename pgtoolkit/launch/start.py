@@ -10,8 +10,8 @@ from pathlib import Path
 from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose, compose_node
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
-from pgtoolkit.config.key import with_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config

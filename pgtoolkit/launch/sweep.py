@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pgtoolkit.config.key import with_values
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import changed, plain_config
 from pgtoolkit.config.paths import absolute_paths

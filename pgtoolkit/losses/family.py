@@ -67,7 +67,7 @@ def parameter(
     least, most: the range of a number, both ends included.
     default_if: (condition, default): the default where another parameter has a value, such as
         "loss.divergence=binary_kl". The field is None until `_default` fills it in.
-    declared: other attributes of the key, see `config.key.Key`.
+    declared: other attributes of the key, see `system.declared.Key`.
     """
     declared |= {"default": default, "help": help}
     if default_if is not None:

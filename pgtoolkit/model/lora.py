@@ -36,7 +36,7 @@ _NAME = "default"
 """The name that peft gives the only adapter of a model."""
 
 
-def add_adapters(model: PreTrainedModel, config: HuggingFaceModelSettings) -> str:
+def add_adapters(model: PreTrainedModel, settings: HuggingFaceModelSettings) -> str:
     """Freeze a transformers causal LM and give it adapters in float32, in place.
 
     The adapters are drawn from torch's random state. Returns a digest of the frozen weights, which
@@ -46,12 +46,14 @@ def add_adapters(model: PreTrainedModel, config: HuggingFaceModelSettings) -> st
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
-    assert config.lora_rank is not None
+    assert settings.lora_rank is not None
     digest = _digest(model)
-    layers = _targets(model, config, (nn.Linear, Conv1D))
+    layers = _targets(model, settings, (nn.Linear, Conv1D))
     lora_config = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=cast("int", config.lora_alpha),  # peft divides by the rank, and takes any number
+        r=settings.lora_rank,
+        lora_alpha=cast(
+            "int", settings.lora_alpha
+        ),  # peft divides by the rank, and takes any number
         target_modules=list(layers),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
@@ -156,7 +158,7 @@ def _merged(layer: Layer) -> Tensor:
 
 
 def _targets(
-    model: PreTrainedModel, config: HuggingFaceModelSettings, kinds: tuple[type[nn.Module], ...]
+    model: PreTrainedModel, settings: HuggingFaceModelSettings, kinds: tuple[type[nn.Module], ...]
 ) -> dict[str, nn.Module]:
     """Return the layers to be adapted by name: all linear ones but the head, or those whose names
     end in one of the targets.
@@ -169,7 +171,7 @@ def _targets(
         for name, module in model.named_modules()
         if isinstance(module, kinds) and module is not head
     }
-    targets = config.lora_targets
+    targets = settings.lora_targets
     if targets == ["all-linear"]:
         return linear
     for target in targets:

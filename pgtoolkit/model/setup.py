@@ -43,7 +43,7 @@ def prepare_torch(num_threads: int | None) -> None:
 
 
 def build_policy(
-    config: TinyModelSettings | HuggingFaceModelSettings,
+    settings: TinyModelSettings | HuggingFaceModelSettings,
     alphabet: str | None,
     on_gpu: bool,
     layout: Layout = ONE_PROCESS,
@@ -53,33 +53,33 @@ def build_policy(
 
     One rank of each node reads it, or draws its numbers; `parallelize` gives them to the others.
 
-    config: the group `model` of a configuration.
+    settings: the group `model` of a configuration.
     alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
     on_gpu: `model.dtype=auto` is bfloat16 on a GPU, float32 elsewhere.
     compiles: whether the code between the matrices of a model of a known type is compiled, see
         `compiled`.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
-    if isinstance(config, TinyModelSettings):
-        read = functools.partial(_tiny, config, alphabet)
+    if isinstance(settings, TinyModelSettings):
+        read = functools.partial(_tiny, settings, alphabet)
     else:
-        read = functools.partial(_hugging_face, config, on_gpu)
+        read = functools.partial(_hugging_face, settings, on_gpu)
     policy = read_once(layout, read, Policy.outline)
     # Each process does the following for itself: it sets hooks, or its own transformers, and these
     # are not sent to other ranks.
-    if getattr(config, "gradient_checkpointing", False):
+    if getattr(settings, "gradient_checkpointing", False):
         policy.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
     fixed_order.switch_on(policy.model)
-    if on_gpu and not isinstance(config, TinyModelSettings):
+    if on_gpu and not isinstance(settings, TinyModelSettings):
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
     if compiles and is_known(policy.model):
-        return _compiled(policy, config)
+        return _compiled(policy, settings)
     return policy
 
 
-def _compiled(policy: Policy, config: TinyModelSettings | HuggingFaceModelSettings) -> Policy:
+def _compiled(policy: Policy, settings: TinyModelSettings | HuggingFaceModelSettings) -> Policy:
     """Switch compiled code on, in place, where the version of transformers is known; return the
     policy.
 
@@ -91,7 +91,7 @@ def _compiled(policy: Policy, config: TinyModelSettings | HuggingFaceModelSettin
         return replace(policy, compiled=True)
     version = importlib.metadata.version("transformers")
     reason = f"Its {unknown} computes something else than the code that is compiled in its place."
-    if config.compile is True:
+    if settings.compile is True:
         raise ConfigError(
             refusal(
                 setting="model.compile=true",
@@ -108,17 +108,17 @@ def _compiled(policy: Policy, config: TinyModelSettings | HuggingFaceModelSettin
     return policy
 
 
-def _tiny(config: TinyModelSettings, alphabet: str | None) -> Policy:
+def _tiny(settings: TinyModelSettings, alphabet: str | None) -> Policy:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = character_tokenizer(alphabet)
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer),
-            n_positions=config.max_positions,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_heads,
+            n_positions=settings.max_positions,
+            n_embd=settings.hidden_size,
+            n_layer=settings.num_layers,
+            n_head=settings.num_heads,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -144,37 +144,39 @@ def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(alphabet), **options)
 
 
-def _hugging_face(config: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
+def _hugging_face(settings: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
     """Return the model of a folder or of the hub, checked; ConfigError if it cannot be trained."""
-    model_config, tokenizer = open_model(config.path, config.random_weights)
+    model_config, tokenizer = open_model(settings.path, settings.random_weights)
     _switch_noise_off(model_config)
-    dtype = torch_type(config.dtype, torch.bfloat16 if on_gpu else torch.float32)
-    if config.random_weights:
+    dtype = torch_type(settings.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    if settings.random_weights:
         from transformers import AutoModelForCausalLM
 
         needs = "a config.json of a causal language model"
-        with model_folder.refused(config.path, needs, "The model is built by it."):
+        with model_folder.refused(settings.path, needs, "The model is built by it."):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config, dtype=torch.float32, trust_remote_code=False
             )
-            model.generation_config = model_folder.load_generation_config(config.path)
+            model.generation_config = model_folder.load_generation_config(settings.path)
     else:
-        model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
+        model = _trained(
+            settings.path, model_config, dtype if settings.lora_rank else torch.float32
+        )
     broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
     if broken:
         got = f"NaN or infinity in {listed(broken, 3)}"
         reason = "Nothing can be learned from it."
         raise ConfigError(
-            model_folder.refusal(config.path, "weights that are numbers", got, reason)
+            model_folder.refusal(settings.path, "weights that are numbers", got, reason)
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     # Without dropout this changes no number, but checkpointing acts only in this mode.
     model.train()
     loaded = Policy(model, tokenizer)
-    packs = keeps_documents_apart(loaded, config.path)
+    packs = keeps_documents_apart(loaded, settings.path)
     mixes_lengths, not_sampled = continues_rightly(loaded)
-    digest = lora.add_adapters(model, config) if config.lora_rank else None
+    digest = lora.add_adapters(model, settings) if settings.lora_rank else None
     return Policy(
         model,
         tokenizer,
@@ -183,8 +185,8 @@ def _hugging_face(config: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
         packs,
         mixes_lengths,
         not_sampled,
-        fp32_lm_head=config.fp32_lm_head,
-        pretrained=None if config.random_weights else config.path,
+        fp32_lm_head=settings.fp32_lm_head,
+        pretrained=None if settings.random_weights else settings.path,
     )
 
 

@@ -68,7 +68,7 @@ def _overlong_penalty(document: Document) -> float | None:
 def mismatch_note(
     documents: list[Document],
     new_logprobs: float,
-    config: PolicyRolloutSettings | RecordedRolloutSettings,
+    settings: PolicyRolloutSettings | RecordedRolloutSettings,
 ) -> str:
     """Return why the documents of a run's first step do not seem to come from its policy; "" if
     they do.
@@ -90,8 +90,8 @@ def mismatch_note(
         return ""
     causes = {
         "recorded": "the rollouts may be of another model, of another temperature than "
-        f"rollout.temperature={config.temperature}, or have old_log_probs that are one token off: "
-        "see docs/data.md",
+        f"rollout.temperature={settings.temperature}, or have old_log_probs that are one token "
+        "off: see docs/data.md",
         "policy": (
             "sampling and training compute different log-probs; "
             "rollout.old_log_probs=training takes the latter"
@@ -99,7 +99,7 @@ def mismatch_note(
     }
     return (
         "before its first update the policy's log-probs differ from the old ones by "
-        f"{difference:+.3g} a token, where 0 is expected (a ratio of 1): {causes[config.name]}."
+        f"{difference:+.3g} a token, where 0 is expected (a ratio of 1): {causes[settings.name]}."
     )
 
 

@@ -62,7 +62,7 @@ def whitened(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def with_gae(
-    documents: list[Document], values: list[Tensor], config: AdvantageSettings, penalty: KL | None
+    documents: list[Document], values: list[Tensor], settings: AdvantageSettings, penalty: KL | None
 ) -> list[Document]:
     """Return the documents of a batch with advantages, values and returns.
 
@@ -73,14 +73,14 @@ def with_gae(
     advantages are whitened. Raises DataError for a reward that cannot be used.
     """
     advantages = [
-        _document_advantages(document, of_document, config, penalty)
+        _document_advantages(document, of_document, settings, penalty)
         for document, of_document in zip(documents, values, strict=True)
     ]
     returns = [
         (torch.tensor(of_document, dtype=torch.float64) + baseline.double()).float()
         for of_document, baseline in zip(advantages, values, strict=True)
     ]
-    if config.whiten:
+    if settings.whiten:
         advantages = _whitened_where_counted(documents, advantages)
     return [
         replace(
@@ -94,13 +94,13 @@ def with_gae(
 
 
 def _document_advantages(
-    document: Document, values: Tensor, config: AdvantageSettings, penalty: KL | None
+    document: Document, values: Tensor, settings: AdvantageSettings, penalty: KL | None
 ) -> list[float]:
     """Return the advantage of each trained token; 0 for all if nobody could score the document."""
     if document.reward is None:
         return [0.0] * document.num_trained
     rewards = _token_rewards(document, document.reward, penalty)
-    return gae(rewards, values.double().tolist(), config.gamma, config.gae_lambda)
+    return gae(rewards, values.double().tolist(), settings.gamma, settings.gae_lambda)
 
 
 def _whitened_where_counted(

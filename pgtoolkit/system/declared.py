@@ -20,7 +20,7 @@ REQUIRED = "???"
 class Key:
     """A key of the configuration, with everything that is true of it.
 
-    A condition, below, is a text such as `rollout.lag>0`, see `config.key.holds`.
+    A condition, below, is a text such as `rollout.lag>0`, see `config.conditions.holds`.
     """
 
     name: str

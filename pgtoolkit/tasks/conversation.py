@@ -102,26 +102,28 @@ class ConversationTask(Task):
     exact match.
     """
 
-    def __init__(self, config: ConversationTaskSettings | GuessTaskSettings, seed: int, once: Once):
-        self.max_turns = config.max_turns
-        self.alphabet = getattr(config, "alphabet", None)
+    def __init__(
+        self, settings: ConversationTaskSettings | GuessTaskSettings, seed: int, once: Once
+    ):
+        self.max_turns = settings.max_turns
+        self.alphabet = getattr(settings, "alphabet", None)
         self._seed = seed
         # The names of the environment's measures, once there is a score.
         self._measures: frozenset[str] | None = None
         self._rows = Seeds()
-        if isinstance(config, ConversationTaskSettings) and config.path is not None:
-            self._rows = PromptRows(config, seed, once)
-        self._setting = f"task.environment={config.environment}"
-        processes = config.environment_processes
+        if isinstance(settings, ConversationTaskSettings) and settings.path is not None:
+            self._rows = PromptRows(settings, seed, once)
+        self._setting = f"task.environment={settings.environment}"
+        processes = settings.environment_processes
         self._environments = Processes(
             kind=Environments,
-            arguments=(config.environment, config.options, processes > 0),
+            arguments=(settings.environment, settings.options, processes > 0),
             noun="environment",
             setting=self._setting,
             processes=processes,
-            seconds=config.environment_seconds,
+            seconds=settings.environment_seconds,
         )
-        self._failed_scores = FailedScores(config)
+        self._failed_scores = FailedScores(settings)
         # A prompt begins the same whenever it comes again; those of files are all looked at as a
         # run starts.
         cached = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)

@@ -35,8 +35,8 @@ class SumsTask(Task):
     or not, else 0.
     """
 
-    def __init__(self, config: SumsTaskSettings, seed: int, held_out: bool):
-        self._config = config
+    def __init__(self, settings: SumsTaskSettings, seed: int, held_out: bool):
+        self._settings = settings
         self._seed = seed
         self._held_out = held_out
 
@@ -57,10 +57,10 @@ class SumsTask(Task):
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
         """Return a problem, and its answer."""
-        low = 10 ** (self._config.num_digits - 1)
+        low = 10 ** (self._settings.num_digits - 1)
         high = 10 * low - 1
-        terms = [_between(draw, low, high) for _ in range(self._config.num_terms)]
-        return self._config.asked(terms), str(sum(terms))
+        terms = [_between(draw, low, high) for _ in range(self._settings.num_terms)]
+        return self._settings.asked(terms), str(sum(terms))
 
 
 def _between(draw: Draw, low: int, high: int) -> int:

@@ -27,7 +27,7 @@ class PromptRows(NumberedRows):
 
     def __init__(
         self,
-        config: PromptsTaskSettings | ConversationTaskSettings,
+        settings: PromptsTaskSettings | ConversationTaskSettings,
         seed: int,
         once: Once,
         keep_rows: bool = False,
@@ -35,15 +35,15 @@ class PromptRows(NumberedRows):
         # Not above: `pgtk check` does without NumPy and pyarrow.
         from pgtoolkit.tasks.shuffle import shuffled
 
-        assert config.path is not None
+        assert settings.path is not None
         read = functools.partial(
             read_prompts,
-            config.path,
-            config.split,
-            config.prompt_field,
-            config.answer_field,
-            config=getattr(config, "config", None),
-            answer_pattern=getattr(config, "answer_pattern", None),
+            settings.path,
+            settings.split,
+            settings.prompt_field,
+            settings.answer_field,
+            config=getattr(settings, "config", None),
+            answer_pattern=getattr(settings, "answer_pattern", None),
             keep_rows=keep_rows,
         )
         self._prompts: list[Prompt] = once(read)
@@ -73,11 +73,11 @@ class PromptsTask(PromptRows):
     first verifier alone decides whether it is an exact match, by a score of 1 or more.
     """
 
-    def __init__(self, config: PromptsTaskSettings, seed: int, once: Once):
+    def __init__(self, settings: PromptsTaskSettings, seed: int, once: Once):
         single: dict[str, dict[str, Any]] = {
-            "": {"verifier": config.verifier, "pattern": config.pattern}
+            "": {"verifier": settings.verifier, "pattern": settings.pattern}
         }
-        verifiers = config.verifiers or single
+        verifiers = settings.verifiers or single
         self._weights = {
             name: float(options.get("weight", 1)) for name, options in verifiers.items()
         }
@@ -89,19 +89,19 @@ class PromptsTask(PromptRows):
             )
             for name, options in verifiers.items()
         ]
-        self._failed_scores = FailedScores(config)
+        self._failed_scores = FailedScores(settings)
         self._scoring = Scoring(
             self.named,
-            config.verifier_processes,
-            config.verifier_seconds,
-            config.verifier_concurrency,
-            Retries(config.verifier_retries, config.verifier_retry_seconds),
+            settings.verifier_processes,
+            settings.verifier_seconds,
+            settings.verifier_concurrency,
+            Retries(settings.verifier_retries, settings.verifier_retry_seconds),
         )
         self.signatures = self._scoring.signatures
         keep_rows = any(
             signature is not None and signature.wants_rows for signature in self.signatures
         )
-        super().__init__(config, seed, once, keep_rows)
+        super().__init__(settings, seed, once, keep_rows)
         for verifier, signature in zip(self.named, self.signatures, strict=True):
             if signature is not None:
                 self._check_columns(verifier, signature)

@@ -319,15 +319,15 @@ def _ways_to_make_room(longest: int, longest_completion: int, longest_document: 
     return [*ways, "other prompts"]
 
 
-def check_turns(tokenized: TokenizedTask, config: TaskSettings, model_name: str) -> None:
+def check_turns(tokenized: TokenizedTask, settings: TaskSettings, model_name: str) -> None:
     """Raise ConfigError for a conversation that the model has no tokens for.
 
-    config: of the task. model_name: the option of the group `model`.
+    settings: of the task. model_name: the option of the group `model`.
     """
     task = tokenized.task
     if not isinstance(task, ConversationTask):
         return
-    asks_for_template = getattr(config, "chat", Chat.never) == Chat.auto
+    asks_for_template = getattr(settings, "chat", Chat.never) == Chat.auto
     if tokenized.chat is None and model_name == "huggingface" and asks_for_template:
         raise ConfigError(
             refusal(

@@ -99,8 +99,8 @@ class ReverseTask(Task):
 
     alphabet = ReverseTaskSettings.alphabet
 
-    def __init__(self, config: ReverseTaskSettings, seed: int):
-        self._num_digits = config.num_digits
+    def __init__(self, settings: ReverseTaskSettings, seed: int):
+        self._num_digits = settings.num_digits
         self._seed = seed
 
     def prompt(self, index: int) -> Prompt:
@@ -163,22 +163,22 @@ class ReasoningGymTask(NumberedRows):
     first. `options` are the data set's own, among them `size`, the number of different questions.
     """
 
-    def __init__(self, config: ReasoningGymTaskSettings, seed: int):
-        options = {"size": QUESTIONS} | config.options
-        arguments = (config.dataset, options, config.options, seed)
+    def __init__(self, settings: ReasoningGymTaskSettings, seed: int):
+        options = {"size": QUESTIONS} | settings.options
+        arguments = (settings.dataset, options, settings.options, seed)
         super().__init__(options["size"])
-        self._dataset = config.dataset
+        self._dataset = settings.dataset
         self._data = GymData(*arguments)
-        self._has_processes = config.verifier_processes > 0
+        self._has_processes = settings.verifier_processes > 0
         self._scorers = Processes(
             kind=GymData,
             arguments=arguments,
             noun="verifier",
-            setting=f"task.dataset={config.dataset}",
-            processes=config.verifier_processes,
-            seconds=config.verifier_seconds,
+            setting=f"task.dataset={settings.dataset}",
+            processes=settings.verifier_processes,
+            seconds=settings.verifier_seconds,
         )
-        self._failed_scores = FailedScores(config)
+        self._failed_scores = FailedScores(settings)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         return self.scores([Response(prompt, completion, finished)])[0]

@@ -25,21 +25,21 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def make_optimizer(model: nn.Module, config: OptimizerSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters of a model.
 
     Those with fewer than two dimensions (norms, biases) have no weight decay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return LocalAdamW(
         groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
         fused=parameters[0].is_cuda,  # one kernel instead of a dozen
     )
 
@@ -50,13 +50,15 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
     PyTorch's own schedulers multiply a base, which changes the last bits.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimizerSettings, max_steps: int):
-        self._config = config
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings, max_steps: int
+    ):
+        self._settings = settings
         self._max_steps = max_steps
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        rate = learning_rate(self._config, self.last_epoch, self._max_steps)
+        rate = learning_rate(self._settings, self.last_epoch, self._max_steps)
         return [rate for _ in self.optimizer.param_groups]
 
     def set(self, num_updates: int) -> float:
@@ -69,17 +71,17 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
         return float(rates[0])
 
 
-def learning_rate(config: OptimizerSettings, num_updates: int, max_steps: int) -> float:
+def learning_rate(settings: OptimizerSettings, num_updates: int, max_steps: int) -> float:
     """Return the learning rate of update number `num_updates` (from 0).
 
     It rises linearly during the warm-up. Then it stays, or decays to 0 at `max_steps`.
     """
-    if num_updates < config.warmup_steps:
-        return config.learning_rate * (num_updates + 1) / config.warmup_steps
-    updates_after_warmup = num_updates - config.warmup_steps
-    progress = min(1.0, updates_after_warmup / max(1, max_steps - config.warmup_steps))
-    if config.schedule == Schedule.linear:
-        return config.learning_rate * (1.0 - progress)
-    if config.schedule == Schedule.cosine:
-        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.learning_rate
+    if num_updates < settings.warmup_steps:
+        return settings.learning_rate * (num_updates + 1) / settings.warmup_steps
+    updates_after_warmup = num_updates - settings.warmup_steps
+    progress = min(1.0, updates_after_warmup / max(1, max_steps - settings.warmup_steps))
+    if settings.schedule == Schedule.linear:
+        return settings.learning_rate * (1.0 - progress)
+    if settings.schedule == Schedule.cosine:
+        return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.learning_rate

@@ -58,14 +58,14 @@ class Recorder(RunCallback):
         self,
         run: RunDirectory | None,
         folder: Path,
-        config: TrainerSettings,
+        settings: TrainerSettings,
         checkpoint: dict | None,
     ):
         self._run = run
         self._folder = folder / "checkpoints"
-        self._config = config
+        self._settings = settings
         self._checkpoint = checkpoint
-        self.progress = Progress(config.max_steps)
+        self.progress = Progress(settings.max_steps)
         self.step = 0 if checkpoint is None else checkpoint["step"]
         self.first_step = self.step
         self.saved_step = self.step
@@ -104,7 +104,7 @@ class Recorder(RunCallback):
         if self._run is not None:
             self.progress.begin(self.step)
         if module.evaluator is not None:
-            self._evaluations = Evaluations(self._run, module, self._config)
+            self._evaluations = Evaluations(self._run, module, self._settings)
             # Before the first step, or where a run was stopped between a step and its evaluation.
             if self._evaluations.is_due(self.step):
                 self._evaluations.make(self.step)
@@ -140,7 +140,7 @@ class Recorder(RunCallback):
             self._follow_first_update(module, metrics, batch.documents)
         self._unsaved = batch.state_after
         stop_signal = self._asked_to_stop(module)
-        will_be_resumed = stop_signal and self.step < self._config.max_steps
+        will_be_resumed = stop_signal and self.step < self._settings.max_steps
         is_due = self._evaluations is not None and self._evaluations.is_due(self.step)
         if self._evaluations is not None and is_due and not will_be_resumed:
             # Before the checkpoint: so each checkpoint has its evaluation, and the best one is
@@ -149,7 +149,7 @@ class Recorder(RunCallback):
             self.reached = self._evaluations.reached(self.step)
             stop_signal = self._asked_to_stop(module)
         is_best = self._evaluations is not None and self._evaluations.best_step == self.step
-        self._is_due = is_best or self.step % self._config.checkpoint_every == 0
+        self._is_due = is_best or self.step % self._settings.checkpoint_every == 0
         if self._is_due and not self.batches.ends_batch:
             self._save(module)
         if stop_signal:
@@ -243,7 +243,7 @@ class Recorder(RunCallback):
             state,
             tensors,
             functools.partial(write_settings, module),
-            self._config.keep_checkpoints,
+            self._settings.keep_checkpoints,
             module.layout,
             None if self._evaluations is None else self._evaluations.best_step,
             None if self._run is None else self._run.checksums(),

@@ -19,7 +19,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.doctor import diagnose, examine
 from pgtoolkit.comparison.failures import FEWEST_STEPS, RULES, Elsewhere, Rule
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.key import parts
+from pgtoolkit.config.conditions import parts
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, read_run, run_directories
 from pgtoolkit.runs.records import read_leaves

@@ -10,9 +10,9 @@ import yaml
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.files import config_directory, options
 from pgtoolkit.config.hydra_files import compose_choices
-from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import KEYS, option_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.pages import files

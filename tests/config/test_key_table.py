@@ -12,8 +12,8 @@ import pytest
 
 from pgtoolkit.config.across import CHANGES, CONDITIONS, DEFAULTS
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.conditions import holds, parts, singles, value_of
 from pgtoolkit.config.defaults import Computed
-from pgtoolkit.config.key import holds, parts, singles, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths

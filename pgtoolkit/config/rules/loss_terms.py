@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 
-from pgtoolkit.config.key import with_values
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable

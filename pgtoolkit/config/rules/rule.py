@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgtoolkit.config.key import holds, joined_singles, parts, singles, value_of
+from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, in_words, shown
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report, text

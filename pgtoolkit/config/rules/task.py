@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.evaluation_sets import (
     DEFAULT_SET,
     OF_A_SET,
@@ -17,7 +18,6 @@ from pgtoolkit.config.evaluation_sets import (
     sampling,
     watched,
 )
-from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
