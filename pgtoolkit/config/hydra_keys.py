@@ -4,7 +4,6 @@ name."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
@@ -24,17 +23,12 @@ from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import key_of, refusal, text
 
-_OF_FILES = (
+_ACTING = (
     "hydra.mode",
     "hydra.run.dir",
     "hydra.sweep.dir",
     "hydra.sweep.subdir",
     "hydra.job.name",
-)
-"""Keys that a file of the user's may set, besides keys of its launcher and sweeper."""
-
-_ACTING = (
-    *_OF_FILES,
     "hydra.job.config.override_dirname",
     "hydra.launcher",
     "hydra.sweeper",
@@ -45,10 +39,6 @@ _ACTING = (
 
 _OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra.sweeper")
 """Keys of Hydra that only a sweep reads, with the keys inside them."""
-
-_ONLY_TYPED = {"setup", "additional_parameters", "submitit_folder", "address"}
-"""Keys of launchers whose values are executed, or name a folder or server that gets the code to
-execute."""
 
 _COMPUTED = (
     "hydra.runtime",
@@ -166,17 +156,17 @@ def key_of_single_run(overrides: Sequence[str]) -> list[str]:
 
 
 def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
-    """Return the problems with the node `hydra`: code that it names, and keys that only the command
-    line may set.
+    """Return the problems with what the user's files set in the node `hydra`: code that they name,
+    and keys that have no effect here.
 
-    without_files: the same node without the user's files; None if there are none. A file may
-    set where runs are written, what is swept, and plain values of those keys of its launcher and
-    sweeper that conf/ has.
+    without_files: the same node without the user's files; None if there are none.
     """
     problems = []
     known = dict(_leaves(without_files))
     for path, value in _leaves(hydra):
         setting = ".".join(("hydra", *path))
+        is_computed = any(is_inside(setting, computed) for computed in _COMPUTED)
+        is_of_files = without_files is not None and not is_computed and known.get(path) != value
         if path in (("launcher",), ("sweeper",)):
             problems.append(
                 refusal(
@@ -187,48 +177,32 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
                     use=f"hydra/{path[0]}=OPTION",
                 )
             )
-        elif "_target_" in path and setting not in _FIXED:
+        elif "_target_" in path and (is_of_files or setting not in _FIXED):
             problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
-        elif (
-            without_files is None
-            or any(is_inside(setting, computed) for computed in _COMPUTED)
-            or (path in known and known[path] == value)
-            or _may_be_in_files(path, setting, value, known)
-        ):
-            continue
-        elif "_target_" in path:
-            problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
-        elif any(is_inside(setting, acting) for acting in _ACTING):
+        elif is_of_files and not _acts(path, setting):
+            problems.append(_does_nothing(setting, value))
+        elif is_of_files and _is_read_early(path, value):
             problems.append(
                 refusal(
-                    setting=setting,
-                    needs="to be typed",
-                    got="it from a file of a sweep or of --config-dir",
-                    reason="Only the command line may set what can run code.",
-                    use=f"{setting}=VALUE on the command line",
+                    setting=f"{setting}={value}",
+                    needs="a plain value",
+                    got="an interpolation",
+                    reason="pgtk reads it before other keys have values.",
+                    use=f"{setting}: VALUE",
                 )
             )
-        else:
-            problems.append(_does_nothing(setting, value))
     return problems
 
 
-def _may_be_in_files(path: tuple, setting: str, value: object, known: dict[tuple, object]) -> bool:
-    """Return whether a file of the user's may set this value.
+def _acts(path: tuple[str, ...], setting: str) -> bool:
+    """Return whether a key of Hydra in a file has an effect here."""
+    if path[:2] == ("sweeper", "params"):
+        return not path[2].lstrip("+~").startswith("hydra")
+    return setting not in _FIXED and any(is_inside(setting, acting) for acting in _ACTING)
 
-    path, setting: the key, in parts and as one types it. known: the values without the files.
-    """
-    # A line break could add a line to a job's script, and oc.env could reveal a secret.
-    is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)
-    if path[-1] in ("_target_", "kind"):
-        return False
-    if path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value):
-        return False  # an interpolation could have any value
-    if path[:2] == ("sweeper", "params") and len(path) == 3:
-        return is_plain and not path[2].lstrip("+~").startswith("hydra")
-    if path[0] in ("launcher", "sweeper"):
-        return is_plain and path in known and not _ONLY_TYPED & {*path}
-    return is_plain and setting in _OF_FILES
+
+def _is_read_early(path: tuple[str, ...], value: object) -> bool:
+    return path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value)
 
 
 def _leaves(node: object, path: tuple = ()) -> list[tuple[tuple, object]]:
