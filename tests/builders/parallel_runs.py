@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from builders.processes import layout, world
+from builders.processes import RUN_SECONDS, layout, world
 from builders.runs import SHORT, config_of, metrics_of
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
@@ -29,12 +29,22 @@ def train_on_rank(config: Config, folder: Path, sizes: dict[str, int], resume: b
     train(config, folder, resume=resume, layout=layout(**sizes))
 
 
-def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
-    """Train a run in as many processes as the sizes multiply to; without sizes in this process."""
+def run_on_ranks(
+    folder: Path,
+    overrides: list[str],
+    resume: bool = False,
+    seconds: float = RUN_SECONDS,
+    **sizes: int,
+) -> Path:
+    """Train a run in as many processes as the sizes multiply to; without sizes in this process.
+
+    seconds: the time that the processes have.
+    """
     config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
     assert validate(config)[1].problems == []
     if sizes:
-        world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
+        ranks = world(math.prod(sizes.values()))
+        ranks.run(train_on_rank, config, folder, sizes, resume, seconds=seconds)
     else:
         train(config, folder, resume=resume)
     return folder

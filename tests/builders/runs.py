@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from pgtoolkit.assembly.build import build
@@ -17,6 +18,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.step_loader import StepLoader
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.checkpoint import (
     ADAPTERS,
@@ -83,6 +85,18 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     assert validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) -> None:
+    """Let the runs of this process call a function after they have recorded a step."""
+    append_metrics = RunDirectory.append_metrics
+
+    def append(directory: RunDirectory, number: int, metrics: dict[str, float]) -> None:
+        append_metrics(directory, number, metrics)
+        if number == step:
+            action()
+
+    patch.setattr(RunDirectory, "append_metrics", append)
 
 
 def module_and_loader(

@@ -66,14 +66,19 @@ def score(completion, answer):
 
 
 @pytest.fixture
-def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forks:
-    """Start the process that forks jobs, with both verifiers and their prompts beside it."""
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a current directory with both verifiers and their prompts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(STATE_WRITING)
     (tmp_path / "leaving.py").write_text(LEAVING)
     (tmp_path / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40))
     )
+
+
+@pytest.fixture
+def forks(inputs: None) -> Forks:
+    """Start the process that forks jobs, beside the verifiers and their prompts."""
     return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"})
 
 
@@ -161,27 +166,21 @@ def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_whe
     assert checkpoint_of(tmp_path / "long", status["step"])
 
 
-def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, forks):
-    killed = start(forks, "killed", "trainer.max_steps=5000", "task.verifier=leaving.score")
-    left = tmp_path / "left.txt"
-    wait_until(lambda: left.exists() and left.read_text().endswith("."))
-    process = psutil.Process(int(left.read_text().rstrip(".")))
-    psutil.Process(forks._process.pid).children()[0].kill()
-    assert killed.wait() == -signal.SIGKILL
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
-
-
-def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, inputs):
+    """The job needs no MLflow, and runs where it is missing."""
     missing = tmp_path / "missing"
     missing.mkdir()
     (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
     forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
-    directory = tmp_path / "job"
-    config = config_of(*SHORT, "tracking=none", "trainer.max_steps=2")
-    status = start_config(forks, directory, config).wait()
-    assert status == 0, (directory / "output.log").read_text()
-    assert len(metrics_of(directory)) == 2
+    overrides = ("trainer.max_steps=5000", "task.verifier=leaving.score", "tracking=none")
+    killed = start(forks, "killed", *overrides)
+    left = tmp_path / "left.txt"
+    wait_until(lambda: left.exists() and left.read_text().endswith("."))
+    process = psutil.Process(int(left.read_text().rstrip(".")))
+    wait_until(lambda: (tmp_path / "killed" / "metrics.jsonl").exists())
+    psutil.Process(forks._process.pid).children()[0].kill()
+    assert killed.wait() == -signal.SIGKILL
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
 
 
 def test_the_death_of_the_process_that_forks_is_the_reason_of_its_jobs_and_refuses_the_next(
@@ -222,11 +221,13 @@ def test_a_job_runs_the_code_of_its_start(tmp_path):
         ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])")
     )
     forks = Forks(ENVIRONMENT | unwritable | {"PYTHONPATH": str(tmp_path)})
-    assert [forks.start("any", log).wait() for log in logs[:2]] == [6, 6]
+    job = tmp_path / "job.json"
+    job.write_text('{"config": {}}')
+    assert [forks.start(job, log).wait() for log in logs[:2]] == [6, 6]
     (package / "launch" / "ranks.py").write_text(
         ANSWER.format(7, "'matplotlib' not in sys.modules")
     )
-    assert forks.start("any", logs[2]).wait() == 7
+    assert forks.start(job, logs[2]).wait() == 7
     assert [log.read_text() for log in logs] == [""] * 3
 
 

@@ -1,157 +1,120 @@
-"""Signals to the command as a process: its exit status, and a run directory that can be resumed to
-the same bits."""
+"""Signals to the command: its exit status, and a run directory that can be resumed.
 
-import shlex
+test_lost.py resumes a run that a signal stopped to the same bits.
+"""
+
+import io
+import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from builders.commands import Command
-from builders.runs import SHORT, assert_equal, checkpoint_of, last_of_each_key, metrics_of, run
+from builders.runs import SHORT, last_of_each_key, metrics_of
 
+from pgtoolkit.assembly import train
 from pgtoolkit.cli import main
 from pgtoolkit.runs.records import read_status
+from pgtoolkit.training import recorder
 
 LONG = ("trainer.max_steps=400", "trainer.checkpoint_every=1000")
 
 
-@pytest.mark.slow
-def test_a_run_that_a_signal_stopped_resumes_bit_equal_to_one_that_was_never_stopped(
-    tmp_path, monkeypatch
-):
-    command = Command(tmp_path, *SHORT, *LONG)
-    command.wait_for_steps(3)
-    command.process.send_signal(signal.SIGTERM)
-    shown = command.end()
-    assert command.process.returncode == 75, shown
-    assert "resume" in shown
-    assert "Traceback" not in shown
-    status = read_status(tmp_path / "run")
-    assert (status["state"], status["reason"]) == ("interrupted", "SIGTERM")
-    last = status["step"] + 2
-    assert last >= 5
-    monkeypatch.chdir(tmp_path)
-    assert main(["resume", "run", f"trainer.max_steps={last}", "trainer.checkpoint_every=1"]) == 0
-    assert read_status(tmp_path / "run")["state"] == "done"
-    uninterrupted = run(tmp_path / "uninterrupted", f"trainer.max_steps={last}")
-    assert metrics_of(tmp_path / "run") == metrics_of(uninterrupted)
-    assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(uninterrupted, last))
-
-
-@pytest.mark.parametrize(("start", "status", "step"), [("", 75, 2), ("nohup ", 0, 3)])
+@pytest.mark.parametrize(("ignored", "status", "step"), [(False, 75, 2), (True, 0, 3)])
 def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
-    tmp_path, start, status, step
+    tmp_path, monkeypatch, capsys, ignored, status, step
 ):
-    script = (
-        "import os, signal; from pgtoolkit.training.recorder import Recorder, log; from "
-        "pgtoolkit.cli import main\n"
-    )
-    script += (
-        "log.info = lambda line, **_: line.startswith('step 2/') and os.kill(os.getpid(), "
-        "signal.SIGHUP)\n"
-    )
-    script += "import sys; sys.exit(main())"
+    """A run that nohup starts ignores the signal from its first moment."""
+
+    def close_terminal(line: str, **_: object) -> None:
+        if line.startswith("step 2/"):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(recorder.log, "info", close_terminal)
     words = [*last_of_each_key(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
-    command = start + shlex.join([sys.executable, "-c", script, *words])
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        # The default action, even if nohup started the tests.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )
-    assert (done.returncode, read_status(tmp_path / "run")["step"]) == (status, step), done.stderr
-    assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (
-        status == 75
-    )
+    # A handler that fails takes the place of the default action, which would end the tests.
+    unheard = signal.SIG_IGN if ignored else lambda *_: pytest.fail("the run has no handler")
+    before = signal.signal(signal.SIGHUP, unheard)
+    try:
+        assert main(words) == status
+        assert signal.getsignal(signal.SIGHUP) == unheard
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert read_status(tmp_path / "run")["step"] == step
+    message = "stopped as asked (SIGHUP) after step 2; saved up to step 2"
+    assert (message in capsys.readouterr().err) == (not ignored)
 
 
-INTERRUPTED_WHILE_IT_WRITES = """
-import io, os, signal, sys
-from pgtoolkit.cli import main
+class InterruptedWriter(io.FileIO):
+    """A terminal where Ctrl-C is pressed while the line of step 3 is written."""
 
-class Terminal(io.FileIO):
     def write(self, text):
         if b"step   3/" in bytes(text):
             os.kill(os.getpid(), signal.SIGINT)
         return super().write(text)
 
-sys.stdout = io.TextIOWrapper(io.BufferedWriter(Terminal(1, "w")))
-sys.exit(main(sys.argv[1:]))
-"""
 
-
-def test_a_signal_while_a_line_is_written_stops_after_the_step_without_a_traceback(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED_WHILE_IT_WRITES, *last_of_each_key(*SHORT, *LONG)]
-    command += [f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 75, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "SIGINT: finishing this step, then saving\n" in done.stdout
+def test_a_signal_while_a_line_is_written_stops_after_the_step_without_a_traceback(
+    tmp_path, monkeypatch, capfd
+):
+    written = InterruptedWriter(tmp_path / "terminal", "w")
+    with io.TextIOWrapper(io.BufferedWriter(written)) as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        words = [*last_of_each_key(*SHORT, *LONG), f"hydra.run.dir={tmp_path / 'run'}"]
+        assert main(words) == 75
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err
+    assert (
+        "SIGINT: finishing this step, then saving\n" in printed.out
+    )  # past the buffer, which is in use
     assert read_status(tmp_path / "run")["step"] == 3
 
 
-INTERRUPTED_IN_A_FINALIZER = """
-import os, signal, sys
-from pgtoolkit.cli import main
-from pgtoolkit.assembly import train
-
 class Interrupting:
+    """Sends SIGINT when it is deleted, where Python drops the exception of a handler."""
+
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
 
-def build(*arguments, real=train.build):
-    Interrupting()
-    return real(*arguments)
 
-train.build = build
-sys.exit(main(sys.argv[1:]))
-"""
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_signal_while_a_run_is_built_stops_it_before_its_first_step(
+    tmp_path, monkeypatch, is_dropped
+):
+    dropped = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
 
+    def build(*arguments: object, real=train.build, **keywords: object) -> object:
+        if is_dropped:
+            Interrupting()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **keywords)
 
-@pytest.mark.slow
-def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_step(tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        INTERRUPTED_IN_A_FINALIZER,
-        *last_of_each_key(*SHORT, "trainer.max_steps=3"),
-    ]
-    command += [f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 75, done.stderr
-    assert "Exception ignored" in done.stderr
+    monkeypatch.setattr(train, "build", build)
+    overrides = last_of_each_key(*SHORT, "trainer.max_steps=3")
+    assert main([*overrides, f"hydra.run.dir={tmp_path / 'run'}"]) == 75
+    assert len(dropped) == is_dropped
     status = read_status(tmp_path / "run")
     assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, "SIGINT")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")]
-)
-def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(
-    tmp_path, monkeypatch, number, moment
-):
+def test_a_signal_during_the_imports_leaves_a_run_that_resumes(tmp_path, monkeypatch):
     command = Command(tmp_path, *SHORT, *LONG)
-    # The folder is made before the imports, the configuration is written after them.
-    sign = tmp_path / "run" / ("." if moment == "imports" else "config.yaml")
-    command.wait_for(sign.exists)
-    time.sleep(0.2 if moment == "imports" else 0)
-    command.process.send_signal(number)
+    command.wait_for((tmp_path / "run").exists)  # the folder is made before the imports
+    time.sleep(0.2)
+    command.process.send_signal(signal.SIGTERM)
     shown = command.end()
     assert command.process.returncode == 75, shown
     assert "Traceback" not in shown
     assert "resume run" in shown
     status = read_status(tmp_path / "run")
-    assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, number.name)
-    if moment == "imports":
-        monkeypatch.chdir(tmp_path)
-        assert main(["resume", "run", "trainer.max_steps=2"]) == 0
-        assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
+    assert (status["state"], status["step"], status["reason"]) == ("interrupted", 0, "SIGTERM")
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "run", "trainer.max_steps=2"]) == 0
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow

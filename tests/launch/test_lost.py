@@ -12,12 +12,11 @@ import sys
 import pytest
 from builders.commands import PGTK, wait_until
 from builders.refusals import refusal
-from builders.runs import SHORT, last_of_each_key, metrics_of, run
+from builders.runs import SHORT, at_step, last_of_each_key, metrics_of, run
 from builders.stores import free_port
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 
 
@@ -79,17 +78,8 @@ def test_continue_starts_a_run_and_continues_it_after_a_signal_bit_equal_to_an_u
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    append_metrics = RunDirectory.append_metrics
-
-    def interrupt_after_step_3(
-        directory: RunDirectory, step: int, metrics: dict[str, float]
-    ) -> None:
-        append_metrics(directory, step, metrics)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGXCPU)
-
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "append_metrics", interrupt_after_step_3)
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGXCPU))
         assert main(["continue", "my run", *OVERRIDES]) == 75
     status = read_status(tmp_path / "my run")
     assert (status["state"], status["reason"], status["step"]) == ("interrupted", "SIGXCPU", 3)

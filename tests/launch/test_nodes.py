@@ -14,7 +14,7 @@ import pytest
 from builders.commands import ENVIRONMENT
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
-from builders.runs import SHORT, last_of_each_key, metrics_of, with_model
+from builders.runs import last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
 from builders.stores import free_port
 from builders.vllm_servers import COMMAND
@@ -88,6 +88,8 @@ def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
     nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
     shown = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], shown
+    lines = [text.count("step 4/4") for text in shown]
+    assert sorted(lines) == [0, 1], shown  # rank 0 alone writes them
     return folder / "run"
 
 
@@ -99,13 +101,6 @@ def assert_same_metrics(folder: Path, expected: Path) -> None:
     for row, expected_row in zip(rows, expected_rows, strict=True):
         for key in ("reward", "loss", "num_tokens", "grad_norm"):
             assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-6), key
-
-
-@pytest.mark.slow
-def test_two_nodes_sample_and_train_as_one_process_does(tmp_path):
-    more = ("trainer.max_steps=4", "trainer.device=cpu")
-    on_two_nodes = train_on_two_nodes(tmp_path, *SHORT, *more, "parallelism=fsdp")
-    assert_same_metrics(on_two_nodes, run_on_ranks(tmp_path / "one", [*SHORT, *more]))
 
 
 @contextlib.contextmanager

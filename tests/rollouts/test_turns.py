@@ -387,7 +387,8 @@ def test_a_server_is_asked_for_each_turn_with_the_tokens_that_are_left(tmp_path)
         "sampler=vllm",
         f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
         "trainer.device=cpu",
-        "evaluation.every=3",
+        "trainer.max_steps=2",
+        "evaluation.every=2",
     )
     rows = metrics_of(run)
     assert max(row["turns"] for row in rows) > 1

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import requests
 import torch
+from builders.parallel_runs import run_on_ranks
 from builders.runs import metrics_of
 from builders.shared_servers import save_llama, vllm_command
 from builders.vllm_servers import COMMAND, ServerCommand
@@ -146,13 +147,15 @@ class Combination:
             begin = time.monotonic()
             overrides = list(self._overrides(urls))
             directory = self._folder / "run"
-            if self._gpus or "two ranks" in self.chosen:
+            if self._gpus:
                 visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))}
                 command = ServerCommand(self._folder, *overrides, environment=visible)
                 try:
                     assert command.process.wait(400) == 0, command.log.read_text()[-3000:]
                 finally:
                     command.kill()
+            elif "two ranks" in self.chosen:  # of the processes that tests share
+                run_on_ranks(directory, overrides, seconds=400, data_parallel=2)
             else:  # in this process, which has imported already what a run needs
                 assert main([*overrides, f"hydra.run.dir={directory}"]) == 0
         return self._checked(directory) | {"seconds": round(time.monotonic() - begin)}

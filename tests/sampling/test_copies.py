@@ -3,6 +3,7 @@ that samples in its own process, and no process is left."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 from builders.commands import Command, wait_until
 from builders.models import save_with_tokenizer, small_llama
+from builders.parallel_runs import run_on_ranks
 from builders.runs import (
     SHORT,
     assert_equal,
+    at_step,
     checkpoint_of,
     config_of,
     copy_as_of,
+    last_of_each_key,
     metrics_of,
     run,
     with_model,
@@ -25,6 +29,7 @@ from builders.vllm_servers import all_ended
 
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
+from pgtoolkit.cli import main
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.runs.completion_files import read_completions
@@ -163,9 +168,9 @@ def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
 @pytest.mark.slow
 def test_each_rank_has_its_own_process(tmp_path):
     for name, settings in (("lag", LAG), ("copy", (*COPY, "sampler.processes=2"))):
-        command = Command(tmp_path / name, *SHORT, *settings, "parallelism=ddp")
-        assert command.process.wait(200) == 0, command.log.read_text()
-    assert metrics_of(tmp_path / "copy" / "run") == metrics_of(tmp_path / "lag" / "run")
+        run_on_ranks(tmp_path / name, [*SHORT, *settings], data_parallel=2)
+    assert len([*(tmp_path / "copy").glob("sampler*.log")]) == 2
+    assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
 
 
 @pytest.mark.slow
@@ -180,6 +185,12 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path):
         loader.source.close()
 
 
+def copies_below(pid: int) -> list[psutil.Process]:
+    """Return the guard of a run's copy, and the process that it guards."""
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if "copy_process" in " ".join(child.cmdline())]
+
+
 class CopyCommand(Command):
     """A run without end, with a process that samples."""
 
@@ -188,9 +199,7 @@ class CopyCommand(Command):
         super().__init__(folder, *SHORT, *COPY, *endless, *overrides)
 
     def copies(self) -> list[psutil.Process]:
-        """Return the guard, and the process that it guards."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "copy_process" in " ".join(child.cmdline())]
+        return copies_below(self.process.pid)
 
     def weights(self) -> set[Path]:
         return {
@@ -214,12 +223,12 @@ def test_a_run_that_is_killed_leaves_no_process_and_no_weights(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1], ids=["guard", "copy"])
-def test_a_run_whose_sampling_process_is_killed_loses_no_step(lagging, tmp_path, number):
+def test_a_run_whose_sampling_process_is_killed_loses_no_step(tmp_path):
+    """test_vllm_runs.py kills the guard, which servers have too."""
     command = CopyCommand(tmp_path, "trainer.checkpoint_every=1000000")
     command.wait_for_steps(3)
     copies = command.copies()
-    copies[number].kill()
+    copies[-1].kill()
     assert command.process.wait(60) == 5
     assert all_ended(copies)
     output = " ".join(command.log.read_text().split())
@@ -232,14 +241,21 @@ def test_a_run_whose_sampling_process_is_killed_loses_no_step(lagging, tmp_path,
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_run_after_its_step_and_the_copy(tmp_path):
-    command = CopyCommand(tmp_path)
-    command.wait_for_steps(3)
-    copies = command.copies()
-    for process in copies:  # as a scheduler's signal goes to all processes of a job
-        process.send_signal(signal.SIGTERM)
-    command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(60) == 75
+def test_ctrl_c_ends_the_run_after_its_step_and_the_copy(tmp_path, monkeypatch):
+    """A scheduler's signal goes to all processes of a job."""
+    copies = []
+
+    def interrupt() -> None:
+        copies.extend(copies_below(os.getpid()))
+        for process in copies:
+            process.send_signal(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(monkeypatch, 3, interrupt)
+    overrides = last_of_each_key(*SHORT, *COPY)
+    assert main([*overrides, f"hydra.run.dir={tmp_path / 'run'}"]) == 75
+    assert read_status(tmp_path / "run")["step"] == 3
+    assert len(copies) == 2
     assert all_ended(copies)
 
 

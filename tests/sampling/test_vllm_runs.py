@@ -10,9 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of, metrics_of, run
+from builders.parallel_runs import run_on_ranks
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    at_step,
+    checkpoint_of,
+    copy_as_of,
+    last_of_each_key,
+    metrics_of,
+    run,
+)
 from builders.vllm_servers import COMMAND, ServerCommand, all_ended, processes_of
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
@@ -117,10 +128,10 @@ def start_run(folder: Path, *overrides: str) -> ServerCommand:
     return ServerCommand(folder, *SHORT, *VLLM, *overrides)
 
 
-@pytest.mark.parametrize("parallelism", [[], ["parallelism=ddp"]], ids=["one rank", "two ranks"])
-def test_a_run_that_is_killed_leaves_no_server_and_no_weights(tmp_path, parallelism):
+def test_a_run_that_is_killed_leaves_no_server_and_no_weights(tmp_path):
+    """Rank 0 has started the server; the command alone is killed."""
     folder = f"sampler.weights_folder={tmp_path}/weights"
-    command = start_run(tmp_path, *ENDLESS, *parallelism, folder)
+    command = start_run(tmp_path, *ENDLESS, "parallelism=ddp", folder)
     command.wait_for_steps(3)
     processes = processes_of(command.directory)
     weights = command.weights()
@@ -134,12 +145,12 @@ def test_a_run_that_is_killed_leaves_no_server_and_no_weights(tmp_path, parallel
     assert not weights.exists()
 
 
-def test_ctrl_c_ends_the_run_after_its_step_and_the_server(tmp_path):
-    command = start_run(tmp_path, *ENDLESS)
-    command.wait_for_steps(3)
-    command.process.send_signal(signal.SIGINT)
-    assert command.process.wait(60) == 75
-    assert processes_of(command.directory) == []
+def test_ctrl_c_ends_the_run_after_its_step_and_the_server(tmp_path, monkeypatch):
+    at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    folder = tmp_path / "run"
+    assert main([*last_of_each_key(*SHORT, *VLLM), f"hydra.run.dir={folder}"]) == 75
+    assert read_status(folder)["step"] == 3
+    assert processes_of(folder) == []
 
 
 def test_a_server_ends_with_its_guard_and_the_run_reports_it(tmp_path):
@@ -155,16 +166,15 @@ def test_a_server_ends_with_its_guard_and_the_run_reports_it(tmp_path):
 def test_two_ranks_share_two_servers(uninterrupted, tmp_path):
     """They learn what one process learns with one server: a prompt has its seed, whichever rank
     asks whichever server."""
-    command = start_run(
-        tmp_path,
-        "parallelism=ddp",
-        SAMPLING,
-        "sampler.servers_per_gpu=2",
-        noting(tmp_path / "marks-PORT"),
+    settings = [*SHORT, *VLLM, SAMPLING, "sampler.servers_per_gpu=2"]
+    folder = run_on_ranks(
+        tmp_path / "run",
+        last_of_each_key(*settings, noting(tmp_path / "marks-PORT")),
+        seconds=300,
+        data_parallel=2,
     )
-    assert command.process.wait(200) == 0, command.log.read_text()
-    assert processes_of(command.directory) == []
-    for row, expected in zip(metrics_of(command.directory), metrics_of(uninterrupted), strict=True):
+    assert processes_of(folder) == []
+    for row, expected in zip(metrics_of(folder), metrics_of(uninterrupted), strict=True):
         for key in ("reward", "loss", "ratio_new_old", "num_tokens", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     python_path = [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)]
@@ -175,8 +185,7 @@ def test_two_ranks_share_two_servers(uninterrupted, tmp_path):
         assert starts == lines[:1]
         assert lines.count("/collective_rpc load_from_memory") == 3
         assert lines.count("complete score") == 3
-        variables, _, path = json.loads(lines[0].removeprefix("start "))
-        assert variables["RANK"] is None
+        _, _, path = json.loads(lines[0].removeprefix("start "))
         assert path == os.pathsep.join(filter(None, python_path))
         requests_of_servers.append(noted_requests(marks))
     first, second = requests_of_servers
