@@ -164,6 +164,7 @@ def test_no_two_files_have_one_name():
     assert repeated == {"families", "corrections", "kl", "settings"}
 
 
+@pytest.mark.slow
 def test_the_public_names_are_imported_as_they_are_documented():
     code = """
 import sys
@@ -308,6 +309,7 @@ def test_hydra_ends_where_the_configuration_is_composed():
     assert {str(file.relative_to(PACKAGE)) for file in users} == DOOR.keys()
 
 
+@pytest.mark.slow
 def test_a_run_and_a_job_of_a_sweep_load_no_hydra():
     code = (
         "import sys, pgtoolkit.assembly.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, "
@@ -329,6 +331,7 @@ def test_run_directories_and_tracking_know_no_torch():
         assert roots(imports(file)) & TORCH == of_loggers, file
 
 
+@pytest.mark.slow
 def test_a_run_skips_imports_of_libraries_that_can_still_be_imported_later():
     script = """
 import gc, json, sys

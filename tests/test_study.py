@@ -127,6 +127,7 @@ def unpacked(tmp_path_factory):
     return pages.unpack(tmp_path_factory.mktemp("packed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "parts"),
     [

@@ -82,6 +82,7 @@ def ours(config: Config) -> tuple[Tensor, Tensor]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_page_has_the_equation_that_check_prints(section):
     config = configuration(section)

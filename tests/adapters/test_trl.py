@@ -20,6 +20,7 @@ pytest.importorskip("peft", reason="the extra lora")
 
 from adapters import trl_runs
 from builders.models import small_llama
+from builders.quick import with_slow_rest
 from peft import LoraConfig
 
 from pgtoolkit import corrections, families
@@ -91,15 +92,7 @@ def trained_by_both(
     return theirs, ours_trained, (theirs[0] - start).norm()
 
 
-def with_slow_rest(rows: list[tuple], number: int) -> list:
-    """Return the first `number` rows, and the others marked as slow tests."""
-    return [
-        pytest.param(*row, marks=[pytest.mark.slow] if place >= number else [])
-        for place, row in enumerate(rows)
-    ]
-
-
-@pytest.mark.parametrize(("flags", "ours", "common"), with_slow_rest(EQUAL, 3), ids=str)
+@pytest.mark.parametrize(("flags", "ours", "common"), with_slow_rest(EQUAL, 1), ids=str)
 def test_trls_own_loss_with_these_flags_trains_the_same_weights(flags, ours, common, folder):
     (exact, their_log), (weights, log), moved = trained_by_both(flags, ours, common, folder)
     assert float(moved) > 1
@@ -131,7 +124,7 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("engine", with_slow_rest([(engine,) for engine in ENGINES], 2), ids=str)
+@pytest.mark.parametrize("engine", with_slow_rest([(engine,) for engine in ENGINES], 1), ids=str)
 def test_the_correction_for_vllms_log_probs_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
     (exact, _), (weights, log), moved = trained_by_both(*task, engine)
@@ -141,6 +134,7 @@ def test_the_correction_for_vllms_log_probs_is_trls(engine, folder):
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
 def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     ours = {"loss": "gspo", "aggregation": aggregation}
@@ -231,7 +225,9 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "changes", "engine"), HEADS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("ours", "changes", "engine"), with_slow_rest(HEADS, 1), ids=lambda value: str(value)[:60]
+)
 def test_the_fused_head_trains_the_same_weights(ours, changes, engine, folder):
     """It has the same metrics, and calls TRL's head only for old and reference log-probs."""
     results = []

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import importlib.util, sys
 find = importlib.util.find_spec
@@ -16,6 +18,7 @@ pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="
 """
 
 
+@pytest.mark.slow
 def test_adapters_are_imported_without_their_trainers():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

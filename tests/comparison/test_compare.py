@@ -367,6 +367,7 @@ def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
     assert "These are loss=grpo, loss=gspo." in message
 
 
+@pytest.mark.slow
 def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_drawn_again(sweep):
     compared = compare(find_runs([str(sweep)]), "final:reward")
     drawn = picture(compared, "svg")

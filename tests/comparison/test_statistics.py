@@ -146,6 +146,7 @@ def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
 def test_an_interval_holds_the_true_difference_as_often_as_the_page_says(seeds, covered):
     """300 comparisons of equal normal distributions are simulated, two of three paired. Their share

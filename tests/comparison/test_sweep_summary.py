@@ -76,6 +76,7 @@ def _save(
         tracker.finish(state)
 
 
+@pytest.mark.slow
 def test_ui_prints_the_addresses_of_the_newest_sweep(sweep, uri):
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("experiment of one")
@@ -102,6 +103,7 @@ def test_compare_takes_a_sweep_by_its_name_and_names_its_jobs_that_never_began(
     assert "loss-gspo_seed-3-0123abc3: has not begun" in printed
 
 
+@pytest.mark.slow
 def test_the_summary_run_has_the_table_and_reports_and_is_updated_by_the_next(sweep, uri, tmp_path):
     info = publish(sweep, uri, "experiment of one")
     client = MlflowClient(uri)

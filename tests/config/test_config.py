@@ -127,6 +127,7 @@ def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str
                     yield group, kind(**more), {"name": name, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "made", "typed"),
     [pytest.param(*case, id="-".join(case[2].values())) for case in objects_with_defaults()],
@@ -199,6 +200,7 @@ def test_conf_and_the_page_of_keys_are_written_from_the_schema():
     }
 
 
+@pytest.mark.slow
 def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
     """The schema's declarations, resolved by its rules, equal the files in conf/, read by
     OmegaConf."""

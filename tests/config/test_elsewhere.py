@@ -235,6 +235,7 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     assert page.endswith("Keys that TRL is not known to have:\n  zzz\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "overrides"),
     [

@@ -75,6 +75,7 @@ HYDRA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", HYDRA)
 def test_settings_of_hydra_in_a_sweep_file_that_would_run_code_are_refused(evil, capsys, setting):
     (evil / "mine.yaml").write_text(f"defaults: [config, _self_]\nhydra:\n  {setting}\n")
@@ -226,6 +227,7 @@ def test_a_configuration_that_the_rules_refuse_imports_nothing(evil, capsys):
     assert "imports" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_file_with_a_reward_of_the_user_is_swept_resumed_and_evaluated(
     evil, imported, capsys
 ):

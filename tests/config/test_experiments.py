@@ -120,6 +120,7 @@ def small_settings(name: str, folder: Path) -> list[str]:
     return [*SMALL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSS_AND_AGGREGATION)
 def test_the_run_of_a_file_makes_a_step_with_its_loss_and_finite_numbers(name, tmp_path):
     overrides = [f"{FILES[name].parent.name}={name}", *small_settings(name, tmp_path)]

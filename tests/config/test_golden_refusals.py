@@ -1,8 +1,11 @@
 """golden_refusals.txt lists configurations with their outcome: refused for these keys, or accepted
-with this number of notes. Each still has it."""
+with this number of notes. Each still has it. Each row of the table of rules refuses one of them,
+and accepts each of the ways out that it tells to type."""
 
+import functools
 import json
 import re
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -10,8 +13,10 @@ import pytest
 
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.validate import validated
+from pgtoolkit.config.rules.table import TABLE
+from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.system.report import Report, key_of
 
 LLAMA = {
     "model_type": "llama",
@@ -36,10 +41,16 @@ def sections() -> list[tuple[str, list[str]]]:
     ]
 
 
-@pytest.fixture
-def named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def named_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Make a current directory with the files and models that the lines name."""
-    monkeypatch.chdir(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("named"))
+        _write_files()
+        yield
+
+
+def _write_files() -> None:
     Path("FILE").touch()
     for name, shape in MODELS.items():
         Path(name).mkdir()
@@ -48,8 +59,12 @@ def named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("FOLDER/other").touch()
 
 
+@functools.cache
 def compose_line(overrides: str) -> Composed:
-    """Compose overrides; those in brackets are what a run began with, which the others resume."""
+    """Compose overrides, once.
+
+    Those in brackets are what a run began with, which the others resume.
+    """
     if not overrides.startswith("["):
         return compose(overrides.split())
     began, _, changed = overrides[1:].partition("] ")
@@ -84,11 +99,45 @@ def outcome(overrides: str) -> str:
     return f"accepted, {count} note{'s' if count > 1 else ''}"
 
 
+LONG = ("Rules between keys", "A run that is continued", "What overrides may be")
+"""The beginnings of titles of long parts."""
+
+
 @pytest.mark.parametrize(
-    ("title", "rows"), sections(), ids=lambda value: value[:20] if isinstance(value, str) else ""
+    ("title", "rows"),
+    [
+        pytest.param(title, rows, marks=[pytest.mark.slow] if title.startswith(LONG) else [])
+        for title, rows in sections()
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_every_configuration_of_the_list_is_refused_or_accepted_as_it_says(
     named_files, title, rows
 ):
     listed = [row.partition(" -> ")[0] for row in rows]
     assert [f"{overrides} -> {outcome(overrides)}" for overrides in listed] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("named_files")
+def test_each_row_refuses_a_configuration_and_accepts_its_ways_out():
+    lines = [line.partition(" -> ") for _, rows in sections() for line in rows]
+    refused = [line for line, _, outcome in lines if outcome.startswith("refused: ")]
+    configs = {line: compose_line(line).config for line in refused if not line.startswith("[")}
+    for rule in TABLE:
+        report = Report()
+        found = None
+        for line, config in configs.items():
+            if config is not None:
+                rule(config, report)
+            if report.problems:
+                found = line
+                break
+        assert found is not None, f"golden_refusals.txt has no line for {rule}"
+        for way_out in (rule.use or rule.needs).replace("FOLDER", "hub/name").split(" or "):
+            typed = way_out.split()
+            others = [word for word in found.split() if key_of(word) not in map(key_of, typed)]
+            composed = compose_line(" ".join([*others, *typed]))
+            assert composed.problems == [], f"{found} {way_out}"
+            _, report = validate(composed.config, composed.choices)
+            assert report.problems == [], f"{found} {way_out}"

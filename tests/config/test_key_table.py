@@ -226,6 +226,7 @@ OF_GROUPS = {field.metadata.get("only_if", "") for field in Config.__dataclass_f
 OF_KEYS = [key for key in KEYS if key.only_if not in OF_GROUPS or key.name == "task.num_digits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", OF_KEYS, ids=lambda key: f"{key.schema}.{key.leaf}")
 def test_a_value_other_than_the_default_is_refused_while_a_condition_of_the_key_does_not_hold(key):
     config = compose(overrides_of(key.schema)).config

@@ -92,6 +92,7 @@ def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path
     assert dict(typed.loss.options) == {"tau": 0.5}
 
 
+@pytest.mark.slow
 def test_a_sweep_file_chooses_code_of_the_user_and_sweeps_over_it(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(
@@ -211,6 +212,7 @@ def test_names_of_runs_and_folders_have_the_name_of_the_class():
     assert compose(words).name == run_name(words, {}, None, None) == "Squared_halves_seed-1"
 
 
+@pytest.mark.slow
 def test_runs_of_either_spelling_are_one_configuration_which_every_page_calls_by_the_path(
     mine, capsys
 ):

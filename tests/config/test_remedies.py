@@ -53,6 +53,7 @@ def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     return capsys.readouterr().out.partition("\nProblems")[2].partition("\n")[2].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "before", "use"),
     [

@@ -80,6 +80,7 @@ def attention_in_loops(
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(
     ("heads", "groups", "width", "window", "dtype", "tolerance"),

@@ -13,6 +13,7 @@ from pgtoolkit.kernels import triton_draw
 from pgtoolkit.kernels.triton_draw import draw_next, draw_next_of_hidden, draw_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocabulary", "scale", "temperature", "dtype"),
     [

@@ -29,6 +29,7 @@ from builders.losses import (
     relative_error,
     result_of,
 )
+from builders.quick import with_slow_between
 from torch import Tensor
 
 from pgtoolkit import policy_loss
@@ -56,7 +57,7 @@ BY_TRITON = covering(
 
 @pytest.mark.parametrize(
     ("family", "kl", "aggregation", "level", "inputs", "correction", "entropy", "trajectories"),
-    BY_TRITON,
+    with_slow_between(BY_TRITON, 7),
     ids=[", ".join(map(str, row)) for row in BY_TRITON],
 )
 def test_triton_matches_reference(
@@ -91,6 +92,7 @@ def result_of_logits(
     return result_of(policy_loss(leaf * 1, *case.on_device(precise), **options), [leaf], 3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("choice", "dtype"),

@@ -18,6 +18,7 @@ from builders.losses import (
     covering,
     make_head_case,
 )
+from builders.quick import with_slow_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def limit_rows(patch: pytest.MonkeyPatch, rows: int | None) -> None:
         "entropy",
         "trajectories",
     ),
-    CASES,
+    with_slow_between(CASES, 6),
     ids=[", ".join(map(str, row)) for row in CASES],
 )
 def test_a_step_spread_over_ranks_matches_the_reference(
@@ -120,6 +121,7 @@ def spread_steps(draw: st.DrawFn) -> tuple[HeadCase, Cut]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True)
 @given(
     spread_steps(),

@@ -3,7 +3,7 @@ number which this key configures changes as it should.
 
 How the table of these tests works:
 
-1. `tests/config/test_keys.py` runs `test_the_key_acts` once for every key of the schema, so a new
+1. `tests/config/test_keys.py` runs `test_the_key_acts` once for every key of the schema, and a new
    key fails until it has an entry here. A key is named as in `loss/gspo.epsilon_low` where its
    group has options, and as in `kl.kind` elsewhere.
 2. An entry is a function in a module of this folder, with the names of its keys above it:
@@ -13,7 +13,7 @@ How the table of these tests works:
    the key under test. With `key` it runs once for each of its keys. Without, it tests all of them
    together and runs once.
 4. A key that an ordinary test of another folder shows needs no function: `TESTED_ELSEWHERE` names
-   that test. `test_the_key_acts` then only checks that the test exists.
+   that test. `test_the_key_has_a_test` checks that the test exists.
 
 `small_runs.py` has the small models, documents and files that the functions share.
 """

@@ -123,6 +123,7 @@ def state_of_process(directory: Path) -> dict:
     return json.loads(Path(f"{pid}.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(tmp_path, forks):
     """Also its random states, environment, threads and signals are the same."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
@@ -166,6 +167,7 @@ def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_whe
     assert checkpoint_of(tmp_path / "long", status["step"])
 
 
+@pytest.mark.slow
 def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, inputs):
     """The job needs no MLflow, and runs where it is missing."""
     missing = tmp_path / "missing"
@@ -202,6 +204,7 @@ def run_job(file):
 """Replaces `pgtoolkit/launch/ranks.py`: a job ends with the first status if the condition holds."""
 
 
+@pytest.mark.slow
 def test_a_job_runs_the_code_of_its_start(tmp_path):
     """Code that has changed since the first job is imported anew by the jobs that follow.
 

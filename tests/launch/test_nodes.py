@@ -49,6 +49,7 @@ def documented_runs() -> list[tuple[str, ...]]:
     return commands
 
 
+@pytest.mark.slow
 def test_every_run_on_the_page_passes_the_checks(tmp_path, monkeypatch):
     """GPUs and vLLM are not looked for, and math_verify, which may be missing, is replaced."""
     monkeypatch.chdir(tmp_path)

@@ -204,6 +204,7 @@ def test_two_jobs_with_one_directory_are_refused(capsys):
     )
 
 
+@pytest.mark.slow
 def test_all_problems_of_all_jobs_are_refused_before_the_first_starts(
     tmp_path, capsys, monkeypatch
 ):
@@ -319,6 +320,7 @@ def test_a_job_of_a_search_is_planned_like_a_typed_one():
     assert problem.startswith("seed=x needs a whole number")
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_has_the_configuration_that_hydra_composes(tmp_path):
     """Only the first job of each choice of options is composed, the others are made from it. Values
     that follow from other keys, defaults and notes must still be those of each job."""

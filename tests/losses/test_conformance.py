@@ -199,6 +199,7 @@ def test_functions_and_options_that_cannot_be_compared_are_refused():
         assert_conforms(lambda log_probs: log_probs, "grpo", aggregation="token_mean")
 
 
+@pytest.mark.slow
 def test_torch_compile_changes_neither_loss_nor_gradient():
     """The compiled function breaks its graph at the loss."""
     torch.manual_seed(0)
@@ -233,6 +234,7 @@ def losses_of_example(*command: str) -> list[float]:
     return [float(value) for value in re.findall(r"update \d: loss (\S+)", process.stdout)]
 
 
+@pytest.mark.slow
 def test_the_padded_example_prints_the_expected_losses():
     """The first loss, on policy, is minus the mean advantage over tokens, which follows from the
     seed."""
@@ -248,6 +250,7 @@ def test_the_padded_example_prints_the_expected_losses():
     assert len(losses) == 4
 
 
+@pytest.mark.slow
 def test_the_ddp_example_prints_the_expected_losses():
     losses = losses_of_example(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/ddp.py"

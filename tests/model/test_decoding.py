@@ -136,6 +136,7 @@ def likeliest(logits: torch.Tensor, _uniform: torch.Tensor) -> tuple[torch.Tenso
     return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     """Without a GPU they run under Triton's interpreter. With the kernels, prompts are read one by

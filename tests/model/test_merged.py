@@ -65,6 +65,7 @@ def test_only_a_compiled_copy_with_products_of_a_common_input_merges_them():
     assert replace(small_policy("mistral"), compiled=True).copied(torch.float32).merges
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["qwen2_tied_checkpointed", "qwen3", "mistral"])
@@ -96,6 +97,7 @@ def test_greedy_completions_of_a_merged_copy_are_those_of_generate(kind, device)
         torch.testing.assert_close(row_log_probs, expected_log_probs, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorchs(monkeypatch):
     """Without a GPU the kernel runs under Triton's interpreter."""

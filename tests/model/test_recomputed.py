@@ -76,6 +76,7 @@ def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "activation"), [("qwen2", "silu"), ("qwen3", "gelu")])
 def test_the_kernels_compute_the_gradients_of_compiled_code(monkeypatch, kind, activation):
     """Here they run under Triton's interpreter. Only silu has a kernel."""
@@ -104,6 +105,7 @@ def test_the_kernels_compute_the_gradients_of_compiled_code(monkeypatch, kind, a
     assert calls.count("gate_backward") == (layers if activation == "silu" else 0)
 
 
+@pytest.mark.slow
 def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
     """The backward pass runs in a thread of its own, as on a GPU, where it does not see the forward
     pass's autocast."""
@@ -133,6 +135,7 @@ def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
     assert all(code.direct is not None for code in codes)
 
 
+@pytest.mark.slow
 def test_layers_with_adapters_hooks_or_frozen_weights_or_not_checkpointed_stay_as_they_are(
     monkeypatch,
 ):

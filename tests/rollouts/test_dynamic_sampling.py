@@ -155,6 +155,7 @@ DAPO = (
 )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run(tmp_path):
     """Resumed within a batch and at its end. The state counts prompts, since batches have different
     numbers of them."""

@@ -173,6 +173,7 @@ def run_with_verifier(folder: Path, verifier: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_with_failed_scores_resumes_and_trains_again_from_its_recording(tmp_path, capsys):
     overrides = [
         *run_with_verifier(tmp_path, "tasks.verifiers_for_tests.sometimes"),

@@ -153,6 +153,7 @@ def test_a_batch_is_sampled_by_the_weights_of_lag_updates_ago(
     assert_sampled_by(trained, lambda first: max(0, first - lag))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampled_ahead", "last_step", "docs_per_step", "updates", "correction"),
     [

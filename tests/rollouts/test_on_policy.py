@@ -102,6 +102,7 @@ def expected_saving(
 CHOICES = covering(LOSSES, (8, 16), (24, 1024), ("torch", "auto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "docs_per_step", "max_tokens", "kernel", "settings"),
     [(*choice, SETTINGS[number % len(SETTINGS)]) for number, choice in enumerate(CHOICES)],

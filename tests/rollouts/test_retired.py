@@ -130,6 +130,7 @@ def test_completions_whose_score_failed_do_not_count_for_retirement():
     assert is_solved(group(*[True] * 9, False), 0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "num_steps"),
     [

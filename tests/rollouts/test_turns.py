@@ -302,6 +302,7 @@ def test_evaluations_show_the_turns(run_of):
     assert_kept_conversations(run / "completions/evaluation_held_out_000000.parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [FULL, ASYNCHRONOUS], ids=["full", "asynchronous"])
 def test_a_resumed_run_of_conversations_is_the_uninterrupted_one_to_the_bit(
     run_of, tmp_path, overrides

@@ -151,6 +151,7 @@ def module_and_sampler(tmp_path: Path) -> Iterator[tuple[PolicyGradientModule, S
         yield module, sampler
 
 
+@pytest.mark.slow
 def test_another_kind_of_server_needs_only_a_class_with_its_api(module_and_sampler, tmp_path):
     module, sampler = module_and_sampler
     for version in range(3):

@@ -241,6 +241,7 @@ def test_a_static_cache_gives_the_same_distribution(folder, device, temperature,
             )
 
 
+@pytest.mark.slow
 def test_tensors_as_wide_as_the_vocabulary_exist_for_a_few_tokens_at_a_time(folder):
     model, sampler = model_and_sampler(
         with_generation_config(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"

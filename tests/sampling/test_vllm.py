@@ -304,6 +304,7 @@ STARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", STARTS)
 def test_a_server_that_does_not_start_is_reported_with_its_last_words(tmp_path, fault):
     more = (
@@ -318,6 +319,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_last_words(tmp_path, 
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--worker-extension-cls="], []])
 def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extension(
     tmp_path, arguments

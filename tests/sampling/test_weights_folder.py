@@ -89,6 +89,7 @@ def test_other_users_can_read_weights_only_where_one_may_have_started_the_server
     folder.remove()
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_process_that_is_killed_is_deleted(tmp_path):
     program = """if True:
         import os, signal, sys, torch

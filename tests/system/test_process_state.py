@@ -94,6 +94,7 @@ def test_settings_that_an_import_changes_are_put_back(tmp_path, monkeypatch):
     assert os.getcwd() == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_first_to_import_torch_leaves_torchs_own_settings(tmp_path):
     """So it is in the process that checks a run and then trains it."""
     (tmp_path / "changing.py").write_text(
@@ -114,6 +115,7 @@ def test_a_module_that_is_first_to_import_torch_leaves_torchs_own_settings(tmp_p
     assert done.stdout.splitlines()[-1] == "True torch.float32"
 
 
+@pytest.mark.slow
 def test_files_beside_a_module_of_the_user_hide_no_library(tmp_path):
     """A library imports libraries. The named module is the user's, and so is a module that only the
     user has."""

@@ -156,6 +156,7 @@ def outcomes(
     return {case: json.loads(line) for case, line in zip(cases, lines, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "split", "count"), READ)
 def test_a_data_set_is_read_by_its_name_configuration_and_split(outcomes, config, split, count):
     path, problems, rows = outcomes[overrides_of(config, split)]

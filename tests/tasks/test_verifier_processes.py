@@ -100,6 +100,7 @@ def test_a_further_question_does_not_end_a_working_process(make_verifiers):
     assert [worker._connection.recv()[0] for _ in range(2)] == ["answer", "answer"]
 
 
+@pytest.mark.slow
 def test_a_verifier_that_hangs_gives_no_score(make_verifiers):
     late = Failure(TIMEOUT, "gave no answer within task.verifier_seconds=2")
     answers = make_verifiers(1, 2.0).answers(questions("a", "spin", "b", "spin", "c"))
@@ -113,6 +114,7 @@ def test_a_verifier_that_ends_its_process_gives_no_score(make_verifiers, verb, s
     assert answers == [ended, 1.0, ended, 1.0]
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_has_the_time_of_a_start(make_verifiers, monkeypatch):
     """It may import large modules; beyond the time of a start it is a failure too."""
     verifiers = make_verifiers(1, 0.5)

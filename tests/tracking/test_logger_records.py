@@ -158,6 +158,7 @@ def recorded_run(kind: str, run: RunDirectory) -> WandbRecord | TensorBoardRecor
     return record
 
 
+@pytest.mark.slow
 def test_metrics_and_evaluations_of_a_run_are_recorded_without_secrets(kind, run):
     recorded_run(kind, run)
     assert_no_secret_and_no_link(run.path / kind)

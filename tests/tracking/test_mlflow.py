@@ -130,6 +130,7 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
 
 
+@pytest.mark.slow
 def test_rows_that_a_process_appended_right_before_it_ended_are_delivered(uri, run):
     code = (
         "import sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
@@ -248,6 +249,7 @@ def test_a_deleted_experiment_is_refused_with_the_command_that_restores_it(uri, 
     assert f"`MLFLOW_TRACKING_URI={shlex.quote(uri)} {command}`" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_during_a_run_gives_one_warning_and_gets_all_rows(
     tmp_path, run, caplog, monkeypatch
 ):

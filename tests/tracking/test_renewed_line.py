@@ -144,6 +144,7 @@ def test_a_pipe_does_not_count_as_a_terminal():
     assert piped.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_a_run_stopped_on_a_terminal_keeps_the_line_of_its_last_step(tmp_path):
     command = [sys.executable, "-P", "-m", "pgtoolkit.cli", "debug=short", "trainer.max_steps=900"]
 

@@ -72,6 +72,7 @@ def test_a_store_of_a_newer_mlflow_is_a_problem(store):
     assert "A newer MLflow has changed them." in problem_of_store(store, "tests")
 
 
+@pytest.mark.slow
 def test_the_command_for_a_deleted_experiment_restores_it(store):
     problem = problem_of_store(store, "removed")
     command = problem.partition("`")[2].partition("`")[0]

@@ -20,6 +20,7 @@ from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
 
+@pytest.mark.slow
 def test_sync_delivers_the_missing_rows_of_a_killed_run_once(uri, run):
     tracker = start_tracker(uri, run, experiment="killed")
     append_steps(run, 1, 3)

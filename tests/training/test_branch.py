@@ -63,6 +63,7 @@ def test_a_key_changed_for_a_branch_acts_and_is_recorded_from_its_step_on(copied
     assert "2 runs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_later_change_of_the_parent_holds_for_a_branch_from_its_first_step(copied, tmp_path):
     """The parent's rate was changed at step 6; the branch of step 4 has it from step 4 on."""
     assert main(["resume", str(copied), "optimizer.learning_rate=0.02", "trainer.max_steps=8"]) == 0
@@ -169,6 +170,7 @@ def test_a_refused_branch_changes_neither_parent_nor_folder(
     assert hashes_of_files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_recorded_batches_of_the_parent_are_not_overwritten(tmp_path, capsys):
     folder = tmp_path / "rollouts"
     parent = run(tmp_path / "run", f"rollout.save_path={folder}", "trainer.max_steps=3")

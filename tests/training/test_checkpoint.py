@@ -246,6 +246,7 @@ def save_within_limit(folder: Path, step: int, handler: str) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
     """The kernel kills it at byte 100 000, of the newest step again and of a new one."""
     saved = save_state(tmp_path, checkpoint_state(1, x=torch.arange(9)))
@@ -258,6 +259,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     """The limit of a file's size makes the write fail half way, as a full disk does."""
     save_state(tmp_path, checkpoint_state(1))

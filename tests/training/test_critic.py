@@ -126,6 +126,7 @@ def whitened(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -209,6 +210,7 @@ def weight_of(aggregation: str, document: Document, documents: list[Document]) -
     }[aggregation]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_is_that_of_the_specification_however_the_step_is_cut(aggregation):
     divisor = "aggregation.divisor=4" if aggregation == "constant" else "aggregation.divisor=null"

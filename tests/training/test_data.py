@@ -82,6 +82,7 @@ def resume(run: Path | str, *overrides: str) -> int:
     return main(words)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_exported_from_another_directory(copied_home, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -177,6 +177,7 @@ def test_the_best_checkpoint_survives_later_ones_and_a_resume(evaluated, tmp_pat
     assert checkpoint_steps(folder) == [2, 6]
 
 
+@pytest.mark.slow
 def test_a_goal_that_is_reached_exactly_ends_the_run_which_can_be_resumed(evaluated, tmp_path):
     rows = held_out_rows(evaluated)
     goal = max(row["avg"] for row in rows if row["step"] < 6)

@@ -211,6 +211,7 @@ def test_a_gradient_is_clipped_by_the_norm_without_the_scale(untied):
     torch.testing.assert_close(gradient, unclipped / 4, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_resume_is_bit_equal_after_and_before_overflows(untied, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "pgtoolkit.training.module.LossScale", functools.partial(LossScale, 2.0**25)

@@ -114,6 +114,7 @@ def test_a_checkpoint_holds_the_adapters_and_their_moments_alone(trained):
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_reference_is_its_model_without_adapters_equals_one_with_a_copy(base, tmp_path):
     """Also where it is resumed with adapters that have moved."""
     settings = settings_of(base, "kl=k3", "metrics=with_entropy")

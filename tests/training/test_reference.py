@@ -191,6 +191,7 @@ def test_distillation_has_the_kl_over_the_vocabulary(tmp_path, kind, kernel):
     assert metrics["loss"] > 0.02
 
 
+@pytest.mark.slow
 def test_a_student_approaches_its_teacher(tmp_path, capsys):
     teacher = llama(tmp_path / "teacher", seed=3)
     settings = (

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders.quick import with_slow_rest
 from builders.refusals import refusal
 from builders.runs import (
     SHORT,
@@ -33,45 +34,42 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
 
 @pytest.mark.parametrize(
     ("overrides", "steps"),
-    [
-        ((), (2, 3)),
-        # The reference is made again from the seed.
-        (("kl=k3", "kl.coefficient=0.3", "kl.reference_prompt='{prompt}{answer}='"), (3,)),
-        (("kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.5"), (3,)),
-        (
+    with_slow_rest(
+        [
+            ((), (2, 3)),
+            # The reference is made again from the seed.
+            (("kl=k3", "kl.coefficient=0.3", "kl.reference_prompt='{prompt}{answer}='"), (3,)),
+            (("kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.5"), (3,)),
             (
-                "kl=k1",
-                "kl.coefficient=0.3",
-                "kl.place=reward",
-                "kl.update_every=1",
-                "rollout.lag=3",
+                (
+                    "kl=k1",
+                    "kl.coefficient=0.3",
+                    "kl.place=reward",
+                    "kl.update_every=1",
+                    "rollout.lag=3",
+                ),
+                (3, 4),
             ),
-            (3, 4),
-        ),
-        (("rollout.uninformative=drop",), (3,)),
-        (("advantage=gae", "loss=grpo", "critic.steps_before_policy=1"), (1, 2)),
-        (
+            (("rollout.uninformative=drop",), (3,)),
+            (("advantage=gae", "loss=grpo", "critic.steps_before_policy=1"), (1, 2)),
             (
-                "advantage=gae",
-                "loss=grpo",
-                "rollout.lag=5",
-                "kl=k2",
-                "kl.place=reward",
-                *STEPS_OF_5,
+                (
+                    "advantage=gae",
+                    "loss=grpo",
+                    "rollout.lag=5",
+                    "kl=k2",
+                    "kl.place=reward",
+                    *STEPS_OF_5,
+                ),
+                (1, 7),
             ),
-            (1, 7),
-        ),
-        ((*OVERLAP, *STEPS_OF_5), (1, 7)),
-        (("rollout.lag=5", *PROXIMAL, *STEPS_OF_5), (4,)),
-        pytest.param(
-            ("rollout.lag=3", *STEPS_OF_12, "accumulation.last_step=carry"),
-            (7,),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (*OVERLAP, *STEPS_OF_5, "accumulation.last_step=drop"), (4,), marks=pytest.mark.slow
-        ),
-    ],
+            ((*OVERLAP, *STEPS_OF_5), (1, 7)),
+            (("rollout.lag=5", *PROXIMAL, *STEPS_OF_5), (4,)),
+            (("rollout.lag=3", *STEPS_OF_12, "accumulation.last_step=carry"), (7,)),
+            ((*OVERLAP, *STEPS_OF_5, "accumulation.last_step=drop"), (4,)),
+        ],
+        3,
+    ),
 )
 def test_a_resume_after_any_step_is_bit_equal(short, tmp_path, overrides, steps):
     """Weights, optimizer, rollouts, random state and every metric, from within a batch of rollouts
@@ -230,6 +228,7 @@ def test_a_changed_key_acts_on_resume(short, tmp_path):
     assert "optimizer.learning_rate" in (folder / "drift.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_a_resume_that_stretches_a_decaying_schedule_is_noted(tmp_path, capsys, schedule):
     """At step 2 of 4 the rate is half of it; of 8 it is (1 + 1/sqrt 2) / 2."""
