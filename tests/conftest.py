@@ -45,15 +45,23 @@ def quicken_interpreter():
 def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
-    The map for interpolations is made only where a default has an interpolation.
+    The map for interpolations is made only where a default has an interpolation, and the metadata
+    of a node are copied by their fields.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
+    from omegaconf.base import Metadata
 
     load = ConfigRepository.load_config
     make_map = defaults_list._create_interpolation_map
     parsed = {}
     shipped = f"{Path(__file__).parents[1]}/conf"
+
+    def copied_metadata(metadata, memo):
+        metadata = copy.copy(metadata)
+        metadata.flags = dict(metadata.flags)
+        metadata.resolver_cache = copy.deepcopy(metadata.resolver_cache, memo)
+        return metadata
 
     def load_config(repository, config_path):
         source = repository._find_object_source(config_path, ObjectType.CONFIG)
@@ -68,6 +76,7 @@ def quicken_hydra():
             return make_map(overrides, defaults, self_added)
         return None
 
+    Metadata.__deepcopy__ = copied_metadata
     ConfigRepository.load_config = load_config
     defaults_list._create_interpolation_map = interpolation_map
 

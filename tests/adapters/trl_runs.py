@@ -97,6 +97,10 @@ def trained(trainer: GRPOTrainer) -> tuple[torch.Tensor, list[dict]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # The second rank is forked, so that TRL is imported once.
+    second = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1" if second == 0 else "0"
     results = [trained(trainer(*task)) for task in json.loads(sys.argv[1])]
     if os.environ["RANK"] == "0":
         torch.save(results, sys.argv[2])
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(second, 0)[1]))

@@ -21,6 +21,7 @@ from builders.commands import ENVIRONMENT, PGTK, has_steps, run_sweep, running_s
 from builders.runs import SHORT, assert_equal, checkpoint_of, metrics_of
 from builders.runs import run as train_short
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch import engines
 from pgtoolkit.runs.records import read_status
@@ -181,19 +182,14 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again_to_its_end(tmp_pa
     assert "starts" not in output
 
 
-def test_a_sweep_that_slurm_does_not_take_is_refused(tmp_path):
+def test_a_sweep_that_slurm_does_not_take_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     path = os.pathsep.join(
         part for part in ENVIRONMENT["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists()
     )
-    command = [PGTK, "-m", *SHORT, "seed=0,1", "hydra/launcher=slurm", "hydra.sweep.dir=sweep"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=ENVIRONMENT | {"PATH": path},
-    )
-    assert done.returncode == 2, done.stderr
-    assert "hydra/launcher=slurm needs a cluster that takes such jobs (got " in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setenv("PATH", path)
+    command = ["-m", *SHORT, "seed=0,1", "hydra/launcher=slurm", "hydra.sweep.dir=sweep"]
+    assert main(command) == 2
+    errors = capsys.readouterr().err
+    assert "hydra/launcher=slurm needs a cluster that takes such jobs (got " in errors
+    assert "Traceback" not in errors

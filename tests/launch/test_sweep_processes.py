@@ -16,8 +16,8 @@ from builders.runs import run as train_short
 from pgtoolkit.runs.records import read_sweep
 
 pytestmark = pytest.mark.slow
-STEPS = 200
-LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
+STEPS = 80
+LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
 
 
 def jobs_of(folder: Path) -> dict[str, dict]:
@@ -50,24 +50,24 @@ def test_a_sweep_whose_job_and_launcher_were_killed_resumes_bit_equal_to_uninter
 ):
     command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
     with running_sweep(tmp_path, *command) as launcher:
-        wait_until(has_steps(tmp_path, "seed-0", 50))
+        wait_until(has_steps(tmp_path, "seed-0", 20))
         os.kill(pid_of_job(tmp_path, "seed-0"), signal.SIGKILL)
         wait_until(lambda: jobs_of(tmp_path)["seed-0"]["status"] == "interrupted")
         assert jobs_of(tmp_path)["seed-0"]["reason"] == "killed by SIGKILL"
-        wait_until(has_steps(tmp_path, "seed-1", 50))
+        wait_until(has_steps(tmp_path, "seed-1", 20))
         launcher.kill()
         output, _ = launcher.communicate()
     assert re.findall(r"^\[[12]/2\] (?:starts|interrupted)", output, re.MULTILINE)[:2] == [
         "[1/2] starts",
         "[2/2] starts",
     ]
-    rows_before = first_rows(tmp_path, 40)
+    rows_before = first_rows(tmp_path, 10)
 
     # The second job may still be saving, since it sees that its launcher has ended.
     status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
     assert len(re.findall(r"continues after step \d+", output)) == 2
-    assert first_rows(tmp_path, 40) == rows_before
+    assert first_rows(tmp_path, 10) == rows_before
     for seed in (0, 1):
         directory = job_directory(tmp_path, f"seed-{seed}")
         uninterrupted = train_short(tmp_path / f"uninterrupted-{seed}", *LONG, f"seed={seed}")

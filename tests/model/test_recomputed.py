@@ -28,7 +28,9 @@ pytestmark = [
     "kind", ["qwen2_checkpointed", "qwen3_checkpointed", "mistral_checkpointed"]
 )
 def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind, device):
-    """They differ by rounding; in bfloat16 they are as near to float32 as those."""
+    """They differ by rounding; in bfloat16 they are as near to float32 as those. On a CPU, where
+    compiling takes longest, only a single kind is tested in bfloat16."""
+    in_bfloat16 = device == "cuda" or "qwen3" in kind
     kind += "_by_document"
     exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
@@ -47,14 +49,17 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
         expected = states_and_gradient(exact, lengths)
         result = states_and_gradient(replace(exact, model=model), lengths)
         assert max(distances(result, expected)) < 2e-6, lengths
-        rounded = states_and_gradient(plain, lengths)
-        recomputed_rounded = states_and_gradient(replace(plain, model=model), lengths)
-        errors = distances(recomputed_rounded, expected)
-        for error, error_of_transformers in zip(errors, distances(rounded, expected), strict=True):
-            assert 0 < error < 1.5 * error_of_transformers, lengths
-        # Two layers, in float32 and bfloat16, with a gradient and without. A row of a single token
-        # goes through transformers' layers.
-        assert len(calls) == (8 if sum(lengths) > 1 else 0)
+        # Two layers, with a gradient and without. A row of a single token goes through
+        # transformers' layers.
+        num_calls = 4 if sum(lengths) > 1 else 0
+        assert len(calls) == num_calls
+        if in_bfloat16:
+            rounded = distances(states_and_gradient(plain, lengths), expected)
+            recomputed_rounded = states_and_gradient(replace(plain, model=model), lengths)
+            errors = distances(recomputed_rounded, expected)
+            for error, error_of_transformers in zip(errors, rounded, strict=True):
+                assert 0 < error < 1.5 * error_of_transformers, lengths
+            assert len(calls) == 2 * num_calls
 
 
 def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
