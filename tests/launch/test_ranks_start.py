@@ -136,7 +136,8 @@ def test_a_full_disk_in_a_worker_is_the_error_of_the_run(environment, monkeypatc
     message = "outputs/x cannot be read or written: No space left on device"
     if rank == 1:
         message = f"rank 1: {message}"
-    with pytest.raises(StorageError, match=f"^{message}$"):
+    advice = r"\. Make room on its disk: df -h \S+ shows how much is free\."
+    with pytest.raises(StorageError, match=f"^{message}{advice}$"):
         _conclude(tmp_path, {rank: SimpleNamespace(returncode=6)}, [], [], training)
 
 
