@@ -64,7 +64,8 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
     if missing:
         raise StorageError(
-            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later."
+            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}: "
+            f"{tracker.last_failure or 'it took too long'}. Repeat pgtk sync after that."
         )
     rows = tracker.rows_delivered
     delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"

@@ -261,21 +261,27 @@ def _finish(
     A failure here is logged, and never hides the error that ended the run.
     """
     metrics: Columns = {"step": np.empty(0)}
+    missing_of = {}
     try:
-        run.set_status(outcome, recorder.step, reason)
-        if recorder.completions is not None:
-            recorder.completions.write()
-        metrics = read_metrics(run.metrics_path)
-    except (StorageError, OSError) as error:
-        log.warning(f"status or completions of the run are missing: {error}")
-    if len(metrics["step"]):
-        curves = run.path / "curves.png"
-        with saying_why_not_drawn(curves, log.warning):
-            plot_curves(metrics, curves, legible(run.path.name))
+        try:
+            run.set_status(outcome, recorder.step, reason)
+            if recorder.completions is not None:
+                recorder.completions.write()
+            metrics = read_metrics(run.metrics_path)
+        except Exception as error:  # of the disk, or of the library that writes completions
+            log.warning(f"status or completions of the run are missing: {error}")
+        if len(metrics["step"]):
+            curves = run.path / "curves.png"
+            with saying_why_not_drawn(curves, log.warning):
+                plot_curves(metrics, curves, legible(run.path.name))
+    finally:
+        # Also where a signal stops the drawing, trackers get how the run has ended.
+        for tracker in trackers:
+            missing_of[tracker] = ", ".join(tracker.finish(outcome))
     mlflow = None
     records = []
     for tracker in trackers:
-        missing = ", ".join(tracker.finish(outcome))
+        missing = missing_of[tracker]
         if isinstance(tracker, MlflowTracker):
             mlflow = tracker.info
             if missing:

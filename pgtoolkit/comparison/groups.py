@@ -406,11 +406,18 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
     """Raise ConfigError for a metric that no run has recorded, with the nearest."""
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
-    if metric not in known:
-        near = nearest(metric, known, 0) or "reward"
-        names = ", ".join(known) or "the metrics of a run that has finished a step"
+    if not known:
+        files = ", ".join(f"{run.path}/metrics.jsonl" for run in runs[:3])
         raise ConfigError(
-            f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={near}."
+            f"{option}={metric} needs a run that has finished a step (got none). Their files of "
+            f"metrics are empty or missing: {files}. Put them back, from a backup, or "
+            "use pgtk resume to train."
+        )
+    if metric not in known:
+        near = nearest(metric, known, 0)
+        raise ConfigError(
+            f"{option}={metric} needs one of {', '.join(known)}. No run has recorded it. Use "
+            f"{option}={near}."
         )
 
 

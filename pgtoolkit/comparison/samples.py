@@ -103,9 +103,10 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
             kept.entries.extend(entries)
     if not sets:
         raise ConfigError(
-            f"pgtk samples {run_dir} needs a run that kept completions (got none). Runs keep some "
-            "with rollout=policy and rollout.keep_completions above 0; those of rollout=recorded "
-            "are in rollout.path. Use rollout.keep_completions=8 in a new run."
+            f"pgtk samples {run_dir} needs a run that kept completions (got none in "
+            f"{run_dir / 'completions'}). Runs keep some with rollout=policy and "
+            "rollout.keep_completions above 0; those of rollout=recorded are in rollout.path. Use "
+            "rollout.keep_completions=8 in a new run."
         )
     return sets
 

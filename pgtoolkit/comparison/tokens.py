@@ -98,7 +98,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
     others = [override for override in overrides if override not in of_loss]
     if run_dir is None:
-        if not _may_be_rollouts(path):
+        if not _may_be_rollouts(path) or (path / "status.json").is_file():
             raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
         others = [*reading(target), *others]
     losses = jobs(of_loss) if of_loss else []

@@ -270,14 +270,22 @@ def config_drift(old: dict, new: dict) -> dict[str, list]:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a living process holds this run directory."""
-    try:
-        with (run_dir / ".lock").open("rb") as file:
+    """Return whether a living process holds this run directory.
+
+    Raises StorageError where its lock cannot be opened: then nobody can tell.
+    """
+    path = run_dir / ".lock"
+    if not path.exists():
+        return False
+    with records.storage(path):
+        file = path.open("rb")
+    with file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+        except BlockingIOError:
+            return True
+        except OSError:  # Some network file systems have no locks.
+            return False
     return False
 
 

@@ -168,11 +168,16 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     """Return the error for a path without a run. use: the command. needs: what it takes."""
     use_instead = "a folder that pgtk has trained in"
     runs_below = _runs_just_below(path)
+    reason = "A run writes its config.yaml there when it starts."
     if path.is_file():
         got = "a file"
     elif runs_below:
         got = "a folder of runs"
         use_instead = " or ".join(map(shell_path, runs_below[:3]))
+    elif (path / "status.json").is_file():
+        got = "a run without its config.yaml"
+        reason = f"Somebody has deleted {path / 'config.yaml'}."
+        use_instead = "the same command after you have put it back, from a backup or from MLflow"
     elif path.is_dir():
         got = "a folder without runs"
     else:
@@ -180,7 +185,6 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
     if similar:
         use_instead = " or ".join(folder.name for folder in similar[:3])
-    reason = "A run writes its config.yaml there when it starts."
     return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {use_instead}.")
 
 

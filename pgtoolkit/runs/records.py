@@ -228,7 +228,9 @@ def reading(path: Path) -> Iterator[None]:
             ArithmeticError,
             RecursionError,
         ) as error:
-            raise StorageError(f"{path} is damaged ({first_line(error)})") from error
+            raise StorageError(
+                f"{path} is damaged ({first_line(error)}). Put it back, from a backup."
+            ) from error
 
 
 def leaves(config: dict, prefix: str = "") -> list[tuple[str, object]]:

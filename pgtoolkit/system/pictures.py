@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import first_line
+from pgtoolkit.errors import first_line, refused_by_disk
 from pgtoolkit.system.imports import imports_skipping, variables
 from pgtoolkit.system.report import shell_path
 
@@ -74,5 +74,7 @@ def saying_why_not_drawn(path: Path, tell: Callable[[str], object]) -> Iterator[
     try:
         yield
     except Exception as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        tell(f"the picture {shell_path(path)} was not drawn: {reason or first_line(error)}")
+        reason = first_line(error)
+        if isinstance(error, OSError):
+            reason = str(refused_by_disk(path, error)).partition(" written: ")[2]
+        tell(f"the picture {shell_path(path)} was not drawn: {reason}")

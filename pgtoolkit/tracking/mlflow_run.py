@@ -67,6 +67,7 @@ class MlflowTracker:
         self.experiment = experiment
         self.info: dict[str, str] = {}
         self.rows_delivered = 0
+        self.last_failure = ""
         self._measures_system = system_metrics
         self._system: SystemMetricsMonitor | None = None
         self._ended = threading.Event()
@@ -158,7 +159,7 @@ class MlflowTracker:
     def finish(self, state: str, limited: bool = True) -> list[str]:
         """Deliver the rest and close the run; return the names of parts that MLflow did not get.
 
-        A second call does nothing.
+        After a call that has returned, another does nothing.
         state: done, failed or interrupted.
         limited: whether to give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all. Otherwise
             only each call has a limit.
@@ -166,17 +167,19 @@ class MlflowTracker:
         thread = self._thread
         if thread is None:
             return []
-        self._thread = None
-        atexit.unregister(self.finish)
+        if not self._ended.is_set():
+            self._missing = ["metrics", "artifacts", "the end of the run"]
+            self._end_status = _END_STATUS[state]
+            self._ended.set()
         if self._system is not None:
             with contextlib.suppress(TimeoutError):  # where the store does not answer any more
                 in_background(self._system.finish).result(
                     store.request_seconds() if limited else None
                 )
-        self._missing = ["metrics", "artifacts", "the end of the run"]
-        self._end_status = _END_STATUS[state]
-        self._ended.set()
         thread.join(6 * store.request_seconds() if limited else None)
+        # Where a signal has ended the wait, the interpreter's end waits again.
+        self._thread = None
+        atexit.unregister(self.finish)
         return list(self._missing)
 
     def _log_artifacts(self, names: Iterable[str]) -> None:
@@ -190,26 +193,29 @@ class MlflowTracker:
         first_artifacts = _FIRST_ARTIFACTS
         while True:
             is_last = self._ended.is_set()
+            lacks_metrics = True
             try:
+                self._deliver()
+                lacks_metrics = False
                 # At the start, so that MLflow has them even if the run is killed.
                 self._log_artifacts(first_artifacts)
                 first_artifacts = ()
-                self._deliver()
                 if has_failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause = _SECONDS_BETWEEN_DELIVERIES
                 has_failed = False
             except Exception as error:
                 # Whatever MLflow, its HTTP client or its database raise, training continues.
+                self.last_failure = store.failure(self.uri, error)
                 if not has_failed:
                     _log.warning(
-                        f"{store.failure(self.uri, error)}. Nothing is lost: metrics are kept in "
+                        f"{self.last_failure}. Nothing is lost: metrics are kept in "
                         f"{self._run_dir / 'metrics.jsonl'}"
                     )
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 has_failed = True
             if is_last:
-                if not has_failed:
+                if not lacks_metrics:
                     self._missing.remove("metrics")
                 self._close()
                 return
@@ -247,7 +253,8 @@ class MlflowTracker:
             yield
             self._missing.remove(name)
         except Exception as error:  # as in the thread
-            _log.debug(f"{name} did not reach MLflow: {store.failure(self.uri, error)}")
+            self.last_failure = store.failure(self.uri, error)
+            _log.debug(f"{name} did not reach MLflow: {self.last_failure}")
 
 
 def _system_monitor(run_id: str, uri: str) -> SystemMetricsMonitor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
-from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.errors import ConfigError, StorageError, refused_by_disk
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.redaction import redact
@@ -209,6 +209,8 @@ def raising_storage_errors(uri: str, consequence: str) -> Iterator[None]:
 
 def failure(uri: str, error: BaseException) -> str:
     """Return in one line what failed, without credentials."""
+    if isinstance(error, OSError) and error.filename:  # a file of the run
+        return str(refused_by_disk(error.filename, error)).rstrip(".")
     message = " ".join(redact(str(error)).split())
     schema = re.search(r"database schema \(found version (\w+)", message)
     if schema:

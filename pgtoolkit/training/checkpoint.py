@@ -265,9 +265,9 @@ def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
     if newest:
         way_out += f", or a copy of this one without its status.json to continue from step {newest}"
     raise ConfigError(
-        f"{use} needs the checkpoint of step {saved}, which the run has saved (got {got}). It was "
-        f"deleted, and to train the steps after step {newest} again would overwrite their record. "
-        f"Use {way_out}."
+        f"{use} needs the checkpoint of step {saved}, which the run has saved (got {got} in "
+        f"{run_dir / 'checkpoints'}). It was deleted, and to train the steps after step {newest} "
+        f"again would overwrite their record. Use {way_out}."
     )
 
 

@@ -21,6 +21,7 @@ from builders.runs import (
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError, refused_by_disk
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.find import read_run
 from pgtoolkit.runs.records import list_checkpoints, read_status
 from pgtoolkit.training.checkpoint import load_newest
 
@@ -76,6 +77,37 @@ def test_a_resume_of_a_finished_run_changes_no_file(finished, tmp_path, capsys):
         assert main(["resume", str(folder)]) == 0
         assert "is done, after 2 steps: nothing is left to train" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times
+
+
+def test_a_run_without_its_configuration_is_told_as_such(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "config.yaml").unlink()
+    model = str(tmp_path / "model")
+    for command in ("resume", "evaluate", "compare", "doctor", "samples", "tokens", "sync"):
+        assert main([command, str(folder)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"Somebody has deleted {folder / 'config.yaml'}. Use the same command after" in line
+    assert main(["export", str(folder), model]) == 2
+    assert "Somebody has deleted" in capsys.readouterr().err
+
+
+def test_a_run_whose_lock_cannot_be_read_is_not_said_to_be_killed(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    with RunDirectory(folder) as directory:
+        directory.set_status("running", 2)
+        assert read_run(folder).state == "running"
+        (folder / ".lock").chmod(0)
+        with without_rights_of_root():
+            run_as_read = read_run(folder)
+    assert run_as_read.state == "unreadable"
+    assert f"{folder}/.lock cannot be read or written: Permission denied" in run_as_read.reason
+
+
+def test_a_comparison_without_metrics_names_their_files(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    assert main(["compare", str(folder)]) == 2
+    assert f"{folder}/metrics.jsonl. Put them back, from a backup" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_set_aside_and_the_new_one_counts(tmp_path):

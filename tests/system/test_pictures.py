@@ -87,7 +87,10 @@ def test_a_title_of_two_lines_is_one(tmp_path):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (OSError(28, "No space left on device"), "No space left on device"),
+        (
+            OSError(28, "No space left on device"),
+            "No space left on device. Make room on its disk: ",
+        ),
         (RuntimeError("latex could not be found\nand more"), "latex could not be found"),
         (ValueError(), "ValueError"),
     ],
@@ -97,7 +100,9 @@ def test_a_picture_that_fails_is_a_line_with_its_name_and_the_reason(tmp_path, e
     path = tmp_path / "my picture.png"
     with saying_why_not_drawn(path, lines.append), own_settings():
         raise error
-    assert lines == [f"the picture '{path}' was not drawn: {reason}"]
+    (line,) = lines
+    assert line.startswith(f"the picture '{path}' was not drawn: {reason}")
+    assert ("df -h /" in line) == isinstance(error, OSError)
 
 
 def test_all_files_that_cannot_be_written_are_refused_together(tmp_path, monkeypatch):

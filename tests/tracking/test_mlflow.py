@@ -16,15 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders.rights import without_rights_of_root
+from builders.runs import run as train_run
 from builders.stores import CONFIG, append_steps, free_port, metric_history, start_tracker
 from mlflow import MlflowClient
 
 from pgtoolkit.assembly.run_description import flatten
 from pgtoolkit.assembly.sync import sync
 from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.report import program
 from pgtoolkit.tracking import mlflow_run
+from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.tracking.store import client_of, open_store
 
 CONFIG_WITH_NAME = {
@@ -351,3 +355,43 @@ def test_flatten_hides_secrets_and_cuts_long_text():
     assert flat["a.uri"] == "http://***@h/x"
     assert len(flat["a.long"]) == 500
     assert flat["a.list"] == "[1,2]"
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("plot_curves", StopSignal("SIGTERM")), ("read_metrics", ValueError("not a number"))],
+)
+def test_nothing_at_the_end_of_a_run_changes_its_status_in_mlflow(
+    uri, tmp_path, monkeypatch, function, error
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(f"pgtoolkit.assembly.train.{function}", fail)
+    is_stopped = isinstance(error, StopSignal)
+    expected = pytest.raises(StopSignal) if is_stopped else contextlib.nullcontext()
+    with expected:
+        train_run(folder, "tracking=mlflow", f"tracking.uri={uri}", "trainer.max_steps=1")
+    status = read_status(folder)
+    assert status["state"] == "done"
+    saved = MlflowClient(uri).get_run(status["mlflow"]["run_id"])
+    assert saved.info.status == "FINISHED"
+    assert saved.data.metrics["documents_seen"] == 8
+
+
+def test_a_file_that_cannot_be_read_keeps_no_metrics_from_a_store(uri, run):
+    tracker = start_tracker(uri, run)
+    append_steps(run, 1, 3)
+    tracker.finish("interrupted")
+    run.set_status("done", 5)
+    append_steps(run, 4, 5)
+    (run.path / "data.json").write_text("{}")
+    (run.path / "data.json").chmod(0)
+    run.close()
+    with pytest.raises(StorageError) as raised, without_rights_of_root():
+        sync(run.path)
+    assert "MLflow still lacks artifacts of " in str(raised.value)
+    assert f"{run.path}/data.json cannot be read or written: Permission denied" in str(raised.value)
+    saved = MlflowClient(uri).get_run(tracker.info["run_id"])
+    assert (saved.data.metrics["loss"], saved.info.status) == (5 / 8, "FINISHED")
