@@ -140,7 +140,7 @@ def prime_rl_step(
         )
         out = prime_rl.policy_loss(inputs, loss, **kwargs)
         (out.loss / sum(LENGTHS)).backward()
-        total += float(out.loss) / sum(LENGTHS)
+        total += float(out.loss.detach()) / sum(LENGTHS)
         metrics.append(out.metrics)
     return total, leaf.grad, metrics
 
