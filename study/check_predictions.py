@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.statistics import Comparison

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.comparison import text_report
-from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.reports import write

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.comparison import text_report
-from pgtoolkit.comparison.compared import Compared, Group
+from pgtoolkit.comparison.compared_runs import Compared, Group
 from pgtoolkit.comparison.groups import _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons

@@ -13,8 +13,8 @@ from pgtoolkit.kernels import torch_passes
 from pgtoolkit.losses.aggregation import SampleMean
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss, Objective
-from pgtoolkit.losses.piece import make_objective
 
 
 @dataclass(frozen=True)

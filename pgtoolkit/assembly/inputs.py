@@ -244,7 +244,7 @@ def _report_on_task(
     model: its folder, or its name.
     """
     from pgtoolkit.assembly.make_task import make_task
-    from pgtoolkit.tasks.accepted import notes_on_answers
+    from pgtoolkit.tasks.answer_checks import notes_on_answers
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.prompt_tasks import PromptsTask
 

@@ -20,8 +20,8 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.rollouts.settings import Truncated
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
-from pgtoolkit.system.legible import shortened
 from pgtoolkit.system.process_state import ProcessState
+from pgtoolkit.system.safe_text import shortened
 from pgtoolkit.training.loss_settings import CustomLossSettings, KLKind, KLPlace, KLSettings
 
 

@@ -17,7 +17,7 @@ from pgtoolkit.system.model_folder import (
     load_tokenizer,
     local_folder,
 )
-from pgtoolkit.tasks.accepted import FIRST
+from pgtoolkit.tasks.answer_checks import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer

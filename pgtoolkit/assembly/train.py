@@ -38,8 +38,8 @@ from pgtoolkit.rollouts.settings import (
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.runs.series import Columns, read_metrics
-from pgtoolkit.system.legible import legible
 from pgtoolkit.system.pictures import saying_why_not_drawn
+from pgtoolkit.system.safe_text import legible
 from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord

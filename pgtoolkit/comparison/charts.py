@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.statistics import mean_interval
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth, thinned
-from pgtoolkit.system.legible import legible
 from pgtoolkit.system.pictures import own_settings
+from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

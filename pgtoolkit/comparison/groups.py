@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.compared import Compared, Group, learned
+from pgtoolkit.comparison.compared_runs import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown

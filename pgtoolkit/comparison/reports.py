@@ -15,13 +15,13 @@ from string import Template
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.charts import picture
-from pgtoolkit.comparison.compared import Compared, Group, learned
+from pgtoolkit.comparison.compared_runs import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
-from pgtoolkit.system.legible import escaped, legible
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
 from pgtoolkit.system.report import text
+from pgtoolkit.system.safe_text import escaped, legible
 
 PICTURES = ("png", "svg", "pdf")
 """Kinds of files that are pictures."""

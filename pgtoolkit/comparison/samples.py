@@ -20,8 +20,8 @@ from pgtoolkit.runs import completion_files
 from pgtoolkit.runs.completion_files import CompletionFile, CompletionRow
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import mean
-from pgtoolkit.system.legible import legible, lines_of, shortened
 from pgtoolkit.system.report import plural
+from pgtoolkit.system.safe_text import legible, lines_of, shortened
 from pgtoolkit.tracking.progress import WIDTH
 
 MOST_COMPLETIONS = 2000

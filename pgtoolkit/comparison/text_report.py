@@ -10,7 +10,7 @@ import numpy as np
 
 from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
-from pgtoolkit.comparison.compared import Compared, Group
+from pgtoolkit.comparison.compared_runs import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import (
     LEVEL,

@@ -12,9 +12,9 @@ from torch import Tensor
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import clips
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.piece import make_objective
 
 CLIPS = (
     "inside",

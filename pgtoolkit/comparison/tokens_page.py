@@ -14,7 +14,7 @@ import numpy as np
 from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens import Inspected
 from pgtoolkit.comparison.tokens_losses import CLIPS, LossOnStep
-from pgtoolkit.system.legible import legible
+from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

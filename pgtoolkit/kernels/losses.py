@@ -19,10 +19,10 @@ from pgtoolkit.kernels.products import LMHead, accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.kl import KINDS
+from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import measure
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_terms import correction_names
 
 

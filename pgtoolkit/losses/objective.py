@@ -1,7 +1,7 @@
 """Computes the loss of a piece of a step, and its derivatives by the log-probs of its tokens.
 
 x_t, s_t and l_t are those of `family.py`, w_t is the weight of `aggregation.py`, and rho_t the
-factor of `corrections.py`. `piece.make_objective` makes the objective. All vectors are (T,), with a
+factor of `corrections.py`. `make_objective` makes the objective. All vectors are (T,), with a
 number for each of the T positions of the piece.
 """
 

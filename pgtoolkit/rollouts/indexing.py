@@ -14,7 +14,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.conversations import has_texts
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.rollouts.parsed_rows import parse_row, parse_rows
-from pgtoolkit.rollouts.plausible import Plausibility
+from pgtoolkit.rollouts.recorded_checks import Plausibility
 from pgtoolkit.rollouts.recorded_index import (
     ROW,
     IndexedFile,

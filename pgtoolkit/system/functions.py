@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
-from pgtoolkit.system.legible import shortened
 from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import nearest, refusal
+from pgtoolkit.system.safe_text import shortened
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -16,8 +16,8 @@ from typing import TypeGuard
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.safe_text import legible
 from pgtoolkit.system.terminal import output, write_line
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.safe_text import legible
 
 _streams: dict[int, TextIO] = {}
 """Standard output (1) and error (2) of this process, while it has some of its own."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.report import listed, refusal
-from pgtoolkit.tasks.between import Between
+from pgtoolkit.tasks.between_turns import BetweenTurns
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.reward_functions import TrainerState
@@ -78,7 +78,7 @@ class TokenizedTask:
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.stop, self.tokenizer)
-        self.between = Between(self.tokenizer, self.ends, self.chat)
+        self.between = BetweenTurns(self.tokenizer, self.ends, self.chat)
 
     def prompt(self, index: int) -> Prompt:
         return self.task.prompt(index)

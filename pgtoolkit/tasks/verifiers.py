@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming
-from pgtoolkit.tasks.awaited import Awaited
+from pgtoolkit.tasks.async_rewards import Awaited
 from pgtoolkit.tasks.math_answers import (
     final_part,
     last_box,

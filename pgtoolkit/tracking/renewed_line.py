@@ -12,7 +12,7 @@ from weakref import WeakSet
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from pgtoolkit.system.legible import legible
+from pgtoolkit.system.safe_text import legible
 from pgtoolkit.system.terminal import output, use_streams
 
 _SECONDS_BETWEEN = 0.1

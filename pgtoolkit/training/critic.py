@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, StepTotals
 from pgtoolkit.losses.exchange import Ranks, all_sum
+from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
 from pgtoolkit.ranks.layout import Layout

@@ -20,8 +20,8 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Cispo, Dppo, Grpo, family_of
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS, KL
+from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss, Objective
-from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_terms import correction_names
 
 IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}

@@ -20,7 +20,7 @@ from pgtoolkit.comparison.samples import (
     samples,
 )
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
-from pgtoolkit.system.legible import legible, lines_of, shortened
+from pgtoolkit.system.safe_text import legible, lines_of, shortened
 
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>"

@@ -342,6 +342,6 @@ def a_wrong_guess_is_rewarded_by_its_full_nearness(right, guess, messages):
     return (reward if reward == 1 else 2 * reward), measures
 
 
-@mutant("rollouts.plausible:Plausibility._correlation")
+@mutant("rollouts.recorded_checks:Plausibility._correlation")
 def shifted_log_probs_are_not_suspected(right, self, place):
     return right(self, 0)

@@ -1,4 +1,4 @@
-"""`Between` writes the tokens between two turns: with those that were sampled before they make up
+"""`BetweenTurns` writes the tokens between two turns: with those sampled before they make up
 the text of the chat template."""
 
 import pytest
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
-from pgtoolkit.tasks.between import Between
+from pgtoolkit.tasks.between_turns import BetweenTurns
 from pgtoolkit.tasks.chat_template import ChatTemplate
 
 START = ({"role": "user", "content": "6 * 7?"},)
@@ -23,10 +23,10 @@ NAMED = CHATML.replace("m['role']", "m['role'] + m.get('name', '')")
 
 def between_of(
     template: str | None, system: str | None = None
-) -> tuple[PreTrainedTokenizerFast, Between]:
+) -> tuple[PreTrainedTokenizerFast, BetweenTurns]:
     tokenizer = tokenizer_of(template)
     chat = ChatTemplate(tokenizer, system) if template else None
-    return tokenizer, Between(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], chat)
+    return tokenizer, BetweenTurns(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")], chat)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_tokens_of_two_turns_are_those_of_the_template(template, system):
 def test_another_sampled_end_token_gets_no_second_end():
     tokenizer, _ = between_of(CHATML)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<bos>"])
-    between = Between(tokenizer, ends, ChatTemplate(tokenizer))
+    between = BetweenTurns(tokenizer, ends, ChatTemplate(tokenizer))
     after_template_end = between.tokens(MORE, ends[0])
     assert between.tokens(MORE, ends[1]) == after_template_end
     assert between.tokens(MORE, 5)[1:] == after_template_end
@@ -116,7 +116,7 @@ def test_the_error_of_an_unknown_role_names_the_message():
 
 
 def test_the_error_of_a_character_without_a_token_names_it():
-    between = Between(character_tokenizer("0123456789=?"), [12], None)
+    between = BetweenTurns(character_tokenizer("0123456789=?"), [12], None)
     with pytest.raises(
         DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles, keys and"
     ):

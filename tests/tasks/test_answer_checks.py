@@ -11,7 +11,7 @@ from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
-from pgtoolkit.tasks.accepted import can_capture
+from pgtoolkit.tasks.answer_checks import can_capture
 
 
 def checked(

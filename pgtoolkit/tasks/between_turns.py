@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Between:
+class BetweenTurns:
     """Makes tokens of a message that follows a model's turn, up to where its next turn begins.
 
     To write a conversation anew would change tokens of its earlier turns: templates leave out what
