@@ -27,8 +27,8 @@ from pgtoolkit.launch import engines
 from pgtoolkit.runs.records import read_status
 
 pytestmark = pytest.mark.slow
-STEPS = 120
-LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
+STEPS = 60
+LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=5")
 RAY = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=auto")
 SUBMITIT = (
     "hydra/launcher=slurm",
@@ -91,7 +91,7 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
     tmp_path, ray_head, uninterrupted
 ):
     with running_sweep(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
-        first = wait_for_steps(tmp_path, "seed-0", 25)
+        first = wait_for_steps(tmp_path, "seed-0", 12)
         process = psutil.Process(read_status(first)["pid"]).parent()
         assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
         psutil.Process(process.ppid()).kill()
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_wait_for_a_head_of_ray(tmp_path):
 def test_a_preempted_job_of_submitit_saves_and_is_queued_again_to_its_end(tmp_path, uninterrupted):
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
     with running_sweep(tmp_path, *command) as launcher:
-        directory = wait_for_steps(tmp_path, "", 25)
+        directory = wait_for_steps(tmp_path, "", 12)
         task = psutil.Process(read_status(directory)["pid"]).parent().parent()
         assert "submitit.core._submit" in task.cmdline()
         task.send_signal(signal.SIGUSR2)
@@ -175,7 +175,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again_to_its_end(tmp_pa
     saved = int(
         re.search(r"^.*SIGUSR2\) after step (\d+); saved up to step \1", log, re.MULTILINE)[1]
     )
-    assert 25 <= saved < STEPS
+    assert 12 <= saved < STEPS
     assert metrics_of(directory) == metrics_of(uninterrupted(0))
     status, output = run_sweep(tmp_path, *command)
     assert status == 0, output
