@@ -11,7 +11,7 @@ from benchmarks import recorded_index
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.workloads import document_lengths, make_workload
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.measure import measure
+from pgtoolkit.losses.measure import sum_metrics
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_workloads_clip_the_fraction_that_they_name():
         )
         objective = workload.objective()
         log_probs = torch.full((4096,), -8.0)
-        sums = measure(objective, "basic", log_probs, None)
+        sums = sum_metrics(objective, "basic", log_probs, None)
         clipped = float(sums.finalize(objective.totals)["clipped_ratio_fraction"])
         assert clipped == pytest.approx(share, abs=0.02)
         assert int((workload.half_untrained().labels >= 0).sum()) == 2048

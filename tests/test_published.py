@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.comparison import text_report
-from pgtoolkit.comparison.compared_runs import Compared, Group
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.groups import _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons
@@ -65,7 +65,7 @@ def comparison(table: list[Row], metric: str) -> Compared:
         ]
         runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
         compared_groups.append(
-            Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
+            RunGroup(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
         )
     limits = _limits(goal, [reached for group in compared_groups for reached in group.reached])
     compared = Compared(

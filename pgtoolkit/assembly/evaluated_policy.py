@@ -14,7 +14,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.records import Row
-from pgtoolkit.training.evaluation import measure
+from pgtoolkit.training.evaluation import evaluate_module
 from pgtoolkit.training.state import load_weights
 
 
@@ -51,4 +51,4 @@ def evaluate_policy(
     module.to("cuda" if accelerator(config.trainer.device, config.kernel) == "gpu" else "cpu")
     module.evaluator = evaluator_of(config, None, module, None, folder)
     with contextlib.closing(module.evaluator):
-        return measure(module, 0 if state is None else state["step"])
+        return evaluate_module(module, 0 if state is None else state["step"])

@@ -25,7 +25,7 @@ def learned(run: Run, name: str) -> object:
 
 
 @dataclass
-class Group:
+class RunGroup:
     """Runs of one configuration, which differ in their block alone (their seed, and the keys of
     --over).
 
@@ -42,7 +42,7 @@ class Group:
     runs: list[Run]
     counted: list[Run] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
-    tried: dict[str, Group] = field(default_factory=dict)
+    tried: dict[str, RunGroup] = field(default_factory=dict)
     labels: dict[tuple[str, str], str] = field(default_factory=dict)
     label: str = ""
 
@@ -97,7 +97,7 @@ class Compared:
     keys: list[str]
     following: list[str]
     common: dict[str, object]
-    groups: list[Group]
+    groups: list[RunGroup]
     comparisons: Comparisons
     left_out: list[tuple[Run, str]]
     notes: list[str]
@@ -154,11 +154,11 @@ class Compared:
             is_unique = name and names.count(name) == 1
             group.label = name if is_unique else ", ".join(group.words) or "all runs"
 
-    def arm(self, group: Group) -> str:
+    def arm(self, group: RunGroup) -> str:
         """Return the values of a group in words, without that of the --best-of key."""
         return ", ".join(text(value) for key, value in group.values.items() if key != self.best_of)
 
-    def tested_values(self, group: Group) -> list[float]:
+    def tested_values(self, group: RunGroup) -> list[float]:
         """Return the tested value of each counted run: documents to the threshold, or a measure."""
         if self.by_documents:
             return self.spent(group, DOCUMENTS)
@@ -166,10 +166,10 @@ class Compared:
             return [run.mean for run in group.reached if run.mean is not None]
         return [run.final for run in group.reached]
 
-    def spent(self, group: Group, axis: str) -> list[float]:
+    def spent(self, group: RunGroup, axis: str) -> list[float]:
         """Return what each counted run spent to reach the threshold, at most the axis's limit."""
         return [min(run.to.get(axis, inf), self.limits[axis]) for run in group.reached]
 
-    def arrived(self, group: Group, axis: str) -> int:
+    def arrived(self, group: RunGroup, axis: str) -> int:
         """Return how many of the counted runs reached the threshold within the limit."""
         return sum(run.to.get(axis, inf) <= self.limits[axis] for run in group.reached)

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.compared_runs import Compared, Group, learned
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
@@ -133,12 +133,12 @@ def _metric(
     return metric, measure, threshold, notes
 
 
-def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
+def _grouped(runs: list[Run], keys: list[str]) -> list[RunGroup]:
     """Return a group for each combination of values that runs have learned with, in their order."""
-    by_values: dict[tuple, Group] = {}
+    by_values: dict[tuple, RunGroup] = {}
     for run in runs:
         values = {key: learned(run, key) for key in keys}
-        group = by_values.setdefault(tuple(map(repr, values.values())), Group(values, []))
+        group = by_values.setdefault(tuple(map(repr, values.values())), RunGroup(values, []))
         group.runs.append(run)
     return list(by_values.values())
 
@@ -167,7 +167,7 @@ def _keys_of(
     return [known[name] for name in names]
 
 
-def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str], str]:
+def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
     names = {}
@@ -259,7 +259,7 @@ def _limits(goal: measures.Goal, runs: list[measures.Reached]) -> dict[str, floa
     }
 
 
-def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
+def _rank(compared: Compared, group: RunGroup) -> tuple[float, ...]:
     """Return the sorting key of a group, the best first and groups without a counted run last.
 
     Groups are sorted by the documents to the threshold, then by the area under the curve; without a
@@ -275,7 +275,7 @@ def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
 
 
 def _sample(
-    compared: Compared, group: Group, varying: Sequence[str], blocks: Sequence[str] = ()
+    compared: Compared, group: RunGroup, varying: Sequence[str], blocks: Sequence[str] = ()
 ) -> Sample:
     """Return the tested values of a group by block, with the keys that decide about its prompts."""
     config = group.runs[0].config
@@ -298,7 +298,7 @@ def _block(run: Run, blocks: Sequence[str]) -> tuple:
 def _keep_best(compared: Compared, best_of: str) -> None:
     """Keep the first of the sorted groups that differ in one key; its `tried` has all."""
     _keys_of("--best-of", [best_of], compared.keys)
-    chosen: dict[tuple, Group] = {}
+    chosen: dict[tuple, RunGroup] = {}
     for group in compared.groups:
         other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
         best = chosen.setdefault(other_values, group)
@@ -385,7 +385,7 @@ def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[
     ]
 
 
-def _count(group: Group, metric: str, blocks: Sequence[str]) -> list[tuple[Run, str]]:
+def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Run, str]]:
     """Choose the runs that count, the newest of each block; return the others with the reason."""
     by_block: dict[tuple, Run] = {}
     others = []
@@ -490,7 +490,7 @@ def _evaluated_differently(runs: list[Run]) -> list[str]:
     return names
 
 
-def _scale_notes(groups: list[Group]) -> list[str]:
+def _scale_notes(groups: list[RunGroup]) -> list[str]:
     """Return a note where the gradients of two groups differ much in length."""
     norms = {}
     for group in groups:

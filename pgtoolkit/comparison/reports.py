@@ -15,7 +15,7 @@ from string import Template
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.charts import picture
-from pgtoolkit.comparison.compared_runs import Compared, Group, learned
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
@@ -56,14 +56,14 @@ def write(compared: Compared, kind: str, path: Path, command: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A configuration with its tested values and how they differ from those of its base.
 
     mean: None without a counted run. interval, std: None with fewer than two.
     pair: the planned comparison with its base, None for a base itself.
     """
 
-    group: Group
+    group: RunGroup
     mean: float | None
     interval: tuple[float, float] | None
     std: float | None
@@ -71,7 +71,7 @@ class Row:
     verdict: str
 
 
-def configurations(compared: Compared) -> list[Row]:
+def configurations(compared: Compared) -> list[ReportRow]:
     """Return a row for each configuration, in their order."""
     pairs = {pair.second: pair for pairs in text_report.planned(compared) for pair in pairs}
     rows = []
@@ -83,7 +83,7 @@ def configurations(compared: Compared) -> list[Row]:
             verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
         else:
             verdict = "base" if pairs else "not compared"
-        rows.append(Row(group, mean, interval, std, pair, verdict))
+        rows.append(ReportRow(group, mean, interval, std, pair, verdict))
     return rows
 
 
@@ -219,7 +219,7 @@ def as_json(compared: Compared) -> str:
     return json.dumps(_finite(report), indent=1, ensure_ascii=False)
 
 
-def _json_row(compared: Compared, row: Row) -> dict[str, object]:
+def _json_row(compared: Compared, row: ReportRow) -> dict[str, object]:
     group = row.group
     return {
         "label": group.label,

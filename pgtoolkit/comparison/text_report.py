@@ -10,7 +10,7 @@ import numpy as np
 
 from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
-from pgtoolkit.comparison.compared_runs import Compared, Group
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import (
     LEVEL,
@@ -355,7 +355,7 @@ def _mean_and_spread(
     return write(mean) if std is None else f"{write(mean)} ± {write(std)}"
 
 
-def spent(compared: Compared, group: Group, axis: str) -> str:
+def spent(compared: Compared, group: RunGroup, axis: str) -> str:
     """Return what it took to reach the threshold: mean ± standard deviation, or ≥ the mean if a
     seed did not."""
     values = compared.spent(group, axis)

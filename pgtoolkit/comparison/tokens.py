@@ -16,7 +16,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.counts import documents_per_step
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.overrides import jobs, reading
+from pgtoolkit.config.overrides import jobs, overrides_to_read
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.rules.executed import imports
@@ -100,7 +100,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     if run_dir is None:
         if not _may_be_rollouts(path) or (path / "status.json").is_file():
             raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
-        others = [*reading(target), *others]
+        others = [*overrides_to_read(target), *others]
     losses = jobs(of_loss) if of_loss else []
     # Recorded rollouts have no loss of their own, so the first loss that was chosen comes first.
     first = [] if run_dir or not losses else losses[0]

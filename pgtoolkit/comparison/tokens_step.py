@@ -19,7 +19,7 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recording import batch_file
-from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
+from pgtoolkit.rollouts.rows import FIELDS, RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageSettings, PolicyRolloutSettings
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
@@ -195,7 +195,7 @@ class RecordedBatches(Source):
                 "The documents of the step are in it. Restore it, or use another --step."
             )
         parsed = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
-        rows = [row for row in parsed if isinstance(row, Row)]
+        rows = [row for row in parsed if isinstance(row, RecordedRow)]
         if len(rows) != self.batch_size or len(rows) < len(parsed):
             raise DataError(
                 f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it."

@@ -109,7 +109,7 @@ def is_swept(override: str) -> bool:
     return bool(parsed) and parsed[0].is_sweep_override()
 
 
-def reading(path: str) -> tuple[str, str]:
+def overrides_to_read(path: str) -> tuple[str, str]:
     """Return the overrides that read recorded rollouts from a path, whatever characters it has."""
     quoted = path.replace("\\", "\\\\").replace("'", "\\'")
     return "rollout=recorded", f"rollout.path='{quoted}'"

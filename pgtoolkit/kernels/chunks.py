@@ -23,7 +23,7 @@ _STEP = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows start:stop of `Plan.rows`.
+    """Rows start:stop of `ChunkPlan.rows`.
 
     needs_gradient: False for rows whose coefficient is known to be 0; the backward products leave
         them out.
@@ -48,7 +48,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """The chunks, with the trained rows, (N,) int64, in their order."""
 
     rows: Tensor
@@ -82,7 +82,7 @@ def make_plan(
     with_gradient: bool,
     check_finite: bool,
     known: DocumentCounts | None = None,
-) -> Plan:
+) -> ChunkPlan:
     """Order the trained rows into chunks of at most max_rows; only a longer document exceeds it.
 
     Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are
@@ -134,12 +134,12 @@ def make_plan(
         return _plan_documents(documents, lengths, has_gradient, max_rows)
     start = num_trained - num_informative
     chunks = [Chunk(low, high, True, None) for low, high in _cuts(start, num_trained, max_rows)]
-    return Plan(rows[:num_trained], _without_gradient(start) + chunks)
+    return ChunkPlan(rows[:num_trained], _without_gradient(start) + chunks)
 
 
 def _plan_documents(
     documents: DocumentSums, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int
-) -> Plan:
+) -> ChunkPlan:
     """Divide the documents into bins, and plan a chunk for each.
 
     lengths, has_gradient: for each document a number for each rank of the group: its trained rows,
@@ -186,7 +186,7 @@ def _plan_documents(
         chunks.append(Chunk(start, stop, True, documents_of_chunk))
         start = stop
         first = last
-    return Plan(rows[: sum(counts)], chunks)
+    return ChunkPlan(rows[: sum(counts)], chunks)
 
 
 def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:

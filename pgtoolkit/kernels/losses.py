@@ -20,7 +20,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.make_objective import make_objective
-from pgtoolkit.losses.measure import measure
+from pgtoolkit.losses.measure import sum_metrics
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.reference_terms import correction_names
@@ -90,7 +90,7 @@ def loss_of_logits(
             objective.penalties.divergence.copy_(divergence)
         # The reference's clamps would hide a NaN.
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
-        sums = measure(objective, loss.level, log_probs, entropy)
+        sums = sum_metrics(objective, loss.level, log_probs, entropy)
     else:
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
         value, log_probs, sums = logits_loss(
@@ -187,7 +187,7 @@ def loss_of_log_probs(
     losses, coefficients = objective.losses_and_coefficients(new)
     # The slopes come from a formula. This expression has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
-    return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
+    return PolicyLoss(value, new, sum_metrics(objective, loss.metrics, new, None), objective.totals)
 
 
 def _head_options(

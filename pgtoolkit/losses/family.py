@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 """The value of a parameter."""
 
 
-class Option(Protocol):
+class ChosenOption(Protocol):
     """The chosen option of a group of the configuration, with the parameters of its class."""
 
     @property
@@ -221,7 +221,7 @@ def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
     return scope_mean(scope, values, documents)
 
 
-def configured(group: Option, classes: dict[str, type[Kind]]) -> Kind | None:
+def configured(group: ChosenOption, classes: dict[str, type[Kind]]) -> Kind | None:
     """Return the family or correction that a group of the configuration describes.
 
     group: has a name, and the fields of the class of this name as keys.

@@ -21,11 +21,11 @@ def evaluate_objective(
     """
     losses, coefficients = objective.losses_and_coefficients(log_probs)
     loss = objective.penalties.with_rows(losses.sum(), entropy)
-    return loss, coefficients, measure(objective, level, log_probs, entropy)
+    return loss, coefficients, sum_metrics(objective, level, log_probs, entropy)
 
 
 @torch.no_grad()
-def measure(
+def sum_metrics(
     objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None
 ) -> MetricSums:
     """Return the metric sums of the level, and of a sampler, a reference and a correction.

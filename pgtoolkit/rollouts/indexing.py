@@ -23,7 +23,7 @@ from pgtoolkit.rollouts.recorded_index import (
     read_index,
     stamp_of,
 )
-from pgtoolkit.rollouts.rows import Row, Rules
+from pgtoolkit.rollouts.rows import RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.row_files import ParquetFile, Problems, RowFile
@@ -136,7 +136,7 @@ class Indexing:
                 self._plausibility.add(row, group if is_first_part else -1)
                 yield file_number, number, place, *_entries_of(row, group, trajectory)
 
-    def _check_id(self, row: Row, label: str, ids: dict[str, str]) -> None:
+    def _check_id(self, row: RecordedRow, label: str, ids: dict[str, str]) -> None:
         """Collect a problem if another row has the same id.
 
         ids: of the rows so far, with their labels.
@@ -379,7 +379,7 @@ class Indexing:
         self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
-def _entries_of(row: Row, group: int, trajectory: int) -> tuple:
+def _entries_of(row: RecordedRow, group: int, trajectory: int) -> tuple:
     """Return a row's entries of ROW, from its checksum on."""
     trained = int(np.count_nonzero(row.loss_mask))
     old = row.old_log_probs
@@ -404,7 +404,7 @@ def _entries_of(row: Row, group: int, trajectory: int) -> tuple:
 
 def _checked_rows(
     file: RowFile, rules: Rules, problems: Problems
-) -> Iterator[tuple[int, int, Row | None]]:
+) -> Iterator[tuple[int, int, RecordedRow | None]]:
     """Yield the number from 1, the place and the contents of each right row; None for one that is
     too long.
 
@@ -423,7 +423,7 @@ def _checked_rows(
     else:
         rows = ((number, place, parse_row(raw, rules)) for number, place, raw in file.rows())
     for number, place, row in rows:
-        if row is None or isinstance(row, Row):
+        if row is None or isinstance(row, RecordedRow):
             yield number, place, row
             continue
         for name, reason in row:

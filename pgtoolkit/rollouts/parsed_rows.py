@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.rollouts.conversations import TEXTS, has_texts
-from pgtoolkit.rollouts.rows import FIELDS, PER_TOKEN, Row, Rules, TooManyTokens, Unusable
+from pgtoolkit.rollouts.rows import FIELDS, PER_TOKEN, RecordedRow, Rules, TooManyTokens, Unusable
 from pgtoolkit.tasks.row_files import rows_of
 from pgtoolkit.tasks.settings import TooLong
 
@@ -23,7 +23,7 @@ row."""
 _NOTHING = dict.fromkeys(FIELDS)
 
 
-def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | RowProblems | None]:
+def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[RecordedRow | RowProblems | None]:
     """Return the result of `parse_row` for each row of a batch.
 
     Where all lists of the batch are right, they are checked at once.
@@ -38,7 +38,7 @@ def parse_row(
     raw: dict[str, object] | str,
     rules: Rules,
     checked: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> Row | RowProblems | None:
+) -> RecordedRow | RowProblems | None:
     """Return the checked row, or its problems, or None if it is too long and left out.
 
     raw: fields by name, whose lists are Python lists or NumPy arrays; or why a line is no row.
@@ -56,7 +56,7 @@ def parse_row(
             if isinstance(error, ValueError):
                 return [(name, str(error))]
             return [(name, f"cannot be encoded: {first_line(error)}")]
-    row = Row(**{**_NOTHING, **checked})
+    row = RecordedRow(**{**_NOTHING, **checked})
     problems = []
     for name, (_, read) in FIELDS.items():
         if name in checked:
@@ -110,7 +110,7 @@ def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.n
     # for a list as such.
     flat = {name: column.flatten().to_numpy(zero_copy_only=False) for name, column in lists.items()}
     row = parse_row(flat, Rules(rules.vocabulary_size))
-    if not isinstance(row, Row) or row.loss_mask[ends[:-1]].any():
+    if not isinstance(row, RecordedRow) or row.loss_mask[ends[:-1]].any():
         return {}
     if lengths.max() > (rules.max_tokens or math.inf):
         return {}

@@ -19,7 +19,7 @@ from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.indexing import Indexing
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
-from pgtoolkit.rollouts.rows import COLUMNS, Row, Rules
+from pgtoolkit.rollouts.rows import COLUMNS, RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageEstimator, RecordedRolloutSettings
 from pgtoolkit.rollouts.source import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
@@ -194,11 +194,11 @@ class RecordedRollouts(Source):
             ranks = np.arange(self._num_groups)
         return np.lexsort((first_parts(self._rows), ranks[self.groups]))
 
-    def _read(self, index: int) -> Row:
+    def _read(self, index: int) -> RecordedRow:
         entry = self._rows[index]
         file = self._files[entry["file"]]
         row = parse_row(file.row(int(entry["place"])), self._rules)
-        if not isinstance(row, Row) or row.digest() != entry["checksum"]:
+        if not isinstance(row, RecordedRow) or row.digest() != entry["checksum"]:
             raise file.changed()
         return row
 

@@ -8,7 +8,7 @@ from array import array
 
 import numpy as np
 
-from pgtoolkit.rollouts.rows import Row
+from pgtoolkit.rollouts.rows import RecordedRow
 from pgtoolkit.system.report import plural
 
 _COMPARED_TOKENS = 2**17
@@ -42,7 +42,7 @@ class Plausibility:
         self._pairs: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_compared = 0
 
-    def add(self, row: Row, group: int) -> None:
+    def add(self, row: RecordedRow, group: int) -> None:
         """Take note of a row that is right."""
         mask = row.loss_mask
         if not mask.any():

@@ -15,7 +15,7 @@ import torch
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
-from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, Row
+from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, RecordedRow
 from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing
 
@@ -55,7 +55,7 @@ def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
     return path
 
 
-def _row_with_failure(document: Document) -> Row:
+def _row_with_failure(document: Document) -> RecordedRow:
     """Return the row of a document with whether its score failed.
 
     Rows of batches without a failure leave this out.
@@ -70,7 +70,7 @@ def batch_file(folder: Path, number: int) -> Path:
     return folder / f"batch-{number:06d}.parquet"
 
 
-def row_of(document: Document) -> Row:
+def row_of(document: Document) -> RecordedRow:
     """Return the row that records a document; its name becomes the id, its group the group_id."""
     mask = document.loss_mask.numpy()
 
@@ -82,7 +82,7 @@ def row_of(document: Document) -> Row:
         numbers[mask] = values.numpy()
         return numbers
 
-    return Row(
+    return RecordedRow(
         token_ids=document.tokens.numpy(),
         loss_mask=mask,
         advantage=per_token(document.advantages),
@@ -96,7 +96,9 @@ def row_of(document: Document) -> Row:
     )
 
 
-def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] = ()) -> None:
+def write_parquet(
+    file: BinaryIO, rows: Iterable[RecordedRow], columns: Collection[str] = ()
+) -> None:
     """Write rows as Parquet with page checksums, a row group at a time.
 
     The columns are the fields that rows of the first group have, and their measures, which training
@@ -121,7 +123,7 @@ def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] 
             writer.write_table(pa.table(values, schema=schema))
 
 
-def _row_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _row_groups(rows: Iterable[RecordedRow]) -> Iterator[list[RecordedRow]]:
     """Split rows into consecutive groups of about ROW_GROUP_TOKENS tokens."""
     group = []
     tokens = 0

@@ -47,7 +47,7 @@ class Rules:
     texts: Conversations | None = field(default=None, repr=False)
 
 
-class Row(SimpleNamespace):
+class RecordedRow(SimpleNamespace):
     """A checked row: each of FIELDS, None if it is not recorded. Arrays have one entry per token.
 
     token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where
@@ -106,7 +106,7 @@ class TooManyTokens(Unusable):
     """A document has more tokens than fit."""
 
 
-def _token_ids(value: object, _row: Row, rules: Rules) -> np.ndarray:
+def _token_ids(value: object, _row: RecordedRow, rules: Rules) -> np.ndarray:
     tokens = _vector(value, "iu", "integers")
     if len(tokens) == 0:
         raise Unusable("is empty; a document has at least one token")
@@ -124,7 +124,7 @@ def _token_ids(value: object, _row: Row, rules: Rules) -> np.ndarray:
     return tokens.astype(np.int64)
 
 
-def _loss_mask(value: object, row: Row, rules: Rules) -> np.ndarray:
+def _loss_mask(value: object, row: RecordedRow, rules: Rules) -> np.ndarray:
     mask = _vector(value, "biu", "true and false, or 1 and 0,", row)
     place = _first((mask != 0) & (mask != 1))
     if place is not None:
@@ -143,7 +143,7 @@ def _loss_mask(value: object, row: Row, rules: Rules) -> np.ndarray:
     return mask.astype(bool)
 
 
-def _log_probs(value: object, row: Row, _rules: Rules) -> np.ndarray:
+def _log_probs(value: object, row: RecordedRow, _rules: Rules) -> np.ndarray:
     log_probs = _numbers_per_token(value, row)
     place = _first(log_probs > MAX_LOG_PROB)
     if place is not None:
@@ -151,7 +151,7 @@ def _log_probs(value: object, row: Row, _rules: Rules) -> np.ndarray:
     return log_probs
 
 
-def _advantage(value: object, row: Row, rules: Rules) -> np.ndarray | None:
+def _advantage(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None:
     if not isinstance(value, (list, np.ndarray)):
         number = np.float32(_reward(value, row, rules))
         return None if row.loss_mask is None else np.where(row.loss_mask, number, np.float32(0))
@@ -162,7 +162,7 @@ def _advantage(value: object, row: Row, rules: Rules) -> np.ndarray | None:
     return advantages
 
 
-def _numbers_per_token(value: object, row: Row) -> np.ndarray:
+def _numbers_per_token(value: object, row: RecordedRow) -> np.ndarray:
     """Return (S,) float32 numbers, finite where a token is trained.
 
     They are 0 elsewhere, where a null or NaN does no harm.
@@ -187,7 +187,7 @@ def _first(is_wrong: np.ndarray) -> int | None:
     return int(is_wrong.argmax()) if is_wrong.any() else None
 
 
-def _vector(value: object, kinds: str, content: str, row: Row | None = None) -> np.ndarray:
+def _vector(value: object, kinds: str, content: str, row: RecordedRow | None = None) -> np.ndarray:
     """Return a list or array as an array of a dtype of these kinds.
 
     Where the kind may be "f", nulls become NaN.
@@ -216,7 +216,7 @@ def _vector(value: object, kinds: str, content: str, row: Row | None = None) -> 
     return value
 
 
-def _reward(value: object, _row: Row, _rules: Rules) -> float:
+def _reward(value: object, _row: RecordedRow, _rules: Rules) -> float:
     reward = math.nan
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # OverflowError for an integer that no float can hold.
@@ -230,23 +230,23 @@ def _reward(value: object, _row: Row, _rules: Rules) -> float:
     return reward
 
 
-def _group_id(value: object, _row: Row, _rules: Rules) -> int | str:
+def _group_id(value: object, _row: RecordedRow, _rules: Rules) -> int | str:
     if isinstance(value, (int, str)) and not isinstance(value, bool) and value != "":
         return value
     raise Unusable(f"needs an integer or a text that is not empty (got {value!r:.40})")
 
 
-def _id(value: object, row: Row, rules: Rules) -> str:
+def _id(value: object, row: RecordedRow, rules: Rules) -> str:
     return str(_group_id(value, row, rules))
 
 
-def _truth(value: object, _row: Row, _rules: Rules) -> bool:
+def _truth(value: object, _row: RecordedRow, _rules: Rules) -> bool:
     if isinstance(value, bool):
         return value
     raise Unusable(f"needs true or false (got {value!r:.40})")
 
 
-def _integer(value: object, _row: Row, _rules: Rules) -> int:
+def _integer(value: object, _row: RecordedRow, _rules: Rules) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise Unusable(f"needs an integer (got {value!r:.40})")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.runs.records import Row, reading
+from pgtoolkit.runs.records import Row, reading_file
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.redaction import redact
 
@@ -145,7 +145,7 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
     """
     import pyarrow.parquet as pq
 
-    with path.open("rb") as file, reading(path):
+    with path.open("rb") as file, reading_file(path):
         # Without threads: a process that ends at once, as in a pipe to `head`, would leave them.
         table = pq.read_table(
             file,

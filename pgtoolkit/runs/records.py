@@ -215,7 +215,7 @@ def storage(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading_file(path: Path) -> Iterator[None]:
     """Raise a StorageError for an OSError in the block, and for a damaged file."""
     with storage(path):
         try:
@@ -257,13 +257,13 @@ def plain(value: object) -> Any:
 
 def _read_object(path: Path, shape: dict) -> dict:
     """Return the JSON object in a file, checked; {} where there is no file."""
-    with reading(path):
+    with reading_file(path):
         return _parse(path.read_bytes(), shape) if path.exists() else {}
 
 
 def parse_row(line: bytes, shape: dict, path: Path, number: int) -> Row:
     """Return the JSON object in a line of a file, checked. number: of the line."""
-    with reading(Path(f"{path}:{number}")):
+    with reading_file(Path(f"{path}:{number}")):
         return _parse(line, shape)
 
 
@@ -284,7 +284,7 @@ def _parse(data: bytes, shape: dict) -> Row:
 
 
 def _read_yaml(path: Path, kind: type[_Kind]) -> _Kind:
-    with reading(path):
+    with reading_file(path):
         data = path.read_bytes()
         # Ten interpolations in each of ten lines would expand to gigabytes.
         if re.search(rb"\$\{.*\$\{", data):

@@ -24,7 +24,7 @@ LOST = "Nothing that was trained is lost."
 
 
 @dataclass(frozen=True)
-class Sampling:
+class ServerSampling:
     """The settings that completions are sampled by.
 
     ends: token ids that end a completion. stops: texts that end one.
@@ -56,7 +56,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     """The servers to start.
 
     gpus: for each server the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: all. The
@@ -87,7 +87,7 @@ def plan_servers(
     *,
     on_gpu: bool,
     is_async: bool,
-) -> Plan:
+) -> ServerPlan:
     """Return the servers that a run starts; none where it joins some. Called by every rank.
 
     memory_option: the server's option without which it measures how much memory is free.
@@ -95,7 +95,7 @@ def plan_servers(
     Raises ConfigError on several machines.
     """
     if settings.urls:
-        return Plan([], 0, False, number_type, room)
+        return ServerPlan([], 0, False, number_type, room)
     on_gpu = on_gpu and torch.cuda.is_available()
     ranks = gather_objects(
         (socket.gethostname(), torch.cuda.current_device() if on_gpu else None), layout.world_group
@@ -126,7 +126,7 @@ def plan_servers(
     sleeps = on_gpu and settings.gpus is None and not is_async
     measures = not any(argument.startswith(memory_option) for argument in settings.arguments)
     servers = gpus * settings.servers_per_gpu
-    return Plan(
+    return ServerPlan(
         gpus=servers,
         at_once=len(gpus if measures else servers),
         sleeps=sleeps,

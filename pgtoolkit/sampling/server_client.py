@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.errors import SamplerLost, first_line
-from pgtoolkit.sampling.server_api import LOST, Call, Choice, Json, Sampling
+from pgtoolkit.sampling.server_api import LOST, Call, Choice, Json, ServerSampling
 from pgtoolkit.sampling.server_process import ServerProcess
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.background import in_background
@@ -90,7 +90,7 @@ class Server:
         return f"{self._health} {LOST}" if self._process is None else self._words()
 
     def complete(
-        self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
+        self, request: Request, sampling: ServerSampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
         """Return the completions of one request, checked for faults that the proof of their
         log-probs cannot see.
@@ -131,7 +131,12 @@ class Server:
             raise self._fault("it did not give a log-prob for each token of a prompt") from None
 
     def _completion(
-        self, choice: Choice, tokens: Tensor, log_probs: Tensor, sampling: Sampling, version: int
+        self,
+        choice: Choice,
+        tokens: Tensor,
+        log_probs: Tensor,
+        sampling: ServerSampling,
+        version: int,
     ) -> Completion:
         foreign = tokens[(tokens < 0) | (tokens >= sampling.vocabulary_size)]
         if len(foreign):
@@ -146,7 +151,7 @@ class Server:
         return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
 
     def _finish(
-        self, tokens: list[int], choice: Choice, sampling: Sampling
+        self, tokens: list[int], choice: Choice, sampling: ServerSampling
     ) -> Literal["stop", "length"]:
         """Return the reason why a completion ended.
 

@@ -26,7 +26,7 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import SameProcesses, Sampler
-from pgtoolkit.sampling.server_api import Sampling, plan_servers
+from pgtoolkit.sampling.server_api import ServerSampling, plan_servers
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import (
     ServerProcess,
@@ -94,7 +94,7 @@ class ServerSampler:
         self._run_dir = run_dir
         self._write_settings = write_settings
         assert sampling.max_completion_length is not None
-        of_training = Sampling(
+        of_training = ServerSampling(
             temperature=sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             max_tokens=sampling.max_completion_length,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pgtoolkit.completion import Request
-from pgtoolkit.sampling.server_api import Call, Choice, Json, Plan, Sampling
+from pgtoolkit.sampling.server_api import Call, Choice, Json, ServerPlan, ServerSampling
 from pgtoolkit.sampling.settings import VllmSamplerSettings
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -46,7 +46,7 @@ class Vllm:
         seed: int,
         has_stops: bool,
         folder: Path,
-        plan: Plan,
+        plan: ServerPlan,
         host: str,
         port: int,
     ) -> list[str]:
@@ -79,7 +79,7 @@ class Vllm:
             *settings.arguments,
         ]
 
-    def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
+    def completions(self, request: Request, sampling: ServerSampling, salt: str) -> Call:
         """Return the call that completes a request.
 
         It names every setting for which the server or its model could have another default.

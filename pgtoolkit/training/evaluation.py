@@ -58,7 +58,7 @@ class Evaluations:
 
     def make(self, step: int) -> None:
         """Evaluate the weights after this step on every set. Called by every rank."""
-        rows = measure(self._module, step)
+        rows = evaluate_module(self._module, step)
         if self._module.device.type == "cuda":
             # The next step's peak memory is without that of the evaluation.
             torch.cuda.reset_peak_memory_stats(self._module.device)
@@ -87,7 +87,7 @@ class Evaluations:
         return f"trainer.stop_at={goal:g} was reached: {name}/{number} is {row[number]:.4g}"
 
 
-def measure(module: PolicyGradientModule, step: int) -> list[Row]:
+def evaluate_module(module: PolicyGradientModule, step: int) -> list[Row]:
     """Evaluate a module on every set of its evaluator, and return the rows of evaluations.jsonl.
 
     step: after which the weights are. Called by every rank.

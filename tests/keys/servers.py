@@ -13,7 +13,7 @@ from keys.small_runs import settings
 from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.sampling.server_api import Plan, plan_servers
+from pgtoolkit.sampling.server_api import ServerPlan, plan_servers
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 
@@ -24,7 +24,7 @@ def sampler_with(folder: Path, *overrides: str) -> ServerSampler:
     return sampler_of(loader)
 
 
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> ServerPlan:
     config = config_of(*settings("sampler=vllm", *overrides))
     return plan_servers(
         config.sampler,

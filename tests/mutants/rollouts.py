@@ -264,7 +264,7 @@ def a_changed_file_counts_as_unchanged(right, self, name, path):
     return True
 
 
-@mutant("rollouts.rows:Row.digest")
+@mutant("rollouts.rows:RecordedRow.digest")
 def the_checksum_of_a_row_ignores_its_reward(right, self):
     return right(type(self)(**vars(self) | {"reward": None}))
 

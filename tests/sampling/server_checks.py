@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
-from pgtoolkit.sampling.server_api import Call, Sampling
+from pgtoolkit.sampling.server_api import Call, ServerSampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
@@ -153,7 +153,7 @@ def wrong_requests(
     """
 
     class WrongRequests(Vllm):
-        def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
+        def completions(self, request: Request, sampling: ServerSampling, salt: str) -> Call:
             path, body = super().completions(request, sampler._ways[0], salt)
             return path, body | body_changes
 

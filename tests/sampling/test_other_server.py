@@ -19,7 +19,7 @@ from sampling.server_checks import assert_log_probs_of_trainer, update
 from pgtoolkit.assembly.build import build
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
+from pgtoolkit.sampling.server_api import Call, Choice, ServerPlan, ServerSampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.settings import VllmSamplerSettings
 from pgtoolkit.training.module import PolicyGradientModule
@@ -47,7 +47,7 @@ class SGLang:
         seed: int,
         has_stops: bool,
         folder: Path,
-        plan: Plan,
+        plan: ServerPlan,
         host: str,
         port: int,
     ) -> list[str]:
@@ -57,7 +57,7 @@ class SGLang:
         )
         return [*shlex.split(settings.executable), "serve", str(folder), *options.split()]
 
-    def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
+    def completions(self, request: Request, sampling: ServerSampling, salt: str) -> Call:
         settings = {
             "n": request.completions,
             "max_new_tokens": sampling.max_tokens,
