@@ -47,11 +47,11 @@ import sys
 from pathlib import Path
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.curves import plot_curves
-from pgtoolkit.assembly.summary import summary
+from pgtoolkit.assembly.summary import run_summary
 path = Path(sys.argv[1])
 recorded = read_metrics(path / "metrics.jsonl")
 plot_curves(recorded, path / "curves.png", "run")
-summary(recorded, path, None)
+run_summary(recorded, path, None)
 """
 
 

@@ -20,7 +20,7 @@ from pgtoolkit.tracking.next_commands import ui_url
 from pgtoolkit.tracking.progress import entry, mlflow_entries, sparkline
 
 
-def summary(
+def run_summary(
     metrics: Columns,
     run_dir: Path,
     mlflow: dict[str, str] | None,

@@ -14,7 +14,7 @@ from pgtoolkit.assembly.build import accelerator, build
 from pgtoolkit.assembly.continuing import resume_command, sync_command
 from pgtoolkit.assembly.open_run import open_run
 from pgtoolkit.assembly.run_description import description_of
-from pgtoolkit.assembly.summary import summary
+from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
@@ -292,4 +292,4 @@ def _finish(
             if missing:
                 log.warning(f"{tracker.title} lacks {missing} of this run, since it took too long.")
     if outcome == "done":
-        log.info(summary(metrics, run.path, mlflow, records))
+        log.info(run_summary(metrics, run.path, mlflow, records))

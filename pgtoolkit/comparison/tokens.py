@@ -292,7 +292,7 @@ def _agreement(made: MadeStep, row: dict[str, float], number: int) -> str:
     )
 
 
-def summary(inspected: Inspected, page: Path) -> str:
+def tokens_summary(inspected: Inspected, page: Path) -> str:
     """Return what `pgtk tokens` prints: the step, where it comes from, and totals of each loss."""
     totals = inspected.made.step.totals
     size = (

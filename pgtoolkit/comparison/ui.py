@@ -25,7 +25,7 @@ _HOST = "127.0.0.1"
 _SECONDS_TO_STOP = 10
 
 
-def serve(uri: str | None, port: int) -> int:
+def show_store(uri: str | None, port: int) -> int:
     """Show the store until Ctrl-C or SIGTERM; returns 0 then.
 
     Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read

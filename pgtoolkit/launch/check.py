@@ -23,7 +23,7 @@ from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.sweep import Job, Sweep
-from pgtoolkit.launch.sweep_report import summary
+from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
@@ -348,5 +348,5 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     if fixed:
         common.append("in all: " + " ".join(fixed))
     if sweep and sweep.jobs and search is None:
-        common.append(summary(sweep))
+        common.append(count_jobs(sweep))
     return [(title, lines), ("The sweep", common)]

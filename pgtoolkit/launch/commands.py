@@ -226,9 +226,9 @@ def _ui(parser: _Parser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     _check_store(args.uri)
 
-    from pgtoolkit.comparison.ui import serve
+    from pgtoolkit.comparison.ui import show_store
 
-    return serve(args.uri, args.port)
+    return show_store(args.uri, args.port)
 
 
 def _check_store(uri: str | None) -> None:
@@ -362,13 +362,13 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
 
     refuse_unwritable({"--html": args.html or Path(f"tokens-{Path(args.run).name}.html")})
 
-    from pgtoolkit.comparison.tokens import inspect, summary
+    from pgtoolkit.comparison.tokens import inspect, tokens_summary
     from pgtoolkit.comparison.tokens_page import html
 
     inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")
     write_atomically(page, html(inspected, parser.command))
-    say(summary(inspected, page))
+    say(tokens_summary(inspected, page))
 
 
 def _explain(parser: _Parser, argv: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Starts the processes of jobs on this machine, forked from a process with all imports done.
 
-`Forks` is the side of the launcher; `serve` runs in the process that forks.
+`Forks` is the side of the launcher; `fork_jobs` runs in the process that forks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threadi
     has_ended.set()
 
 
-def serve() -> int:
+def fork_jobs() -> int:
     """Fork a process for each job asked for, until the launcher and then the last job have ended.
 
     Returns the exit status; in the process of a job, that of the job.
@@ -274,6 +274,6 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
 
 
 if __name__ == "__main__":
-    status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
+    status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else fork_jobs()
     # The interpreter's own end would copy the memory that jobs share, only to free it: 0.4 s.
     end(status)

@@ -44,7 +44,7 @@ def run_sweep(checked: Checked) -> int:
         sweep.jobs.clear()  # a search makes its own jobs as it goes
     with sweep.held():
         sweep.save()
-        say(f"{sweep_report.summary(sweep)}, in {sweep.folder}")
+        say(f"{sweep_report.count_jobs(sweep)}, in {sweep.folder}")
         say(sweep_report.logs(sweep))
         begun = time.monotonic()
         interrupted = None

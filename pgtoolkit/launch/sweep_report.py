@@ -70,11 +70,11 @@ def table(sweep: Sweep) -> str:
         log = sweep.folder / job.log
         if log.exists():
             lines.append(f"  log: {shell_path(log)}")
-    lines.append(summary(sweep))
+    lines.append(count_jobs(sweep))
     return "\n".join(lines)
 
 
-def summary(sweep: Sweep) -> str:
+def count_jobs(sweep: Sweep) -> str:
     """Return the number of jobs in each state, in one line."""
     if not sweep.jobs:
         return f"search {sweep.name}"

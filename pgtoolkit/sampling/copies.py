@@ -47,8 +47,8 @@ channel = stay_under_guard()
 # saves, and still needs this one.
 job_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 signal.pthread_sigmask(signal.SIG_BLOCK, job_signals)
-from pgtoolkit.sampling.copy_process import serve
-serve(Connection(channel.detach()))
+from pgtoolkit.sampling.copy_process import answer_calls
+answer_calls(Connection(channel.detach()))
 """
 """The program of a process with a copy. Its guard stays behind in `stay_under_guard`, before the
 large imports, and so stays small."""

@@ -100,7 +100,7 @@ class _Copy(FromMemory):
         return None
 
 
-def serve(channel: Connection) -> None:
+def answer_calls(channel: Connection) -> None:
     """Answer until the channel is closed."""
     start: Start = pickle.loads(channel.recv_bytes())
     prepare_torch(start.num_threads)

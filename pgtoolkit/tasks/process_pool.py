@@ -59,8 +59,8 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from pgtoolkit.system.child import stay_under_guard
 channel = stay_under_guard()
-from pgtoolkit.tasks.process_pool import serve
-serve(channel)
+from pgtoolkit.tasks.process_pool import answer_questions
+answer_questions(channel)
 """
 """The program of a process: it forks off its guard before it imports more, so that the guard is
 small."""
@@ -339,7 +339,7 @@ class _Worker:
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
 
-def serve(channel: socket.socket) -> None:
+def answer_questions(channel: socket.socket) -> None:
     """Answer the questions that come in over the channel, one at a time.
 
     The first message names the object that answers. An outcome goes out once that is made, and

@@ -12,7 +12,7 @@ from builders.runs import config_of
 
 from pgtoolkit.assembly.continuing import counterpart_command
 from pgtoolkit.assembly.early_stop import stop_signals_recorded
-from pgtoolkit.assembly.summary import summary
+from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
@@ -107,7 +107,7 @@ def test_the_summary_has_first_and_last_numbers_and_commands_to_type(tmp_path, m
     (run_dir / "curves.png").write_text("")
     save_config(run_dir, "gspo", ["aggregation=constant"])
     info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
-    lines = summary(columns(), run_dir, info).splitlines()
+    lines = run_summary(columns(), run_dir, info).splitlines()
     assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
@@ -130,7 +130,7 @@ def test_the_summary_has_first_and_last_numbers_and_commands_to_type(tmp_path, m
 
 def test_the_summary_of_a_run_without_reward_mlflow_and_curves_has_its_loss(tmp_path):
     save_config(tmp_path, "gspo", [])
-    text = summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path, None)
+    text = run_summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path, None)
     assert text.startswith("loss         0.500 -> 0.500  ▁  (first and last tenth of 1 step)\n")
     assert "MLflow" not in text
     assert "curves" not in text
@@ -141,7 +141,7 @@ def test_the_summary_links_to_a_server_of_mlflow_and_its_charts(tmp_path):
     with RunDirectory(tmp_path) as run:
         run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    lines = summary({"step": np.empty(0)}, tmp_path, server).splitlines()
+    lines = run_summary({"step": np.empty(0)}, tmp_path, server).splitlines()
     page = "http://h:1/#/experiments/2/runs"
     assert f"MLflow       {page}/abc?workflowType=machine_learning" in lines[:-1]
     assert lines[-1] == (f"compare      {page}?compareRunsMode=CHART&workflowType=machine_learning")
