@@ -173,6 +173,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     composed = compose(["experiment=mine"], tmp_path)
     assert [problem.partition(" ")[0] for problem in composed.problems] == [
         "model.path",
+        "task.environment",
         "rollout.path",
     ]
     config = composed.config

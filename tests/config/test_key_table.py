@@ -200,6 +200,9 @@ def test_a_key_names_code_exactly_if_its_declaration_says_so(key):
         if key.type.startswith("str"):
             config[key.group][key.leaf] = value
             named = {name for name in named_in(config) if name == key.name}
+        elif key.gathers and kind == "function":
+            config[key.group][key.leaf] = {"mine": {"path": value}}
+            named = named_in(config).keys() & {f"{key.name}.mine.path"}
         assert bool(named) is (key.code == kind)
 
 

@@ -76,7 +76,8 @@ def outcomes(tmp_path_factory) -> tuple:
     """Return the folder in which each change of SCRIPT has left what it printed, and the statuses
     of their processes."""
     folder = tmp_path_factory.mktemp("changes")
-    command = [sys.executable, "-c", SCRIPT]
+    # From Python 3.12 on a fork beside threads, of which PyTorch has some, is warned of.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
