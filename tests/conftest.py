@@ -18,6 +18,7 @@ import torch
 import pgtoolkit.launch  # noqa: F401  (Lightning is then imported as for the command)
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.system.terminal import forget_streams
 from pgtoolkit.tracking import curves
 
 
@@ -121,7 +122,9 @@ def pytest_runtest_protocol():
         if "pgtoolkit.assembly.train" in sys.modules:
             train = sys.modules["pgtoolkit.assembly.train"]
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)
-        return (yield)
+        result = yield
+    forget_streams()  # those of a process of pgtk, which a test may have been for a while
+    return result
 
 
 FOLDERS = (

@@ -53,7 +53,7 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
     for start in range(1, 11) if name.startswith("study_") else ():
         save_with_tokenizer(
-            small_llama(max_position_embeddings=1024),
+            small_llama(max_position_embeddings=1024, vocab_size=128),
             Path("outputs/study") / f"small-{start}",
             alphabet=string.printable,
         )
@@ -61,7 +61,7 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(
         chains.write_problems(Path("outputs/study/chains"))
     if name.startswith("pretrained_"):
         save_with_tokenizer(
-            small_llama(max_position_embeddings=1024),
+            small_llama(max_position_embeddings=1024, vocab_size=128),
             Path("outputs/study/smollm2"),
             alphabet=string.printable,
         )

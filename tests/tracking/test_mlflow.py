@@ -335,7 +335,7 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
     run.set_status("interrupted", 332, "SIGTERM")
     run.close()
     with pytest.raises(StorageError, match="Nothing was lost"):
-        sync(run.path)
+        sync(run.path, f"http://127.0.0.1:{port}")
     assert ": 2 rows delivered (sqlite:///" in sync(run.path, uri)
     assert metric_history(uri, tracker.info["run_id"]) == [
         (step, step / 8) for step in range(1, 333)
