@@ -108,6 +108,7 @@ def _start(
         max_tokens //= 4
     job = overrides(folder, DOCUMENTS_PER_STEP, max_tokens, STEPS)
     job += [
+        "model.compile=false",
         f"kernel={'fused_linear' if ON_GPU else 'torch'}",
         f"trainer.device={'cuda' if ON_GPU else 'cpu'}",
         f"parallelism={kind}",

@@ -17,7 +17,6 @@ from pgtoolkit.assembly.machine import lacking_devices
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.opening import opening
 from pgtoolkit.assembly.sources import evaluator_of, source_of
-from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
@@ -68,7 +67,7 @@ def build(
     if on_gpu:
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
-    policy = policy_of(config, task.alphabet, layout, config)
+    policy = policy_of(config, task.alphabet, layout)
     log.info(opening(config.model, config.rollout, config.sampler, policy, on_gpu, layout))
     if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
@@ -130,28 +129,17 @@ def module_of(
     return module
 
 
-def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
-    """Return the policy; it is compiled if a run with this configuration compiles it.
+def policy_of(config: Config, alphabet: str | None, layout: Layout) -> Policy:
+    """Return the policy, compiled as model.compile says; null: on a GPU where its type is known.
 
-    run: the configuration of the run; None where nothing is trained.
     Raises ConfigError for a model whose configured parts it does not have.
     """
     on_gpu = accelerator(config.trainer.device, config.kernel) == "gpu"
-    if run is not None:
-        is_compiled, reason = compilation(run, on_gpu)
-    else:
-        is_compiled = config.model.compile is True
-        reason = "since nothing is trained"
-    policy = build_policy(config.model, alphabet, on_gpu, layout, is_compiled)
+    compiles = on_gpu if config.model.compile is None else config.model.compile
+    policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
     problem = unknown_parts(config.model, policy.model.config.model_type)
     if problem:
         raise ConfigError(problem)
-    if (
-        config.model.compile == "auto"
-        and config.model.name == "huggingface"
-        and policy.compiled == is_compiled
-    ):
-        log.info(f"model.compile=auto: {'on' if is_compiled else 'off'}, {reason}")
     return policy
 
 

@@ -37,7 +37,7 @@ def evaluate_policy(
     if isinstance(config.model, TinyModelSettings):  # its vocabulary is the task's characters
         run_config = trained or config
         alphabet = make_task(run_config.task, run_config.seed).alphabet
-    policy = policy_of(config, alphabet, ONE_PROCESS, trained)
+    policy = policy_of(config, alphabet, ONE_PROCESS)
     module = module_of(config, policy, ONE_PROCESS)
     if state is not None:
         try:

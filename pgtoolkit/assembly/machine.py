@@ -111,7 +111,7 @@ def _check_compiler(model: ModelSettings, device: Device, report: Report) -> Non
             needs="a C++ compiler on a CPU",
             got=f"no {compiler}",
             reason="torch.compile writes C++ there.",
-            use="model.compile=auto",
+            use="model.compile=false",
         )
 
 

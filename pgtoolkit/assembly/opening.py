@@ -41,13 +41,16 @@ def opening(
 def _model(model: ModelSettings, policy: Policy) -> str:
     weights = sum(parameter.numel() for parameter in policy.model.parameters())
     size = f"{weights:,} weights" if weights < 1e6 else f"{weights / 1e6:,.4g} million weights"
-    if not isinstance(model, HuggingFaceModelSettings):
-        return f"{model.name}, {size}, drawn from the seed"
-    words = [model.path, size, str(policy.compute_dtype).removeprefix("torch.")]
-    if model.random_weights:
-        words.append("drawn from the seed")
-    if model.lora_rank is not None:
-        words.append(f"adapters of rank {model.lora_rank}")
+    if isinstance(model, HuggingFaceModelSettings):
+        words = [model.path, size, str(policy.compute_dtype).removeprefix("torch.")]
+        if model.random_weights:
+            words.append("drawn from the seed")
+        if model.lora_rank is not None:
+            words.append(f"adapters of rank {model.lora_rank}")
+    else:
+        words = [model.name, size, "drawn from the seed"]
+    if policy.compiled:
+        words.append("compiled")
     return ", ".join(words)
 
 

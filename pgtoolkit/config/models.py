@@ -54,6 +54,20 @@ def vocabulary_size(model: ModelSettings, task: TaskSettings) -> int | None:
     return size if is_whole(size) and size >= 1 else None
 
 
+def compilation(model: ModelSettings, on_gpu: bool) -> str:
+    """Return whether a run compiles parts of its model, with the reason."""
+    if model.compile is not None:
+        return f"{'yes' if model.compile else 'no'}, as configured"
+    if not on_gpu:
+        return "no, since only a GPU gains by it"
+    kind = shape(model).get("type")
+    if kind is None:
+        return f"if the model is of type {', '.join(MODEL_TYPES)}, which loading it tells"
+    if kind not in MODEL_TYPES:
+        return f"no, since the parts of a model of type {kind} are not known"
+    return "yes, since it makes steps on a GPU faster"
+
+
 def tiny_sizes(model: TinyModelSettings, task: TaskSettings) -> Sizes:
     """Return the sizes of the tiny model."""
     settings = {

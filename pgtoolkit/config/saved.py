@@ -45,6 +45,16 @@ def saved_config(run_dir: Path) -> Config:
     return with_values(absolute_paths(config), {"trainer.accept_changed_data": False})
 
 
+def compiled_as_begun(config: Config, run_dir: Path) -> Config:
+    """Return the configuration of a job for the run of it that has begun in a directory.
+
+    Where the job leaves it open whether the model is compiled, it is as the run began.
+    """
+    if config.model.compile is not None:
+        return config
+    return with_values(config, {"model.compile": read_resolved(run_dir)["model"].get("compile")})
+
+
 def typed(values: Row, file: str) -> Config:
     """Return the configuration that was saved in a file.
 

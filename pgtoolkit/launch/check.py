@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
-from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
+from pgtoolkit.config.models import compilation
 from pgtoolkit.config.paths import absolute_paths, problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
@@ -302,8 +302,7 @@ def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
     gpu_bytes = gpu_memory()
     on_gpu = gpu_bytes is not None and config.trainer.device != "cpu"
     sections = [("Memory", [*memory.memory_lines(config, gpu_bytes)])]
-    compiles, reason = compilation(config, on_gpu)
-    sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
+    sections.append(("Compiled", [compilation(config.model, on_gpu)]))
     return sections
 
 

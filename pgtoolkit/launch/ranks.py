@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.assembly.continuing import resume_command
 from pgtoolkit.assembly.early_stop import stop_signals_recorded
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.saved import typed
+from pgtoolkit.config.saved import compiled_as_begun, typed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, as_storage_error
 from pgtoolkit.launch.sweep import refuse_another
@@ -323,6 +323,7 @@ def train_job(
         if read_status(directory).get("state") == "done":
             say(f"{shortest_path(directory)} is done: nothing is left to train")
             return
+        config = compiled_as_begun(config, directory)
     train_on_processes(Training(config, directory, has_begun, overrides, sweep))
 
 

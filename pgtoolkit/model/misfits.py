@@ -110,5 +110,5 @@ def unknown_parts(model: ModelSettings, kind: object) -> str | None:
         needs=f"a model of type {', '.join(MODEL_TYPES)}",
         got=kind,
         reason="The parts of other models are not known.",
-        use="model.compile=auto",
+        use="model.compile=false",
     )

@@ -127,7 +127,7 @@ class Rowwise:
                 self._compiled[key] = _compile(function, [_rows_like(x) for x in inputs])
             except TorchDynamoException as error:
                 raise ConfigError(
-                    "model.compile=auto or true needs a machine on which torch.compile works (got "
+                    "model.compile needs a machine on which torch.compile works (got "
                     f"{first_line(error)}). Norms, gates and rotary positions are compiled. Use "
                     "model.compile=false."
                 ) from error

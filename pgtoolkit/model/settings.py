@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from pgtoolkit.system.declared import (
     REQUIRED,
@@ -31,14 +31,11 @@ class NumberType(StrEnum):
     float16 = "float16"
 
 
-AutoOrBool = Any  # "auto", true or false: in YAML, the last two are no texts
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
-    compile: AutoOrBool = key()
+    compile: bool | None = key()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +46,10 @@ class TinyModelSettings(ModelSettings):
         help="Must stay false: all of this model computes in float32.",
         only_if="model.name=huggingface",
     )
-    compile: AutoOrBool = key(
-        default="auto",
-        help="Whether norms and activations are compiled (torch.compile); auto: no, since such a "
-        "small model gains nothing by it.",
+    compile: bool = key(
+        default=False,
+        help="Whether norms and activations are compiled (torch.compile). Such a small model gains "
+        "nothing by it.",
         **_CUT,
     )
     num_layers: int = key(
@@ -99,11 +96,11 @@ class HuggingFaceModelSettings(ModelSettings):
         help="Whether the LM head gives float32 logits where the rest is bfloat16 or float16, in "
         "training and in sampling: rounded logits are too coarse for GSPO's clip.",
     )
-    compile: AutoOrBool = key(
-        default="auto",
+    compile: bool | None = key(
+        default=None,
         help="Whether norms, gates and rotary positions are compiled (torch.compile), in training "
-        "and in sampling: steps are faster, after some 10 seconds at the start. auto: on a GPU, if "
-        "the run is long enough to pay for it, as pgtk check tells.",
+        "and in sampling: steps are faster, after some 10 seconds at the start; null: on a GPU, "
+        "for models of type gpt2, llama, mistral, qwen2 and qwen3.",
         **_CUT,
     )
     path: str = key(

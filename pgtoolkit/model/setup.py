@@ -98,12 +98,11 @@ def _compiled(policy: Policy, settings: TinyModelSettings | HuggingFaceModelSett
                 needs=f"a version of transformers that it knows ({compiled.TRANSFORMERS})",
                 got=version,
                 reason=reason,
-                use="model.compile=auto",
+                use="model.compile=false",
             )
         )
     log.warning(
-        f"model.compile=auto: off with transformers {version}. {reason} Known: "
-        f"{compiled.TRANSFORMERS}."
+        f"not compiled with transformers {version}. {reason} Known: {compiled.TRANSFORMERS}."
     )
     return policy
 

@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, TypeGuard, TypeVar
 
 from pgtoolkit.errors import StorageError, first_line, refused_by_disk
+from pgtoolkit.runs.former import overrides_without_auto_compile, without_auto_compile
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _Kind = TypeVar("_Kind")
@@ -33,12 +34,13 @@ TIME = "%Y-%m-%dT%H:%M:%S%z"
 
 def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
     """Return (configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    return read_resolved(run_dir), _read_yaml(Path(run_dir) / "overrides.yaml", list)
+    overrides = _read_yaml(Path(run_dir) / "overrides.yaml", list)
+    return read_resolved(run_dir), overrides_without_auto_compile(overrides, Path(run_dir))
 
 
 def read_resolved(run_dir: str | Path) -> dict:
     """Return the configuration of a run, from config.yaml."""
-    return _read_yaml(Path(run_dir) / "config.yaml", dict)
+    return without_auto_compile(_read_yaml(Path(run_dir) / "config.yaml", dict), Path(run_dir))
 
 
 def read_leaves(run_dir: Path) -> Row:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from pgtoolkit.model.settings import AutoOrBool
 from pgtoolkit.system.declared import (
     Declared,
     Dictionary,
     Option,
     key,
 )
+
+AutoOrBool = Any  # "auto", true or false: in YAML, the last two are no texts
 
 
 class MetricsLevel(StrEnum):

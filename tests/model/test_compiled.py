@@ -4,6 +4,7 @@ used by the runs that gain by it."""
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ from transformers.models.llama import modeling_llama
 from pgtoolkit.assembly.build import policy_of, reference_of
 from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document, MicroBatch, pack
-from pgtoolkit.config.compilation import compilation
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.models import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding, rowwise
 from pgtoolkit.model.policy import Policy
@@ -205,10 +207,11 @@ def num_replaced(policy: Policy) -> int:
 def test_the_copies_of_a_policy_compute_as_it_does(folder):
     """model.compile=true replaces nine modules: two layers with two norms, an MLP and an attention
     each, and the last norm."""
-    for value, count in (("true", 9), ("false", 0), ("auto", 0)):
+    for value, count in (("true", 9), ("false", 0), ("null", 0)):
         path = f"kl.reference={folder}"
-        chosen = config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path)
-        policy = policy_of(chosen, None, ONE_PROCESS, chosen)
+        settings = (f"model.compile={value}", "trainer.device=cpu")
+        chosen = config(folder, *settings, "kl=k3", "kl.coefficient=0.1", path)
+        policy = policy_of(chosen, None, ONE_PROCESS)
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
         assert [
@@ -231,10 +234,9 @@ def test_a_model_of_an_unknown_type_is_refused_or_left_as_it_is(tmp_path):
     with pytest.raises(
         ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"
     ):
-        policy_of(chosen, None, ONE_PROCESS, chosen)
-    left = config(tmp_path, "model.compile=auto")
-    for run in (left, None):
-        assert num_replaced(policy_of(left, None, ONE_PROCESS, run)) == 0
+        policy_of(chosen, None, ONE_PROCESS)
+    left = config(tmp_path, "model.compile=null")
+    assert num_replaced(policy_of(left, None, ONE_PROCESS)) == 0
 
 
 @pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
@@ -255,50 +257,55 @@ def test_a_module_that_transformers_computes_otherwise_is_refused_or_left_as_it_
             config(tmp_path, "model.compile=true").model, None, on_gpu=False, compiles=True
         )
     policy = build_policy(
-        config(tmp_path, "model.compile=auto").model, None, on_gpu=False, compiles=True
+        config(tmp_path, "model.compile=null").model, None, on_gpu=False, compiles=True
     )
     assert not policy.compiled
     assert num_replaced(policy) == 0
     assert f"Its {part} computes something else" in caplog.text
 
 
-QWEN = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+@pytest.mark.parametrize(
+    ("override", "kind", "on_gpu", "expected"),
+    [
+        ("null", "qwen2", True, "yes, since it makes steps on a GPU faster"),
+        ("null", "qwen2", False, "no, since only a GPU gains by it"),
+        ("null", "phi", True, "no, since the parts of a model of type phi are not known"),
+        (
+            "null",
+            None,
+            True,
+            "if the model is of type gpt2, llama, mistral, qwen2, qwen3, which loading it tells",
+        ),
+        ("true", "qwen2", False, "yes, as configured"),
+        ("false", "qwen2", True, "no, as configured"),
+    ],
+)
+def test_models_of_known_types_are_compiled_on_a_gpu_by_default(
+    tmp_path, override, kind, on_gpu, expected
+):
+    if kind is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert compilation(config(tmp_path, f"model.compile={override}").model, on_gpu) == expected
 
 
-def test_auto_compiles_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
-    """0.494e9 weights times 8 operations times 256 documents of 512 tokens take 1.7 s an update, at
-    3e14 operations a second."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    long_run = (
-        "accumulation.docs_per_step=256",
-        "rollout.prompts_per_batch=32",
-        "rollout.group_size=8",
-        "rollout.max_completion_length=512",
-        "accumulation.max_tokens=65536",
-        "trainer.max_steps=70",
-    )
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_compiles_by_default_and_the_tiny_model_does_not(folder):
+    assert num_replaced(policy_of(config(folder), None, ONE_PROCESS)) == 9
+    assert num_replaced(policy_of(config_of(), "0123456789=", ONE_PROCESS)) == 0
 
-    def compiles(on_gpu: bool, *overrides: str) -> bool:
-        return compilation(config_of(*with_model(tmp_path, *long_run, *overrides)), on_gpu)[0]
 
-    _, reason = compilation(config_of(*with_model(tmp_path, *long_run)), True)
-    assert "20 % of about 121 s of updates, each of up to 131072 tokens" in reason
-    assert compiles(True)
-    assert not compiles(False)
-    assert compiles(True, "trainer.max_steps=30")
-    assert not compiles(True, "trainer.max_steps=28")
-    assert not compiles(True, "parallelism.data_parallel=4")
-    assert not compiles(True, "accumulation.docs_per_step=64")
-    assert compiles(True, "accumulation=fixed", "accumulation.micro_batches_per_step=2")
-    assert compiles(False, "model.compile=true")
-    assert not compiles(True, "model.compile=false")
-    assert not compilation(config_of("model=tiny"), True)[0]
+@pytest.mark.parametrize(
+    ("overrides", "answer"),
+    [
+        (["model=tiny"], r"needs true or false \(got 'auto'\).* Use model.compile=false\."),
+        (
+            ["model=huggingface", "model.path=x/y"],
+            r"needs true or false or null \(got 'auto'\).* Use model.compile=null\.",
+        ),
+    ],
+)
+def test_auto_is_answered_with_the_default(overrides, answer):
+    problems = compose([*overrides, "model.compile=auto"]).problems
+    assert len(problems) == 1
+    assert re.fullmatch(f"model.compile=auto {answer}", problems[0])
+    assert compose([*overrides, re.findall(r"Use (\S+)\.$", problems[0])[0]]).problems == []

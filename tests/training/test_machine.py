@@ -67,6 +67,7 @@ def test_a_compiled_model_is_refused_without_a_compiler(capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     error = refusal_of_start(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
     assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in error
+    assert "Use model.compile=false." in error
 
 
 def test_a_check_of_the_defaults_imports_nothing_large():

@@ -1,4 +1,6 @@
-"""The first lines of a run name its sampler."""
+"""The first lines of a run name its model and its sampler."""
+
+from dataclasses import replace
 
 import pytest
 from builders.models import small_policy
@@ -31,3 +33,15 @@ def test_the_opening_ends_with_where_completions_are_sampled(overrides, sampler)
     ).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["model", "device", "sampler"]
     assert lines[-1].partition(" ")[2].strip() == sampler
+
+
+def test_the_opening_says_that_a_model_is_compiled():
+    config = config_of()
+    policy = small_policy("gpt2")
+    for compiled, ending in (
+        (False, "drawn from the seed"),
+        (True, "drawn from the seed, compiled"),
+    ):
+        used = replace(policy, compiled=compiled)
+        text = opening(config.model, config.rollout, config.sampler, used, False, ONE_PROCESS)
+        assert text.splitlines()[0].endswith(ending)
