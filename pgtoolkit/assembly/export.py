@@ -390,5 +390,5 @@ def _use_of_template(task: TaskSettings) -> str:
         messages.insert(0, {"role": "system", "content": system})
     arguments = {"add_generation_prompt": True, **getattr(task, "chat_arguments", {})}
     arguments |= {"return_tensors": "pt", "return_dict": True}
-    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"tokenizer.apply_chat_template({messages!r}, {given})"
+    keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"tokenizer.apply_chat_template({messages!r}, {keywords})"

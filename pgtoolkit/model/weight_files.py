@@ -106,21 +106,21 @@ def vocabularies_differ(
 def _check_weights(path: str, folder: Path, model_config: PretrainedConfig) -> None:
     """Raise ConfigError where files of weights are missing, cut off, or those of another model."""
     try:
-        found = _shapes_in(folder)
+        stored = _shapes_in(folder)
     except (OSError, ValueError) as error:
         pointer = isinstance(error, model_folder.PointerFile)
         reason = model_folder.POINTER if pointer else model_folder.CUT_OFF
         raise ConfigError(model_folder.refusal(path, _NEEDS, str(error), reason)) from error
-    if found is None or getattr(model_config, "quantization_config", None) is not None:
+    if stored is None or getattr(model_config, "quantization_config", None) is not None:
         return
-    lacks = _lacks(found, needed_shapes(model_config))
+    lacks = _lacks(stored, needed_shapes(model_config))
     if lacks:
         raise ConfigError(model_folder.refusal(path, _NEEDS, listed(lacks, 3), _FILLED_IN))
 
 
-def _lacks(found: Shapes, needed: Shapes) -> list[str]:
+def _lacks(stored: Shapes, needed: Shapes) -> list[str]:
     """Return in words which tensors are missing, or of another shape."""
-    here = {_plain_name(name): shape for name, shape in found.items()}
+    here = {_plain_name(name): shape for name, shape in stored.items()}
     missing = [f"no {name}" for name in sorted(needed) if _plain_name(name) not in here]
     others = {name: here.get(_plain_name(name), shape) for name, shape in needed.items()}
     return missing + [
@@ -182,16 +182,16 @@ def _shapes_of_index(index: Path) -> Shapes | None:
             f"{len(names) - len(missing)} of the {len(names)} files that {index.name} names, "
             f"without {listed(missing, 3)}"
         )
-    found: Shapes = {}
+    all_shapes: Shapes = {}
     for name in names:
         shapes = _shapes_of(index.parent / name)
         if shapes is None:
             return None
-        found |= shapes
-    lost = sorted(set(places) - set(found))
+        all_shapes |= shapes
+    lost = sorted(set(places) - set(all_shapes))
     if lost:
         raise ValueError(f"files without {listed(lost, 3)}, which {index.name} names")
-    return found
+    return all_shapes
 
 
 def _shapes_of(file: Path) -> Shapes | None:

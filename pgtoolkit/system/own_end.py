@@ -70,8 +70,8 @@ def _refusing(name: str, function: Callable[..., NoReturn]) -> Callable[..., NoR
         call = f"os.{name}({', '.join(repr(argument)[:60] for argument in arguments)})"
         if threading.current_thread() is threading.main_thread():
             raise OwnEnd(f"{call} would end the process in silence. Use raise or return")
-        where = "".join(traceback.format_stack(sys._getframe(1)))
-        say(f"pgtk: error: a thread of your code has called {call}:\n{where}", error=True)
+        call_stack = "".join(traceback.format_stack(sys._getframe(1)))
+        say(f"pgtk: error: a thread of your code has called {call}:\n{call_stack}", error=True)
         flush_streams()
         really_exit(PgtoolkitError.exit_status)
 

@@ -58,10 +58,10 @@ def own_settings(settings: Mapping[str, object] | None = None) -> Iterator[None]
 
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        own: dict[Any, Any] = {**matplotlib.rcParamsDefault, "text.parse_math": False}
-        del own["backend"]
-        own.update(settings or {})
-        matplotlib.rcParams.update(own)
+        parameters: dict[Any, Any] = {**matplotlib.rcParamsDefault, "text.parse_math": False}
+        del parameters["backend"]
+        parameters.update(settings or {})
+        matplotlib.rcParams.update(parameters)
         yield
 
 

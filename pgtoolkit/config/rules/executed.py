@@ -197,10 +197,10 @@ def _netrc_with_key(address: str) -> list[str]:
     if not path.is_file() and not os.environ.get("NETRC"):
         path = Path.home() / "_netrc"
     try:
-        found = netrc.netrc(path).authenticators(urlsplit(address).netloc)
+        login = netrc.netrc(path).authenticators(urlsplit(address).netloc)
     except (OSError, ValueError, netrc.NetrcParseError):
         return []
-    return [f"{path}"] if found is not None and found[2] else []
+    return [f"{path}"] if login is not None and login[2] else []
 
 
 _MLFLOW_CREDENTIALS = (
