@@ -220,8 +220,8 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
 def damaged(path: Path, problem: str) -> str:
     """Return the message for a checkpoint that does not hold what pgtk writes there."""
     return (
-        f"the checkpoint {path} is damaged: {problem}. Delete it; pgtk resume then continues from "
-        "the one before."
+        f"the checkpoint {path} is damaged: {problem}. Delete its {_MANIFEST}; pgtk resume then "
+        "sets the folder aside and continues from the one before."
     )
 
 
