@@ -16,7 +16,7 @@ test: $(FOR_TESTS)
 	$(PYTEST) --cpu-seconds=480 -m "not slow and not mutants"
 
 test-all: $(FOR_TESTS)
-	$(PYTEST) --cpu-seconds=895 -m "not mutants"
+	$(PYTEST) --cpu-seconds=849 -m "not mutants"
 
 mutants: $(FOR_TESTS)
 	$(PYTEST) -m mutants

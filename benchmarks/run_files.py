@@ -51,7 +51,7 @@ from pgtoolkit.assembly.summary import run_summary
 path = Path(sys.argv[1])
 recorded = read_metrics(path / "metrics.jsonl")
 plot_curves(recorded, path / "curves.png", "run")
-run_summary(recorded, path, None)
+run_summary(recorded, path)
 """
 
 

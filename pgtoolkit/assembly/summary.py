@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import counterpart_command, has_counterpart, resume_command
@@ -16,21 +16,14 @@ from pgtoolkit.runs.records import (
 )
 from pgtoolkit.runs.series import Columns, final, first, values
 from pgtoolkit.system.report import plural, shell_path
-from pgtoolkit.tracking.next_commands import ui_url
-from pgtoolkit.tracking.progress import entry, mlflow_entries, sparkline
+from pgtoolkit.tracking.progress import entry, sparkline
+from pgtoolkit.tracking.record import Record
 
 
-def run_summary(
-    metrics: Columns,
-    run_dir: Path,
-    mlflow: dict[str, str] | None,
-    records: Iterable[tuple[str, str]] = (),
-) -> str:
+def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ()) -> str:
     """Return the last lines of a run: its curves in short, its files, and what to type next.
 
     metrics: the columns of metrics.jsonl.
-    mlflow: `MlflowTracker.info`, or None without MLflow.
-    records: other trackers, each with the command or the address that shows its record.
     """
     config = read_resolved(run_dir)
     status = read_status(run_dir)
@@ -48,16 +41,14 @@ def run_summary(
     curves = Path(run_dir) / "curves.png"
     if curves.exists():
         entries.append(entry("curves", shell_path(curves)))
-    if mlflow:
-        entries += mlflow_entries(mlflow)
-    entries += [entry(label, command) for label, command in records]
+    for record in records:
+        entries += record.entries()
     overrides = _overrides_to_continue(metrics, config, reason)
     entries.append(entry("resume", resume_command(run_dir, overrides)))
     comparisons = []
     if has_counterpart(run_dir):
         comparisons.append(counterpart_command(run_dir))
-    if mlflow:
-        comparisons.append(ui_url(mlflow["uri"], mlflow["experiment_id"]))
+    comparisons += filter(None, (record.charts() for record in records))
     labels = ["compare", ""]
     entries += [entry(label, text) for label, text in zip(labels, comparisons, strict=False)]
     return "\n".join([*filter(None, lines), *entries])

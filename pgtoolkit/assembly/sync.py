@@ -14,7 +14,7 @@ from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 
 def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -> str:
@@ -53,22 +53,20 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
         check_rows(run.path)
         state = status.get("state", "failed")
-        tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
-        tracker.start(
+        record = MlflowRecord(uri, experiment or tracking.get("experiment") or "pgtoolkit")
+        record.start(
             run.path,
             description_of(run.path),
             "Nothing was lost: the run directory keeps it. Try again when the store answers.",
         )
         # The status of a killed run is still `running`. Without a limit, the rest is delivered as
         # long as the store answers.
-        missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
+        missing = record.finish("interrupted" if state == "running" else state, limited=False)
     if missing:
         raise StorageError(
             f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}: "
-            f"{tracker.last_failure or 'it took too long'}. Repeat pgtk sync after that."
+            f"{record.last_failure or 'it took too long'}. Repeat pgtk sync after that."
         )
-    rows = tracker.rows_delivered
+    rows = record.rows_delivered
     delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
-    return (
-        f"{shell_path(run_dir)}: {delivered} ({tracker.info['uri']}, run {tracker.info['run_id']})"
-    )
+    return f"{shell_path(run_dir)}: {delivered} ({record.info['uri']}, run {record.info['run_id']})"

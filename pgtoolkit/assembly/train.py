@@ -42,9 +42,9 @@ from pgtoolkit.system.pictures import saying_why_not_drawn
 from pgtoolkit.system.safe_text import legible
 from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.curves import plot_curves
-from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
-from pgtoolkit.tracking.progress import entry, mlflow_entries
+from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
+from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.settings import TrackingSettings
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.callbacks import own_parts
@@ -53,8 +53,6 @@ from pgtoolkit.training.fit import run_steps
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")
-
-Tracker = MlflowTracker | LoggerRecord
 
 
 def train(
@@ -73,7 +71,7 @@ def train(
     layout: of all processes. Each of them calls this function, but only rank 0 writes and logs.
     Raises a PgtoolkitError, which carries the exit status. status.json of the run says the same.
     """
-    trackers: list[Tracker] = []
+    records: list[Record] = []
     outcome = "failed"
     reason = None
     with contextlib.ExitStack() as opened:
@@ -84,7 +82,7 @@ def train(
             if run is not None:
                 # A damaged checkpoint after this step does not count: it is written anew.
                 run.set_status("running", recorder.step, sweep=sweep, saved=recorder.step)
-            _train_steps(config, run, recorder, trackers, checkpoint, layout, folder, resume)
+            _train_steps(config, run, recorder, records, checkpoint, layout, folder, resume)
             outcome, reason = _outcome(config.trainer.max_steps, config.rollout, recorder)
         except (KeyboardInterrupt, SystemExit) as stop:
             # Lightning raises SystemExit for a KeyboardInterrupt.
@@ -118,7 +116,7 @@ def train(
         finally:
             if run is not None:
                 with _ignoring_sigterm(layout):
-                    _finish(run, recorder, trackers, outcome, reason)
+                    _finish(run, recorder, records, outcome, reason)
         if outcome == "interrupted":
             raise Interrupted(
                 f"stopped as asked ({reason}) after step {recorder.step}; saved up to step "
@@ -141,7 +139,7 @@ def _train_steps(
     config: Config,
     run: RunDirectory | None,
     recorder: Recorder,
-    trackers: list[Tracker],
+    records: list[Record],
     checkpoint: dict | None,
     layout: Layout,
     folder: Path,
@@ -149,7 +147,7 @@ def _train_steps(
 ) -> None:
     """Build what the run needs, and train until its end or until it is stopped.
 
-    trackers: gets those that are started.
+    records: gets those that are started.
     """
     if layout.world_size > 1:
         sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
@@ -173,13 +171,9 @@ def _train_steps(
                 recorder.completions = KeptCompletions(
                     run.path, num_kept, loader.source.prompt, module.policy.tokenizer, recorder.step
                 )
-            _start_trackers(config.tracking, run, trackers)
-            for tracker in trackers:
-                if isinstance(tracker, MlflowTracker):
-                    lines = mlflow_entries(tracker.info)
-                else:
-                    lines = [entry(tracker.title, tracker.shown_by)]
-                log.info("\n".join(lines))
+            _start_records(config.tracking, run, records)
+            for record in records:
+                log.info("\n".join(record.entries()))
         if recorder.step < config.trainer.max_steps or module.evaluator is not None:
             run_steps(
                 module,
@@ -227,41 +221,42 @@ def _why_the_data_ended(rollout: RolloutSettings) -> str:
     return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
-def _start_trackers(settings: TrackingSettings, run: RunDirectory, started: list[Tracker]) -> None:
-    """Start the configured trackers, and add each to `started`.
+def _start_records(settings: TrackingSettings, run: RunDirectory, started: list[Record]) -> None:
+    """Start the records in the configured trackers, and add each to `started`.
 
     So those that were started can be closed if a later one fails.
     """
     for name in (settings.name, *settings.also):
-        if name == "mlflow":
-            assert settings.experiment is not None
-            tracker = MlflowTracker(settings.uri, settings.experiment, settings.system_metrics)
-            advice = "Start the server or mend tracking.uri"
-        elif name == "wandb":
-            assert settings.experiment is not None
-            tracker = WandbRecord(settings.experiment, settings.system_metrics)
-            advice = "Use WANDB_MODE=offline"
-        elif name == "tensorboard":
-            tracker = TensorBoardRecord()
-            advice = "Mend that"
-        else:
+        if name == "none":
             return
-        advice += ", or use tracking=none to keep metrics in the run directory only."
-        tracker.start(run.path, description_of(run.path), f"Training has not started. {advice}")
-        started.append(tracker)
-        if isinstance(tracker, MlflowTracker):
-            run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
+        record = _record_in(name, settings)
+        record.start(
+            run.path,
+            description_of(run.path),
+            f"Training has not started. {record.remedy}, or use tracking=none to keep metrics in "
+            "the run directory only.",
+        )
+        started.append(record)
+        run.set_status("running", read_status(run.path)["step"], mlflow=record.info)
+
+
+def _record_in(tracker: str, settings: TrackingSettings) -> Record:
+    if tracker == "tensorboard":
+        return TensorBoardRecord()
+    assert settings.experiment is not None
+    if tracker == "wandb":
+        return WandbRecord(settings.experiment, settings.system_metrics)
+    return MlflowRecord(settings.uri, settings.experiment, settings.system_metrics)
 
 
 def _finish(
-    run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outcome: str, reason: str | None
+    run: RunDirectory, recorder: Recorder, records: list[Record], outcome: str, reason: str | None
 ) -> None:
     """Write the final status, curves and summary.
 
     A failure here is logged, and never hides the error that ended the run.
     """
     metrics: Columns = {"step": np.empty(0)}
-    missing_of = {}
     try:
         try:
             run.set_status(outcome, recorder.step, reason)
@@ -276,20 +271,15 @@ def _finish(
                 plot_curves(metrics, curves, legible(run.path.name))
     finally:
         # Also where a signal stops the drawing, trackers get how the run has ended.
-        for tracker in trackers:
-            missing_of[tracker] = ", ".join(tracker.finish(outcome))
-    mlflow = None
-    records = []
-    for tracker in trackers:
-        missing = missing_of[tracker]
-        if isinstance(tracker, MlflowTracker):
-            mlflow = tracker.info
-            if missing:
-                command = sync_command(run.path, tracker.uri)
-                log.warning(f"MLflow lacks {missing} of this run. Deliver them with: {command}")
-        else:
-            records.append((tracker.title, tracker.shown_by))
-            if missing:
-                log.warning(f"{tracker.title} lacks {missing} of this run, since it took too long.")
+        missing_parts = [record.finish(outcome) for record in records]
+    for record, missing in zip(records, missing_parts, strict=True):
+        if missing:
+            uri = record.info.get("uri")
+            advice = (
+                f"Deliver them with: {sync_command(run.path, uri)}"
+                if uri
+                else "A resumed run delivers them."
+            )
+            log.warning(f"{record.title} lacks {', '.join(missing)} of this run. {advice}")
     if outcome == "done":
-        log.info(run_summary(metrics, run.path, mlflow, records))
+        log.info(run_summary(metrics, run.path, records))

@@ -154,7 +154,7 @@ class RunDirectory:
         step: optimizer steps done.
         reason: why the run is in this state.
         The others keep their earlier values where they are None:
-        mlflow: `MlflowTracker.info`.
+        mlflow: `MlflowRecord.info`.
         sweep: the name of the sweep that the run belongs to.
         saved: the step of the newest checkpoint.
         parent: the run that this one continues, and the step.

@@ -1,21 +1,15 @@
-"""Describes a run to trackers, from its directory alone: its settings, and its rows as metrics."""
+"""Describes a run to trackers, from its directory alone: its settings, and its rows as points."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pgtoolkit.runs.records import Row
-from pgtoolkit.tracking.store import parameter_name
-
-if TYPE_CHECKING:
-    from mlflow.entities import Metric
-
-Item = TypeVar("Item")
 
 LONGEST_TAG = 4000
 
@@ -47,74 +41,88 @@ class Description(NamedTuple):
     tags: dict[str, str]
 
 
-class RowFile(Generic[Item]):
+class Point(NamedTuple):
+    """Metrics of a row at one position of an axis.
+
+    position: a step, or with `over_documents` a number of documents.
+    time: of the row, in milliseconds; so a row that is sent to MLflow twice counts once.
+    """
+
+    position: int
+    time: int
+    metrics: dict[str, float]
+    over_documents: bool = False
+
+
+class RowFile:
     """A file of rows, and how much of it was delivered to a tracker.
 
     delivered: for each set of prompts, or None for metrics, the last step that the tracker has.
-    items_of: turns a row into the items that the tracker takes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        delivered: Mapping[str | None, int],
-        items_of: Callable[[Row], list[Item]],
-    ):
+    def __init__(self, path: Path, delivered: Mapping[str | None, int]):
         self.offset = 0
         self.last_time: int | None = None  # of the last row, in milliseconds
         self._path = path
         self._delivered = delivered
-        self._items_of = items_of
 
-    def next_batch(self) -> tuple[int, list[Item], int]:
+    def next_batch(self) -> tuple[int, list[Point], int]:
         """Return rows from the current offset on, no more than a tracker takes at once.
 
-        Returns the number of rows with new items, their items, and the offset after them.
+        Returns the number of rows with new points, their points, and the offset after them.
         """
         num_rows = 0
-        items: list[Item] = []
+        num_metrics = 0
+        points: list[Point] = []
         offset = self.offset
         if not self._path.exists():
-            return num_rows, items, offset
+            return num_rows, points, offset
         with self._path.open("rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # still being written
-                time, new_items = self._new_items(line)
-                if items and len(items) + len(new_items) > _METRICS_PER_CALL:
+                time, new_points = self._new_points(line)
+                num_metrics += sum(len(point.metrics) for point in new_points)
+                if points and num_metrics > _METRICS_PER_CALL:
                     break
-                items += new_items
-                num_rows += bool(new_items)
+                points += new_points
+                num_rows += bool(new_points)
                 offset += len(line)
                 self.last_time = time or None
-        return num_rows, items, offset
+        return num_rows, points, offset
 
-    def _new_items(self, line: bytes) -> tuple[int, list[Item]]:
-        """Return the time of a row, in milliseconds, and its items that are not delivered yet."""
+    def _new_points(self, line: bytes) -> tuple[int, list[Point]]:
+        """Return the time of a row, in milliseconds, and its points that are not delivered yet."""
         begin = _BEGIN.match(line)
         if begin and int(begin[1]) <= self._delivered.get(None, -1):
             # Not parsed, since there may be half a million of them.
             return _milliseconds({"time": float(begin[2])}), []
         row = json.loads(line)
         is_new = row["step"] > self._delivered.get(row.get("set"), -1)
-        return _milliseconds(row), self._items_of(row) if is_new else []
+        return _milliseconds(row), _points_of(row) if is_new else []
 
 
-def metrics_of(row: Row) -> list[Metric]:
-    """Return the metrics of a row of metrics.jsonl, some of them also over the documents seen."""
-    metrics = _as_metrics(row, row["step"], values_of(row, row))
-    if "documents_seen" in row:
-        metrics += _as_metrics(row, row["documents_seen"], by_documents_of(row))
-    return metrics
+def _points_of(row: Row) -> list[Point]:
+    """Return the points of a row of metrics.jsonl or evaluations.jsonl that have a finite metric.
+
+    Some metrics of a step are also over the documents seen.
+    """
+    time = _milliseconds(row)
+    if "set" in row:
+        points = [Point(row["step"], time, _evaluation_values_of(row))]
+    else:
+        points = [Point(row["step"], time, _values_of(row, row))]
+        if "documents_seen" in row:
+            by_documents = {
+                f"{name}_by_documents": value
+                for name, value in _values_of(row, BY_DOCUMENTS).items()
+            }
+            points.append(Point(row["documents_seen"], time, by_documents, over_documents=True))
+    return [point for point in points if point.metrics]
 
 
-def evaluation_metrics_of(row: Row) -> list[Metric]:
-    """Return the metrics of a row of evaluations.jsonl, by `evaluation_values_of`."""
-    return _as_metrics(row, row["step"], evaluation_values_of(row))
-
-
-def evaluation_values_of(row: Row) -> dict[str, float]:
+def _evaluation_values_of(row: Row) -> dict[str, float]:
     """Return the values of a row of evaluations.jsonl, named evaluation/SET/NAME.
 
     In the names pass@k becomes pass_at_k.
@@ -124,30 +132,17 @@ def evaluation_values_of(row: Row) -> dict[str, float]:
     }
     return {
         EVALUATION.format(row["set"], name): value
-        for name, value in values_of(measured, measured).items()
+        for name, value in _values_of(measured, measured).items()
     }
 
 
-def by_documents_of(row: Row) -> dict[str, float]:
-    """Return the values that are logged over the documents seen, under their names there."""
-    return {f"{name}_by_documents": value for name, value in values_of(row, BY_DOCUMENTS).items()}
-
-
-def values_of(row: Row, names: Iterable[str]) -> dict[str, float]:
+def _values_of(row: Row, names: Iterable[str]) -> dict[str, float]:
     """Return the finite values of these names, as far as the row has them."""
     return {
         name: row[name]
         for name in names
         if name in row and name not in ("step", "time") and math.isfinite(row[name])
     }
-
-
-def _as_metrics(row: Row, step: int, values: dict[str, float]) -> list[Metric]:
-    """Return MLflow's metrics at the time of the row, so that a row sent twice counts once."""
-    from mlflow.entities import Metric
-
-    time = _milliseconds(row)
-    return [Metric(parameter_name(name), value, time, step) for name, value in values.items()]
 
 
 def _milliseconds(row: Row) -> int:

@@ -1,29 +1,19 @@
-"""Records of a run in Weights & Biases and TensorBoard, by a thread that calls Lightning's
-loggers."""
+"""Records of a run in Weights & Biases and TensorBoard, by Lightning's loggers."""
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import textwrap
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.records import Row, read_evaluations
+from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.runs.series import final, read_metrics, values
-from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import shell_path
-from pgtoolkit.tracking.description import (
-    Description,
-    RowFile,
-    by_documents_of,
-    evaluation_values_of,
-    values_of,
-)
+from pgtoolkit.tracking.description import Description, Point
+from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.wandb_settings import OFFLINE, settings_of_user
 
 if TYPE_CHECKING:
@@ -32,119 +22,42 @@ if TYPE_CHECKING:
 TENSORBOARD_FOLDER = "tensorboard"
 """The folder of TensorBoard's files in a run directory."""
 
-Point = tuple[int, dict[str, float]]
-"""A step, and the metrics at it."""
-
-_SECONDS_BETWEEN_DELIVERIES = 1.0
 _SECONDS_TO_START = 10.0
 _SECONDS_TO_FINISH = 30.0
 # wandb itself uses 255 for Ctrl-C.
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 _IN_THE_SUMMARY = ("reward", "exact_match", "loss")
 
-_log = logging.getLogger("pgtoolkit")
 
+class LoggerRecord(Record):
+    """A record of one run by one of Lightning's loggers.
 
-class LoggerRecord:
-    """A record of one run by one of Lightning's loggers, which follows the run directory.
-
-    The directory is the only source, as for `MlflowTracker`: about once a second a thread reads
-    what is appended to its metrics.jsonl and evaluations.jsonl. When a run is resumed, a record in
-    its directory is written again from the first step: so it has each step once, whatever a kill
-    has left of it. A server does not get its rows again. A logger that raises an error ends its
-    record with a note, but never the training.
+    When a run is resumed, a record in its directory is written again from the first step: so it has
+    each step once, whatever a kill has left of it. A server does not get its rows again.
     """
 
-    title: ClassVar[str]
-    """The name of the record in messages."""
-
-    shown_by: str
-    """The command to type, or the address to open, to see the record."""
+    tries_again = False
 
     _logger: Logger
 
-    def start(self, run_dir: Path, description: Description, consequence: str = "") -> None:
-        """Open the record of a directory, which has config.yaml and status.json, and deliver rows.
+    def _send(self, points: list[Point]) -> None:
+        for point in points:
+            self._logger.log_metrics(point.metrics, point.position)
 
-        On a resume it is called after `drop_metrics_after`. Raises StorageError, whose message ends
-        with `consequence`, where the logger cannot be opened.
-        """
-        self._run_dir = Path(run_dir)
-        try:
-            last_step = self._open(description)
-        except Exception as error:  # each library raises errors of its own
-            raise StorageError(
-                f"{self.title} failed: {_in_one_line(error)}. {consequence}"
-            ) from error
-        delivered: dict[str | None, int] = {None: last_step}
-        # The evaluation of a step comes after its metrics, so that of the last step may not have
-        # arrived.
-        sets = {row["set"] for row in read_evaluations(self._run_dir)}
-        delivered_of_sets = dict.fromkeys(sets, last_step - 1)
-        self._files = (
-            RowFile(self._run_dir / "metrics.jsonl", delivered, self._points),
-            RowFile(self._run_dir / "evaluations.jsonl", delivered_of_sets, _evaluation_points),
-        )
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._deliver_until_ended, name=self.title, daemon=True
-        )
-        self._thread.start()
+    def _last_parts(self) -> dict[str, Callable[[], None]]:
+        return {"the summary": self._send_summary, **super()._last_parts()}
 
-    def finish(self, state: str) -> list[str]:
-        """Deliver the rest and close the record; return the names of parts that came too late.
+    def _send_summary(self) -> None:
+        """Send the means over the last tenth of a run's steps, at its last step."""
+        metrics = read_metrics(self._run_dir / "metrics.jsonl", _IN_THE_SUMMARY)
+        if not len(metrics["step"]):
+            return
+        series = {name: values(metrics, name) for name in _IN_THE_SUMMARY}
+        means = {f"final/{name}": final(column) for name, column in series.items() if column}
+        self._send([Point(int(metrics["step"][-1]), 0, means)])
 
-        state: done, failed or interrupted.
-        """
-        self._state = state
-        self._ended.set()
-        self._thread.join(2 * _SECONDS_TO_FINISH)
-        return ["the end of the run"] if self._thread.is_alive() else []
-
-    def _open(self, description: Description) -> int:
-        """Make `_logger`, set `shown_by`, and return the last step that the record has."""
-        raise NotImplementedError
-
-    def _points(self, row: Row) -> list[Point]:
-        """Return the points for a row of metrics.jsonl."""
-        return [(row["step"], values_of(row, row))]
-
-    def _log_points(self, points: Iterable[Point]) -> None:
-        for step, metrics in points:
-            self._logger.log_metrics(metrics, step)
-
-    def _flush(self) -> None:
-        """Write what was logged so that other processes can read it."""
-
-    def _close(self) -> None:
-        raise NotImplementedError
-
-    def _deliver_until_ended(self) -> None:
-        try:
-            while True:
-                is_last = self._ended.is_set()
-                for file in self._files:
-                    self._deliver(file)
-                self._flush()
-                if is_last:
-                    self._log_points(_summary(self._run_dir))
-                    self._close()
-                    return
-                self._ended.wait(_SECONDS_BETWEEN_DELIVERIES)
-        except Exception as error:  # whatever the library raises, training continues
-            _log.warning(
-                f"note: {self.title} failed and gets no more rows of this run: "
-                f"{_in_one_line(error)}. Nothing is lost: metrics are kept in "
-                f"{shell_path(self._run_dir / 'metrics.jsonl')}, and a resumed run delivers them."
-            )
-
-    def _deliver(self, file: RowFile[Point]) -> None:
-        while True:
-            _, points, offset = file.next_batch()
-            self._log_points(points)
-            if offset == file.offset:
-                return
-            file.offset = offset
+    def _seconds_to_finish(self) -> float:
+        return 2 * _SECONDS_TO_FINISH
 
 
 class WandbRecord(LoggerRecord):
@@ -158,12 +71,14 @@ class WandbRecord(LoggerRecord):
     """
 
     title = "wandb"
+    remedy = "Use WANDB_MODE=offline"
 
     def __init__(self, project: str, system_metrics: bool):
+        super().__init__()
         self._project = project
         self._measures_system = system_metrics
 
-    def _open(self, description: Description) -> int:
+    def _open(self, description: Description) -> tuple[int, Mapping[str | None, int]]:
         import wandb  # pyright: ignore[reportMissingImports]  (an extra)
         from lightning.pytorch.loggers import WandbLogger
 
@@ -204,12 +119,20 @@ class WandbRecord(LoggerRecord):
         folder = Path(self._run.dir).parent
         if of_user.mode not in OFFLINE:
             self.shown_by = self._run.url or ""
-            return int(self._run.summary.get("trainer/global_step") or 0)
+            last_step = int(self._run.summary.get("trainer/global_step") or 0)
+            # The evaluation of a step comes after its metrics, so that of the last step may not
+            # have arrived.
+            sets = {row["set"] for row in read_evaluations(self._run_dir)}
+            return last_step, dict.fromkeys(sets, last_step - 1)
         for earlier in folder.parent.glob(f"offline-run-*-{self._run.id}"):
             if earlier != folder:
                 shutil.rmtree(earlier)
         self.shown_by = f"wandb sync {shell_path(folder)}"
-        return 0
+        return 0, {}
+
+    def _send(self, points: list[Point]) -> None:
+        # Steps are wandb's only axis.
+        super()._send([point for point in points if not point.over_documents])
 
     def _close(self) -> None:
         self._run.finish(exit_code=_EXIT_CODES[self._state])
@@ -219,9 +142,11 @@ class TensorBoardRecord(LoggerRecord):
     """TensorBoard's files in the run directory."""
 
     title = "TensorBoard"
+    remedy = "Mend that"
+
     _logger: TensorBoardLogger
 
-    def _open(self, description: Description) -> int:
+    def _open(self, description: Description) -> tuple[int, Mapping[str | None, int]]:
         from lightning.pytorch.loggers import TensorBoardLogger
 
         # TensorBoard drops what earlier processes have written, from the step `purge_step` on.
@@ -235,28 +160,22 @@ class TensorBoardRecord(LoggerRecord):
         self._settings = description.settings
         self.shown_by = f"tensorboard --logdir {shell_path(self._run_dir / TENSORBOARD_FOLDER)}"
         self._logger.experiment.flush()  # so that an error is raised before training
-        return 0
+        return 0, {}
 
-    def _points(self, row: Row) -> list[Point]:
-        points = super()._points(row)
-        if "documents_seen" in row:
-            points.append((row["documents_seen"], by_documents_of(row)))
-        return points
-
-    def _log_points(self, points: Iterable[Point]) -> None:
-        self._check_folder()
-        for step, metrics in points:
-            if self._settings:
-                # TensorBoard shows hyperparameters together with the last values of the metrics
-                # that are logged with them.
-                self._logger.log_hyperparams(self._settings, metrics, step)
-                self._settings = {}
-            else:
-                self._logger.log_metrics(metrics, step)
-
-    def _flush(self) -> None:
+    def _after_rows(self) -> None:
+        # So that other processes can read it.
         self._check_folder()
         self._logger.experiment.flush()
+
+    def _send(self, points: list[Point]) -> None:
+        self._check_folder()
+        if self._settings:
+            # TensorBoard shows hyperparameters together with the last values of the metrics that
+            # are logged with them.
+            first, *points = points
+            self._logger.log_hyperparams(self._settings, first.metrics, first.position)
+            self._settings = {}
+        super()._send(points)
 
     def _check_folder(self) -> None:
         """Raise StorageError where the folder is gone.
@@ -269,22 +188,3 @@ class TensorBoardRecord(LoggerRecord):
 
     def _close(self) -> None:
         self._logger.finalize("success" if self._state == "done" else "failed")
-
-
-def _evaluation_points(row: Row) -> list[Point]:
-    return [(row["step"], evaluation_values_of(row))]
-
-
-def _summary(run_dir: Path) -> list[Point]:
-    """Return the means over the last tenth of a run's steps, at its last step."""
-    metrics = read_metrics(run_dir / "metrics.jsonl", _IN_THE_SUMMARY)
-    if not len(metrics["step"]):
-        return []
-    series = {name: values(metrics, name) for name in _IN_THE_SUMMARY}
-    means = {f"final/{name}": final(column) for name, column in series.items() if column}
-    return [(int(metrics["step"][-1]), means)]
-
-
-def _in_one_line(error: Exception) -> str:
-    message = " ".join(redact(str(error)).split()) or type(error).__name__
-    return textwrap.shorten(message, 300, placeholder=" …").rstrip(".")

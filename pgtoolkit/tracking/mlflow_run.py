@@ -1,22 +1,21 @@
-"""MLflow as a replica of the run directory: delivered by a thread, completed by `pgtk sync`."""
+"""The record of a run in MLflow, which `pgtk sync` completes."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import re
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.runs.records import TIME, Row, read_status
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking import description, store
-from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
+from pgtoolkit.tracking import next_commands, store
+from pgtoolkit.tracking.description import EVALUATION, Description, Point
+from pgtoolkit.tracking.progress import entry
+from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.store_address import absolute_uri
 
 if TYPE_CHECKING:
@@ -40,84 +39,67 @@ _IN_EACH_ROW = ("documents_seen", "loss")
 transaction."""
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
-_SECONDS_BETWEEN_DELIVERIES = 1.0
-_LONGEST_PAUSE = 30.0
 _END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
-_log = logging.getLogger("pgtoolkit")
 
+class MlflowRecord(Record):
+    """A run in MLflow, known by its tag `pgtk.id`.
 
-class MlflowTracker:
-    """An MLflow run that follows a run directory.
-
-    The directory is the only source: a thread delivers what is appended to its metrics.jsonl, in
-    batches, within about a second. While the store does not answer, training continues and the
-    thread tries again. The next `start` for the same directory delivers what is still missing. Rows
-    arrive in order, so the last step that the store has shows which are missing. The run is known
-    by its tag `pgtk.id`.
+    Rows arrive in order, so the last step that the store has shows which are missing. MLflow's
+    parameters never change: a continued run keeps its first ones, and drift.jsonl has the changes.
+    A store that is too busy at the start is asked again for some time, see `patiently`.
 
     uri: an MLflow tracking URI; None: `sqlite:///outputs/mlflow.db` below the current directory,
         with artifacts in outputs/artifacts.
     experiment: its name; made if there is none.
     system_metrics: whether MLflow measures the machine.
+
+    Once it is started, `info` has uri, experiment_id and run_id.
     """
 
+    title = "MLflow"
+    remedy = "Start the server or mend tracking.uri"
+
     def __init__(self, uri: str | None, experiment: str, system_metrics: bool = False):
+        super().__init__()
         self.uri = absolute_uri(uri)
         self.experiment = experiment
-        self.info: dict[str, str] = {}
-        self.rows_delivered = 0
-        self.last_failure = ""
         self._measures_system = system_metrics
         self._system: SystemMetricsMonitor | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._first_artifacts = _FIRST_ARTIFACTS
 
-    def start(
-        self, run_dir: Path, described: description.Description, consequence: str = ""
-    ) -> None:
-        """Open or make the MLflow run of this directory, and begin to deliver.
+    def entries(self) -> list[str]:
+        command = next_commands.ui_command(self.info["uri"])
+        page = next_commands.ui_url(
+            self.info["uri"], self.info["experiment_id"], self.info["run_id"]
+        )
+        if command is None:
+            return [entry(self.title, page)]
+        return [entry(self.title, command), entry("", page)]
 
-        The directory has its config.yaml and status.json. MLflow's parameters never change: a
-        continued run keeps its first ones, and drift.jsonl has the changes. On a resume it is
-        called after `drop_metrics_after`. Afterwards `info` has uri, experiment_id and run_id.
+    def charts(self) -> str:
+        return next_commands.ui_url(self.info["uri"], self.info["experiment_id"])
 
-        Raises StorageError, whose message ends with `consequence`: at once if the store refuses,
-        and after some time, see `patiently`, if it does not answer.
-        """
-        self._run_dir = Path(run_dir)
+    def _open(self, description: Description) -> tuple[int, Mapping[str | None, int]]:
         status = read_status(self._run_dir)
-        with store.raising_storage_errors(self.uri, consequence):
-            run = store.patiently(self.uri, lambda: self._open(described, status))
+        run = store.patiently(self.uri, lambda: self._open_run(description, status))
         self.info = {
             "uri": redact(self.uri),
             "experiment_id": run.info.experiment_id,
             "run_id": self._run_id,
         }
+        if self._measures_system:
+            self._system = _system_monitor(self._run_id, self.uri)
         steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        delivered: dict[str | None, int] = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
-        delivered_of_sets: dict[str | None, int] = {}
-        name_of_average = re.compile(description.EVALUATION.format("(.*)", "avg"))
+        name_of_average = re.compile(EVALUATION.format("(.*)", "avg"))
+        last_of_sets: dict[str | None, int] = {}
         for name, step in steps.items():
             match = name_of_average.fullmatch(name)
             if match:
-                delivered_of_sets[match[1]] = step
-        self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)
-        evaluations_path = self._run_dir / "evaluations.jsonl"
-        self._files = [
-            self._metrics,
-            RowFile(evaluations_path, delivered_of_sets, evaluation_metrics_of),
-        ]
-        self._thread = threading.Thread(
-            target=self._deliver_until_stopped, name="mlflow", daemon=True
-        )
-        self._thread.start()
-        if self._measures_system:
-            self._system = _system_monitor(self._run_id, self.uri)
-        # The interpreter does not wait for a daemon thread, which may still have rows to deliver.
-        atexit.register(self.finish, "failed")
+                last_of_sets[match[1]] = step
+        return max(steps.get(name, 0) for name in _IN_EACH_ROW), last_of_sets
 
-    def _open(self, run_description: description.Description, status: Row) -> MlflowRun:
+    def _open_run(self, description: Description, status: Row) -> MlflowRun:
         """Return the directory's MLflow run, from any experiment of the store, or a new one.
 
         The tag `pgtk.id` shows which run it is, even if a killed process could not record its
@@ -140,121 +122,62 @@ class MlflowTracker:
                 start_time = int(1000 * datetime.strptime(status["started"], TIME).timestamp())
             first_tags = {"pgtk.id": status["id"]} if status.get("id") else {}
             run = self._client.create_run(
-                experiment_id, start_time, first_tags, run_description.run_name
+                experiment_id, start_time, first_tags, description.run_name
             )
         self._run_id = run.info.run_id
         params = []
         if not run.data.params:
-            params = [Param(key, value) for key, value in run_description.params.items()]
+            params = [Param(key, value) for key, value in description.params.items()]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(
                 self._run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True
             )
-        tags = [
-            RunTag(store.parameter_name(key), value) for key, value in run_description.tags.items()
-        ]
+        tags = [RunTag(store.parameter_name(key), value) for key, value in description.tags.items()]
         self._client.log_batch(self._run_id, tags=tags, synchronous=True)
         return run
-
-    def finish(self, state: str, limited: bool = True) -> list[str]:
-        """Deliver the rest and close the run; return the names of parts that MLflow did not get.
-
-        After a call that has returned, another does nothing.
-        state: done, failed or interrupted.
-        limited: whether to give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all. Otherwise
-            only each call has a limit.
-        """
-        thread = self._thread
-        if thread is None:
-            return []
-        if not self._ended.is_set():
-            self._missing = ["metrics", "artifacts", "the end of the run"]
-            self._end_status = _END_STATUS[state]
-            self._ended.set()
-        if self._system is not None:
-            with contextlib.suppress(TimeoutError):  # where the store does not answer any more
-                in_background(self._system.finish).result(
-                    store.request_seconds() if limited else None
-                )
-        thread.join(6 * store.request_seconds() if limited else None)
-        # Where a signal has ended the wait, the interpreter's end waits again.
-        self._thread = None
-        atexit.unregister(self.finish)
-        return list(self._missing)
 
     def _log_artifacts(self, names: Iterable[str]) -> None:
         for name in names:
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 
-    def _deliver_until_stopped(self) -> None:
-        pause = _SECONDS_BETWEEN_DELIVERIES
-        has_failed = False
-        first_artifacts = _FIRST_ARTIFACTS
-        while True:
-            is_last = self._ended.is_set()
-            lacks_metrics = True
-            try:
-                self._deliver()
-                lacks_metrics = False
-                # At the start, so that MLflow has them even if the run is killed.
-                self._log_artifacts(first_artifacts)
-                first_artifacts = ()
-                if has_failed:
-                    _log.info("MLflow answers again: metrics are complete")
-                pause = _SECONDS_BETWEEN_DELIVERIES
-                has_failed = False
-            except Exception as error:
-                # Whatever MLflow, its HTTP client or its database raise, training continues.
-                self.last_failure = store.failure(self.uri, error)
-                if not has_failed:
-                    _log.warning(
-                        f"{self.last_failure}. Nothing is lost: metrics are kept in "
-                        f"{self._run_dir / 'metrics.jsonl'}"
-                    )
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                has_failed = True
-            if is_last:
-                if not lacks_metrics:
-                    self._missing.remove("metrics")
-                self._close()
-                return
-            self._ended.wait(pause)
+    def _after_rows(self) -> None:
+        # At the start, so that MLflow has them even if the run is killed.
+        self._log_artifacts(self._first_artifacts)
+        self._first_artifacts = ()
 
-    def _deliver(self) -> None:
-        for file in self._files:
-            while True:
-                num_rows, metrics, offset = file.next_batch()
-                if metrics:
-                    self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
-                    self.rows_delivered += num_rows
-                if offset == file.offset:
-                    break
-                file.offset = offset
+    def _send(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(store.parameter_name(name), value, point.time, point.position)
+            for point in points
+            for name, value in point.metrics.items()
+        ]
+        self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
+
+    def _last_parts(self) -> dict[str, Callable[[], None]]:
+        return {"artifacts": lambda: self._log_artifacts(ARTIFACTS), **super()._last_parts()}
 
     def _close(self) -> None:
-        with self._delivering("artifacts"):
-            self._log_artifacts(ARTIFACTS)
-        with self._delivering("the end of the run"):
-            reason = read_status(self._run_dir).get("reason")
-            if reason:
-                self._client.set_tag(self._run_id, "reason", store.text_of("reason", reason))
+        if self._system is not None:
+            with contextlib.suppress(TimeoutError):  # where the store does not answer any more
+                in_background(self._system.finish).result(store.request_seconds())
+        reason = read_status(self._run_dir).get("reason")
+        if reason:
+            self._client.set_tag(self._run_id, "reason", store.text_of("reason", reason))
+        self._client.set_terminated(
+            self._run_id,
+            status=_END_STATUS[self._state],
             # So a delivery long after the end does not make the run longer.
-            end_time = self._metrics.last_time
-            self._client.set_terminated(self._run_id, status=self._end_status, end_time=end_time)
+            end_time=self._metrics.last_time,
+        )
 
-    @contextlib.contextmanager
-    def _delivering(self, name: str) -> Iterator[None]:
-        """Remove a part from those that are missing, unless the block raises an error.
+    def _seconds_to_finish(self) -> float:
+        return 6 * store.request_seconds()
 
-        The error stops nothing else.
-        """
-        try:
-            yield
-            self._missing.remove(name)
-        except Exception as error:  # as in the thread
-            self.last_failure = store.failure(self.uri, error)
-            _log.debug(f"{name} did not reach MLflow: {self.last_failure}")
+    def _failure(self, error: Exception) -> str:
+        return store.failure(self.uri, error)
 
 
 def _system_monitor(run_id: str, uri: str) -> SystemMetricsMonitor:

@@ -7,12 +7,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from pgtoolkit.runs.records import (
-    Row,
-)
+from pgtoolkit.runs.records import Row
 from pgtoolkit.runs.series import mean
 from pgtoolkit.system.terminal import output
-from pgtoolkit.tracking import next_commands
 
 if TYPE_CHECKING:
     from pgtoolkit.tracking.renewed_line import RenewedLine
@@ -146,13 +143,6 @@ def _fields(formats: dict[str, str], metrics: dict[str, float]) -> list[str]:
 def entry(label: str, text: str) -> str:
     """Return one of the first or last lines of a run."""
     return f"{label:<12} {text}"
-
-
-def mlflow_entries(info: dict[str, str]) -> list[str]:
-    """Return the lines on a run's page in MLflow. info: `MlflowTracker.info`."""
-    command = next_commands.ui_command(info["uri"])
-    page = next_commands.ui_url(info["uri"], info["experiment_id"], info["run_id"])
-    return [entry("MLflow", command), entry("", page)] if command else [entry("MLflow", page)]
 
 
 def evaluation_line(row: Row, max_steps: int, is_best: bool) -> str:

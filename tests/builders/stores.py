@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 CONFIG = {
     "seed": 1,
@@ -40,11 +40,11 @@ def start_tracker(
     experiment: str = "tests",
     config: dict | None = None,
     **status: object,
-) -> MlflowTracker:
+) -> MlflowRecord:
     """Open the run in the store as training does; a second call on a directory is a resume."""
     run.write_config(config or CONFIG, ["loss=gspo"])
     run.set_status("running", 0, **status)
-    tracker = MlflowTracker(uri, experiment)
+    tracker = MlflowRecord(uri, experiment)
     tracker.start(
         run.path, description_of(run.path), "Training has not started. Use tracking=none."
     )

@@ -15,7 +15,7 @@ from builders.stores import free_port
 
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         with RunDirectory(tmp_path / f"run-{name}") as run:
             run.write_config({"tracking": {"run_name": None}}, [])
             run.set_status("running", 0)
-            tracker = MlflowTracker(None, name)
+            tracker = MlflowRecord(None, name)
             tracker.start(run.path, description_of(run.path))
             tracker.finish("done")
     return tracker.info

@@ -13,7 +13,7 @@ from pgtoolkit.comparison.sweep_summary import publish
 from pgtoolkit.comparison.ui import _addresses
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 STEPS = 20
 
@@ -64,7 +64,7 @@ def _save(
         run.write_config(config, [])
         run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}]})
         run.set_status("running", 0, sweep="by_loss")
-        tracker = MlflowTracker(uri, "experiment of one")
+        tracker = MlflowRecord(uri, "experiment of one")
         tracker.start(run.path, description_of(run.path))
         run.set_status("running", 0, mlflow=tracker.info)
         for step in range(1, STEPS + 1):

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from keys import key_test
 from keys.small_runs import SMALL, module_of, recorded_steps, rows_file, settings
 from pgtoolkit.assembly.build import accelerator, begin
-from pgtoolkit.assembly.train import _start_trackers
+from pgtoolkit.assembly.train import _start_records
 from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
@@ -190,7 +190,7 @@ def tracked_run(folder: Path, config: Config, before_the_end: Callable = lambda:
         run.write_config(plain_config(config), [])
         run.set_status("running", 0)
         trackers = []
-        _start_trackers(config.tracking, run, trackers)
+        _start_records(config.tracking, run, trackers)
         append_steps(run, 1, 2)
         before_the_end()
         assert [tracker.finish("done") for tracker in trackers] == [[] for _ in trackers]

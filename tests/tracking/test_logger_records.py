@@ -273,8 +273,8 @@ def test_a_run_whose_tracker_breaks_continues_after_one_note(run):
     run.close()
     process = run_python(kill_wandb, str(run.path))
     assert process.stdout == "[]\n", process.stderr
-    note = "WARNING note: wandb failed and gets no more rows of this run"
-    assert process.stderr.count(note) == 1
+    assert process.stderr.count("WARNING wandb failed: ") == 1
+    assert process.stderr.count("It gets no more rows of this run. Nothing is lost") == 1
     assert len(run.metrics_path.read_text().splitlines()) == 12
 
 
@@ -391,6 +391,10 @@ def test_a_folder_of_tensorboard_that_is_removed_is_one_note(run, caplog, capfd)
     shutil.rmtree(run.path / "tensorboard")
     append_steps(run, 1, 3)
     assert record.finish("done") == []
-    (note,) = [entry.getMessage() for entry in caplog.records if "note" in entry.getMessage()]
-    assert f"gets no more rows of this run: {run.path}/tensorboard was removed." in note
+    (warning,) = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
+    assert warning == (
+        f"TensorBoard failed: {run.path}/tensorboard was removed. It gets no more rows of this "
+        f"run. Nothing is lost: metrics are kept in {run.path}/metrics.jsonl, and a resumed run "
+        "delivers what is missing."
+    )
     assert "Traceback" not in capfd.readouterr().err

@@ -27,7 +27,7 @@ from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.report import program
-from pgtoolkit.tracking import mlflow_run
+from pgtoolkit.tracking import record
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.tracking.store import client_of, open_store
 
@@ -137,10 +137,10 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
 @pytest.mark.slow
 def test_rows_that_a_process_appended_right_before_it_ended_are_delivered(uri, run):
     code = (
-        "import sys; from pgtoolkit.tracking.mlflow_run import MlflowTracker\n"
+        "import sys; from pgtoolkit.tracking.mlflow_run import MlflowRecord\n"
         "from pgtoolkit.assembly.run_description import description_of\n"
         "from pgtoolkit.runs.directory import RunDirectory\n"
-        "run = RunDirectory(sys.argv[2]); t = MlflowTracker(sys.argv[1], 'tests')\n"
+        "run = RunDirectory(sys.argv[2]); t = MlflowRecord(sys.argv[1], 'tests')\n"
         "run.write_config({}, []); t.start(run.path, description_of(run.path))\n"
         "print(t.info['run_id'], flush=True)\n"
         "for step in range(1, 51): run.append_metrics(step, {'loss': step / 8})\n"
@@ -257,8 +257,8 @@ def test_a_deleted_experiment_is_refused_with_the_command_that_restores_it(uri, 
 def test_a_store_that_fails_during_a_run_gives_one_warning_and_gets_all_rows(
     tmp_path, run, caplog, monkeypatch
 ):
-    monkeypatch.setattr(mlflow_run, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
-    monkeypatch.setattr(mlflow_run, "_LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(record, "_SECONDS_BETWEEN_DELIVERIES", 0.1)
+    monkeypatch.setattr(record, "_LONGEST_PAUSE", 0.2)
     database = tmp_path / "own" / "mlflow.db"
     tracker = start_tracker(f"sqlite:///{database}", run)
     moved = database.rename(database.with_name("away.db"))

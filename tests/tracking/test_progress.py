@@ -16,6 +16,7 @@ from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 from pgtoolkit.tracking.next_commands import program
 from pgtoolkit.tracking.progress import ProgressLine, sparkline
 
@@ -94,6 +95,13 @@ def save_config(run_dir: Path, loss: str, overrides: list[str]) -> None:
         run.write_config({"loss": {"name": loss}}, overrides)
 
 
+def record_in_mlflow(info: dict[str, str]) -> MlflowRecord:
+    """Return the record of a run that was made in a store, without a connection to it."""
+    record = MlflowRecord(info["uri"], "tests")
+    record.info = info
+    return record
+
+
 def columns() -> dict[str, np.ndarray]:
     """Return the metrics of 20 steps whose reward rises from 0.05 to 1."""
     steps = np.arange(1.0, 21)
@@ -107,7 +115,7 @@ def test_the_summary_has_first_and_last_numbers_and_commands_to_type(tmp_path, m
     (run_dir / "curves.png").write_text("")
     save_config(run_dir, "gspo", ["aggregation=constant"])
     info = {"uri": f"sqlite:///{tmp_path}/outputs/mlflow.db", "experiment_id": "1", "run_id": "abc"}
-    lines = run_summary(columns(), run_dir, info).splitlines()
+    lines = run_summary(columns(), run_dir, [record_in_mlflow(info)]).splitlines()
     assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
@@ -130,7 +138,7 @@ def test_the_summary_has_first_and_last_numbers_and_commands_to_type(tmp_path, m
 
 def test_the_summary_of_a_run_without_reward_mlflow_and_curves_has_its_loss(tmp_path):
     save_config(tmp_path, "gspo", [])
-    text = run_summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path, None)
+    text = run_summary({"step": np.array([1.0]), "loss": np.array([0.5])}, tmp_path)
     assert text.startswith("loss         0.500 -> 0.500  ▁  (first and last tenth of 1 step)\n")
     assert "MLflow" not in text
     assert "curves" not in text
@@ -141,7 +149,7 @@ def test_the_summary_links_to_a_server_of_mlflow_and_its_charts(tmp_path):
     with RunDirectory(tmp_path) as run:
         run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    lines = run_summary({"step": np.empty(0)}, tmp_path, server).splitlines()
+    lines = run_summary({"step": np.empty(0)}, tmp_path, [record_in_mlflow(server)]).splitlines()
     page = "http://h:1/#/experiments/2/runs"
     assert f"MLflow       {page}/abc?workflowType=machine_learning" in lines[:-1]
     assert lines[-1] == (f"compare      {page}?compareRunsMode=CHART&workflowType=machine_learning")

@@ -17,7 +17,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
-from pgtoolkit.tracking.mlflow_run import MlflowTracker
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_resumed_run_continues_the_curves_of_the_load_of_the_machine(uri, run,
     num_values_before = 0
     for _ in range(2):
         run.set_status("running", 0)
-        tracker = MlflowTracker(uri, "tests", system_metrics=True)
+        tracker = MlflowRecord(uri, "tests", system_metrics=True)
         tracker.start(run.path, description_of(run.path))
         time.sleep(1)
         assert tracker.finish("done") == []
