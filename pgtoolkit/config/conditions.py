@@ -34,8 +34,8 @@ def singles(condition: str) -> list[str]:
 
 
 def joined_singles(condition: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a condition that name one key each, with what joins them to those before:
-    ` and ` or ` or `, and nothing for the first."""
+    """Yield the parts of a condition that name one key each, with the word that joins them to those
+    before: ` and ` or ` or `, and nothing for the first."""
     words = ["", *re.split("( and | or )", condition)]
     yield from zip(words[::2], words[1::2], strict=True)
 

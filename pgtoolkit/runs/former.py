@@ -1,4 +1,4 @@
-"""Reads what earlier versions of pgtoolkit wrote into a run directory as what it meant."""
+"""Reads values that earlier versions of pgtoolkit wrote into a run directory by their meaning."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _UNITS = {
     "time": {"second": "1", "minute": "60", "hour": "3600", "day": "86400", "week": "604800"},
     "money": {"cent": "0.01", "dollar": "1"},
 }
-"""Units by what they measure, each with its size."""
+"""Kind of quantity -> its units, each with its size."""
 
 _NAMES = {
     "millimeter": "mm",

@@ -101,7 +101,7 @@ class Record:
         return [entry(self.title, self.shown_by)]
 
     def charts(self) -> str | None:
-        """Return the address where the run is shown beside others, if there is one."""
+        """Return the address of a page that shows this run and others, if there is one."""
         return None
 
     def _open(self, description: Description) -> tuple[int, Mapping[str | None, int]]:
@@ -119,7 +119,7 @@ class Record:
         raise NotImplementedError
 
     def _last_parts(self) -> dict[str, Callable[[], None]]:
-        """Return the names of what is delivered after the last row, with the calls that do so."""
+        """Return name -> call, for everything that is delivered after the last row."""
         return {"the end of the run": self._close}
 
     def _seconds_to_finish(self) -> float:

@@ -15,8 +15,8 @@ class Rule:
     """Two conditions: where the first holds, the second has to hold, too.
 
     Conditions are those of `holds`; a group stands for the key that names its option, so that
-    `advantage=gae` is written as it is typed. Called with a configuration, the rule adds its
-    refusal to the report.
+    `advantage=gae` is written in the way that users type it. Called with a configuration, the rule
+    adds its refusal to the report.
 
     when: the condition under which the rule applies. A refusal names its first part.
     needs: the condition that has to hold.
