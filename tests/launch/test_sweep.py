@@ -231,7 +231,7 @@ def refusals_on_gpus(*overrides: str) -> str:
 
 
 def test_jobs_on_gpus_are_refused_on_a_machine_without_one(monkeypatch):
-    monkeypatch.setattr("pgtoolkit.assembly.machine.visible_gpus", list)
+    monkeypatch.setattr("pgtoolkit.launch.jobs_on_gpus.visible_gpus", list)
     assert refusals_on_gpus("hydra.launcher.jobs_per_gpu=2").endswith(
         "needs a GPU (got none). It counts jobs on each GPU of this machine. Use "
         "hydra.launcher.n_jobs=2."
@@ -241,8 +241,9 @@ def test_jobs_on_gpus_are_refused_on_a_machine_without_one(monkeypatch):
 @pytest.fixture
 def small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the machine have two GPUs of 2.3 GB."""
-    monkeypatch.setattr("pgtoolkit.assembly.machine.visible_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr("pgtoolkit.assembly.machine.gpu_memory", lambda: 2.3e9)
+    for module in ("pgtoolkit.launch.jobs_on_gpus", "pgtoolkit.assembly.machine"):
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda: ["0", "1"])
+        monkeypatch.setattr(f"{module}.gpu_memory", lambda: 2.3e9)
 
 
 def test_more_jobs_than_the_memory_of_a_gpu_holds_are_refused_with_what_fits(small_gpus):
