@@ -134,7 +134,7 @@ class Reporting(lightning.Callback):
         self._parameters = parameters
 
     def on_train_start(self, trainer: lightning.Trainer, module: DynamicAccumulation) -> None:
-        for logger in self._parts.loggers:
+        for logger in trainer.loggers:
             logger.log_hyperparams(dict(self._parameters))
 
     def on_train_batch_end(
@@ -149,7 +149,7 @@ class Reporting(lightning.Callback):
         tensors = {name: torch.tensor(float(value)) for name, value in metrics.items()}
         trainer.callback_metrics.update(tensors)
         trainer.logged_metrics.update(tensors)
-        for logger in self._parts.loggers:
+        for logger in trainer.loggers:
             logger.log_metrics(metrics, step=batch.state_after["num_steps"])
 
     def states(self) -> dict[str, dict]:

@@ -67,6 +67,10 @@ def run_steps(
         callbacks.append(recorder)
     on_gpu = torch.cuda.is_available() and not on_cpu
     has_ranks = module.layout.world_size > 1
+    loggers = parts.loggers
+    if module.layout.rank > 0:
+        # Some callbacks, such as LearningRateMonitor, refuse a Trainer without a logger.
+        loggers = [frameworks.DummyLogger() for _ in loggers]
     trainer = lightning.Trainer(
         accelerator="gpu" if on_gpu else "cpu",
         devices=[torch.cuda.current_device()] if has_ranks and on_gpu else 1,
@@ -75,7 +79,7 @@ def run_steps(
         plugins=[LightningEnvironment()] if has_ranks else None,
         max_epochs=-1,
         log_every_n_steps=1,
-        logger=parts.loggers if module.layout.rank == 0 and parts.loggers else False,
+        logger=loggers or False,
         profiler=parts.profilers[0] if parts.profilers else None,
         callbacks=callbacks,
         enable_checkpointing=False,

@@ -23,6 +23,15 @@ with imports_skipping(**_STAND_INS):
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.profilers import Profiler
 
-__all__ = ["LightningEnvironment", "Logger", "Profiler", "callbacks", "lightning", "transformers"]
+__all__ = [
+    "DummyLogger",
+    "LightningEnvironment",
+    "Logger",
+    "Profiler",
+    "callbacks",
+    "lightning",
+    "transformers",
+]

@@ -130,6 +130,28 @@ def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
+def test_each_of_two_ranks_has_the_callbacks_and_the_first_alone_the_loggers(folder):
+    pgtk(
+        folder,
+        "hydra.run.dir=run",
+        "parallelism=ddp",
+        *SMALL,
+        "trainer.max_steps=4",
+        "callbacks.tell.path=mine.Tell",
+        "callbacks.tell.file=told",
+        "callbacks.rate.path=lightning.pytorch.callbacks.LearningRateMonitor",
+        "callbacks.csv.path=lightning.pytorch.loggers.CSVLogger",
+        "callbacks.csv.save_dir=logs",
+    )
+    told = (folder / "told").read_text().splitlines()
+    assert [json.loads(line) for line in told] == [[1, 0, 4]] * 2
+    (file,) = (folder / "logs").glob("*/*/metrics.csv")
+    with open(file) as opened:
+        rows = list(csv.DictReader(opened))
+    assert [int(row["step"]) for row in rows if row["reward"]] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("part", "use"),
     [
