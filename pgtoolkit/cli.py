@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pgtoolkit import __version__
-from pgtoolkit.config.files import sweep_file
+from pgtoolkit.config.files import OWN_FOLDER, sweep_file
 from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     Errors of the user end in one message, others in a traceback.
     """
     before = sys.argv
+    folder_before = os.environ.get(OWN_FOLDER)
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]  # for provenance.json
     prepare_streams()
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             error=True,
         )
     try:
-        return _dispatch(sys.argv[1:])
+        return _dispatch(_with_own_folder(sys.argv[1:]))
     except PgtoolkitError as error:
         return print_error(error)
     except KeyboardInterrupt:
@@ -59,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         return print_error(as_storage_error(error))
     finally:
         sys.argv = before
+        os.environ.pop(OWN_FOLDER, None)
+        if folder_before is not None:
+            os.environ[OWN_FOLDER] = folder_before
         flush_streams()
         forget_streams()
 
@@ -85,6 +90,42 @@ def _dispatch(argv: list[str]) -> int:
     return COMMANDS[command][2](argv[1:])
 
 
+def _with_own_folder(argv: list[str]) -> list[str]:
+    """Return the words without the flag --config-dir, wherever it stands, with its folder set for
+    this process and those that it starts.
+
+    Raises ConfigError where the flag, or else the variable in its place, names no folder.
+    """
+    words = []
+    rest = iter(argv)
+    for word in rest:
+        flag, equals, folder = word.partition("=")
+        if flag not in ("--config-dir", "-cd"):
+            words.append(word)
+            continue
+        folder = folder if equals else next(rest, "")
+        _refuse_no_folder(f"--config-dir={folder}", folder)
+        os.environ[OWN_FOLDER] = os.path.abspath(folder)
+    named = os.environ.get(OWN_FOLDER)
+    if named:
+        _refuse_no_folder(f"{OWN_FOLDER}={named}", named)
+    return words
+
+
+def _refuse_no_folder(setting: str, folder: str) -> None:
+    """Raise ConfigError if there is no such folder."""
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            refusal(
+                setting=setting,
+                needs="a folder",
+                got=folder,
+                reason="It holds options of your own, such as experiment/mine.yaml.",
+                use="--config-dir=FOLDER",
+            )
+        )
+
+
 def _refuse_empty_words(argv: list[str]) -> None:
     """Refuse a word without a character, and an option such as `--html=` without its value.
 
@@ -105,22 +146,21 @@ def _refuse_empty_words(argv: list[str]) -> None:
             )
 
 
-def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
+def _start(argv: list[str], file: Path | None = None) -> int:
     """Train, or complete a half-typed line; return the exit status.
 
     file: the file of a sweep.
-    typed: the words after pgtk; None where they are argv.
     """
     from pgtoolkit.config.hydra_command import hydra_answers
     from pgtoolkit.launch.start import start
 
     if "-sc" in argv or "--shell-completion" in argv:
         return complete(argv, list(COMMANDS), hydra_answers)
-    return start(_for_hydra(argv), file, ["pgtk", *(typed or argv)])
+    return start(_for_hydra(argv), file, ["pgtk", *sys.argv[1:]])
 
 
 def _sweep(argv: list[str]) -> int:
-    return _start(["--multirun", *argv[1:]], sweep_file(*argv[:1]), ["sweep", *argv])
+    return _start(["--multirun", *argv[1:]], sweep_file(*argv[:1]))
 
 
 def _check(argv: list[str]) -> int:
@@ -134,7 +174,7 @@ def _check(argv: list[str]) -> int:
         file = sweep_file(*argv[1:2])
         argv = ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
-    checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
+    checked = check(args.overrides, args.multirun, sweep_file=file)
     say(plan_as_json(checked) if as_json else render_plan(checked))
     return status_of_output(ConfigError.exit_status if problems(checked) else 0)
 

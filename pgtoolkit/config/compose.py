@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config import hydra_keys, refusals
 from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
-from pgtoolkit.config.files import OPTIONAL, options
+from pgtoolkit.config.files import OPTIONAL, options, own_folder
 from pgtoolkit.config.hydra_files import compose_choices, register
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
@@ -101,14 +101,12 @@ class _Overrides:
 
 def compose(
     overrides: list[str],
-    config_dir: Path | None = None,
     sweep_file: Path | None = None,
     run_dir: Path | None = None,
     evaluate: Evaluated | None = None,
 ) -> Composed:
     """Return the configuration of one run.
 
-    config_dir: a folder of the user's with more options.
     sweep_file: the primary configuration, in place of the one in conf/.
     run_dir: a run to be continued, exported or evaluated. Its saved configuration takes the place
         of the files. Raises ConfigError if it has none.
@@ -117,21 +115,18 @@ def compose(
     """
     if run_dir is not None:
         return _composed_on_run(overrides, run_dir, evaluate)
-    return composed_of(compose_node(overrides, config_dir, sweep_file, evaluate))
+    return composed_of(compose_node(overrides, sweep_file, evaluate))
 
 
 def compose_node(
-    overrides: list[str],
-    config_dir: Path | None = None,
-    sweep_file: Path | None = None,
-    evaluate: Evaluated | None = None,
+    overrides: list[str], sweep_file: Path | None = None, evaluate: Evaluated | None = None
 ) -> Node:
     """Return the files that the overrides choose, composed by Hydra, with the other overrides set
     on them.
 
     The arguments are those of `compose`.
     """
-    groups = options(config_dir)
+    groups = options()
     by_effect = _sort_by_effect(overrides, groups, evaluate)
     problems = [*by_effect.problems]
     for_hydra = [hydra_form(refusals.as_typed(override)) for override in by_effect.choices]
@@ -140,7 +135,7 @@ def compose_node(
         problems += without_effect
         if not without_effect:
             for_hydra.append(refusals.as_typed(override))
-    config, problems_of_files = _compose_files(for_hydra, config_dir, sweep_file)
+    config, problems_of_files = _compose_files(for_hydra, sweep_file)
     problems += problems_of_files
     if config is None:
         return Node(None, problems)
@@ -299,7 +294,7 @@ def _problem_of_key(
 
 
 def _compose_files(
-    choices: list[str], config_dir: Path | None, sweep_file: Path | None
+    choices: list[str], sweep_file: Path | None
 ) -> tuple[DictConfig | None, list[str]]:
     """Return the configuration of the chosen options, composed by Hydra, and the problems with it.
 
@@ -307,9 +302,9 @@ def _compose_files(
     in the user's files, which set only some of them.
     """
     try:
-        config = compose_choices(choices, config_dir, sweep_file)
+        config = compose_choices(choices, sweep_file)
         hydra_without_files = None
-        if config_dir or sweep_file:
+        if own_folder() or sweep_file:
             hydra_without_files = compose_choices(_hydra_choices(config, choices)).hydra
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]

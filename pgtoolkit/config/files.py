@@ -4,6 +4,7 @@ read, so that `--help` is quick."""
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
@@ -13,6 +14,18 @@ from pgtoolkit.system.yaml_text import plain_yaml
 OPTIONAL = ("experiment", "debug")
 """Groups whose options change other groups. None of their options is chosen by default, and several
 may be."""
+
+
+OWN_FOLDER = "PGTK_CONFIG_DIR"
+"""Environment variable that names the folder with options of the user's own. The command's flag
+`--config-dir` sets it for its process."""
+
+
+def own_folder() -> Path | None:
+    """Return the folder with options of the user's own, laid out as conf/ is; None if there is
+    none."""
+    named = os.environ.get(OWN_FOLDER)
+    return Path(named).resolve() if named else None
 
 
 def config_directory() -> Path:
@@ -76,12 +89,13 @@ def docs_page(name: str) -> str:
     return (_shipped("docs") / name).read_text(encoding="utf-8")
 
 
-def options(config_dir: Path | None = None) -> dict[str, list[str]]:
+def options() -> dict[str, list[str]]:
     """Return group -> its options: the YAML files in conf/ and in the user's folder, without
     _NAME.yaml, which others include."""
     options_by_group = {group: {*names} for group, names in _shipped_options().items()}
-    if config_dir is not None:
-        for group, names in _options_in(config_dir).items():
+    own = own_folder()
+    if own is not None:
+        for group, names in _options_in(own).items():
             options_by_group.setdefault(group, set()).update(names)
     return {group: sorted(names) for group, names in options_by_group.items()}
 

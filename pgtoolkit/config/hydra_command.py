@@ -7,13 +7,12 @@ import contextlib
 import io
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
 
-from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.files import config_directory, own_folder
 from pgtoolkit.config.hydra_files import register
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form
 from pgtoolkit.errors import ConfigError
@@ -44,17 +43,6 @@ def hydra_arguments(argv: list[str]) -> Namespace:
                     use="pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own",
                 )
             )
-    args.config_dir = args.config_dir and Path(args.config_dir)
-    if args.config_dir is not None and not args.config_dir.is_dir():
-        raise ConfigError(
-            refusal(
-                setting=f"--config-dir={args.config_dir}",
-                needs="a folder",
-                got=args.config_dir,
-                reason="It holds options of your own, such as experiment/mine.yaml.",
-                use="--config-dir=FOLDER",
-            )
-        )
     return args
 
 
@@ -79,7 +67,8 @@ def hydra_answers(argv: list[str]) -> int:
     """Have Hydra answer a command line by itself; returns the exit status."""
     register()
     argv_before = sys.argv
-    sys.argv = [sys.argv[0], *argv]
+    own = own_folder()
+    sys.argv = [sys.argv[0], *argv, *([] if own is None else [f"--config-dir={own}"])]
     # Hydra would end in a traceback where the reader has gone.
     printed = io.StringIO()
     try:

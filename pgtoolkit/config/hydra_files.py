@@ -22,7 +22,7 @@ from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.defaults import ByCondition, ByWeights
-from pgtoolkit.config.files import config_directory, options, read_options
+from pgtoolkit.config.files import config_directory, options, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
 from pgtoolkit.config.names import digest, name_from
@@ -34,23 +34,21 @@ from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import refusal
 
 
-def compose_choices(
-    choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None
-) -> DictConfig:
+def compose_choices(choices: list[str], sweep_file: Path | None = None) -> DictConfig:
     """Return the files of the chosen options, put together by Hydra; raises its exceptions."""
-    return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
+    return copy.deepcopy(_compose_cached(tuple(choices), own_folder(), sweep_file))
 
 
 @functools.cache
 def _compose_cached(
-    choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None
+    choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
 ) -> DictConfig:
     # The runs of a sweep often choose the same files, and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
     overrides = list(choices)
-    # Hydra searches the primary file's folder first, then --config-dir, and conf/ last.
-    places = [place for place in (config_dir, sweep_file and config_directory()) if place]
+    # Hydra searches the primary file's folder first, then the user's, and conf/ last.
+    places = [place for place in (own, sweep_file and config_directory()) if place]
     if places:
         folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
         overrides.insert(0, f"hydra.searchpath=[{folders}]")

@@ -39,8 +39,8 @@ class SweepConfig:
     a whole. jobs: the overrides of each job; of a search, the corners of the space that it
     searches. varying: key -> its values, for each override that is not the same in all jobs.
     unnamed: keys that are the same in all jobs, and so in no job's name. folder: where the sweep is
-    written; None if its name does not resolve. of_hydra: overrides of Hydra's own keys. config_dir,
-    sweep_file: see `compose`.
+    written; None if its name does not resolve. of_hydra: overrides of Hydra's own keys. sweep_file:
+    see `compose`.
     """
 
     unusable: list[str] = field(default_factory=list)
@@ -53,13 +53,12 @@ class SweepConfig:
     sweeper: str = ""
     search: Search | None = None
     of_hydra: list[str] = field(default_factory=list)
-    config_dir: Path | None = None
     sweep_file: Path | None = None
 
     def compose_job(self, overrides: list[str], number: int) -> ComposedJob:
         """Return the configuration of a job, by its overrides and its number, with the job's name
         and its directory."""
-        node = compose_node([*self.of_hydra, *overrides], self.config_dir, self.sweep_file)
+        node = compose_node([*self.of_hydra, *overrides], self.sweep_file)
         composed = composed_of(node)
         if node.config is None or composed.config is None or composed.problems:
             return ComposedJob(composed)
@@ -82,15 +81,13 @@ class SweepConfig:
         return ComposedJob(composed, directory, digest_of_job)
 
 
-def compose_sweep(
-    overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None
-) -> SweepConfig:
+def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> SweepConfig:
     """Return the sweep that overrides describe; see `compose` for the files."""
     # The sweep as a whole is composed without the keys that have several values.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
     of_jobs = [override for override in overrides if override not in of_hydra]
     single = [override for override in of_jobs if not is_swept(override)]
-    node = compose_node([*of_hydra, *single], config_dir, sweep_file)
+    node = compose_node([*of_hydra, *single], sweep_file)
     of_hydra_itself = [
         problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))
     ]
@@ -108,7 +105,6 @@ def compose_sweep(
         varying=varying,
         unnamed=[key for key in keys if key not in varying] if varying else [],
         of_hydra=of_hydra,
-        config_dir=config_dir,
         sweep_file=sweep_file,
     )
     sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))

@@ -85,7 +85,6 @@ class Checked:
 def check(
     overrides: list[str],
     multirun: bool = False,
-    config_dir: Path | None = None,
     sweep_file: Path | None = None,
     command: Sequence[str] = (),
 ) -> Checked:
@@ -95,10 +94,10 @@ def check(
     command: the words that were typed, for sweep.json.
     """
     if not multirun:
-        composed = compose(overrides, config_dir)
+        composed = compose(overrides)
         if not composed.is_sweep:
             return Checked([_check_single(composed, overrides)])
-    sweep_config = compose_sweep(overrides, config_dir, sweep_file)
+    sweep_config = compose_sweep(overrides, sweep_file)
     if sweep_config.unusable:
         run = PlannedRun(overrides, Report(sweep_config.unusable))
         return Checked([run], sweep_config=sweep_config)

@@ -53,12 +53,12 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         )
     # torchrun or srun has started this process for the same run; rank 0 chooses the directory.
     if rank is not None and rank.number > 0:
-        run = check_run(compose(args.overrides, args.config_dir), args.overrides)
+        run = check_run(compose(args.overrides), args.overrides)
         if run.refused_anywhere:
             return ConfigError.exit_status  # rank 0 says why
         train_on_processes(Training(run.named_config, Path(), overrides=args.overrides))
         return 0
-    checked = check(args.overrides, args.multirun, args.config_dir, sweep_file, command)
+    checked = check(args.overrides, args.multirun, sweep_file, command)
     all_problems = problems(checked)
     if all_problems:
         raise _ending_other_ranks(refused(all_problems), checked.runs[0])
@@ -82,7 +82,7 @@ def _check_shown_config(args: Namespace) -> None:
                 use="pgtk check -m for a sweep",
             )
         )
-    composing_problems = compose_node(args.overrides, args.config_dir).problems
+    composing_problems = compose_node(args.overrides).problems
     if composing_problems:
         raise refused(list(dict.fromkeys(composing_problems)))
 
@@ -212,7 +212,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
         command = ["pgtk", "continue", str(run_dir), *argv]
         return start([*argv, f"hydra.run.dir='{quoted}'"], None, command)
     args = hydra_arguments(argv)
-    run = check_run(compose(args.overrides, args.config_dir), args.overrides)
+    run = check_run(compose(args.overrides), args.overrides)
     rank = joined()
     if run.config is not None and (rank is None or rank.number == 0):
         if not run.report.problems:

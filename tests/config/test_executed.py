@@ -152,7 +152,8 @@ def test_a_sweep_file_chooses_a_launcher_its_folder_and_commands_for_it(evil, mo
     (evil / "conf/hydra/launcher").mkdir(parents=True)
     (evil / "conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm]\npartition: gpu\n")
     typed = ["hydra/launcher=ours", "seed=1,2"]
-    assert problems(check(typed, True, config_dir=evil / "conf")) == []
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(evil / "conf"))
+    assert problems(check(typed, True)) == []
 
 
 def test_an_interpolation_of_an_environment_variable_is_refused_however_it_is_spelled(
@@ -252,14 +253,18 @@ def test_a_sweep_file_with_a_reward_of_the_user_is_swept_resumed_and_evaluated(
     assert imported()
 
 
-def test_a_program_that_samples_may_be_named_by_an_experiment_but_not_by_a_run(evil, capsys):
+def test_a_program_that_samples_may_be_named_by_an_experiment_but_not_by_a_run(
+    evil, capsys, monkeypatch
+):
     (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\ndefaults: [{override /sampler: vllm}]\n"
         "sampler: {executable: ./evil.sh, arguments: [--trust-remote-code]}\n"
     )
     (evil / "evil.sh").touch(0o755)
-    assert problems(check(["experiment=mine"], config_dir=evil / "conf")) == []
+    with monkeypatch.context() as patch:
+        patch.setenv("PGTK_CONFIG_DIR", str(evil / "conf"))
+        assert problems(check(["experiment=mine"])) == []
     words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
     save_run(evil, "sampler=vllm", *words)
     message = refusal(capsys, "resume", "run", "trainer.max_steps=8")

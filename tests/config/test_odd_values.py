@@ -152,10 +152,13 @@ def test_values_that_would_end_in_a_traceback_or_an_endless_sweep_are_one_senten
 @pytest.mark.parametrize(
     "body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"]
 )
-def test_a_file_that_gives_no_valid_configuration_is_answered_in_sentences(tmp_path, body):
+def test_a_file_that_gives_no_valid_configuration_is_answered_in_sentences(
+    tmp_path, monkeypatch, body
+):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")
-    checked = check(["experiment=mine"], config_dir=tmp_path)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    checked = check(["experiment=mine"])
     assert render_plan(checked)
     assert len(problems(checked)) >= 1
     assert are_sentences(problems(checked)), problems(checked)

@@ -175,7 +175,7 @@ def test_an_object_is_made_of_its_path_and_arguments():
         own_parts({"stop": {"path": path, "monitor": "reward", "patients": 7}})
 
 
-def test_hydras_word_for_a_class_is_another_spelling_of_its_path(tmp_path):
+def test_hydras_word_for_a_class_is_another_spelling_of_its_path(tmp_path, monkeypatch):
     for group in ("callbacks", "loss", "experiment", "task"):
         (tmp_path / group).mkdir()
     (tmp_path / "callbacks/early.yaml").write_text("stop: {_target_: a.Stop, monitor: reward}\n")
@@ -192,8 +192,10 @@ def test_hydras_word_for_a_class_is_another_spelling_of_its_path(tmp_path):
         "# @package _global_\nloss: {_target_: mine.Squared}\n"
     )
 
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+
     def config(*overrides):
-        composed = compose([*overrides], config_dir=tmp_path)
+        composed = compose([*overrides])
         assert composed.problems == []
         return composed.config
 
@@ -205,7 +207,7 @@ def test_hydras_word_for_a_class_is_another_spelling_of_its_path(tmp_path):
     loss = config("loss=mine").loss
     assert (loss.path, loss.options) == ("mine.Squared", {"tau": 0.3})
     assert config("task=mine").task.verifier == "mine.score"
-    (problem,) = compose(["experiment=wrong"], config_dir=tmp_path).problems
+    (problem,) = compose(["experiment=wrong"]).problems
     assert problem.endswith("Use - override /loss: mine.Squared.")
 
 
