@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from pgtoolkit import __version__
 from pgtoolkit.config.files import OWN_FOLDER, sweep_file
-from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
+from pgtoolkit.errors import ConfigError, ExitStatus, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.own_end import end, refuse_silent_ends
@@ -54,9 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         return print_error(error)
     except KeyboardInterrupt:
         say("pgtk: stopped by a keyboard interrupt", error=True)
-        return 130
+        return ExitStatus.stopped
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        return 141
+        return ExitStatus.unread
     except OSError as error:
         return print_error(as_storage_error(error))
     finally:

@@ -1,8 +1,11 @@
 """The errors a user can mend, each with the exit status `pgtk` ends with."""
 
+from __future__ import annotations
+
 import errno
 import os
 import shlex
+from enum import IntEnum
 
 MAX_CHARACTERS = 1000
 """Characters of another library's message that are shown."""
@@ -17,6 +20,70 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} …"
 
 
+class ExitStatus(IntEnum):
+    """The exit statuses of `pgtk`.
+
+    meaning: what has happened. in_a_script: what a script does then.
+    """
+
+    meaning: str
+    in_a_script: str
+
+    def __new__(cls, number: int, meaning: str, in_a_script: str) -> ExitStatus:
+        status = int.__new__(cls, number)
+        status._value_ = number
+        status.meaning = meaning
+        status.in_a_script = in_a_script
+        return status
+
+    done = (0, "Done.", "Goes on.")
+    failed = (
+        1,
+        "An internal error of pgtoolkit, with a traceback; of a sweep, that a job has failed.",
+        "Stops. The same `pgtk sweep` trains the jobs again that are not done.",
+    )
+    refused = (
+        2,
+        "The configuration was refused; the message lists every problem found.",
+        "Stops: the same command would be refused again.",
+    )
+    bad_data = (
+        3,
+        "A document cannot be trained on, a function of your own has a fault, or a judge is gone "
+        "before this start made a step.",
+        "Stops, until the data or the function is mended; then `pgtk resume`.",
+    )
+    not_finite = (
+        4,
+        "Too many steps with a non-finite loss or gradient.",
+        "Stops: with the same settings it would happen again. `pgtk compare` counts the run as a "
+        "result.",
+    )
+    lost = (
+        5,
+        "A process or a sampling server ended, did not answer in time, or differs from the others.",
+        "May start the command again with `pgtk resume` or `pgtk continue`, which go on from the "
+        "newest checkpoint.",
+    )
+    storage = (
+        6,
+        "A file or a store cannot be read or written.",
+        "Stops, until there is room or the file is back; then `pgtk resume`.",
+    )
+    interrupted = (
+        75,
+        "Stopped by a signal after saving a checkpoint, or since a judge is gone after this start "
+        "made a step; it can be resumed.",
+        "Starts it again with `pgtk resume` or `pgtk continue`; a queue puts the job back.",
+    )
+    stopped = (130, "Stopped by a keyboard interrupt.", "Stops, too.")
+    unread = (
+        141,
+        "The program that reads the output, such as `head`, closed it early.",
+        "Goes on: the reader has what it wanted.",
+    )
+
+
 class PgtoolkitError(Exception):
     """Base of every error that is reported as one message without a traceback.
 
@@ -24,7 +91,7 @@ class PgtoolkitError(Exception):
     agreed: True where every rank raises it at this place of its program.
     """
 
-    exit_status = 1
+    exit_status = ExitStatus.failed
     on_all_ranks = False
     agreed = False
 
@@ -32,13 +99,13 @@ class PgtoolkitError(Exception):
 class ConfigError(PgtoolkitError):
     """The configuration was refused; the message lists every problem found."""
 
-    exit_status = 2
+    exit_status = ExitStatus.refused
 
 
 class DataError(PgtoolkitError, ValueError):
     """A document cannot be trained on; the message names it."""
 
-    exit_status = 3
+    exit_status = ExitStatus.bad_data
 
 
 class VerifierLost(DataError):
@@ -48,26 +115,26 @@ class VerifierLost(DataError):
 class NumericalError(PgtoolkitError):
     """Too many steps with a non-finite loss or gradient."""
 
-    exit_status = 4
+    exit_status = ExitStatus.not_finite
     on_all_ranks = True
 
 
 class RankLost(PgtoolkitError):
     """One of several processes ended, did not answer in time, or differs from the others."""
 
-    exit_status = 5
+    exit_status = ExitStatus.lost
 
 
 class SamplerLost(PgtoolkitError):
     """A sampling server does not start, ended, did not answer in time, or gave wrong answers."""
 
-    exit_status = 5
+    exit_status = ExitStatus.lost
 
 
 class StorageError(PgtoolkitError):
     """A checkpoint, rollout file or tracking store could not be read or written."""
 
-    exit_status = 6
+    exit_status = ExitStatus.storage
 
 
 def as_storage_error(error: OSError) -> StorageError:
@@ -121,5 +188,5 @@ _SHOWN_BY = {
 class Interrupted(PgtoolkitError):
     """The run was stopped by a signal after saving a checkpoint; it can be resumed."""
 
-    exit_status = 75
+    exit_status = ExitStatus.interrupted
     on_all_ranks = True

@@ -6,7 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pgtoolkit.comparison.failures import FEWEST_STEPS, RULES, Elsewhere, Finding, Rule
+from pgtoolkit.comparison.failures import (
+    FEWEST_STEPS,
+    HELD_OUT_SHARE,
+    RULES,
+    Elsewhere,
+    Finding,
+    Rule,
+)
 from pgtoolkit.comparison.text_report import folded
 from pgtoolkit.runs.find import HELD_OUT, Run, read_run, run_directories
 from pgtoolkit.system.report import shell_path
@@ -30,7 +37,7 @@ def examine(run: Run) -> Examined:
         return examined
     measured = {name for name in run.columns if run.values(name)}
     if any(name.startswith(HELD_OUT) for name in measured):
-        measured.add("evaluation")
+        measured.add(HELD_OUT_SHARE)
     for rule in RULES:
         if not measured.issuperset(rule.metrics):
             examined.not_measured.append(rule)

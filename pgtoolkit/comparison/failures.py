@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pgtoolkit.config.conditions import holds
+from pgtoolkit.runs.declared_metrics import METRICS, metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import smooth
 
@@ -29,6 +30,9 @@ STEPS_OF_NOISE = 10
 
 So the rule depends neither on the scale of the rewards nor on where their 0 is.
 """
+
+HELD_OUT_SHARE = f"{HELD_OUT}SET/pass@1"
+"""Stands for the share of right completions of any set of held-out prompts."""
 
 _CLIPPED_BY_DOCUMENT = ("gspo", "gmpo")
 """Families with narrow bounds, or bounds on many tokens at once.
@@ -66,23 +70,30 @@ class Rule:
     """A known failure.
 
     name: the failure in words.
-    metrics: the columns that it is recognized by.
-    healthy: their values in a run without the failure, as docs/metrics.md has them.
+    metrics: the columns without which it cannot be looked for.
     find: looks for the failure in a run.
     meaning: why it matters.
     change: what to try, the likeliest first.
+    shown_by: further metrics that show it, which a run without the failure may lack.
     measured_by: what makes a run measure the metrics, if it may not.
     elsewhere: where the metrics mean something else, and the rule is silent.
     """
 
     name: str
     metrics: tuple[str, ...]
-    healthy: str
     find: Callable[[Run], Finding | None]
     meaning: str
     change: str
+    shown_by: tuple[str, ...] = ()
     measured_by: str = ""
     elsewhere: tuple[Elsewhere, ...] = ()
+
+    @property
+    def healthy(self) -> str:
+        """The values of its metrics in a run without the failure."""
+        metrics = [(name, metric_named(name)) for name in self.shown_by or self.metrics]
+        known = [(name, metric.healthy) for name, metric in metrics if metric and metric.healthy]
+        return "; ".join(f"{name} {healthy}" for name, healthy in known).replace("`", "")
 
     def elsewhere_in(self, run: Run) -> Elsewhere | None:
         """Return why the metrics of this run mean something else, or None."""
@@ -118,16 +129,22 @@ def _is_solved(run: Run) -> bool:
     return bool(right) and _at_the_end(np.array(right)) >= SOLVED
 
 
-def _lasting(
-    name: str, bound: float, below: bool = False, unless_solved: bool = False
-) -> Callable[[Run], Finding | None]:
-    """Return a rule's function for a metric that stays above (or below) a bound to the end."""
+def _is_failing(name: str, values: np.ndarray) -> np.ndarray:
+    """Return which values of a metric are beyond those that it is declared to have."""
+    metric = METRICS[name]
+    least = -np.inf if metric.least is None else metric.least
+    most = np.inf if metric.most is None else metric.most
+    return (values < least) | (values > most)
+
+
+def _lasting(name: str, unless_solved: bool = False) -> Callable[[Run], Finding | None]:
+    """Return a rule's function for a metric that fails to the end."""
 
     def find(run: Run) -> Finding | None:
         if unless_solved and _is_solved(run):
             return None
         steps, values = _smoothed(run, name)
-        step = _since(steps, values < bound if below else values > bound)
+        step = _since(steps, _is_failing(name, values))
         if step is None:
             return None
         _, measured = _points(run, name)
@@ -136,25 +153,26 @@ def _lasting(
     return find
 
 
-def _now_and_then(
-    names: Sequence[str], bound: float, share: float, below: bool = False
-) -> Callable[[Run], Finding | None]:
+def _now_and_then(names: Sequence[str], share: float) -> Callable[[Run], Finding | None]:
     """Return a rule's function for several metrics.
 
-    It finds the first of them that is above (or below) a bound in more than a share of the steps.
+    It finds the first of them that fails in more than a share of the steps.
     """
 
     def find(run: Run) -> Finding | None:
         for name in names:
             steps, values = _points(run, name)
-            is_bad = values < bound if below else values > bound
+            is_bad = _is_failing(name, values)
             if is_bad.sum() <= share * len(run.columns["step"]):
                 continue
-            seen = f"{name} is above {bound:g} in {is_bad.sum()} steps, and at most "
-            if below:
-                seen = f"{name} is below {bound:g} in {is_bad.sum()} steps, and at least "
-            worst = values.min() if below else values.max()
-            return Finding(int(steps[is_bad][0]), f"{seen}{worst:.3g}")
+            least = METRICS[name].least
+            if least is None:
+                seen = f"above {METRICS[name].most:g} in {is_bad.sum()} steps, and at most "
+                worst = values.max()
+            else:
+                seen = f"below {least:g} in {is_bad.sum()} steps, and at least "
+                worst = values.min()
+            return Finding(int(steps[is_bad][0]), f"{name} is {seen}{worst:.3g}")
         return None
 
     return find
@@ -166,7 +184,9 @@ def _ratios_at_first_update(run: Run) -> Finding | None:
     ratios = run.columns["ratio_new_old"]
     distances = run.columns["kl_new_old"]
     is_first = run.columns["staleness"] == 0
-    is_bad = is_first & ((abs(ratios - 1) > 0.02) | (distances > 1e-3))
+    is_bad = is_first & (
+        _is_failing("ratio_new_old", ratios) | _is_failing("kl_new_old", distances)
+    )
     if is_bad.sum() < 2 or is_bad.sum() < 0.5 * is_first.sum():
         return None
     seen = (
@@ -193,7 +213,8 @@ def _clipped(run: Run) -> Finding | None:
     clipped = outside[counts]
     if not clipped.size:
         return None
-    is_bad = smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5)
+    smoothed = smooth(clipped, len(clipped) // 20)
+    is_bad = smoothed > 0.9 if is_narrow else _is_failing("clipped_ratio_fraction", smoothed)
     step = _since(run.columns["step"][counts], is_bad)
     if step is None:
         return None
@@ -377,11 +398,18 @@ _RECORDED_LOG_PROBS = Elsewhere(
     "The loss has no ratio, and the recorded log-probs may be those of any policy.",
 )
 
+_FAILING_SCORES = (
+    "failed_score_fraction",
+    "verifier_timeout_fraction",
+    "verifier_crash_fraction",
+    "environment_timeout_fraction",
+    "environment_crash_fraction",
+)
+
 RULES = (
     Rule(
         name="ratios away from 1 at a batch's first update",
         metrics=("staleness", "ratio_new_old", "kl_new_old"),
-        healthy="ratio_new_old 1 and kl_new_old 0 where staleness is 0",
         find=_ratios_at_first_update,
         meaning="The weights have not changed since they sampled, so old and new log-probs should "
         "be the same numbers.",
@@ -393,8 +421,7 @@ RULES = (
     Rule(
         name="sampler and trainer apart",
         metrics=("kl_old_sampling",),
-        healthy="kl_old_sampling below 1e-3, clipped_sampling_fraction 0",
-        find=_lasting("kl_old_sampling", 0.01),
+        find=_lasting("kl_old_sampling"),
         meaning="The engine samples from another distribution than the trainer computes "
         "gradients of.",
         change="the sampler's number type and quantization; model.fp32_lm_head=true; "
@@ -405,8 +432,7 @@ RULES = (
     Rule(
         name="groups without signal",
         metrics=("zero_advantage_group_fraction",),
-        healthy="below 0.9 until the task is solved",
-        find=_lasting("zero_advantage_group_fraction", 0.9, unless_solved=True),
+        find=_lasting("zero_advantage_group_fraction", unless_solved=True),
         meaning="All completions of a prompt get one reward, so that nothing is learned from it.",
         change="prompts that are sometimes solved, a supervised start (experiment=sft), or a "
         "reward with parts; rollout.max_sampling_rounds=4, which samples others in their place; "
@@ -416,8 +442,7 @@ RULES = (
     Rule(
         name="completions cut off",
         metrics=("truncated_fraction",),
-        healthy="below 0.1 in the end, unless the task is solved",
-        find=_lasting("truncated_fraction", 0.8, unless_solved=True),
+        find=_lasting("truncated_fraction", unless_solved=True),
         meaning="A completion that is cut off seldom has an answer, and never learns to end.",
         change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
         "completions do not end; rollout.overlong_buffer, which makes length cost something",
@@ -426,8 +451,6 @@ RULES = (
     Rule(
         name="everything clipped",
         metrics=("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
-        healthy="0 at a batch's first update, then a few percent; with gspo, whose bounds are "
-        "narrow, most",
         find=_clipped,
         meaning="A clipped token has no gradient: most of a batch teaches nothing.",
         change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
@@ -438,8 +461,7 @@ RULES = (
     Rule(
         name="log-ratios clamped",
         metrics=("clamped_log_ratio_fraction",),
-        healthy="clamped_log_ratio_fraction 0, always",
-        find=_now_and_then(("clamped_log_ratio_fraction",), 0.0, 0.01),
+        find=_now_and_then(("clamped_log_ratio_fraction",), 0.01),
         meaning="Probabilities have changed by a factor of e^20: the old log-probs belong to other "
         "weights or tokens.",
         change="the recorded log-probs, which may be one place off; optimizer.learning_rate, "
@@ -449,8 +471,7 @@ RULES = (
     Rule(
         name="effective sample size low",
         metrics=("effective_sample_size",),
-        healthy="1 on-policy, above 0.9 afterwards",
-        find=_now_and_then(("effective_sample_size",), 0.5, 0.2, below=True),
+        find=_now_and_then(("effective_sample_size",), 0.2),
         meaning="A few tokens with large ratios stand for the whole step.",
         change="optimizer.learning_rate, lower; fewer updates of a batch; less rollout.lag; a "
         "family whose ratio is clipped (loss=grpo)",
@@ -459,8 +480,7 @@ RULES = (
     Rule(
         name="entropy gone",
         metrics=("entropy",),
-        healthy="falls slowly, not to 0 before the task is solved",
-        find=_lasting("entropy", 0.01, below=True, unless_solved=True),
+        find=_lasting("entropy", unless_solved=True),
         meaning="The policy writes one completion for each prompt, and finds no others.",
         change="optimizer.learning_rate, lower; loss.epsilon_high, above loss.epsilon_low (0.28); "
         "entropy.coefficient=1e-3; kl=k3, which holds it near to where it began",
@@ -470,7 +490,6 @@ RULES = (
     Rule(
         name="gradient spikes",
         metrics=("grad_norm",),
-        healthy="within a few times its median",
         find=_spikes,
         meaning="Single steps are far larger than others; they often come before a collapse.",
         change="optimizer.learning_rate, lower; optimizer.max_grad_norm=0.2; less rollout.lag; a "
@@ -479,7 +498,6 @@ RULES = (
     Rule(
         name="steps without an update",
         metrics=("num_skipped_steps",),
-        healthy="num_skipped_steps 0",
         find=_skipped,
         meaning="There was nothing to train on, or a number was not finite.",
         change="its cause, in run.log; optimizer.learning_rate, lower; model.dtype=float32",
@@ -487,17 +505,8 @@ RULES = (
     Rule(
         name="verifiers failing",
         metrics=("reward",),
-        healthy="failed_score_fraction missing or 0",
-        find=_now_and_then(
-            (
-                "failed_score_fraction",
-                "verifier_timeout_fraction",
-                "verifier_crash_fraction",
-                "environment_crash_fraction",
-            ),
-            0.02,
-            0.05,
-        ),
+        shown_by=_FAILING_SCORES,
+        find=_now_and_then(_FAILING_SCORES, 0.05),
         meaning="Completions that nobody could score are left out, or punished for it: the policy "
         "may learn to break its verifier.",
         change="the verifier on the completions that run.log names; task.verifier_seconds, longer; "
@@ -506,7 +515,6 @@ RULES = (
     Rule(
         name="reward lost",
         metrics=("reward",),
-        healthy="rises, and stays",
         find=_reward_lost,
         meaning="The policy was better before.",
         change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN "
@@ -515,8 +523,7 @@ RULES = (
     ),
     Rule(
         name="reward up while held-out falls",
-        metrics=("reward", "evaluation"),
-        healthy="both rise",
+        metrics=("reward", HELD_OUT_SHARE),
         find=_held_out_falls,
         meaning="The policy learns the training prompts, or its verifier's weakness, and not the "
         "task.",

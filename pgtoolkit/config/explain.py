@@ -26,17 +26,14 @@ from pgtoolkit.config.keys import (
 )
 from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, ExitStatus
+from pgtoolkit.runs.declared_metrics import OF_STEPS, OF_TRACKERS, metric_named
+from pgtoolkit.runs.declared_metrics import TABLES as METRICS
+from pgtoolkit.runs.metric import Metric, declared_as
 from pgtoolkit.system.declared import REQUIRED, Key
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.report import nearest, refusal, text
-
-_STATUSES = {
-    0: "Done.",
-    1: "An internal error of pgtoolkit, with a traceback; of a sweep, that a job has failed.",
-    130: "Stopped by a keyboard interrupt.",
-    141: "The program that reads the output, such as head, closed it early.",
-}
+from pgtoolkit.tracking.progress import shown_as
 
 
 @dataclass
@@ -204,9 +201,8 @@ def pages_on(words: str) -> list[Page]:
 def _known(words: str) -> list[Page]:
     """Return the pages on a word that can be explained, and what other trainers call so."""
     word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
-    general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
     known = explanations()
-    pages = known.get(general)
+    pages = known.get(word) or _of_metric(word)
     if not pages and "." in word:
         pages = known.get(word.partition("=")[0])
     if not pages:
@@ -216,6 +212,14 @@ def _known(words: str) -> list[Page]:
     if all(key.endswith(f".{word}") for key in keys_called(word)):
         return pages  # other trainers call the same keys so
     return [*pages, *_rows_of_trainers(word)]
+
+
+def _of_metric(word: str) -> list[Page]:
+    """Return the page on a metric whose name has a part that varies, such as pass@8."""
+    metric = metric_named(word) or declared_as(
+        word, (*OF_TRACKERS, *METRICS["metrics of evaluations"])
+    )
+    return [] if metric is None else [_page("metric", f"{word}: a metric", _parts_of(metric))]
 
 
 def _in_sentence(words: str) -> list[Page]:
@@ -323,34 +327,37 @@ def _keys() -> Explained:
 
 
 def _metrics() -> Explained:
-    for heads, row in [*table_rows("metrics.md"), *table_rows("evaluation.md")]:
-        if heads[0] in ("name", "number"):
-            for name in _code(row[0]):
-                parts = dict(zip(heads[1:], row[1:], strict=False))
-                yield [name], _page("metric", f"{name}: a metric", parts)
+    for metrics in METRICS.values():
+        for metric in metrics:
+            yield [metric.name], _page("metric", f"{metric.name}: a metric", _parts_of(metric))
+
+
+def _parts_of(metric: Metric) -> dict[str, str]:
+    return {
+        "": metric.help,
+        "formula": metric.formula,
+        "over": metric.over,
+        "measured": metric.measured(),
+        "healthy": metric.healthy_in_words(),
+        "see": f"docs/{metric.see}" if metric.see else "",
+    }
 
 
 def _line_of_step() -> Explained:
     """Yield the words on a step's printed line, and the metrics that they show."""
-    metrics = {words[0]: page for words, page in _metrics()}
-    for heads, row in table_rows("metrics.md"):
-        if heads[0] != "on the line":
-            continue
-        metric = _code(row[1])[0]
-        for word in _code(row[0]):
-            title = f"{word}: on the line that a run prints for each step"
-            yield [word], _page("line", title, {"": row[1]})
-            if metric != word and metric in metrics:
-                yield [word], metrics[metric]
+    for word, name, meaning in shown_as():
+        metric = declared_as(name, OF_STEPS)
+        title = f"{word}: on the line that a run prints for each step"
+        yield [word], _page("line", title, {"": name or meaning})
+        if metric is not None and name != word:
+            yield [word], _page("metric", f"{name}: a metric", _parts_of(metric))
 
 
 def _exit_statuses() -> Explained:
-    meanings = dict(_STATUSES)
-    for kind in PgtoolkitError.__subclasses__():
-        first_paragraph = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        meanings[kind.exit_status] = f"{meanings.get(kind.exit_status, '')} {first_paragraph}"
-    for status, meaning in meanings.items():
-        yield [str(status)], _page("exit status", f"exit status {status}", {"": meaning})
+    for status in ExitStatus:
+        title = f"exit status {status}: {status.name.replace('_', ' ')}"
+        parts = {"": status.meaning, "in a script": status.in_a_script}
+        yield [str(status)], _page("exit status", title, parts)
 
 
 def _rows_with(word: str) -> Iterator[Page]:

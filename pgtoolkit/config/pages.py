@@ -1,5 +1,5 @@
-"""Writes conf/, docs/keys.md and the table of rules in docs/configuration.md from their
-declarations: `python -m pgtoolkit.config.pages`, in a working copy."""
+"""Writes conf/, docs/keys.md and the tables of other pages of docs/ from their declarations:
+`python -m pgtoolkit.config.pages`, in a working copy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pgtoolkit.config.defaults import Computed, SameAs, number
 from pgtoolkit.config.explain import entries
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
-from pgtoolkit.config.rules.table import TABLE
 from pgtoolkit.config.schema import OPTIONS, default_options
+from pgtoolkit.config.tables import filled
 from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import text
 
@@ -56,8 +56,8 @@ def files() -> dict[Path, str]:
     conf = config_directory()
     docs = conf.parent / "docs"
     texts = {docs / "keys.md": keys_page(), conf / "config.yaml": main_file()}
-    page = docs / "configuration.md"
-    texts[page] = with_rules(page.read_text(encoding="utf-8"))
+    for page in sorted(docs.glob("*.md")):
+        texts.setdefault(page, filled(page.read_text(encoding="utf-8")))
     for group, options in OPTIONS.items():
         for name in options:
             texts[conf / group / f"{name}.yaml"] = option_file(group, name)
@@ -108,15 +108,6 @@ def keys_page() -> str:
         cells = [f"`{shown(entry.key.name)}`{options}", *entry.description().values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def with_rules(page: str) -> str:
-    """Return docs/configuration.md with the table of the rules that compare settings."""
-    before, begin, rest = page.partition("<!-- rules -->\n")
-    _, end, after = rest.partition("<!-- end -->")
-    lines = ["| where | is needed | since |", "|---|---|---|"]
-    lines += [f"| `{rule.when}` | `{rule.needs}` | {rule.because} |" for rule in TABLE]
-    return before + begin + "\n".join(lines) + "\n" + end + after
 
 
 def _key_lines(key: Key, value: object) -> Iterator[str]:

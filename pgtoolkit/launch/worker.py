@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
     ConfigError,
+    ExitStatus,
     Interrupted,
     PgtoolkitError,
     RankLost,
@@ -166,7 +167,7 @@ def main(folder: Path) -> int:
     except OSError as system_error:
         error = as_storage_error(system_error)
     except KeyboardInterrupt:
-        return 130  # the process that sent the signal prints the message
+        return ExitStatus.stopped  # the process that sent the signal prints the message
     except BaseException as defect:
         error = PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}")
         printed_traceback = traceback.format_exc()

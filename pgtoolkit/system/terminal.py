@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from pgtoolkit.errors import StorageError
+from pgtoolkit.errors import ExitStatus, StorageError
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.safe_text import legible
 
@@ -143,7 +143,8 @@ def status_of_output(status: int) -> int:
     flush_streams()
     if not _failures:
         return status
-    return 141 if isinstance(_failures[0], BrokenPipeError) else StorageError.exit_status
+    is_closed = isinstance(_failures[0], BrokenPipeError)
+    return ExitStatus.unread if is_closed else StorageError.exit_status
 
 
 def flush_streams() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pgtoolkit.runs.records import Row
@@ -23,6 +25,8 @@ ERASE_LINE = "\r\x1b[K"
 """Moves the cursor to the beginning of a terminal's line, and erases the line."""
 
 _UNKNOWN = "?"
+
+_TIME_LEFT = "the time left until `trainer.max_steps`, by the pace so far"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -121,6 +125,15 @@ class ProgressLine:
             return _UNKNOWN
         seconds_per_step = (now - start) / max(1, step - first_step)
         return duration(seconds_per_step * (self._max_steps - step))
+
+
+def shown_as() -> Iterator[tuple[str, str, str]]:
+    """Yield (word, metric, meaning) for the words on the line of a step; either of the last two is
+    empty."""
+    for name, field_format in _FIELDS.items():
+        yield re.sub(r"\{.*?\}", "", field_format).strip(), name, ""
+    yield "ETA", "", _TIME_LEFT
+    yield "left", "", _TIME_LEFT
 
 
 def _fields(formats: dict[str, str], metrics: dict[str, float]) -> list[str]:

@@ -18,6 +18,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.step_loader import StepLoader
+from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.checkpoint import (
@@ -147,8 +148,9 @@ def sampler_of(loader: StepLoader) -> TransformersSampler:
 
 
 def metrics_of(folder: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without CLOCK_COLUMNS."""
+    """Return the rows of metrics.jsonl without CLOCK_COLUMNS; every metric must be declared."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [name for row in rows for name in row if metric_named(name) is None] == []
     return [
         {name: value for name, value in row.items() if name not in CLOCK_COLUMNS} for row in rows
     ]

@@ -378,7 +378,8 @@ def test_page_has_since_when_a_failure_holds_and_what_to_change(study, capsys, t
     assert main(["doctor", broken]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. Healthy: rises,",
+        r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. "
+        r"Healthy: reward rises,",
         output,
     )
     assert "Change: optimizer.learning_rate, lower" in output

@@ -186,7 +186,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
 
-def test_conf_and_the_page_of_keys_are_written_from_the_schema():
+def test_conf_and_tables_of_docs_are_written_from_declarations():
     for file, text in files().items():
         assert file.read_text() == text, f"{file}: python -m pgtoolkit.config.pages writes it anew"
     written = {file for file in files() if file.suffix == ".yaml"}

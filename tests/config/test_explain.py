@@ -5,13 +5,12 @@ import re
 
 import pytest
 from builders.refusals import refusal
-from builders.runs import metrics_of, run
 
 from pgtoolkit.config.explain import entries, explain, explanations
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
-from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.losses.metrics import _KINDS
+from pgtoolkit.errors import ExitStatus, PgtoolkitError
+from pgtoolkit.runs.declared_metrics import TABLES
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.progress import _FIELDS, ProgressLine
 
@@ -30,19 +29,11 @@ def test_every_key_and_option_is_explained():
         )
 
 
-def test_every_metric_and_exit_status_is_explained(tmp_path):
+def test_every_metric_and_exit_status_is_explained():
     known = explanations()
-    for kind in _KINDS.values():
-        assert {
-            *kind.means,
-            *kind.maxima,
-            *kind.minima,
-            *kind.sums,
-            kind.sample_size or "loss",
-        } <= {*known}
-    row = metrics_of(run(tmp_path / "run", "metrics=with_entropy"))[0]
-    assert {*row} <= {*known}
-    assert all(str(kind.exit_status) in known for kind in PgtoolkitError.__subclasses__())
+    assert {metric.name for metrics in TABLES.values() for metric in metrics} <= known.keys()
+    assert {str(status) for status in ExitStatus} <= known.keys()
+    assert all(kind.exit_status in ExitStatus for kind in PgtoolkitError.__subclasses__())
 
 
 def test_every_word_of_the_line_that_a_run_prints_is_explained():
@@ -72,8 +63,8 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("gspo", "ratio: R_d = exp("),
         ("constant", "verl loss_agg_mode: `seq-mean-token-sum-norm`"),
         ("ppo", "loss=grpo: an option"),
-        ("kl_ref", "never negative level: basic, where a reference is known"),
-        ("75", "stopped by a signal after saving a checkpoint; it can be resumed"),
+        ("kl_ref", "measured: `metrics=basic`, where a reference is known"),
+        ("75", "exit status 75: interrupted Stopped by a signal after saving a checkpoint"),
         (
             "proximal",
             (
@@ -88,7 +79,7 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ),
         ("teacher", "kl.reference: a key"),
         ("trajectory", "trajectory: see docs/data.md field: `trajectory`"),
-        ("exit status 75", "stopped by a signal after saving a checkpoint; it can be resumed"),
+        ("exit status 75", "in a script: Starts it again with `pgtk resume`"),
         ("loss_agg_mode", "aggregation=: `token_mean` TRL loss_type: `dapo`"),
         ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl.md"),
         ("epsilon", "optimizer.epsilon: a key"),
@@ -99,7 +90,7 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("kl", "kl_new_old: a metric"),
         ("document", "Prompt and completion together are a document."),
         ("groups", "Several completions are sampled for each prompt; they form a group."),
-        ("pass@1", "the unbiased estimate of the chance that one of k is"),
+        ("pass@1", "the unbiased estimate of the chance that one of k completions"),
         ("pass@8_error", "standard error of that mean"),
         ("reward/format", "mean score of each of several verifiers"),
         ("num_generations", "here: `rollout.group_size`"),

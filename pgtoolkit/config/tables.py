@@ -1,0 +1,94 @@
+"""The tables of docs/ that are written from declarations, each at its mark in a page.
+
+A mark is a pair of comments, `<!-- NAME -->` and `<!-- end -->`, with the table between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pgtoolkit.config.rules.table import TABLE as RULES
+from pgtoolkit.errors import ExitStatus
+from pgtoolkit.runs.declared_metrics import METRICS
+from pgtoolkit.runs.declared_metrics import TABLES as METRICS_BY_TABLE
+from pgtoolkit.runs.metric import Metric
+from pgtoolkit.tracking.progress import shown_as
+
+Table = list[Sequence[str]]
+"""Rows of cells; the first row has the heads of the columns."""
+
+
+def tables() -> dict[str, Table]:
+    """Return every table by its mark."""
+    return {
+        "rules": rules(),
+        "exit statuses": exit_statuses(),
+        "line of a step": line_of_step(),
+        **{name: metrics(group) for name, group in METRICS_BY_TABLE.items()},
+    }
+
+
+def filled(page: str) -> str:
+    """Return the text of a page of docs/ with its tables."""
+    for name, table in tables().items():
+        begin = f"<!-- {name} -->\n"
+        before, mark, rest = page.partition(begin)
+        if mark:
+            _, end, after = rest.partition("<!-- end -->")
+            page = before + begin + as_text(table) + end + after
+    return page
+
+
+def as_text(table: Table) -> str:
+    """Return a table as Markdown, without the columns that are empty in every row."""
+    heads, *rows = table
+    kept = [place for place in range(len(heads)) if any(row[place] for row in rows)]
+    lines = [_line(heads[place] for place in kept), f"|{'---|' * len(kept)}"]
+    lines += [_line(row[place] for place in kept) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    line = " | ".join(cell.replace("|", "\\|") for cell in cells)
+    return re.sub(r"(?<=\|) +(?=\|)", " ", f"| {line} |")
+
+
+def rules() -> Table:
+    """Return the rules that compare settings."""
+    rows = [(f"`{rule.when}`", f"`{rule.needs}`", rule.because) for rule in RULES]
+    return [("where", "is needed", "since"), *rows]
+
+
+def exit_statuses() -> Table:
+    """Return the exit statuses in the order of their numbers."""
+    rows = [(str(status.value), status.meaning, status.in_a_script) for status in ExitStatus]
+    return [("exit status", "meaning", "in a script"), *rows]
+
+
+def metrics(group: Iterable[Metric]) -> Table:
+    """Return the metrics of one table of docs/."""
+    heads = ("name", "what it is", "formula", "over", "measured", "healthy")
+    return [heads, *map(_row_of_metric, group)]
+
+
+def _row_of_metric(metric: Metric) -> Sequence[str]:
+    page, _, _ = metric.see.partition("#")
+    see = f" ([{page}]({metric.see}))" if page else ""
+    return (
+        f"`{metric.name}`",
+        metric.help + see,
+        metric.formula,
+        metric.over,
+        metric.measured(),
+        metric.healthy_in_words(),
+    )
+
+
+def line_of_step() -> Table:
+    """Return the words on the line that a run prints for each step."""
+    rows = [
+        (f"`{word}`", f"`{name}`: {METRICS[name].help}" if name else meaning)
+        for word, name, meaning in shown_as()
+    ]
+    return [("on the line", "what it is"), *rows]

@@ -1,0 +1,182 @@
+"""The metrics of the loss: of the policy, of its sampler, and of a correction between them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pgtoolkit.runs.metric import Metric
+
+_TOKENS = "trained tokens"
+
+_basic = partial(Metric, level="basic")
+_of_ratios = partial(_basic, over="documents", where="with old log-probs")
+_of_sampler = partial(_basic, over="documents", where="where the sampler's log-probs are known")
+_of_correction = partial(_basic, over="documents", where="with a `correction`")
+
+OF_THE_LOSS = (
+    Metric(
+        "loss",
+        "the loss of the step",
+        formula="Σ w_t l_t",
+        over=_TOKENS,
+        healthy="near 0, whatever is learned: it is no measure of progress",
+        see="losses.md",
+    ),
+    Metric(
+        "new_logprobs",
+        "mean log-prob of the trained tokens under the policy in training",
+        formula="Σ u p / D",
+        over="documents",
+        healthy="rises towards 0 as the policy grows certain",
+    ),
+    _of_ratios(
+        "old_logprobs",
+        "the same under the policy that generated them",
+        formula="Σ u o / D",
+        healthy="equals `new_logprobs` on the first step of a batch of rollouts",
+    ),
+    _of_ratios(
+        "ratio_new_old",
+        "mean ratio of new to old probability",
+        formula="Σ u ρ / D",
+        healthy="1 on-policy, then close to 1",
+        least=0.98,
+        most=1.02,
+    ),
+    _of_ratios(
+        "min_ratio_new_old",
+        "smallest ρ",
+        over=_TOKENS,
+        healthy="falls with each step on the same rollouts",
+    ),
+    _of_ratios(
+        "max_ratio_new_old",
+        "largest ρ",
+        over=_TOKENS,
+        healthy="rises with each step on the same rollouts",
+    ),
+    _of_ratios(
+        "kl_new_old",
+        'how far the policy is from the one that sampled, by the estimate "k3", which is never '
+        "negative; the distance from a reference is `kl_ref`",
+        formula="Σ u (ρ − λ − 1) / D",
+        healthy="0 on-policy, then small",
+        most=0.001,
+    ),
+    _of_ratios(
+        "clipped_ratio_fraction",
+        "share of tokens, or of documents, whose ratio is outside the bounds of the clip, whatever "
+        "the sign of the advantage",
+        formula="Σ u [ρ < 1−ε_low or ρ > 1+ε_high] / D",
+        healthy="0 on-policy, then a few percent; with `gspo`, whose bounds are narrow, most",
+        most=0.5,
+    ),
+    _of_ratios(
+        "clipped_low_fraction",
+        "the part with ρ < 1−ε_low and A < 0, where the gradient is cut",
+    ),
+    _of_ratios(
+        "clipped_high_fraction",
+        "the part with ρ > 1+ε_high and A > 0, where the gradient is cut",
+    ),
+    _of_ratios(
+        "clamped_log_ratio_fraction",
+        "share of tokens whose log-ratio was clamped to ±20",
+        formula="Σ u [the clamp acted] / D",
+        healthy="0, always",
+        most=0.0,
+    ),
+    _of_ratios(
+        "effective_sample_size",
+        "share of the tokens, or documents, that would say as much if all weighed the same",
+        formula="(Σ v ρ)² / (Σ v · Σ v ρ²)",
+        over=_TOKENS,
+        healthy="1 on-policy, above 0.9 afterwards",
+        least=0.5,
+    ),
+    _of_ratios(
+        "ratio_new_old_sum",
+        "the first sum of `effective_sample_size`, for your own arithmetic",
+        formula="Σ v ρ",
+        over=_TOKENS,
+    ),
+    _of_ratios("ratio_new_old_squared_sum", "its second sum", formula="Σ v ρ²", over=_TOKENS),
+    _basic(
+        "advantage",
+        "mean advantage",
+        formula="Σ u A / D",
+        over="documents",
+        healthy="0 where advantages are centred in their group, groups are whole and each attempt "
+        "is one document",
+    ),
+    _basic("min_advantage", "smallest advantage", over=_TOKENS),
+    _basic("max_advantage", "largest advantage", over=_TOKENS),
+    Metric(
+        "entropy",
+        "mean entropy of the policy at the sampling temperature, in nats",
+        formula="Σ u H_t / D, H_t = log Z − Σ_v p_v z_v",
+        over="documents",
+        level="with_entropy",
+        where="or `basic` with `entropy.coefficient` > 0",
+        healthy="falls slowly, not to 0 before the task is solved",
+        least=0.01,
+    ),
+    _basic(
+        "kl_ref",
+        "how far the policy is from the reference, f the log-prob under it; never negative. With "
+        "`kl=full_reverse` and `full_forward` it is Σ u k / D of the full KL",
+        formula="Σ u (exp(f − p) − (f − p) − 1) / D",
+        over="documents",
+        where="where a reference is known: with `kl=...`, or a recorded column `ref_log_probs`",
+        healthy="0 at the start of a run with `kl.reference=initial`, then grows; steady where the "
+        "penalty holds it. In distillation it falls",
+    ),
+)
+
+OF_THE_SAMPLER = (
+    _of_sampler(
+        "kl_old_sampling",
+        "k3 of o against b: half the square of a typical difference",
+        formula="Σ u (v − log v − 1) / D",
+        healthy="below 1e-3",
+        most=0.01,
+    ),
+    _of_sampler(
+        "difference_old_sampling",
+        "mean difference of the two log-probs of a token, without its sign",
+        formula="Σ u |o − b| / D",
+        healthy="far below the clip's ε",
+    ),
+    _of_sampler("max_difference_old_sampling", "the largest |o − b|", over=_TOKENS),
+    _of_sampler(
+        "clipped_sampling_fraction",
+        "share of the tokens, or with `gspo` of the documents by their mean difference, whose "
+        "ratio the difference alone would take out of the family's clip",
+        healthy="0. Above 0.1 a note is printed once: the clip cannot tell an update from the "
+        "difference",
+    ),
+)
+
+OF_THE_CORRECTION = (
+    _of_correction("correction_factor", "mean factor", formula="Σ u ρ / D", healthy="1"),
+    _of_correction("min_correction_factor", "smallest factor", over=_TOKENS),
+    _of_correction("max_correction_factor", "largest factor", over=_TOKENS),
+    _of_correction(
+        "correction_outside_fraction",
+        "share beyond the correction's bounds: what is truncated, or left out",
+        healthy="a few in a thousand",
+    ),
+    _of_correction(
+        "correction_clamped_fraction",
+        "share whose log-ratio, as the correction sees it, was clamped to ±20",
+        healthy="0",
+    ),
+    _of_correction(
+        "correction_effective_sample_size",
+        "share of the tokens that would say as much if all had one factor; missing where every "
+        "factor is 0",
+        formula="(Σ ρ)² / (N Σ ρ²)",
+        over=_TOKENS,
+        healthy="above 0.9",
+    ),
+)

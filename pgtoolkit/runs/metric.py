@@ -1,0 +1,63 @@
+"""The declaration of a metric."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that a run writes.
+
+    Texts may have `code`, and symbols of docs/metrics.md.
+    """
+
+    name: str
+    """As it is written. NAME, SET, `k` after pass@ and `...` stand for a part that varies."""
+    help: str
+    """What it is, without a full stop."""
+    formula: str = ""
+    """The same in symbols, where these say more than words."""
+    over: str = ""
+    """What it is taken over, such as documents; for a mean each of them weighs the same."""
+    level: str = "none"
+    """The first level of `metrics=` at which it is measured."""
+    where: str = ""
+    """What a run needs besides, to have it."""
+    healthy: str = ""
+    """Its values in a run that learns."""
+    least: float | None = None
+    most: float | None = None
+    """The smallest and the largest value that `pgtk doctor` does not take for a failure, at the
+    steps at which it looks."""
+    see: str = ""
+    """The page of docs/ that says more, with its section."""
+
+    def measured(self) -> str:
+        """Return the level and the condition, in words; empty if every run has the metric."""
+        level = "" if self.level == "none" else f"`metrics={self.level}`"
+        return ", ".join(part for part in (level, self.where) if part)
+
+    def healthy_in_words(self) -> str:
+        """Return the healthy values, with those that `pgtk doctor` takes for a failure."""
+        failing = ""
+        if self.least is not None and self.most is not None:
+            failing = f"outside of {self.least:g} to {self.most:g}"
+        elif self.least is not None:
+            failing = f"below {self.least:g}"
+        elif self.most is not None:
+            failing = f"above {self.most:g}"
+        return f"{self.healthy} (failing: {failing})" if failing else self.healthy
+
+
+def declared_as(name: str, metrics: tuple[Metric, ...]) -> Metric | None:
+    """Return the first of the metrics that a number of this name is; None if none is."""
+    return next((metric for metric in metrics if _pattern(metric.name).fullmatch(name)), None)
+
+
+@functools.cache
+def _pattern(name: str) -> re.Pattern[str]:
+    escaped = re.escape(name).replace("NAME", ".+").replace("SET", ".+")
+    return re.compile(escaped.replace("@k", r"@(k|\d+)"))
