@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from builders.documents import document_of
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
 from pgtoolkit.batch import Document
@@ -130,11 +131,11 @@ def some_documents(
         if i == len(lengths) - 1:
             mask[:] = False
         documents.append(
-            Document(
-                tokens=torch.randint(0, 11, (length,), generator=generator),
-                loss_mask=mask,
+            document_of(
+                torch.randint(0, 11, (length,), generator=generator),
+                mask,
                 old_log_probs=(-2.5 + 0.2 * torch.randn(length, generator=generator))[mask],
-                advantages=torch.randn(1, generator=generator).expand(int(mask.sum())),
+                advantages=float(torch.randn(1, generator=generator)),
                 group=[3, 3, 8, 8, 8, 5, 5][i],
                 name=f"document {i}",
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from builders.documents import document_of
 from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
 from torch import Tensor
 
@@ -91,11 +92,10 @@ def draw_documents() -> tuple[list[Document], list[Tensor]]:
         new = logits[number].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
         old = (new + drift * torch.randn(length - 1, generator=draw)).float()
         documents.append(
-            Document(
+            document_of(
                 tokens,
-                loss_mask=torch.arange(length) > 0,
                 old_log_probs=old,
-                advantages=torch.full((length - 1,), advantage),
+                advantages=advantage,
                 group=GROUPS[number],
                 name=f"{number}",
                 sampling_log_probs=old + 0.3 * torch.randn(length - 1, generator=draw),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from builders.documents import document_of
 from builders.runs import config_of, module_and_loader
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,11 +92,11 @@ def some_documents() -> list[Document]:
         tokens = torch.randint(0, 11, (length,), generator=generator)
         old_log_probs = -2.5 + 0.7 * torch.randn(length, generator=generator)
         documents.append(
-            Document(
-                tokens=tokens,
-                loss_mask=torch.arange(length) >= first_trained,
+            document_of(
+                tokens,
+                torch.arange(length) >= first_trained,
                 old_log_probs=old_log_probs[first_trained:],
-                advantages=torch.full((length - first_trained,), advantage),
+                advantages=advantage,
                 group=i // 2,
                 name=f"document {i}",
             )

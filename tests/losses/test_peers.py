@@ -44,6 +44,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.losses import (
     DEVICE,
     OBJECTIVES,
@@ -54,7 +55,7 @@ from builders.losses import (
 from builders.runs import SHORT, assert_equal, module_and_loader, some_documents
 
 from pgtoolkit import policy_loss
-from pgtoolkit.batch import Document, Step, StepTotals, pack
+from pgtoolkit.batch import Step, StepTotals, pack
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
@@ -218,7 +219,7 @@ def test_old_log_probs_and_advantages_are_shifted_with_their_labels():
     tokens = torch.tensor([5, 6, 7, 8])
     mask = torch.tensor([False, True, False, True])
     numbers = torch.tensor([0.25, 0.75])
-    batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")])
+    batch = pack([document_of(tokens, mask, old_log_probs=-numbers, advantages=1 + numbers)])
     trained = batch.labels >= 0
     assert batch.labels[trained].tolist() == [6, 8]
     assert batch.old_log_probs[trained].tolist() == [-0.25, -0.75]

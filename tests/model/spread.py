@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from builders import processes
+from builders.documents import document_of
 from builders.losses import PARAMETERS
 from builders.models import small_policy
 from builders.runs import CLOCK_COLUMNS
@@ -40,11 +41,11 @@ def documents(vocabulary: int, scale: int) -> list[Document]:
         length *= 1 if length == 1 else scale
         trained = torch.arange(length) >= (length if number in MASKED else max(1, length // 4))
         documents.append(
-            Document(
-                tokens=torch.randint(0, vocabulary, (length,), generator=generator),
-                loss_mask=trained,
+            document_of(
+                torch.randint(0, vocabulary, (length,), generator=generator),
+                trained,
                 old_log_probs=(-3.0 + 0.2 * torch.randn(length, generator=generator))[trained],
-                advantages=torch.randn((), generator=generator).expand(int(trained.sum())),
+                advantages=float(torch.randn((), generator=generator)),
                 group=group,
                 name=f"document {number}",
             )

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.models import HAS_COMPILER, VOCABULARY, save_with_tokenizer, small_llama, small_policy
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
@@ -22,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 from pgtoolkit.assembly.build import policy_of, reference_of
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document, MicroBatch, pack
+from pgtoolkit.batch import MicroBatch, pack
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.models import compilation
 from pgtoolkit.errors import ConfigError
@@ -41,8 +42,7 @@ def packed(lengths: Sequence[int]) -> MicroBatch:
     documents = []
     for length in lengths:
         tokens = torch.randint(VOCABULARY, (length,), generator=generator)
-        no_mask = torch.zeros(length, dtype=torch.bool)
-        documents.append(Document(tokens, no_mask, torch.zeros(0), torch.zeros(0), 0, ""))
+        documents.append(document_of(tokens, torch.zeros(length, dtype=torch.bool)))
     return pack(documents)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from safetensors.torch import load_file, save_file
@@ -91,9 +92,7 @@ def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it
 
 def short_document() -> Document:
     mask = torch.tensor([False, False, True, True])
-    return Document(
-        torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document"
-    )
+    return document_of(torch.tensor([1, 2, 3, 4]), mask, advantages=1.0)
 
 
 @pytest.mark.parametrize("fp32_lm_head", [False, True])

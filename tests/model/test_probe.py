@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from builders.documents import document_of
 from builders.models import model_config, save_with_tokenizer
 from builders.runs import config_of, sampler_of, with_model
 
@@ -76,9 +77,7 @@ def folder_of(
 
 
 def document(length: int) -> Document:
-    tokens = torch.arange(length) * 7 % 11
-    mask = torch.arange(length) > 0
-    return Document(tokens, mask, torch.zeros(length - 1), torch.ones(length - 1), 0, "a document")
+    return document_of(torch.arange(length) * 7 % 11)
 
 
 @pytest.mark.parametrize("lengths", [(6, 7, 7), (3, 20, 4, 3)], ids=["alike", "mixed"])

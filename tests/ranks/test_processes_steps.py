@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from builders.documents import document_of
 from builders.processes import layout, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,13 +24,10 @@ from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
 
 
 def document(number: int, length: int) -> Document:
-    values = torch.full((length - 1,), float(number))
-    mask = torch.arange(length) > 0
-    return Document(
-        tokens=torch.full((length,), number),
-        loss_mask=mask,
-        old_log_probs=values,
-        advantages=values,
+    return document_of(
+        torch.full((length,), number),
+        old_log_probs=number,
+        advantages=number,
         group=number // 2,
         name=f"document {number}",
     )

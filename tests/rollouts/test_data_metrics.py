@@ -3,6 +3,7 @@ number, and shares of groups. All expected values are worked out by hand."""
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.rollout_rows import recorded_config
 
 from pgtoolkit.batch import Document
@@ -16,14 +17,12 @@ def document(
     **fields,
 ) -> Document:
     """Return a document with one prompt token and a trained token for each advantage."""
-    size = len(advantages)
-    return Document(
-        tokens=torch.arange(size + 1),
-        loss_mask=torch.arange(size + 1) > 0,
-        old_log_probs=torch.tensor([-1.0] * size if log_probs is None else log_probs),
+    old_log_probs = -1.0 if log_probs is None else torch.tensor(log_probs)
+    return document_of(
+        len(advantages) + 1,
+        old_log_probs=old_log_probs,
         advantages=torch.tensor(advantages),
         group=group,
-        name="",
         **fields,
     )
 

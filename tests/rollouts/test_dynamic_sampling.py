@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
+from builders.documents import document_of
 from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.batch import Document
@@ -24,18 +24,8 @@ def group(
     number: int, *rewards: float, task_rewards: Sequence[float | None] | None = None
 ) -> list[Document]:
     """Return the documents of one prompt, one for each reward."""
-    vector = torch.ones(1)
     return [
-        Document(
-            tokens=torch.tensor([1, 2]),
-            loss_mask=torch.tensor([False, True]),
-            old_log_probs=vector,
-            advantages=vector,
-            group=number,
-            name="",
-            reward=reward,
-            task_reward=task_reward,
-        )
+        document_of(2, group=number, reward=reward, task_reward=task_reward)
         for reward, task_reward in zip(rewards, task_rewards or [None] * len(rewards), strict=True)
     ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from builders.documents import document_of
 from builders.rollout_rows import all_documents, good_row, recorded_rollouts, write_jsonl
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_loader
 
@@ -66,13 +66,11 @@ def document(
     reward: float | None, failed: bool = False, group: int = 0, exact_match: bool = False
 ) -> Document:
     """Return a document of one prompt token and one trained token."""
-    return Document(
-        tokens=torch.tensor([1, 2]),
-        loss_mask=torch.tensor([False, True]),
-        old_log_probs=-torch.ones(1),
-        advantages=torch.ones(1),
+    return document_of(
+        2,
+        old_log_probs=-1.0,
+        advantages=1.0,
         group=group,
-        name=f"{group}",
         reward=reward,
         score_failed=failed,
         exact_match=exact_match,

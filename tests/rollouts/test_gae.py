@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders.documents import document_of
 from torch import Tensor
 
 from pgtoolkit.batch import Document
@@ -28,12 +29,11 @@ def documents_and_values(seed: int = 0) -> tuple[list[Document], list[Tensor]]:
         count = int(mask.sum())
         drawn = torch.randn(4, count, generator=generator, dtype=torch.float64)
         documents.append(
-            Document(
-                tokens=torch.arange(len(mask)),
-                loss_mask=mask,
+            document_of(
+                len(mask),
+                mask,
                 old_log_probs=-1 - drawn[0].abs(),
                 ref_log_probs=-1 - drawn[1].abs(),
-                advantages=torch.zeros(count),
                 group=number,
                 name=f"document {number}",
                 reward=float(torch.randn((), generator=generator)),

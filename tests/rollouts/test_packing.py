@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from builders.documents import document_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +16,11 @@ from pgtoolkit.rollouts.steps import make_step
 def document(tokens: list[int], mask: list[bool], name: str = "d", first: float = 0.0) -> Document:
     """Return a document whose numbers tell its tokens apart; first: the number of its first."""
     places = torch.tensor(mask, dtype=torch.bool).nonzero().squeeze(1).float()
-    return Document(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
+    return document_of(
+        torch.tensor(tokens, dtype=torch.int64),
+        torch.tensor(mask, dtype=torch.bool),
         old_log_probs=-(first + places) / 8,
         advantages=first + places,
-        group=0,
         name=name,
         sampling_log_probs=-(first + places) / 4,
         ref_log_probs=-(first + places) / 2,

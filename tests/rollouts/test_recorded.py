@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.documents import document_of
 from builders.rollout_rows import (
     all_documents,
     assert_documents_equal,
@@ -20,7 +21,6 @@ from builders.rollout_rows import (
     write_parquet,
 )
 
-from pgtoolkit.batch import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.recorded import RecordedRollouts
@@ -66,11 +66,11 @@ def test_groups_come_in_one_piece_with_advantages_of_all_their_rewards(
         for number, advantage in zip(numbers, advantages, strict=True):
             row = rows[number]
             mask = torch.tensor(row["loss_mask"])
-            document = Document(
-                tokens=torch.tensor(row["token_ids"]),
-                loss_mask=mask,
+            document = document_of(
+                torch.tensor(row["token_ids"]),
+                mask,
                 old_log_probs=torch.tensor(row["old_log_probs"])[mask],
-                advantages=torch.full((int(mask.sum()),), advantage / divisor),
+                advantages=advantage / divisor,
                 group=group,
                 name=f"{name}:{number + 1}",
                 reward=row["reward"],

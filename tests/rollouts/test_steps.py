@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.threads import on_ranks
 
 from pgtoolkit.batch import Document
@@ -49,11 +50,10 @@ def document(
     trajectory: int | None = None,
 ) -> Document:
     """Return a document whose last `trained` tokens are trained; two by two they are groups."""
-    return Document(
-        tokens=torch.arange(length),
-        loss_mask=torch.arange(length) >= length - trained,
-        old_log_probs=torch.zeros(trained),
-        advantages=torch.ones(trained),
+    return document_of(
+        length,
+        torch.arange(length) >= length - trained,
+        advantages=1.0,
         group=number // 2 if group is None else group,
         name=f"document {number}",
         trajectory=trajectory,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.documents import document_of
 from builders.rollout_rows import (
     VOCABULARY_SIZE,
     all_documents,
@@ -29,9 +30,9 @@ def various_documents(seed: int = 0, count: int = 12, sampled: bool = False) -> 
         mask = torch.rand(length, generator=generator) < 0.6
         mask[0] = False
         mask &= number > 0
-        document = Document(
-            tokens=torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator),
-            loss_mask=mask,
+        document = document_of(
+            torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator),
+            mask,
             old_log_probs=-torch.rand(length, generator=generator)[mask],
             advantages=torch.randn(length, generator=generator)[mask],
             group=number // 4,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.processes import layout, world
 from builders.runs import CLOCK_COLUMNS
 from torch import nn
@@ -45,11 +46,11 @@ def documents(with_trajectories: bool = False) -> list[Document]:
             mask[:] = False
         trajectory = (0, 0, None, 3, 0, 3)[number % DOCS_PER_STEP]
         documents.append(
-            Document(
-                tokens=torch.randint(0, VOCABULARY, (length,), generator=draw),
-                loss_mask=mask,
+            document_of(
+                torch.randint(0, VOCABULARY, (length,), generator=draw),
+                mask,
                 old_log_probs=(-2.0 + 0.3 * torch.randn(length, generator=draw))[mask],
-                advantages=2.0 * torch.randn(1, generator=draw).expand(int(mask.sum())),
+                advantages=2.0 * float(torch.randn(1, generator=draw)),
                 group=number // 3,
                 name=f"document {number}",
                 trajectory=trajectory if with_trajectories else None,

@@ -6,9 +6,11 @@ verl's value loss, written anew, is a second reference; runs show when the criti
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.losses import AGGREGATIONS
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_runs_close, run_on_ranks
@@ -182,9 +184,9 @@ def documents_with_values() -> list[Document]:
         mask = torch.arange(length) >= length - digits
         count = int(mask.sum())
         vectors = 0.4 * torch.randn(4, count, generator=random)
-        document = Document(
-            tokens=torch.randint(0, 11, (length,), generator=random),
-            loss_mask=mask,
+        document = document_of(
+            torch.randint(0, 11, (length,), generator=random),
+            mask,
             old_log_probs=-2.4 + vectors[0],
             advantages=vectors[1],
             group=number // 2,
@@ -267,8 +269,8 @@ def test_documents_without_weight_in_the_loss_of_the_policy_have_none_in_the_cri
     documents = documents_with_values()
     alone = micro_batches_and_totals(documents[:1], step_documents=documents)
     expected = module.critic.gradient(*alone, None)["value_loss"]
-    marked = [documents[0], *[Document(**vars(d) | {"truncated": True}) for d in documents[1:3]]]
-    marked += [Document(**vars(d) | {"score_failed": True, "reward": None}) for d in documents[3:]]
+    marked = [documents[0], *[replace(document, truncated=True) for document in documents[1:3]]]
+    marked += [replace(document, score_failed=True, reward=None) for document in documents[3:]]
     metrics = module.critic.gradient(*micro_batches_and_totals(marked), None)
     assert metrics["value_loss"] == pytest.approx(expected, rel=1e-9)
 

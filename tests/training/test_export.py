@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, checkpoint_of, config_of, run, with_model
 from safetensors.torch import load_file
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pgtoolkit.assembly.export import card
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema import Config
 from pgtoolkit.model.setup import build_policy
@@ -35,16 +35,7 @@ def logits_in_training(
     # A tied head is saved under the name of the embedding alone.
     assert weights.keys() == dict(policy.model.named_parameters()).keys()
     policy.model.load_state_dict(weights, strict=False)
-    count = len(tokens)
-    document = Document(
-        tokens=tokens,
-        loss_mask=torch.arange(count) > 0,
-        old_log_probs=torch.zeros(count - 1),
-        advantages=torch.zeros(count - 1),
-        group=0,
-        name="a document",
-    )
-    (micro_batch,) = make_step([document], 99, {}).micro_batches
+    (micro_batch,) = make_step([document_of(tokens)], 99, {}).micro_batches
     return policy.head(policy.hidden_states(micro_batch))
 
 

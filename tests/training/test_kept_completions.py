@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from builders.documents import document_of
 from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
@@ -184,15 +184,7 @@ def test_values_logged_by_a_reward_function_are_kept_with_their_completion(tmp_p
 def documents_of_groups(*groups: list[float]) -> list[Document]:
     """Return a document for each reward of each group."""
     return [
-        Document(
-            torch.tensor([1, 2]),
-            torch.tensor([False, True]),
-            None,
-            torch.zeros(1),
-            number,
-            "",
-            reward=reward,
-        )
+        document_of(2, group=number, reward=reward)
         for number, rewards in enumerate(groups)
         for reward in rewards
     ]
