@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from pgtoolkit.config.keys import shown
+from pgtoolkit.config.names import retrained
 from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
+from pgtoolkit.runs.records import (
+    Row,
+    checkpoint_steps,
+    known_provenance,
+    leaves,
+    read_config,
+    read_data,
+    read_resolved,
+)
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import shortest_path
+from pgtoolkit.system.report import key_of, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
 from pgtoolkit.tracking.store_address import absolute_uri
 
@@ -23,6 +34,73 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     It repeats the keys that have to be typed, since a run's own file may not decide them.
     """
     return pgtk_command("resume", shortest_path(run_dir), *_typed_overrides(run_dir), *overrides)
+
+
+def going_on_command(run_dir: Path, changes: Row) -> str:
+    """Return the command with which a run goes on with other values of keys: as the run it is, or
+    as one of its own."""
+    before = dict(leaves(read_resolved(run_dir)))
+    overrides = [f"{shown(name)}={text(value)}" for name, value in changes.items()]
+    if retrained(before, before | changes):
+        return branch_command(run_dir, overrides)
+    return resume_command(run_dir, overrides)
+
+
+def another_training(before: Row, now: Row, run_dir: Path, typed: list[str]) -> str | None:
+    """Return the problem with a run that would go on with other values of keys that change what is
+    learned; None where they are the same.
+
+    before, now: the plain configurations of the run and of its continuation.
+    typed: the overrides of the continuation.
+    """
+    movable = read_data(run_dir)  # Their contents are compared.
+    changes = retrained(before, now)
+    changes = {key: values for key, values in changes.items() if key not in movable}
+    if not changes:
+        return None
+    pairs = changes.items()
+    needs = "need a run of their own" if len(changes) > 1 else "needs a run of its own"
+    had = ", ".join(f"{key}={text(value)}" for key, (value, _) in pairs)
+    return (
+        f"{', '.join(f'{key}={text(value)}' for key, (_, value) in pairs)} {needs} (got "
+        f"{shell_path(run_dir)}, which began with {had}). It changes what is learned, and a run is "
+        f"the record of one training. Use {branch_command(run_dir, typed)}."
+    )
+
+
+def branch_command(run_dir: Path, overrides: Sequence[str]) -> str:
+    """Return the command that goes on from the newest checkpoint of a run as a run of its own.
+
+    It makes as many steps again where the run has made all of its own. Without a checkpoint it is
+    the command of a new run.
+    """
+    steps = checkpoint_steps(run_dir)
+    if not steps:
+        return _command_with(run_dir, overrides)
+    step = steps[-1]
+    config = read_resolved(run_dir)
+    folder = _new_folder(f"{shortest_path(run_dir)}-{step}")
+    values = {key_of(item): item for item in _typed_overrides(run_dir)}
+    if config["rollout"].get("save_path"):
+        values["rollout.save_path"] = f"rollout.save_path={_quoted(f'{folder}-rollouts')}"
+    values |= {key_of(item): item for item in overrides}
+    typed_steps = values.get("trainer.max_steps", "").partition("=")[2]
+    max_steps = int(typed_steps) if typed_steps.isdecimal() else config["trainer"]["max_steps"]
+    if max_steps <= step:
+        values["trainer.max_steps"] = f"trainer.max_steps={2 * step}"
+    return pgtk_command(
+        "resume",
+        shortest_path(run_dir),
+        f"--step={step}",
+        f"hydra.run.dir={_quoted(folder)}",
+        *values.values(),
+    )
+
+
+def _new_folder(path: str) -> str:
+    """Return the path, with a number where it exists."""
+    numbered = (f"{path}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not Path(name).exists())
 
 
 def sync_command(run_dir: str | Path, uri: str | None) -> str:
@@ -72,18 +150,25 @@ def has_counterpart(run_dir: str | Path) -> bool:
 
 
 def counterpart_command(run_dir: str | Path) -> str:
-    """Return the command of the same run with another loss.
-
-    Overrides of the first loss are left out, and so are the run's name and the folder of its
-    recorded rollouts, which is occupied now.
-    """
-    config, overrides = read_config(run_dir)
+    """Return the command of the same run with another loss."""
+    config, _ = read_config(run_dir)
     other_loss = next(name for name in FAMILIES if name != config["loss"]["name"])
-    left_out = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
-    arguments = [f"loss={other_loss}"]
-    arguments += [
-        override for override in overrides if not override.lstrip("+~").startswith(left_out)
-    ]
+    return _command_with(run_dir, [f"loss={other_loss}"])
+
+
+def _command_with(run_dir: str | Path, changes: Sequence[str]) -> str:
+    """Return the command of a new run like this one, with other overrides.
+
+    Those that they replace are left out, and so are the run's name and the folder of its recorded
+    rollouts, which is occupied now.
+    """
+    _, overrides = read_config(run_dir)
+    left_out = {key_of(change) for change in changes} | {"rollout.save_path", "tracking.run_name"}
+    arguments = [*changes]
+    for override in overrides:
+        key = key_of(override)
+        if key not in left_out and key.partition(".")[0] not in left_out:
+            arguments.append(override)
     folder = _config_dir(run_dir)
     if folder is not None:
         arguments.insert(0, f"--config-dir={shortest_path(folder)}")

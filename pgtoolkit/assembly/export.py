@@ -22,6 +22,8 @@ import torch
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.config.evaluation_sets import watched
+from pgtoolkit.config.keys import shown
+from pgtoolkit.config.names import decides_training, without_options
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
@@ -38,9 +40,12 @@ from pgtoolkit.rollouts.settings import RecordedRolloutSettings
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
+from pgtoolkit.runs.history import trained_with
 from pgtoolkit.runs.records import (
     best_checkpoint,
     checkpoint_steps,
+    known_provenance,
+    leaves,
     read_config,
     read_data,
     read_drift,
@@ -50,7 +55,7 @@ from pgtoolkit.runs.records import (
 )
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config, load_tokenizer
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import plural, refusal, shell_path
+from pgtoolkit.system.report import plural, refusal, shell_path, text
 from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tasks.settings import Chat, TaskSettings
@@ -373,6 +378,7 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
         "task": config.task.name,
         "step": step,
         "max_steps": config.trainer.max_steps,
+        "changes": _changes_on_the_way(run_dir, step, resolved),
         "encoded": use,
         "overrides": redact(" ".join(overrides)) or "none",
         "code": description.tags.get("git_commit", "unknown"),
@@ -380,6 +386,22 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
     }
     template = files("pgtoolkit.assembly").joinpath("export.md").read_text(encoding="utf-8")
     return Template(template).substitute(values)
+
+
+def _changes_on_the_way(run_dir: Path, step: int, config: dict) -> str:
+    """Return a sentence on the keys whose values were others for some of the steps; "" for none.
+
+    step: the last one. config: as it is in config.yaml.
+    """
+    history = trained_with(run_dir, known_provenance(run_dir), step)
+    values = dict(leaves(config))
+    changed = {
+        shown(name): text(value)
+        for name, value in history.items()
+        if name in values and value != values[name] and decides_training(name, config)
+    }
+    words = [f"{name}={value}" for name, value in without_options(changed).items()]
+    return f" Their training changed on the way: {'; '.join(words)}." if words else ""
 
 
 def _use_of_template(task: TaskSettings) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.data import record_data
-from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.keys import changes_learning, declared, existing_key, shown
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
@@ -34,7 +34,7 @@ from pgtoolkit.runs.records import (
     read_status,
 )
 from pgtoolkit.runs.series import rows_until
-from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.report import shell_path, text
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
 from pgtoolkit.training.optimizer import learning_rate
@@ -91,18 +91,15 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     step = 0 if checkpoint is None else checkpoint["step"]
     if step > 0:
         log.info(entry("continues", f"after step {step}"))
-    if step > config.trainer.max_steps:
-        raise ConfigError(
-            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made "
-            f"(got {step} of them). A checkpoint is continued, not cut. Use "
-            f"trainer.max_steps={step}."
-        )
+    _refuse_fewer_steps(config.trainer.max_steps, step)
     if checkpoint is not None:
         _refuse_another(plain_config(config), run.path, checkpoint)
     num_rows, kept_bytes = _read_record(run.path, checkpoint)
     record_data(run.path, config, None if checkpoint is None else step)
     plain_values = plain_config(config)
     drift = run.write_config(plain_values, overrides, step)
+    for label, change in zip(["changed", *[""] * len(drift)], _in_words(drift), strict=False):
+        log.info(entry(label, change))
     modules, evaluation_modules = _named_modules(plain_values)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
     notes = keep_copies(run.path / "code", modules | evaluation_modules)
@@ -134,8 +131,26 @@ def _read_record(run_dir: Path, checkpoint: dict | None) -> tuple[int, int]:
     return rows_until(run_dir / "metrics.jsonl", 0 if checkpoint is None else checkpoint["step"])
 
 
+def _refuse_fewer_steps(max_steps: int, step: int) -> None:
+    """Raise ConfigError where a run has made more steps than it shall have."""
+    if step > max_steps:
+        raise ConfigError(
+            f"trainer.max_steps={max_steps} needs at least the steps already made (got {step} of "
+            f"them). A checkpoint is continued, not cut. Use trainer.max_steps={step}."
+        )
+
+
+def _in_words(drift: dict[str, list]) -> list[str]:
+    """Return what a resume changes, for each key that may be typed.
+
+    drift: {key: [old, new]}.
+    """
+    changes = {shown(name): values for name, values in drift.items()}
+    return [f"{name}={text(new)}, was {text(old)}" for name, (old, new) in changes.items()]
+
+
 def is_finished(config: Row, run_dir: Path) -> bool:
-    """Return whether a run is done with this configuration, so that nothing is left to do.
+    """Return whether a run is done, so that nothing is left to train with this configuration.
 
     config: the plain configuration. Nothing is written. Raises ConfigError or StorageError for a
         damaged run, as `open_run` does. A run whose last checkpoint is damaged is not finished: its
@@ -154,12 +169,17 @@ def is_finished(config: Row, run_dir: Path) -> bool:
         raise
     except Exception:  # It is damaged; `open_run` says so.
         return False
+    _refuse_fewer_steps(config["trainer"]["max_steps"], status["step"])
     _refuse_another(config, run_dir, checkpoint)
     _read_record(run_dir, checkpoint)
+    if status["step"] == config["trainer"]["max_steps"]:
+        return True
     # A reason is there where the data or a goal has ended the run before its last step. Without one
     # trainer.max_steps was raised in config.yaml by hand.
-    has_ended = status["step"] >= config["trainer"]["max_steps"] or status.get("reason") is not None
-    return has_ended and not config_drift(read_config(run_dir)[0], plain(config))
+    changed = config_drift(read_config(run_dir)[0], plain(config))
+    return status.get("reason") is not None and not any(
+        declared(existing_key(name, config).last_counts, config) for name in changed
+    )
 
 
 def _named_modules(config: Row) -> tuple[set[str], set[str]]:

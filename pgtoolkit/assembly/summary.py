@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pgtoolkit.assembly.continuing import counterpart_command, has_counterpart, resume_command
+from pgtoolkit.assembly.continuing import counterpart_command, going_on_command, has_counterpart
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import (
     Row,
@@ -43,8 +43,8 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
         entries.append(entry("curves", shell_path(curves)))
     for record in records:
         entries += record.entries()
-    overrides = _overrides_to_continue(metrics, config, reason)
-    entries.append(entry("resume", resume_command(run_dir, overrides)))
+    changes = _changes_to_go_on(metrics, config, reason)
+    entries.append(entry("resume", going_on_command(Path(run_dir), changes)))
     comparisons = []
     if has_counterpart(run_dir):
         comparisons.append(counterpart_command(run_dir))
@@ -54,19 +54,20 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     return "\n".join([*filter(None, lines), *entries])
 
 
-def _overrides_to_continue(metrics: Columns, config: dict, reason: str) -> list[str]:
-    """Return the overrides with which a finished run goes on. reason: of its end, "" for none."""
+def _changes_to_go_on(metrics: Columns, config: dict, reason: str) -> Row:
+    """Return the values of keys with which a finished run goes on. reason: of its end, "" for
+    none."""
     if "rollout.epochs=" in reason:
-        return [f"rollout.epochs={2 * config['rollout']['epochs']}"]
+        return {"rollout.epochs": 2 * config["rollout"]["epochs"]}
     if "rollout.retire_at=" in reason:
-        return ["rollout.retire_at=null"]
+        return {"rollout.retire_at": None}
     if "a callback of your own" in reason:
-        return ["callbacks.own={}"]
+        return {"callbacks.own": {}}
     if reason:
-        return ["trainer.stop_at=null"]
+        return {"trainer.stop_at": None}
     if len(metrics["step"]):
-        return [f"trainer.max_steps={2 * int(metrics['step'][-1])}"]
-    return []
+        return {"trainer.max_steps": 2 * int(metrics["step"][-1])}
+    return {}
 
 
 def _held_out_lines(rows: list[Row], best: Row | None) -> Iterator[str]:

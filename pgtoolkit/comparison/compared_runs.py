@@ -7,8 +7,7 @@ from math import inf
 
 from pgtoolkit.comparison.measures import DOCUMENTS, MEASURES, Goal, Reached, is_score
 from pgtoolkit.comparison.statistics import Comparisons, mean_and_std
-from pgtoolkit.config.conditions import holds
-from pgtoolkit.config.keys import key_named, shown
+from pgtoolkit.config.keys import declared, key_named, shown
 from pgtoolkit.runs.find import Run
 from pgtoolkit.system.report import is_number, text
 
@@ -18,9 +17,7 @@ def learned(run: Run, name: str) -> object:
     if name not in run.trained_with:
         return run.config.get(name)
     key = key_named(name, run.config) if name in run.config else None
-    last_counts = False if key is None else key.last_counts
-    if isinstance(last_counts, str):
-        last_counts = holds(last_counts, run.config)
+    last_counts = key is not None and declared(key.last_counts, run.config)
     return run.config[name] if last_counts else run.trained_with[name]
 
 

@@ -14,7 +14,7 @@ from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_
 from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.counts import documents_per_step
-from pgtoolkit.config.keys import keys_of
+from pgtoolkit.config.keys import declared, keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, overrides_to_read
 from pgtoolkit.config.own_code import chosen
@@ -172,7 +172,7 @@ def _refuse_another_run(run_dir: Path, config: Config) -> None:
     Only keys may differ that say where files lie or on which hardware to compute.
     """
     drift = config_drift(plain_config(saved_config(run_dir)), plain_config(config))
-    movable = {key.name for key in keys_of(config) if key.reads or key.machine}
+    movable = {key.name for key in keys_of(config) if key.reads or declared(key.machine, config)}
     changed = [key for key in drift if key not in movable]
     if changed:
         before, now = drift[changed[0]]

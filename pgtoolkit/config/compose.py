@@ -57,6 +57,7 @@ class Composed:
     is_sweep: whether the configuration itself asks for a sweep.
     directory: the run directory; None for a saved run, and if its name is refused.
     problems_of_directory: the reason why the name of the directory is refused.
+    saved: the configuration of the run that is continued; None for a new run.
     """
 
     config: Config | None
@@ -67,6 +68,7 @@ class Composed:
     is_sweep: bool = False
     directory: str | None = None
     problems_of_directory: list[str] = field(default_factory=list)
+    saved: Config | None = None
 
 
 @dataclass
@@ -161,7 +163,7 @@ def composed_of(node: Node) -> Composed:
     choices = choices_of(node.config)
     config = in_range(resolve(node.config, problems_of_keys), problems_of_keys, choices)
     # A required key whose value was refused is not refused again for having none.
-    for key in [key for key in problems_of_keys if _is_refused(key, node.problems)]:
+    for key in [key for key in problems_of_keys if is_refused(key, node.problems)]:
         del problems_of_keys[key]
     directory, problems_of_directory = hydra_keys.folder_in(node.config, "hydra.run.dir")
     return Composed(
@@ -219,7 +221,7 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
             if not any(is_inside(name, key) for key in changed)
         }
     config = in_range(config, unresolved, {})
-    return Composed(config, _unique([*problems, *unresolved.values()]))
+    return Composed(config, _unique([*problems, *unresolved.values()]), saved=saved)
 
 
 def _use_default_options(node: DictConfig) -> None:
@@ -412,7 +414,7 @@ def set_value(
     return []
 
 
-def _is_refused(key: str, problems: list[str]) -> bool:
+def is_refused(key: str, problems: list[str]) -> bool:
     """Return whether one of the problems is with a value of this key."""
     return any(problem.startswith(f"{key}=") for problem in problems)
 

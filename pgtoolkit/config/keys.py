@@ -141,7 +141,13 @@ def changes_learning(name: str, config: object) -> bool:
     key = key_named(name, config)
     if key is None:
         return True
-    return key.learns if isinstance(key.learns, bool) else holds(key.learns, config)
+    return declared(key.learns, config)
+
+
+def declared(attribute: bool | str, config: object) -> bool:
+    """Return whether what a key declares is true of a configuration. attribute: a condition, or a
+    truth value."""
+    return attribute if isinstance(attribute, bool) else holds(attribute, config)
 
 
 def evaluated_keys(source: str) -> list[str]:

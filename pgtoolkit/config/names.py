@@ -7,8 +7,9 @@ import json
 import re
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
-from pgtoolkit.config.keys import OWN_CODE, changes_learning
+from pgtoolkit.config.keys import OWN_CODE, changes_learning, declared, key_named, shown
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
@@ -38,6 +39,38 @@ def changed(before: dict, now: dict) -> dict[str, list]:
         for key, values in drift.items()
         if changes_learning(key, now) or changes_learning(key, before)
     }
+
+
+def retrained(before: dict, now: dict) -> dict[str, list]:
+    """Return {key: [value before, value now]} of the keys with which a run that goes on would be
+    another training than the one that began.
+
+    Where another option of a group is chosen, only the group is named.
+    """
+    found = {
+        shown(name): values
+        for name, values in config_drift(before, now).items()
+        if decides_training(name, now) or decides_training(name, before)
+    }
+    return without_options(found)
+
+
+def without_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return those entries of shown keys that do not follow from another option of their group."""
+    return {
+        name: value
+        for name, value in values.items()
+        if "." not in name or name.partition(".")[0] not in values
+    }
+
+
+def decides_training(name: str, config: object) -> bool:
+    """Return whether steps that are made with another value of a key belong to another training."""
+    key = key_named(name, config)
+    is_free = key is not None and (
+        declared(key.last_counts, config) or declared(key.machine, config)
+    )
+    return changes_learning(name, config) and not is_free
 
 
 _LONGEST = 80

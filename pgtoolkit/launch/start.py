@@ -7,11 +7,13 @@ import contextlib
 from argparse import Namespace
 from pathlib import Path
 
+from pgtoolkit.assembly.continuing import another_training, going_on_command
 from pgtoolkit.assembly.inputs import DataProblem
 from pgtoolkit.assembly.machine import check_machine
-from pgtoolkit.config.compose import compose, compose_node
+from pgtoolkit.config.compose import compose, compose_node, is_refused
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
+from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
@@ -22,8 +24,9 @@ from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_fre
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
-from pgtoolkit.runs.records import read_status
-from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path
+from pgtoolkit.runs.directory import config_drift
+from pgtoolkit.runs.records import read_config, read_status
+from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path, text
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
@@ -105,8 +108,15 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             )
         )
     overrides = [item for item in overrides if item not in folder_overrides]
-    run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    composed = compose(overrides, run_dir=run_dir)
+    run = check_run(composed, overrides)
     assert run.config is not None  # a saved run has one
+    if step is None:
+        assert composed.saved is not None
+        accepted = [item for item in overrides if not is_refused(key_of(item), composed.problems)]
+        before = plain_config(composed.saved)
+        problem = another_training(before, plain_config(run.config), run_dir, accepted)
+        run.report.problems += [problem] if problem else []
     typed_keys = {key_of(override) for override in overrides}
     run.report.problems += written_elsewhere(run.config, run_dir, typed_keys)
     folder = run_dir if step is None else _check_branch(run, run_dir, step, folder_overrides)
@@ -143,14 +153,16 @@ def _is_finished(config: Config, run_dir: Path) -> bool:
 
 def _note_on_finished_run(config: Config, run_dir: Path) -> str:
     """Return that a run is done, and how one that has made all of its steps can train on."""
-    status = read_status(run_dir)
-    path = shell_path(run_dir)
-    note = (
-        f"note: {path} is done, after {plural(status['step'], 'step')}: nothing is left to train."
-    )
-    if status["step"] < config.trainer.max_steps:
+    step = read_status(run_dir)["step"]
+    note = f"note: {shell_path(run_dir)} is done, after {plural(step, 'step')}: "
+    note += "nothing is left to train."
+    changes = config_drift(read_config(run_dir)[0], plain_config(config))
+    if changes:
+        typed = ", ".join(f"{shown(key)}={text(new)}" for key, (_, new) in changes.items())
+        note += f" Its record stays as it is, without {typed}."
+    if step < config.trainer.max_steps:
         return note
-    return f"{note} pgtk resume {path} trainer.max_steps={2 * status['step']} trains on."
+    return f"{note} {going_on_command(run_dir, {'trainer.max_steps': 2 * step})} trains on."
 
 
 def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:

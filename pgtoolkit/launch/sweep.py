@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pgtoolkit.assembly.continuing import going_on_command
 from pgtoolkit.config.conditions import with_values
-from pgtoolkit.config.keys import shown
+from pgtoolkit.config.keys import OPTION_KEYS, default, shown
 from pgtoolkit.config.names import changed, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
@@ -19,7 +20,7 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import shell_path, text
+from pgtoolkit.system.report import text
 
 
 @dataclass
@@ -96,16 +97,30 @@ def refuse_another(directory: Path, config: dict) -> None:
 
     Relative paths of that run start in the current directory.
     """
+    changes = {}
     for key, (before, now) in changed(read_config(directory)[0], config).items():
-        if isinstance(before, str) and str(Path.cwd() / before) == now:
-            continue
-        use = "another directory"
-        if key not in [fixed.name for fixed in fixed_keys(config)]:
-            use += f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
-        raise ConfigError(
-            f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, "
-            f"not {text(now)}). A run is continued as it was. Use {use}."
-        )
+        if not isinstance(before, str) or str(Path.cwd() / before) != now:
+            changes[key] = (before, now)
+    if not changes:
+        return
+    key, (before, now) = next(iter(changes.items()))
+    use = "another directory"
+    if changes.keys().isdisjoint(fixed.name for fixed in fixed_keys(config)):
+        use += f", or {going_on_command(directory, _as_typed(changes, config))}"
+    raise ConfigError(
+        f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, "
+        f"not {text(now)}). A run is continued as it was. Use {use}."
+    )
+
+
+def _as_typed(changes: dict[str, tuple], config: dict) -> dict[str, object]:
+    """Return the new values of keys, without those that follow from another option of a group."""
+    return {
+        key: now
+        for key, (_, now) in changes.items()
+        if OPTION_KEYS.get(key.rpartition(".")[0], key) not in {*changes} - {key}
+        or now != default(config, key)
+    }
 
 
 @dataclass

@@ -125,6 +125,7 @@ class HuggingFaceModelSettings(ModelSettings):
     gradient_checkpointing: bool = key(
         default=False,
         help="Whether to recompute activations in the backward pass: less memory, more time.",
+        machine=True,
     )
     lora_rank: int | None = key(
         default=None,

@@ -236,6 +236,7 @@ class RecordedRolloutSettings(RolloutSettings):
         help="Passes over the files (>= 1).",
         least=1,
         most=10**6,
+        last_counts=True,
     )
     shuffle: bool = key(
         default=False,
@@ -369,6 +370,7 @@ class AccumulationSettings:
         help="Most tokens of a micro-batch (>= 1), which must hold the longest document.",
         least=1,
         most=10**7,
+        machine="accumulation.docs_per_step>0",
     )
     micro_batches_per_step: int | None = key(
         default=None,
@@ -471,6 +473,7 @@ class EvaluationSettings:
         default="pass@1",
         help="The number by which the best checkpoint is kept besides the newest: avg, pass@1, "
         "pass@2, ... of the first set, or of another: SET/pass@1; null: no best one is kept.",
+        last_counts=True,
         **_NEEDS_EVALUATION,
     )
 

@@ -78,8 +78,10 @@ class Key:
     added: bool = False
     """Whether there are runs from before the key existed. Where their configuration lacks it, its
     default holds."""
-    machine: bool = False
-    """Whether the key says how this machine computes; it may differ where a step is repeated."""
+    machine: bool | str = False
+    """Whether the key says how this machine computes or what it measures, which moves no number
+    beyond rounding, or the condition under which it does. Such a key may differ where a step is
+    repeated, and where a run goes on."""
     example: str = ""
     """What to type for a key that is REQUIRED."""
     stands_for: str = ""
@@ -141,6 +143,7 @@ class Declared(Refusal, total=False):
 
     learns: bool | str
     last_counts: bool | str
+    machine: bool | str
     added: bool
     fixed: str
     fixed_if: str

@@ -51,6 +51,7 @@ class LossSettings:
         "(not with kernel=fused_linear); 1: no split, which losses with a ratio by document need.",
         least=1,
         most=65536,
+        machine=True,
     )
 
 

@@ -32,18 +32,19 @@ class KernelImplementation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSettings:
-    level: MetricsLevel = key(option=True)
+    level: MetricsLevel = key(option=True, machine=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSettings:
-    implementation: KernelImplementation = key(option=True)
+    implementation: KernelImplementation = key(option=True, machine=True)
     logits_memory_mb: int | None = key(
         default=None,
         help="Memory for a piece of the logits where the LM head is fused with the loss, in MiB "
         "(>= 1); null: a sixty-fourth of the GPU's memory, at least 512, and 512 on a CPU.",
         least=1,
         most=2**20,
+        machine=True,
     )
 
     @property
@@ -200,6 +201,7 @@ class TrainerSettings:
         "1). Such steps change no weights.",
         least=1,
         most=10**6,
+        last_counts=True,
     )
     accept_changed_data: bool = key(
         default=False,

@@ -45,7 +45,7 @@ def overrides_of(schema: str) -> list[str]:
 
 def conditions_of(declared: Mapping[str, Any]) -> Iterator[str]:
     """Yield the conditions of a declaration."""
-    for attribute in ("learns", "last_counts", "fixed_if", "only_if"):
+    for attribute in ("learns", "last_counts", "machine", "fixed_if", "only_if"):
         condition = declared.get(attribute)
         if condition and isinstance(condition, str):
             yield from singles(condition)

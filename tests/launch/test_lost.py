@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,9 +114,10 @@ def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configura
     assert message.endswith(
         "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
     )
-    assert refusal(capsys, "continue", "my run", *OVERRIDES, "loss=grpo").endswith(
-        "Use another directory, or pgtk resume 'my run' loss=grpo.\n"
-    )
+    message = refusal(capsys, "continue", "my run", *OVERRIDES, "loss=grpo")
+    command = shlex.split(message.partition("Use another directory, or ")[2].removesuffix(".\n"))
+    arguments = ["--step=4", "hydra.run.dir='my run-4'", "loss=grpo", "trainer.max_steps=8"]
+    assert command[1:] == ["resume", "my run", *arguments]
     assert main(["continue", "seed=5"]) == 2
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")} == before
 

@@ -5,6 +5,7 @@ Files of the parent are compared by their hashes, metrics and checkpoints with t
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from builders.refusals import refusal
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
-from pgtoolkit.assembly.export import branch
+from pgtoolkit.assembly.export import branch, card
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.runs.records import read_data, read_drift, read_resolved, read_status
 from pgtoolkit.system.report import shell_path
 
@@ -63,10 +65,84 @@ def test_a_key_changed_for_a_branch_acts_and_is_recorded_from_its_step_on(copied
     assert "2 runs" in capsys.readouterr().out
 
 
+LEARNED = (
+    ("loss=grpo",),
+    ("loss=kimi", "loss.tau=0.2", "optimizer.learning_rate=0.5", "trainer.checkpoint_every=2"),
+    ("optimizer.schedule=cosine", "trainer.max_steps=9"),
+    ("kl=k3", "kl.coefficient=0.1"),
+    ("rollout.temperature=0.5",),
+    ("accumulation.docs_per_step=4",),
+    ("advantage=rloo", "metrics=none"),
+    ("seed=0", "model.fp32_lm_head=true"),
+    ("callbacks.mine.path=lightning.pytorch.callbacks.Timer",),
+)
+"""Overrides of a resume, of which at least one changes what is learned."""
+
+NOT_LEARNED = (
+    (),
+    ("trainer.checkpoint_every=2", "trainer.keep_checkpoints=1"),
+    ("tracking=tensorboard", "trainer.device=cpu"),
+    ("kernel=torch", "accumulation.max_tokens=48", "metrics=with_entropy"),
+    ("evaluation.every=2",),
+    ("trainer.max_steps=6", "loss=gspo"),
+)
+"""Overrides of a resume that leave what is learned as it is, and add no step."""
+
+
+def test_no_resume_changes_a_file_of_a_finished_run_that_has_no_more_steps_to_make(copied, capsys):
+    before = hashes_of_files(copied)
+    times = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
+    for overrides in LEARNED:
+        error = refusal(capsys, "resume", copied, *overrides)
+        assert "It changes what is learned, and a run is the record of one training. Use" in error
+    for overrides in NOT_LEARNED:
+        assert main(["resume", str(copied), *overrides]) == 0
+        note = capsys.readouterr().err.splitlines()[-1]
+        assert note.startswith(f"note: {copied} is done, after 6 steps: nothing is left to train.")
+        for override in overrides:
+            # What the run has already is no change.
+            is_new = override not in ("trainer.max_steps=6", "loss=gspo")
+            assert (override in note) is is_new, override
+    assert hashes_of_files(copied) == before
+    assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == times
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (LEARNED[1], "loss=gspo to step 6, then kimi"),
+        (LEARNED[2], "optimizer.schedule=constant to step 6, then cosine"),
+    ],
+    ids=["finished", "longer"],
+)
+def test_the_printed_command_trains_on_with_other_values_as_a_run_of_its_own(
+    copied, capsys, overrides, expected
+):
+    before = hashes_of_files(copied)
+    error = refusal(capsys, "resume", copied, *overrides)
+    command = shlex.split(error.partition(" Use ")[2].removesuffix(".\n"))
+    assert command[1:5] == ["resume", str(copied), "--step=6", f"hydra.run.dir={copied}-6"]
+    assert main(command[1:]) == 0
+    branch_of_run = Path(f"{copied}-6")
+    config = read_resolved(branch_of_run)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        group, _, leaf = key.partition(".")
+        assert str(config[group][leaf or "name"]) == value
+        assert f"{override}, was " in (branch_of_run / "run.log").read_text()
+    text = card(saved_config(branch_of_run), branch_of_run, 7, None)
+    assert f"changed on the way: {expected}" in text
+    assert metrics_of(branch_of_run)[:6] == metrics_of(copied)
+    assert len(metrics_of(branch_of_run)) == config["trainer"]["max_steps"]
+    assert hashes_of_files(copied) == before
+    second = refusal(capsys, "resume", copied, *overrides)  # the folder is taken now
+    assert f"hydra.run.dir={copied}-6-2" in second
+
+
 @pytest.mark.slow
 def test_a_later_change_of_the_parent_holds_for_a_branch_from_its_first_step(copied, tmp_path):
     """The parent's rate was changed at step 6; the branch of step 4 has it from step 4 on."""
-    assert main(["resume", str(copied), "optimizer.learning_rate=0.02", "trainer.max_steps=8"]) == 0
+    run(copied, "optimizer.learning_rate=0.02", "trainer.max_steps=8", resume=True)
     assert main(["resume", str(copied), "--step", "4", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
     (entry,) = read_drift(tmp_path / "new")
     assert (entry["step"], entry["changes"]["optimizer.learning_rate"]) == (4, [0.001, 0.02])
@@ -78,8 +154,8 @@ def test_a_later_change_of_the_parent_holds_for_a_branch_from_its_first_step(cop
 def changed(short, tmp_path_factory) -> Path:
     """Return a run of 8 steps whose rate was changed at step 6 and again at step 7."""
     folder = shutil.copytree(short, tmp_path_factory.mktemp("changed") / "run")
-    assert main(["resume", str(folder), "optimizer.learning_rate=0.02", "trainer.max_steps=7"]) == 0
-    assert main(["resume", str(folder), "optimizer.learning_rate=0.03", "trainer.max_steps=8"]) == 0
+    run(folder, "optimizer.learning_rate=0.02", "trainer.max_steps=7", resume=True)
+    run(folder, "optimizer.learning_rate=0.03", "trainer.max_steps=8", resume=True)
     return folder
 
 

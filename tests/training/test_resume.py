@@ -238,8 +238,15 @@ def test_a_resume_that_stretches_a_decaying_schedule_is_noted(tmp_path, capsys, 
         "optimizer.learning_rate=0.01",
     )
     folder = run(tmp_path / "run", *decays, "trainer.max_steps=4", "trainer.checkpoint_every=2")
-    folder = copy_as_of(folder, 2, tmp_path / "copy")
-    assert main(["resume", str(folder), "trainer.max_steps=8"]) == 0
+    parent = copy_as_of(folder, 2, tmp_path / "copy")
+    folder = parent
+    words = ["resume", str(parent)]
+    if schedule == "cosine":
+        error = refusal(capsys, *words, "trainer.max_steps=8")
+        assert "trainer.max_steps=8 needs a run of its own" in error
+        folder = tmp_path / "longer"
+        words += ["--step=2", f"hydra.run.dir={folder}"]
+    assert main([*words, "trainer.max_steps=8"]) == 0
     output = capsys.readouterr().out
     expected = (
         f"optimizer.schedule={schedule} decays to 0 at trainer.max_steps, which is 8 now "
