@@ -86,7 +86,8 @@ class Compared:
     left_out: (run, reason) for each run that is excluded from averages. notes: sentences without
         their full stop.
     over: keys that belong to a run's block, as the seed does. best_of: the key of which each group
-        has its best value.
+        has its best value. ignore_code: whether runs of other code of the user's are of one
+        configuration.
     """
 
     goal: Goal
@@ -100,6 +101,7 @@ class Compared:
     notes: list[str]
     over: list[str] = field(default_factory=list)
     best_of: str | None = None
+    ignore_code: bool = False
 
     @property
     def metric(self) -> str:

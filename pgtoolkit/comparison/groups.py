@@ -6,11 +6,22 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 
 import numpy as np
 
 from pgtoolkit.comparison import measures
+from pgtoolkit.comparison.common_measure import (
+    altering,
+    kinds_of,
+    measure_of,
+    same_data,
+    what_to_run,
+    why_unlike,
+)
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
+from pgtoolkit.comparison.headline import chosen_metric
+from pgtoolkit.comparison.identical import are_identical, recorded_numbers
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
@@ -19,6 +30,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.runs.series import final
 from pgtoolkit.system.report import is_number, nearest, refusal, text
 
@@ -43,7 +55,7 @@ def compare(
     best_of: a varying key; of groups that differ in it alone only the best one is compared.
     reach: METRIC=THRESHOLD, in the place of `metric`.
     over: KEY,..., varying keys that belong to a run's block, as the seed does.
-    against: KEY=VALUE,..., the base of the planned comparisons; None: every pair is planned.
+    against: the base of the planned comparisons, see `_planned`; None: every pair is planned.
     margin: see `margin_of`.
     ignore_code: runs that differ in the user's own modules alone are of one configuration.
     labels: KEY=VALUE=NAME, the name to show for a value.
@@ -60,13 +72,15 @@ def compare(
         )
     if margin is not None:
         measures.margin_of(margin)  # refuses a bad one before the work
-    metric, measure, threshold, notes = _metric(readable, metric, reach)
+    readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
     keys, following, common = _varying(readable, over_keys, ignore_code)
     blocks = _keys_of("--over", over_keys, keys, common)
     keys = [key for key in keys if key not in blocks]
 
     groups = _grouped(readable, keys)
+    metric, measure, threshold, notes_of_metric = _metric(groups, metric, reach, ignore_code)
+    notes += notes_of_metric
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
@@ -90,6 +104,7 @@ def compare(
         notes=notes,
         over=blocks,
         best_of=best_of,
+        ignore_code=ignore_code,
     )
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
@@ -97,6 +112,13 @@ def compare(
     primary = None if against is None else _planned(compared, against)
     compared.name_groups()
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
+    measures_of_groups = _measures_of(compared, blocks)
+    samples = [
+        replace(sample, measure=measured, numbers=numbers)
+        for sample, measured, numbers in zip(
+            samples, measures_of_groups, recorded_numbers(compared.groups), strict=True
+        )
+    ]
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
     compared.notes += _code_notes(compared, readable, ignore_code)
@@ -112,7 +134,7 @@ def _as_typed(run: Run) -> Run:
 
 
 def _metric(
-    runs: list[Run], metric: str | None, reach: str | None
+    groups: list[RunGroup], metric: str | None, reach: str | None, ignore_code: bool
 ) -> tuple[str, str | None, float | None, list[str]]:
     """Return (metric, measure or None, threshold or None, notes) by --metric and --reach.
 
@@ -126,10 +148,10 @@ def _metric(
         option = "--reach"
         metric, threshold = measures.parse_reach(reach)
     elif metric is None:
-        metric, notes = measures.chosen_metric(runs)
+        metric, notes = chosen_metric([group.runs for group in groups], ignore_code)
     else:
         measure, metric = measures.parse_metric(metric)
-    _refuse_unknown(runs, metric, option)
+    _refuse_unknown([run for group in groups for run in group.runs], metric, option)
     return metric, measure, threshold, notes
 
 
@@ -193,29 +215,55 @@ def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
 
     A base is a group that has all values of `against`. The bases are moved to the front of
     `compared.groups`.
+    against: KEY=VALUE,...; a KEY alone has the value of the sweep's first configuration, and with
+        "" that configuration is the base.
     """
     base: dict[str, str] = {}
-    for pair in against.split(","):
-        key, _, value = pair.partition("=")
-        base[key] = value
-    _keys_of("--against", [*base], compared.keys)
+    typed_first = _typed_first(compared.groups)
+    for pair in against.split(",") if against else compared.keys:
+        key, is_given, value = pair.partition("=")
+        _refuse_against(compared, against, key in compared.keys)
+        base[key] = value if is_given else text(typed_first.values[key])
     bases = [
         group
         for group in compared.groups
         if all(text(group.values[key]) == base[key] for key in base)
     ]
-    if not bases:
-        key = next(iter(base))
-        values = ", ".join(dict.fromkeys(text(group.values[key]) for group in compared.groups))
-        reason = f"No configuration has it; of {key} there are {values}."
-        raise ConfigError(
-            refusal(f"--against={against}", "values that runs have", against, reason, "one of them")
-        )
+    _refuse_against(compared, against, bool(bases))
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*base, compared.best_of)]
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
     return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+
+
+def _typed_first(groups: list[RunGroup]) -> RunGroup:
+    """Return the group of the sweep's first job; outside of a sweep that of the first run."""
+    orders: dict[Path, dict[str, int]] = {}
+
+    def place(run: Run) -> tuple[int, str]:
+        folder = Path(run.path).parent
+        if folder not in orders:
+            jobs = read_sweep(folder).get("jobs", [])
+            orders[folder] = {job["directory"]: number for number, job in enumerate(jobs)}
+        return orders[folder].get(Path(run.path).name, len(orders[folder])), str(run.path)
+
+    return min(groups, key=lambda group: min(map(place, group.runs)))
+
+
+def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
+    """Raise ConfigError, with all that --against takes, unless it is right."""
+    if is_right:
+        return
+    values = dict.fromkeys(
+        f"{key}={text(group.values[key])}" for key in compared.keys for group in compared.groups
+    )
+    if not values:
+        _keys_of("--against", [against], compared.keys)
+    raise ConfigError(
+        f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "
+        f"value of the first. These are {', '.join(values)}. Use --against={next(iter(values))}."
+    )
 
 
 def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
@@ -290,6 +338,37 @@ def _sample(
     return Sample(values, prompts)
 
 
+def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:
+    """Return, for each group, what its tested values measure; a text that is equal for groups whose
+    values mean the same.
+
+    blocks: the --over keys. Where one of them changes the number itself, only groups that share
+    a block measure the same.
+    """
+    metric = compared.metric
+    alters = any(altering(key.removeprefix(CONTENTS)) & kinds_of(metric) for key in blocks)
+    components = _sharing_blocks(compared.groups, blocks) if alters else [0] * len(compared.groups)
+    texts = []
+    for place, (group, component) in enumerate(zip(compared.groups, components, strict=True)):
+        measured = measure_of(group.counted, metric, compared.ignore_code, blocks)
+        texts.append(repr((place if measured is None else measured, component)))
+    return texts
+
+
+def _sharing_blocks(groups: list[RunGroup], blocks: Sequence[str]) -> list[int]:
+    """Return a number for each group, equal for groups that share blocks, or share some with a
+    third."""
+    numbers = list(range(len(groups)))
+    of_groups = [{_block(run, blocks)[:-1] for run in group.counted} for group in groups]
+    for place, of_group in enumerate(of_groups):
+        for other in range(place):
+            if of_group & of_groups[other]:
+                joined = {numbers[place], numbers[other]}
+                least = min(joined)
+                numbers = [least if number in joined else number for number in numbers]
+    return numbers
+
+
 def _block(run: Run, blocks: Sequence[str]) -> tuple:
     """Return the values that pair a run with others: of the --over keys, and the seed."""
     return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
@@ -307,6 +386,20 @@ def _keep_best(compared: Compared, best_of: str) -> None:
     compared.groups = list(chosen.values())
     _, following, _ = _varying([run for group in compared.groups for run in group.runs])
     compared.following = [name for name in map(shown, following) if name not in compared.keys]
+
+
+def refuse_other_measures(compared: Compared) -> None:
+    """Raise ConfigError if the compared metric means something else at each value of the --best-of
+    key, so that it cannot say which value is best."""
+    for group in compared.groups:
+        tried = [other.counted for other in group.tried.values() if other.counted]
+        for runs in tried[1:]:
+            found = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
+            if found:
+                raise ConfigError(
+                    f"--best-of={compared.best_of} needs a metric that means the same at each "
+                    f"value (got {compared.metric}). {found[0]}. {what_to_run(runs[0], found)}"
+                )
 
 
 def _varying(
@@ -396,7 +489,10 @@ def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Ru
         block = _block(run, blocks)
         if block in by_block:
             older, run = sorted((by_block[block], run), key=lambda run: run.last("time"))
-            others.append((older, f"same configuration and seed as {run.name}, which is newer"))
+            reason = f"same configuration and seed as {run.name}, which is newer"
+            if are_identical(older, run):
+                reason += ", and has the same numbers to the last bit"
+            others.append((older, reason))
         by_block[block] = run
     group.counted = [by_block[block] for block in sorted(by_block)]
     return others

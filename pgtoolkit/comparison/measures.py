@@ -104,36 +104,6 @@ def is_share(metric: str) -> bool:
     return metric == "exact_match" or re.fullmatch(rf"{HELD_OUT}.+/pass@\d+", metric) is not None
 
 
-def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
-    """Return (the metric to compare if the user names none, notes).
-
-    A share of held-out prompts comes before exact_match, and that before reward. A share that is 0
-    in all runs cannot tell them apart. It is chosen only if reward is 0 in all of them too.
-    """
-    done = [run for run in runs if run.state == "done"] or runs
-    held_out = dict.fromkeys(
-        name for run in done for name in run.columns if name.startswith(HELD_OUT)
-    )
-    pass_at_1 = [name for name in held_out if name.endswith("/pass@1")]
-    notes = []
-    if pass_at_1 and not all(run.values(pass_at_1[0]) for run in done):
-        count = sum(bool(run.values(pass_at_1[0])) for run in done)
-        notes.append(
-            f"{count} of {len(done)} finished runs have {pass_at_1[0]}, measured on held-out "
-            "prompts. So that none is left out all are compared by a metric of training; "
-            f"--metric={pass_at_1[0]} compares those that have it"
-        )
-    shares = [name for name in (*pass_at_1, "exact_match") if all(run.values(name) for run in done)]
-    not_zero = [name for name in (*shares, "reward") if any(any(run.values(name)) for run in done)]
-    if not not_zero:
-        return next(iter(shares), "reward"), notes
-    metric = not_zero[0]
-    skipped = shares[: shares.index(metric)] if metric in shares else shares
-    if skipped:
-        notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {metric}")
-    return metric, notes
-
-
 def needed_for(metric: str | None) -> set[str]:
     """Return the metrics of training that a comparison reads: those among which it chooses, and
     the named one."""

@@ -108,6 +108,8 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
         cells += [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
         if pair is None:
             cells += [None] * len(difference)
+        elif not pair.is_common:
+            cells += [compared.groups[pair.first].label, *[None] * (len(difference) - 1)]
         else:
             cells += [
                 compared.groups[pair.first].label,
@@ -141,7 +143,7 @@ def _latex(compared: Compared, command: str) -> str:
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
         cells += [str(len(row.group.counted)), write(row.mean) + _bracketed(row.interval, write)]
-        if row.pair is None:
+        if row.pair is None or not row.pair.is_common:
             cells += ["--", "--"]
         else:
             cells.append(signed(row.pair.difference) + _bracketed(row.pair.interval, signed))
@@ -151,6 +153,9 @@ def _latex(compared: Compared, command: str) -> str:
         f"Made by {command}",
         *text_report.definitions(compared),
         text_report.question(compared),
+        *text_report.without_verdict(
+            compared, [pair for pairs in text_report.planned(compared) for pair in pairs]
+        ),
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
     table = _tex_table(rows, "l" * len(names) + "rrrrl")
@@ -204,6 +209,7 @@ def _tex(cell: str) -> str:
 
 def as_json(compared: Compared) -> str:
     """Return all that a report shows as one JSON object, numbers in full."""
+    pairs = [*compared.comparisons]
     report = {
         "metric": compared.metric,
         "measured": compared.measured,
@@ -211,7 +217,8 @@ def as_json(compared: Compared) -> str:
         "keys": compared.keys,
         "following": compared.following,
         "configurations": [_json_row(compared, row) for row in configurations(compared)],
-        "pairs": [_json_pair(compared, pair) for pair in compared.comparisons],
+        "pairs": [_json_pair(compared, pair) for pair in pairs],
+        "without_verdict": text_report.without_verdict(compared, pairs),
         "excluded": [{"run": str(run.path), "why": why} for run, why in compared.left_out],
         "notes": compared.notes,
         "common": {key: text(value) for key, value in compared.common.items()},
@@ -240,7 +247,8 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
         "second": compared.groups[pair.second].label,
     }
     verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
-    return {**vars(pair), **labels, "verdict": verdict}
+    difference = pair.difference if pair.is_common else None
+    return {**vars(pair), **labels, "difference": difference, "verdict": verdict}
 
 
 def _finite(value: object) -> object:
@@ -350,7 +358,8 @@ def _tables_of_differences(compared: Compared) -> list[str]:
             title = f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>"
             parts.append(f"{title}\n{table}")
             shown += pairs
-    return [*parts, _sentences(text_report.worth(compared, shown))]
+    sentences = text_report.without_verdict(compared, shown) + text_report.worth(compared, shown)
+    return [*parts, _sentences(sentences)]
 
 
 def _sentences(sentences: Sequence[str]) -> str:

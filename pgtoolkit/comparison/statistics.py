@@ -46,10 +46,14 @@ class Sample:
     values: the value of each block.
     prompts: whatever else decides which prompts a run gets. Only samples with equal `prompts` are
         paired; their repr is compared.
+    measure: what the values measure. Only samples with equal `measure` are tested.
+    numbers: a digest of all numbers that the runs have recorded; None where it equals no other's.
     """
 
     values: dict[tuple, float]
     prompts: object = None
+    measure: object = None
+    numbers: str | None = None
 
     @property
     def strata(self) -> dict[tuple, np.ndarray]:
@@ -130,6 +134,8 @@ class Comparison:
     improvement: see `improvement`.
     exploratory: whether the pair was not planned; then neither p nor equal_p is adjusted.
     seeds_needed: see `seeds_needed`. MOST_SEEDS + 1 stands for any larger number.
+    is_common: whether both measure the same; otherwise nothing is tested.
+    identical: whether all that the runs recorded is equal to the last bit, block by block.
 
     interval, p, adjusted_p, equal_p and seeds_needed are None if a sample has a single value. They
     are None too if there is no noise, which means that all paired differences are equal, or all
@@ -149,10 +155,12 @@ class Comparison:
     improvement: float | None = None
     exploratory: bool = False
     seeds_needed: int | None = None
+    is_common: bool = True
+    identical: bool = False
 
 
 class Comparisons:
-    """The t-tests of all pairs of samples that have values.
+    """The t-tests of all pairs of samples that have values and measure the same.
 
     margin: the margin within which two samples are called equal, as `margin_of` reads it.
     primary: the pairs (first place, second place) that were planned before the runs. Only their p
@@ -180,6 +188,8 @@ class Comparisons:
         self._pairings = [_pairing_of(sample) for sample in samples]
         # Arrays over pairs of places.
         self._p, equal_p = _p_values(samples, self._values, self._pairings, margin)
+        for p in (self._p, equal_p):
+            p[_of_other_measures(samples)] = np.nan
         self._is_planned = np.full(equal_p.shape, primary is None)
         for pair in primary or ():
             self._is_planned[pair] = True
@@ -197,6 +207,12 @@ class Comparisons:
     def num_adjusted(self) -> int:
         """The number of pairs for which p is adjusted: those that were planned and have a p."""
         return int(np.count_nonzero(~np.isnan(self._p[self._is_planned])))
+
+    @property
+    def num_common(self) -> int:
+        """The number of pairs that measure the same."""
+        counts = Counter(self.samples[place].measure for place in self._values)
+        return sum(count * (count - 1) // 2 for count in counts.values())
 
     @property
     def paired(self) -> set[bool]:
@@ -223,8 +239,13 @@ class Comparisons:
         """Return the test of the samples at these places, with its interval."""
         x, y, paired = _matched(self.samples[first], self.samples[second])
         pair = Comparison(first, second, (x.size, y.size), paired, float(y.mean() - x.mean()))
-        pair.improvement = improvement(self.samples[first], self.samples[second])
         pair.exploratory = not self._is_planned[first, second]
+        numbers = self.samples[first].numbers
+        pair.identical = numbers is not None and numbers == self.samples[second].numbers
+        pair.is_common = self.samples[first].measure == self.samples[second].measure
+        if not pair.is_common:
+            return pair
+        pair.improvement = improvement(self.samples[first], self.samples[second])
         if min(pair.counts) < 2:
             return pair
         p = float(self._p[first, second])
@@ -239,6 +260,13 @@ class Comparisons:
             variances = [float(values.var(ddof=1)) for values in noisy]
             pair.seeds_needed = seeds_needed(pair.difference, variances)
         return pair
+
+
+def _of_other_measures(samples: list[Sample]) -> np.ndarray:
+    """Return (samples, samples) whether two samples measure different things."""
+    numbers: dict[object, int] = {}
+    kinds = np.array([numbers.setdefault(sample.measure, len(numbers)) for sample in samples], int)
+    return kinds[:, None] != kinds
 
 
 def _pairing_of(sample: Sample) -> tuple:

@@ -10,7 +10,9 @@ import numpy as np
 
 from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
+from pgtoolkit.comparison.common_measure import what_to_run, why_unlike
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
+from pgtoolkit.comparison.headline import in_order
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import (
     LEVEL,
@@ -24,6 +26,8 @@ from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH, sparkline
+
+DOCUMENTS_COUNTED = "documents that were sampled, those that were dropped too, and trained tokens"
 
 _CURVE = 9
 """Columns of a row's curve."""
@@ -49,7 +53,8 @@ def render_comparison(compared: Compared) -> str:
         lines += [
             f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)
         ]
-    for sentence in worth(compared, [pair for pairs in shown for pair in pairs]):
+    pairs = [pair for pairs in shown for pair in pairs]
+    for sentence in (*without_verdict(compared, pairs), *worth(compared, pairs)):
         lines += folded(sentence, "", "  ")
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
@@ -62,14 +67,27 @@ def render_comparison(compared: Compared) -> str:
 
 def planned(compared: Compared) -> list[list[Comparison]]:
     """Return the pairs that the terminal shows, a list for each base: the planned pairs, or those
-    with the best."""
+    with the best, and with the best of each further measure."""
     primary = compared.comparisons.primary
-    bases = sorted({first for first, _ in primary}) if primary else [0]
+    bases = sorted({first for first, _ in primary}) if primary else _best_of_each_measure(compared)
     pairs = [
-        [pair for pair in compared.comparisons.against(place) if not pair.exploratory]
+        [
+            pair
+            for pair in compared.comparisons.against(place)
+            if not pair.exploratory and (primary or pair.is_common or place == bases[0])
+        ]
         for place in bases
     ]
     return [pairs_of_base for pairs_of_base in pairs if pairs_of_base]
+
+
+def _best_of_each_measure(compared: Compared) -> list[int]:
+    """Return the places of the best group, and of the best of those that have no measure in common
+    with it."""
+    places: dict[object, int] = {}
+    for place, sample in enumerate(compared.comparisons.samples):
+        places.setdefault(sample.measure, place)
+    return [*places.values()]
 
 
 def heading(compared: Compared) -> str:
@@ -141,7 +159,7 @@ def _definition_of_reached(compared: Compared) -> list[str]:
     within = f", within {limit:,.0f} documents" if limit < inf else ""
     sentences = [
         f"reached: seeds that came to {goal.metric} {goal.threshold:g}{window}{within}; the "
-        f"threshold is {goal.why}. documents, tokens, seconds: what that took."
+        f"threshold is {goal.why}. documents, tokens, seconds: what that took; {DOCUMENTS_COUNTED}."
     ]
     if any(limit < inf for limit in compared.limits.values()):
         limits = ", ".join(
@@ -201,6 +219,44 @@ def tried_rows(compared: Compared) -> list[list[str]]:
     return rows
 
 
+def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
+    """Return sentences on pairs that have no measure in common: why, and what to do.
+
+    Pairs of one reason have one sentence.
+    """
+    sentences: dict[tuple[str, ...], str] = {}
+    seen: set[tuple[object, object]] = set()
+    samples = compared.comparisons.samples
+    for pair in pairs:
+        measured = (samples[pair.first].measure, samples[pair.second].measure)
+        if pair.is_common or pair.identical or measured in seen:
+            continue
+        seen.add(measured)
+        first, second = (compared.groups[place] for place in (pair.first, pair.second))
+        found = why_unlike(first.counted, second.counted, compared.metric, compared.ignore_code)
+        names = tuple(why.name for why in found)
+        if names in sentences:
+            continue
+        other = _common_metric(compared, first, second)
+        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], found)
+        sentences[names] = (
+            f"no common measure: {compared.metric} would differ for one and the same policy, since "
+            f"{' and '.join(map(str, found))}. {use}"
+        )
+    return [*sentences.values()]
+
+
+def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str:
+    """Return a metric that means the same in all runs of two groups; "" if they have none."""
+    runs = [*first.counted, *second.counted]
+    for metric in in_order(runs):
+        if all(run.values(metric) for run in runs) and not why_unlike(
+            first.counted, second.counted, metric, compared.ignore_code
+        ):
+            return metric
+    return ""
+
+
 def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     """Return sentences on how to read the rows of these pairs; [] if no pair has an interval."""
     tested = [pair for pair in pairs if pair.interval]
@@ -216,8 +272,8 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     sentences = []
     if any(pair.paired for pair in tested):
         sentences.append(
-            "paired: both have the same seeds, so the same prompts; the difference of each seed is "
-            "tested."
+            "paired: both have the same seeds, so the prompts in the same order; the difference of "
+            "each seed is tested."
         )
     sentences += [
         f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few_seeds}.",
@@ -247,6 +303,10 @@ def _more(compared: Compared) -> str:
 
 def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     """Return the verdict on a difference in words. sign: see `Compared.sign`."""
+    if pair.identical:
+        return "equal to the bit"
+    if not pair.is_common:
+        return "no common measure"
     if min(pair.counts) < 2:
         return "needs 2 seeds"
     if pair.p is None:
@@ -289,6 +349,9 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
     def signed(value: float) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
 
+    if not pair.is_common:
+        missing = ["-"] * (len(difference_rows(compared, [])[0]) - 3)
+        return [str(pair.counts[1]), *missing, verdict(pair)]
     seeds = "-"
     if pair.seeds_needed is not None:
         too_many = pair.seeds_needed > MOST_SEEDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pgtoolkit.config.conditions import value_of
@@ -15,6 +16,7 @@ from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import (
     QUESTIONS,
+    VERIFIERS,
     ConversationTaskSettings,
     PromptsTaskSettings,
     ReasoningGymTaskSettings,
@@ -74,21 +76,41 @@ def held_out_sets(config: Config) -> list[HeldOut]:
 
 
 def _task(config: Config, settings: Dictionary) -> TaskSettings:
-    """Return the task of a set: the configured one, or another one with its defaults, and with the
-    set's values in either.
-
-    settings: the keys of the set.
-    """
+    """Return the task of a set. settings: the keys of the set."""
     kind = settings.get("task", config.task.name)
-    values = dict(vars(config.task) if kind == config.task.name else option_values("task", kind))
+    values = values_of_set(vars(config.task), settings)
+    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
+
+
+def values_of_set(task: Mapping[str, object], settings: Mapping[str, object]) -> Dictionary:
+    """Return the keys of the task of a set: the configured one, or another one with its defaults,
+    and with the set's values in either.
+
+    task: the keys of the configured one. settings: the keys of the set.
+    """
+    kind = settings.get("task", task.get("name"))
+    values = dict(task if kind == task.get("name") else option_values("task", str(kind)))
     if "path" in settings:
         # The configuration and split of training belong to other files.
         values |= {name: None for name in ("config", "split") if name in values}
     if kind == "prompts" and ("verifier" in settings or "verifiers" in settings):
-        verifier = option_values("task", kind)["verifier"]
+        verifier = option_values("task", "prompts")["verifier"]
         values |= {"verifier": verifier, "pattern": None, "verifiers": {}}
-    values |= {key: value for key, value in settings.items() if key not in OF_A_SET}
-    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
+    return values | {key: value for key, value in settings.items() if key not in OF_A_SET}
+
+
+def scores_by_own_code(task: object) -> bool:
+    """Return whether code of the user's own decides what is right, which then is a score of 1 or
+    more, whatever that means there.
+
+    task: its keys, see `value_of`.
+    """
+    verifier = value_of(task, "verifier")
+    verifiers = value_of(task, "verifiers")
+    if verifiers:
+        verifier = value_of(next(iter(verifiers.values())), "verifier")
+    is_own = value_of(task, "name") == "prompts" and verifier not in (None, *VERIFIERS)
+    return is_own or value_of(task, "name") == "conversation"
 
 
 def watched(config: object) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ from pgtoolkit.sampling.settings import (
     TransformersSamplerSettings,
     VllmSamplerSettings,
 )
-from pgtoolkit.system.declared import Option, group, key
+from pgtoolkit.system.declared import Alters, Option, group, key
 from pgtoolkit.tasks import settings as of_tasks
 from pgtoolkit.tasks.settings import (
     ConversationTaskSettings,
@@ -102,37 +102,57 @@ class Config:
         most=2**32 - 1,
         fixed="prompts and the order of the data come from this seed",
         evaluate="model",
+        alters=Alters.prompts,
     )
-    loss: LossSettings = group(default="gspo", help="The loss family.")
+    loss: LossSettings = group(default="gspo", help="The loss family.", alters=Alters.formula)
     aggregation: AggregationSettings = group(
-        default="sample_mean", help="How token losses become one number."
+        default="sample_mean",
+        help="How token losses become one number.",
+        alters=Alters.formula,
     )
     correction: CorrectionSettings = group(
-        default="none", help="A factor that corrects for the gap between sampler and trainer."
+        default="none",
+        help="A factor that corrects for the gap between sampler and trainer.",
+        alters=Alters.formula,
     )
     kl: KLSettings = group(
-        default="none", help="A penalty on the distance from a frozen reference."
+        default="none",
+        help="A penalty on the distance from a frozen reference.",
+        alters=Alters.formula,
     )
     entropy: EntropySettings = group(
-        default="bonus", help="A bonus on the entropy, once entropy.coefficient is above 0."
+        default="bonus",
+        help="A bonus on the entropy, once entropy.coefficient is above 0.",
+        alters=Alters.formula,
     )
-    metrics: MetricsSettings = group(default="basic", help="What is measured at every step.")
-    advantage: AdvantageSettings = group(default="dr_grpo", help="How rewards become advantages.")
+    metrics: MetricsSettings = group(
+        default="basic", help="What is measured at every step.", alters=Alters.nothing
+    )
+    advantage: AdvantageSettings = group(
+        default="dr_grpo", help="How rewards become advantages.", alters=Alters.formula
+    )
     critic: CriticSettings = group(
         default="default",
         help="The value model, where advantage=gae.",
         learns="advantage.estimator=gae",
         only_if="advantage.estimator=gae",
         added=True,
+        alters=Alters.formula,
     )
-    kernel: KernelSettings = group(default="auto", help="What computes the log-probs.")
+    kernel: KernelSettings = group(
+        default="auto", help="What computes the log-probs.", alters=Alters.nothing
+    )
     parallelism: ParallelismSettings = group(
-        default="single", help="How the work is spread over processes."
+        default="single",
+        help="How the work is spread over processes.",
+        alters=Alters.nothing,
     )
     accumulation: AccumulationSettings = group(
         default="dynamic", help="How documents form an optimizer step.", evaluate="kept"
     )
-    model: Model = group(default="tiny", help="The policy.", evaluate="model")
+    model: Model = group(
+        default="tiny", help="The policy.", evaluate="model", alters=Alters.nothing
+    )
     task: Task = group(
         default="reverse",
         help="Prompts and their verifier.",
@@ -148,7 +168,9 @@ class Config:
         evaluate="run",
         only_if=ASKED,
     )
-    optimizer: OptimizerSettings = group(default="adamw", help="AdamW and its schedule.")
+    optimizer: OptimizerSettings = group(
+        default="adamw", help="AdamW and its schedule.", alters=Alters.nothing
+    )
     evaluation: EvaluationSettings = group(
         default="default",
         help="Measuring on held-out prompts, once evaluation.every is above 0.",
@@ -159,10 +181,15 @@ class Config:
         default="default", help="Length of the run, device, checkpoints.", evaluate="kept"
     )
     callbacks: CallbacksSettings = group(
-        default="none", help="Callbacks, loggers and profilers of Lightning, of your own."
+        default="none",
+        help="Callbacks, loggers and profilers of Lightning, of your own.",
+        alters=Alters.nothing,
     )
     tracking: TrackingSettings = group(
-        default="mlflow", help="Where metrics are sent besides the run directory.", learns=False
+        default="mlflow",
+        help="Where metrics are sent besides the run directory.",
+        learns=False,
+        alters=Alters.nothing,
     )
 
 

@@ -67,7 +67,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         pictures=("--png", "--svg", "--pdf"),
     )
 
-    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.groups import compare, refuse_other_measures
     from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison
@@ -93,6 +93,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         ignore_code=args.ignore == "code",
         labels=args.label,
     )
+    refuse_other_measures(compared)
     say(as_json(compared) if args.json else render_comparison(compared))
     for kind, path in files.items():
         problem = write(compared, kind, path, parser.command)
@@ -123,8 +124,10 @@ def _add_arguments_of_compare(parser: _Parser) -> None:
     )
     parser.add_argument(
         "--against",
+        nargs="?",
+        const="",
         metavar="KEY=VALUE",
-        help="the base that the planned contrasts compare with",
+        help="the base of the planned contrasts; KEY or nothing: the first of the sweep's values",
     )
     parser.add_argument(
         "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"

@@ -10,6 +10,7 @@ from typing import Literal
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.declared import (
     REQUIRED,
+    Alters,
     Declared,
     Dictionary,
     Needs,
@@ -74,13 +75,14 @@ class RolloutSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRolloutSettings(RolloutSettings):
-    name: Literal["policy"] = chosen("policy", fixed=POSITION)
+    name: Literal["policy"] = chosen("policy", fixed=POSITION, alters=Alters.prompts)
     prompts_per_batch: int = key(
         default=32,
         help="Prompts in one batch of rollouts (>= 1).",
         least=1,
         most=10**6,
         fixed=_BATCH,
+        alters=Alters.age,
     )
     group_size: int = key(
         default=8,
@@ -88,12 +90,14 @@ class PolicyRolloutSettings(RolloutSettings):
         least=1,
         most=10**6,
         fixed=_BATCH,
+        alters=Alters.age,
     )
     max_completion_length: int = key(
         help="Most tokens of a completion, its end included (>= 1). Six digits take 7.",
         least=1,
         most=10**6,
         evaluate="model",
+        alters=Alters.sampling,
     )
     temperature: float = key(
         default=1.0,
@@ -101,12 +105,14 @@ class PolicyRolloutSettings(RolloutSettings):
         least=0.01,
         most=100,
         evaluate="model",
+        alters=Alters.sampling,
     )
     truncated: Truncated = key(
         default=Truncated.train,
         help="Whether completions that were cut off at the length limit are trained: train, or "
         "mask (they are not, but their rewards stay in the baseline, and they and their tokens in "
         "every count of the aggregation: DAPO's overlong filtering).",
+        alters=Alters.nothing,
     )
     top_p: float | None = key(
         default=None,
@@ -115,12 +121,14 @@ class PolicyRolloutSettings(RolloutSettings):
         least=1e-6,
         most=1,
         evaluate="model",
+        alters=Alters.sampling,
     )
     stop: list[str] = key(
         default=[],
         help='Texts that end a completion, such as ["</answer>"]; [] for none. They are trained, '
         "but cut off before the completion is scored.",
         evaluate="model",
+        alters=Alters.sampling,
     )
     old_log_probs: OldLogProbs = key(
         default=OldLogProbs.training,
@@ -129,6 +137,7 @@ class PolicyRolloutSettings(RolloutSettings):
         "weights, as the sampler computed them) or proximal (of the weights with which training "
         "on a batch begins, which are newer under a lag; a correction acts on their difference "
         "from the sampler's).",
+        alters=Alters.formula,
     )
     overlong_buffer: int | None = key(
         default=None,
@@ -136,6 +145,7 @@ class PolicyRolloutSettings(RolloutSettings):
         "further with each token (DAPO's overlong buffer, arXiv 2503.14476, eq. 13); null: none.",
         least=1,
         most=10**6,
+        alters=Alters.reward,
     )
     overlong_penalty: float = key(
         default=1.0,
@@ -144,6 +154,7 @@ class PolicyRolloutSettings(RolloutSettings):
         most=1e6,
         only_if="rollout.overlong_buffer>0",
         use="rollout.overlong_buffer=TOKENS",
+        alters=Alters.reward,
     )
     max_sampling_rounds: int = key(
         default=1,
@@ -154,6 +165,7 @@ class PolicyRolloutSettings(RolloutSettings):
         most=1000,
         only_if="rollout.max_staleness=null",
         why=_NOT_REPEATABLE,
+        alters=Alters.selection,
     )
     mixed: Mixed = key(
         default=Mixed.reward,
@@ -162,6 +174,7 @@ class PolicyRolloutSettings(RolloutSettings):
         "reward, the first also keeps prompts that no completion answers.",
         only_if="rollout.max_sampling_rounds>1",
         use="rollout.max_sampling_rounds=4",
+        alters=Alters.selection,
     )
     uninformative: Uninformative = key(
         default=Uninformative.train,
@@ -170,6 +183,7 @@ class PolicyRolloutSettings(RolloutSettings):
         "so that a batch is shorter).",
         learns="rollout.uninformative=drop",
         added=True,
+        alters=Alters.selection,
     )
     retire_at: float | None = key(
         default=None,
@@ -180,6 +194,7 @@ class PolicyRolloutSettings(RolloutSettings):
         most=1,
         learns="rollout.retire_at!=null",
         added=True,
+        alters=Alters.selection,
     )
     lag: int = key(
         default=0,
@@ -188,6 +203,7 @@ class PolicyRolloutSettings(RolloutSettings):
         least=0,
         most=10**6,
         fixed=AHEAD,
+        alters=Alters.age,
     )
     max_staleness: int | None = key(
         default=None,
@@ -197,6 +213,7 @@ class PolicyRolloutSettings(RolloutSettings):
         least=1,
         most=10**6,
         fixed=AHEAD,
+        alters=Alters.age,
     )
     keep_completions: int = key(
         default=8,
@@ -205,6 +222,7 @@ class PolicyRolloutSettings(RolloutSettings):
         least=0,
         most=10**6,
         learns=False,
+        alters=Alters.nothing,
     )
     save_path: str | None = key(
         default=None,
@@ -212,6 +230,7 @@ class PolicyRolloutSettings(RolloutSettings):
         "rollout=recorded; null: none.",
         writes=True,
         learns=False,
+        alters=Alters.nothing,
     )
 
     @property
@@ -223,13 +242,14 @@ class PolicyRolloutSettings(RolloutSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRolloutSettings(RolloutSettings):
-    name: Literal["recorded"] = chosen("recorded", fixed=POSITION)
+    name: Literal["recorded"] = chosen("recorded", fixed=POSITION, alters=Alters.prompts)
     path: str = key(
         default=REQUIRED,
         help="A JSONL or Parquet file, a folder of such files, or a glob.",
         reads="data",
         fixed=POSITION,
         example="rollouts.parquet",
+        alters=Alters.prompts,
     )
     epochs: int = key(
         default=1,
@@ -237,11 +257,13 @@ class RecordedRolloutSettings(RolloutSettings):
         least=1,
         most=10**6,
         last_counts=True,
+        alters=Alters.nothing,
     )
     shuffle: bool = key(
         default=False,
         help="Whether every pass takes the groups in another order.",
         fixed=POSITION,
+        alters=Alters.nothing,
     )
     group_size: int | None = key(
         default=None,
@@ -250,12 +272,14 @@ class RecordedRolloutSettings(RolloutSettings):
         least=1,
         most=10**6,
         fixed=_BATCH,
+        alters=Alters.nothing,
     )
     max_completion_length: int | None = key(
         default=None,
         help="Tokens of the longest completion, for aggregation=constant; null: unknown.",
         least=1,
         most=10**6,
+        alters=Alters.nothing,
     )
     temperature: float = key(
         default=1.0,
@@ -263,29 +287,34 @@ class RecordedRolloutSettings(RolloutSettings):
         least=0.01,
         most=100,
         evaluate="model",
+        alters=Alters.formula,
     )
     truncated: Truncated = key(
         default=Truncated.train,
         help="Whether completions that the files mark as cut off are trained: train, or mask (they "
         "are not, but their rewards stay in the baseline, and they and their tokens in every count "
         "of the aggregation: DAPO's overlong filtering).",
+        alters=Alters.nothing,
     )
     chat: Chat = key(
         default=Chat.auto,
         help="Whether rows of texts go through the chat template of the model's tokenizer: auto "
         "(where it has one) or never.",
         fixed=POSITION,
+        alters=Alters.prompts,
     )
     trained_turns: TrainedTurns = key(
         default=TrainedTurns.all,
         help="Which turns of the assistant in a row of texts are trained: all, or the last alone.",
         fixed=POSITION,
+        alters=Alters.prompts,
     )
     too_long: TooLong = key(
         default=TooLong.refuse,
         help="What happens to rows with more tokens than fit: refuse (the run) or skip (these "
         "rows, which a note counts).",
         fixed=POSITION,
+        alters=Alters.prompts,
     )
 
 
@@ -365,12 +394,14 @@ class AccumulationSettings:
         least=0,
         most=10**6,
         fixed=AHEAD,
+        alters=Alters.formula,
     )
     max_tokens: int = key(
         help="Most tokens of a micro-batch (>= 1), which must hold the longest document.",
         least=1,
         most=10**7,
         machine="accumulation.docs_per_step>0",
+        alters=Alters.nothing,
     )
     micro_batches_per_step: int | None = key(
         default=None,
@@ -378,6 +409,7 @@ class AccumulationSettings:
         least=1,
         most=10**6,
         only_if="accumulation.docs_per_step=0",
+        alters=Alters.formula,
     )
     last_step: LastStep = key(
         default=LastStep.short,
@@ -385,6 +417,7 @@ class AccumulationSettings:
         "step: short (a step of them alone), drop (they are left out) or carry (the next batch "
         "fills the step).",
         fixed=AHEAD,
+        alters=Alters.nothing,
     )
 
 
@@ -394,6 +427,7 @@ _MEASURE: Declared = {
     "fixed": "its evaluations so far would not compare with those to come",
     "fixed_if": "evaluation.every>0",
     "evaluate": "run",
+    "alters": Alters.evaluation,
 }
 """The declaration of every key that decides which number an evaluation gives."""
 
@@ -411,6 +445,7 @@ class EvaluationSettings:
         "and after the last. 0: none.",
         least=0,
         most=10**9,
+        alters=Alters.evaluation,
     )
     prompts_per_set: int = key(
         default=128,
@@ -474,6 +509,7 @@ class EvaluationSettings:
         help="The number by which the best checkpoint is kept besides the newest: avg, pass@1, "
         "pass@2, ... of the first set, or of another: SET/pass@1; null: no best one is kept.",
         last_counts=True,
+        alters=Alters.nothing,
         **_NEEDS_EVALUATION,
     )
 

@@ -41,6 +41,9 @@ _NOT_METRICS = (
 )
 """Names in a row of evaluations.jsonl that are no metrics."""
 
+_DROPPED = ("dropped_prompt_fraction", "dropped_group_fraction")
+"""Metrics of the share of a step's batch that was sampled and dropped."""
+
 _WITHOUT_RUNS = ("artifacts", "checkpoints")
 """Folders that hold no runs, but perhaps MLflow's copy of a run's configuration."""
 
@@ -61,6 +64,7 @@ class Run:
     columns: of metrics.jsonl, by `read_metrics`. Further columns are `seconds` since the first row,
         without evaluations and the time between a stop and its resume; `tokens_seen`, trained up to
         then; and metrics of evaluations, where the one before the first step has its own row.
+        `documents_seen` counts those as well that were sampled and dropped.
     names: of all metrics that were recorded, whether they are in a column or not.
     code: commits and uncommitted changes, by `code_of`.
     trained_with: see runs/history.py.
@@ -249,7 +253,7 @@ def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
         columns = read_metrics(path / "metrics.jsonl")
         names = set()
     else:
-        needed = {*metrics, "time", "documents_seen", "num_tokens"}
+        needed = {*metrics, *_DROPPED, "time", "documents_seen", "num_tokens"}
         columns = read_metrics(path / "metrics.jsonl", needed)
         names = metric_names(path / "metrics.jsonl")
     evaluations = records.read_evaluations(path)
@@ -271,6 +275,7 @@ def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
     tokens = columns.get("num_tokens")
     if steps.size and tokens is not None and not np.isnan(tokens).any():
         columns["tokens_seen"] = np.cumsum(tokens)
+    _count_dropped(columns, config)
     names |= _add_evaluations(columns, evaluations, metrics)
     names |= columns.keys()
     return Run(
@@ -310,12 +315,42 @@ def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[records
     columns["seconds"] = np.concatenate([[0.0], np.cumsum(seconds)])
 
 
+def _count_dropped(columns: Columns, config: dict[str, object]) -> None:
+    """Let documents_seen count those as well that were sampled and dropped.
+
+    They are known by the share of their batch that was dropped. A batch that was dropped as a whole
+    has no step, and is not counted.
+    """
+    seen = columns.get("documents_seen")
+    if seen is None:
+        return
+    kept = np.ones(seen.size)
+    for name in _DROPPED:
+        if name in columns:
+            kept *= 1 - np.nan_to_num(columns[name])
+    if config.get("accumulation.last_step") == "drop":
+        kept *= _kept_of_batch(config)
+    if (kept < 1).any():
+        columns["documents_seen"] = np.round(np.cumsum(np.diff(seen, prepend=0.0) / kept))
+
+
+def _kept_of_batch(config: dict[str, object]) -> float:
+    """Return the share of a batch of rollouts that fills steps."""
+    names = ("rollout.prompts_per_batch", "rollout.group_size", "accumulation.docs_per_step")
+    sizes = [size for size in map(config.get, names) if isinstance(size, int) and size > 0]
+    if len(sizes) < len(names):
+        return 1.0
+    prompts, completions, step = sizes
+    batch = prompts * completions
+    return max(step, batch // step * step) / batch
+
+
 def _add_evaluations(
     columns: Columns, evaluations: list[records.Row], metrics: Collection[str] | None
 ) -> set[str]:
     """Add metrics of evaluations to the rows of their steps; return the names of all of them.
 
-    metrics: names of those to add, beside every pass@1; None: all.
+    metrics: names of those to add, beside every pass@1 and avg; None: all.
     """
     if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
         _add_row_of_start(columns)
@@ -328,7 +363,7 @@ def _add_evaluations(
                 continue
             metric = f"{HELD_OUT}{row['set']}/{name}"
             names.add(metric)
-            if metrics is None or metric in metrics or metric.endswith("/pass@1"):
+            if metrics is None or metric in metrics or metric.endswith(("/pass@1", "/avg")):
                 column = columns.setdefault(metric, np.full(num_rows, np.nan))
                 column[row_of_step[row["step"]]] = value
     return names

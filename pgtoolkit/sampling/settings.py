@@ -8,6 +8,7 @@ from typing import Literal
 
 from pgtoolkit.model.settings import NumberType
 from pgtoolkit.system.declared import (
+    Alters,
     Declared,
     Needs,
     Option,
@@ -33,18 +34,20 @@ class SamplerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSamplerSettings(SamplerSettings):
-    name: Literal["transformers"] = chosen("transformers")
+    name: Literal["transformers"] = chosen("transformers", alters=Alters.nothing)
     max_sequences: int | None = key(
         default=None,
         help="Most completions that are sampled at once, which limits memory (>= 1); null: all of "
         "a batch of rollouts.",
         least=1,
         most=10**6,
+        alters=Alters.nothing,
     )
     dtype: NumberType = key(
         default=NumberType.auto,
         help="Number type in which completions are sampled, from a copy of the weights: auto (that "
         "of training), float32, bfloat16 or float16.",
+        alters=Alters.nothing,
         **_SAMPLER_TYPE,
     )
     static_cache: bool | None = key(
@@ -52,6 +55,7 @@ class TransformersSamplerSettings(SamplerSettings):
         help="Whether memory for keys and values is reserved at the start and, on a GPU, each "
         "token is one CUDA graph, which is several times as fast; null: on a GPU, for models of "
         "type gpt2, llama, mistral, qwen2 and qwen3.",
+        alters=Alters.nothing,
     )
     gpus: list[int] | None = key(
         default=None,
@@ -60,6 +64,7 @@ class TransformersSamplerSettings(SamplerSettings):
         "docs/rollouts.md.",
         learns=False,
         added=True,
+        alters=Alters.nothing,
     )
     processes: int = key(
         default=0,
@@ -69,6 +74,7 @@ class TransformersSamplerSettings(SamplerSettings):
         most=1024,
         learns=False,
         added=True,
+        alters=Alters.nothing,
     )
 
     @property
@@ -80,18 +86,20 @@ class TransformersSamplerSettings(SamplerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSamplerSettings(SamplerSettings):
-    name: Literal["vllm"] = chosen("vllm")
+    name: Literal["vllm"] = chosen("vllm", alters=Alters.nothing)
     max_sequences: int = key(
         default=256,
         help="Most completions that a server samples at once (>= 1).",
         least=1,
         most=10**6,
+        alters=Alters.nothing,
         **_STARTS_SERVERS,
     )
     dtype: NumberType = key(
         default=NumberType.auto,
         help="Number type of the servers' model, and of the weights that they get: auto (that of "
         "training), float32, bfloat16 or float16.",
+        alters=Alters.nothing,
         **_SERVERS_TYPE,
     )
     urls: list[str] = key(
@@ -99,6 +107,7 @@ class VllmSamplerSettings(SamplerSettings):
         help="Addresses of running servers to join, such as [http://node7:8000]; []: pgtk starts "
         "its own.",
         learns=False,
+        alters=Alters.nothing,
     )
     executable: str = key(
         default="vllm",
@@ -106,12 +115,14 @@ class VllmSamplerSettings(SamplerSettings):
         "command with arguments.",
         code="command",
         learns=False,
+        alters=Alters.nothing,
         **_STARTS_SERVERS,
     )
     arguments: list[str] = key(
         default=[],
         help='Further arguments of vllm serve, such as ["--kv-cache-dtype=fp8"].',
         code="command",
+        alters=Alters.sampling,
         **_STARTS_SERVERS,
     )
     gpus: list[int] | None = key(
@@ -119,6 +130,7 @@ class VllmSamplerSettings(SamplerSettings):
         help="Numbers of GPUs for the servers, beyond those of training; null: the server shares "
         "the training GPU, and gives most of its memory back during updates.",
         learns=False,
+        alters=Alters.nothing,
         **_STARTS_SERVERS,
     )
     tensor_parallel: int = key(
@@ -127,6 +139,7 @@ class VllmSamplerSettings(SamplerSettings):
         "several servers are started.",
         least=1,
         most=1024,
+        alters=Alters.nothing,
         **_HAS_OWN_GPUS,
     )
     servers_per_gpu: int = key(
@@ -137,6 +150,7 @@ class VllmSamplerSettings(SamplerSettings):
         least=1,
         most=64,
         learns=False,
+        alters=Alters.nothing,
         **_STARTS_SERVERS,
     )
     gpu_memory_share: float = key(
@@ -146,11 +160,13 @@ class VllmSamplerSettings(SamplerSettings):
         least=0.01,
         most=1,
         learns=False,
+        alters=Alters.nothing,
         **_STARTS_SERVERS,
     )
     seeded: bool = key(
         default=True,
         help="Whether each prompt has its own seed; without seeds, no two runs sample the same.",
+        alters=Alters.nothing,
     )
     weights_folder: str | None = key(
         default=None,
@@ -158,6 +174,7 @@ class VllmSamplerSettings(SamplerSettings):
         "shared memory, or the run directory.",
         writes=True,
         learns=False,
+        alters=Alters.nothing,
     )
     tolerance: float | None = key(
         default=None,
@@ -168,6 +185,7 @@ class VllmSamplerSettings(SamplerSettings):
         least=1e-9,
         most=100,
         learns=False,
+        alters=Alters.nothing,
     )
     start_seconds: int = key(
         default=600,
@@ -175,6 +193,7 @@ class VllmSamplerSettings(SamplerSettings):
         least=1,
         most=604800,
         learns=False,
+        alters=Alters.nothing,
     )
     answer_seconds: int = key(
         help="Seconds in which a server must answer a batch of rollouts, or take new weights (>= "
@@ -182,6 +201,7 @@ class VllmSamplerSettings(SamplerSettings):
         least=1,
         most=604800,
         learns=False,
+        alters=Alters.nothing,
     )
 
 

@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
 Dictionary = dict[str, Any]
@@ -14,6 +15,26 @@ Dictionary = dict[str, Any]
 
 REQUIRED = "???"
 """The default of a key that must be given, as OmegaConf writes it."""
+
+
+class Alters(StrEnum):
+    """What of a measured number a key changes, beside the policy that it measures.
+
+    Of two runs that differ in such a key, the number does not say which policy is better, since it
+    would differ for one and the same policy. `comparison.common_measure` has the numbers that each
+    kind concerns.
+    """
+
+    nothing = "changes only what is learned, or nothing"
+    prompts = "decides which prompts are asked, and how they are written"
+    scores = "decides what a completion scores"
+    reward = "changes the reward of a completion, and not whether it is right"
+    selection = "leaves out prompts by how the policy itself does on them"
+    sampling = "decides how completions are drawn from the policy"
+    age = "decides how old the weights are that wrote the completions of a step"
+    end = "ends a run by a number that is measured"
+    evaluation = "decides on which held-out prompts the policy is measured, how, and when"
+    formula = "is in the formula of the loss, and of what is computed from it"
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,9 @@ class Key:
     learns: bool | str = True
     """Whether runs with different values learn differently, or the condition under which they do.
     The value is then part of a job's digest, and a difference in `pgtk compare`."""
+    alters: Alters | None = None
+    """What of a measured number the key changes. It has to be declared by each key, or for all keys
+    of its group; None: it is not, which a test refuses."""
     last_counts: bool | str = False
     """Whether a run that was resumed with another value equals, step by step, one that had it from
     the start, or the condition under which it does."""
@@ -142,6 +166,7 @@ class Declared(Refusal, total=False):
     """Declarations that several keys share; see `Key`."""
 
     learns: bool | str
+    alters: Alters
     last_counts: bool | str
     machine: bool | str
     added: bool

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pgtoolkit.system.declared import (
     REQUIRED,
+    Alters,
     Dictionary,
     Needs,
     Option,
@@ -91,13 +92,14 @@ class GeneratedTaskSettings(TaskSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ReverseTaskSettings(GeneratedTaskSettings):
-    name: Literal["reverse"] = chosen("reverse")
+    name: Literal["reverse"] = chosen("reverse", alters=Alters.prompts)
     num_digits: int = key(
         default=6,
         help="Digits of the number (>= 1). The answer takes one token more: the end of the "
         "sequence.",
         least=1,
         most=1000,
+        alters=Alters.prompts,
     )
     alphabet = "0123456789="
     size = "num_digits"
@@ -106,18 +108,20 @@ class ReverseTaskSettings(GeneratedTaskSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GuessTaskSettings(GeneratedTaskSettings):
-    name: Literal["guess"] = chosen("guess")
+    name: Literal["guess"] = chosen("guess", alters=Alters.prompts)
     numbers: int = key(
         default=10,
         help="The number to be found is one of this many, from 0 on (>= 2).",
         least=2,
         most=10**6,
+        alters=Alters.prompts,
     )
     max_turns: int = key(
         default=4,
         help="Most guesses in a conversation (>= 1).",
         least=1,
         most=1000,
+        alters=Alters.prompts,
     )
     alphabet = "0123456789-?eghilorw"
     size = "numbers"
@@ -144,11 +148,13 @@ class ChatTaskSettings(TaskSettings):
         default=Chat.auto,
         help="Whether prompts go through the chat template of the model's tokenizer: auto (where "
         "it has one) or never.",
+        alters=Alters.prompts,
     )
     system_prompt: str | None = key(
         default=None,
         help="The system message of every prompt, which needs a chat template; null: none but the "
         "template's own.",
+        alters=Alters.prompts,
     )
     chat_arguments: Dictionary = key(
         default={},
@@ -156,6 +162,7 @@ class ChatTaskSettings(TaskSettings):
         free=True,
         learns="task.chat_arguments!={}",
         added=True,
+        alters=Alters.prompts,
     )
 
 
@@ -169,11 +176,13 @@ class WrittenTaskSettings(ChatTaskSettings):
         "completion of full length leaves room for.",
         least=1,
         most=10**7,
+        alters=Alters.prompts,
     )
     too_long: TooLong = key(
         default=TooLong.refuse,
         help="What happens to prompts that are longer, or empty: refuse (the run) or skip (these "
         "prompts, which a note counts).",
+        alters=Alters.prompts,
     )
     verifier_failure: VerifierFailure = key(
         default=VerifierFailure.exclude,
@@ -183,6 +192,7 @@ class WrittenTaskSettings(ChatTaskSettings):
         learns=_FAILURES_SCORE,
         fixed="",
         added=True,
+        alters=Alters.scores,
     )
     failure_score: float = key(
         default=0.0,
@@ -194,23 +204,26 @@ class WrittenTaskSettings(ChatTaskSettings):
         fixed="",
         added=True,
         only_if=_FAILURES_SCORE,
+        alters=Alters.scores,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumsTaskSettings(ChatTaskSettings):
-    name: Literal["sums"] = chosen("sums")
+    name: Literal["sums"] = chosen("sums", alters=Alters.prompts)
     num_terms: int = key(
         default=2,
         help="Numbers of a sum (>= 2).",
         least=2,
         most=100,
+        alters=Alters.prompts,
     )
     num_digits: int = key(
         default=2,
         help="Digits of each number (>= 1): the more, the harder.",
         least=1,
         most=100,
+        alters=Alters.prompts,
     )
 
     def asked(self, terms: list[int]) -> str:
@@ -236,6 +249,7 @@ class ScoredTaskSettings(WrittenTaskSettings):
         learns=False,
         fixed="",
         added=True,
+        alters=Alters.nothing,
         **_NEEDS_VERIFIER_TIMEOUT,
     )
     verifier_seconds: float | None = key(
@@ -250,6 +264,7 @@ class ScoredTaskSettings(WrittenTaskSettings):
         learns="task.verifier_seconds>0 or task.name=prompts",
         fixed="",
         added=True,
+        alters=Alters.scores,
         **_NEEDS_VERIFIER_PROCESSES,
     )
 
@@ -260,22 +275,24 @@ QUESTIONS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymTaskSettings(ScoredTaskSettings):
-    name: Literal["reasoning_gym"] = chosen("reasoning_gym")
+    name: Literal["reasoning_gym"] = chosen("reasoning_gym", alters=Alters.prompts)
     dataset: str = key(
         default=REQUIRED,
         help="Name of the data set in reasoning-gym, such as chain_sum.",
         example="chain_sum",
+        alters=Alters.prompts,
     )
     options: Dictionary = key(
         default={},
         help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
         free=True,
+        alters=Alters.prompts,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsTaskSettings(ScoredTaskSettings):
-    name: Literal["prompts"] = chosen("prompts")
+    name: Literal["prompts"] = chosen("prompts", alters=Alters.prompts)
     path: str = key(
         default=REQUIRED,
         help="A JSONL or Parquet file with a prompt in each row, a folder of such files, a glob, "
@@ -283,26 +300,31 @@ class PromptsTaskSettings(ScoredTaskSettings):
         "openai/gsm8k, which the package datasets loads.",
         reads="data",
         example="prompts.jsonl",
+        alters=Alters.prompts,
     )
     config: str | None = key(
         default=None,
         help="The configuration of a data set on the hub, such as main; null: its only one.",
         learns="task.config!=null",
         added=True,
+        alters=Alters.prompts,
     )
     split: str | None = key(
         default=None,
         help="The split of that data set, such as train; null: its only one, or a folder without "
         "splits.",
+        alters=Alters.prompts,
     )
     prompt_field: str = key(
         default="prompt",
         help="Column with the prompt: a text, or a list of chat messages {role, content}.",
+        alters=Alters.prompts,
     )
     answer_field: str = key(
         default="answer",
         help="Column with the reference answer. In a file without a column answer, such as verl's, "
         "it is reward_model.ground_truth.",
+        alters=Alters.scores,
     )
     answer_pattern: str | None = key(
         default=None,
@@ -311,6 +333,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         "answer.",
         learns="task.answer_pattern!=null",
         added=True,
+        alters=Alters.scores,
     )
     verifier: str | None = key(
         default="exact_match",
@@ -319,12 +342,14 @@ class PromptsTaskSettings(ScoredTaskSettings):
         "path `package.module.function`, in the current directory or installed.",
         code="function",
         only_if="task.verifiers={}",
+        alters=Alters.scores,
     )
     pattern: str | None = key(
         default=None,
         help="The expression whose group is compared with the answer, only for "
         "verifier=regular_expression; else null.",
         only_if="task.verifiers={}",
+        alters=Alters.scores,
     )
     verifiers: Dictionary = key(
         default={},
@@ -334,6 +359,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         "counts as an exact match.",
         free=True,
         code="function",
+        alters=Alters.scores,
     )
     verifier_concurrency: int = key(
         default=16,
@@ -344,6 +370,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         learns=False,
         fixed="",
         added=True,
+        alters=Alters.nothing,
     )
     verifier_retries: int = key(
         default=3,
@@ -355,6 +382,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         learns=False,
         fixed="",
         added=True,
+        alters=Alters.nothing,
     )
     verifier_retry_seconds: float = key(
         default=0.5,
@@ -367,29 +395,33 @@ class PromptsTaskSettings(ScoredTaskSettings):
         added=True,
         only_if="task.verifier_retries>0",
         use="task.verifier_retries=3",
+        alters=Alters.nothing,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationTaskSettings(WrittenTaskSettings):
-    name: Literal["conversation"] = chosen("conversation")
+    name: Literal["conversation"] = chosen("conversation", alters=Alters.prompts)
     environment: str = key(
         default=REQUIRED,
         help="Dotted path of a class with the methods start(prompt), reply(messages) and "
         "score(messages), in the current directory or installed.",
         code="function",
         example="my_module.Environment",
+        alters=Alters.prompts,
     )
     options: Dictionary = key(
         default={},
         help="Keyword arguments of the class, such as {rounds: 3}.",
         free=True,
+        alters=Alters.prompts,
     )
     max_turns: int = key(
         default=8,
         help="Most turns of the policy in a conversation (>= 1).",
         least=1,
         most=10**6,
+        alters=Alters.prompts,
     )
     path: str | None = key(
         default=None,
@@ -397,21 +429,25 @@ class ConversationTaskSettings(WrittenTaskSettings):
         "conversation begins with a seed, without end.",
         reads="data",
         example="prompts.jsonl",
+        alters=Alters.prompts,
     )
     split: str | None = key(
         default=None,
         help="The split of a data set at task.path, such as train; null: it has no splits.",
+        alters=Alters.prompts,
         **_NEEDS_ROWS,
     )
     prompt_field: str = key(
         default="prompt",
         help="Column of task.path with the prompt: a text, or a list of chat messages {role, "
         "content}.",
+        alters=Alters.prompts,
         **_NEEDS_ROWS,
     )
     answer_field: str = key(
         default="answer",
         help="Column of task.path with the reference answer.",
+        alters=Alters.scores,
         **_NEEDS_ROWS,
     )
     environment_processes: int = key(
@@ -422,6 +458,7 @@ class ConversationTaskSettings(WrittenTaskSettings):
         most=1024,
         learns=False,
         fixed="",
+        alters=Alters.nothing,
         **_NEEDS_ENVIRONMENT_TIMEOUT,
     )
     environment_seconds: float | None = key(
@@ -433,6 +470,7 @@ class ConversationTaskSettings(WrittenTaskSettings):
         least=0.01,
         most=86400,
         fixed="",
+        alters=Alters.scores,
         **_NEEDS_ENVIRONMENT_PROCESSES,
     )
 

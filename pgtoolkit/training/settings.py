@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from pgtoolkit.system.declared import (
+    Alters,
     Declared,
     Dictionary,
     Option,
@@ -157,12 +158,14 @@ class TrainerSettings:
         help="Optimizer steps of the run (>= 1); it has fewer if the data ends earlier.",
         least=1,
         most=10**9,
+        alters=Alters.nothing,
     )
     device: Device = key(
         default=Device.auto,
         help="Where to compute: auto (a GPU if there is one), cpu or cuda.",
         evaluate="run",
         machine=True,
+        alters=Alters.nothing,
     )
     num_threads: int | None = key(
         default=1,
@@ -172,12 +175,14 @@ class TrainerSettings:
         most=1024,
         evaluate="run",
         machine=True,
+        alters=Alters.nothing,
     )
     deterministic: AutoOrBool = key(
         default="auto",
         help="Whether a GPU adds up in the same order each time, and so repeats a run bit for bit; "
         "auto: as far as it can. The backward pass of attention takes 7 % longer for it, 16 % with "
         "documents of 4096 tokens, and 26 % with a single one of 65536.",
+        alters=Alters.nothing,
         **_CUT,
     )
     checkpoint_every: int = key(
@@ -187,6 +192,7 @@ class TrainerSettings:
         least=1,
         most=10**9,
         learns=False,
+        alters=Alters.nothing,
     )
     keep_checkpoints: int = key(
         default=2,
@@ -194,6 +200,7 @@ class TrainerSettings:
         least=1,
         most=10**6,
         learns=False,
+        alters=Alters.nothing,
     )
     max_bad_steps: int = key(
         default=3,
@@ -202,12 +209,14 @@ class TrainerSettings:
         least=1,
         most=10**6,
         last_counts=True,
+        alters=Alters.nothing,
     )
     accept_changed_data: bool = key(
         default=False,
         help="Whether a resumed run continues although prompts, recorded rollouts or a model "
         "folder have changed. It is to be typed at each resume.",
         learns=False,
+        alters=Alters.nothing,
     )
     stop_at: float | None = key(
         default=None,
@@ -216,6 +225,7 @@ class TrainerSettings:
         least=0,
         most=1e9,
         last_counts=True,
+        alters=Alters.end,
     )
 
 

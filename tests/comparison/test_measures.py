@@ -12,7 +12,8 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.measures import Goal, chosen_metric, goal_of, reached
+from pgtoolkit.comparison.headline import chosen_metric
+from pgtoolkit.comparison.measures import Goal, goal_of, reached
 from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
@@ -333,17 +334,18 @@ def without_matches() -> list[Run]:
 
 
 def test_runs_are_compared_by_reward_if_exact_match_is_0_in_all_of_them(without_matches):
-    assert chosen_metric(without_matches) == (
+    groups = [[run] for run in without_matches]
+    assert chosen_metric(groups) == (
         "reward",
         ["exact_match is 0 in every run: they are compared by reward"],
     )
     without_matches[0].columns["exact_match"][3] = 0.02
     failed = run_of([0.5], "reward")  # it lacks exact_match, but it is not counted
     failed.state = "failed"
-    assert chosen_metric([*without_matches, failed]) == ("exact_match", [])
+    assert chosen_metric([*groups, [failed]]) == ("exact_match", [])
     for run in without_matches:
         run.columns |= dict.fromkeys(("exact_match", "reward"), 0 * run.columns["step"])
-    assert chosen_metric(without_matches) == ("exact_match", [])
+    assert chosen_metric(groups) == ("exact_match", [])
 
 
 def test_the_curve_of_a_share_is_drawn_between_0_and_1_and_a_reward_between_its_ends(

@@ -132,6 +132,11 @@ def test_a_key_changes_digest_and_comparison_exactly_if_it_changes_learning(key)
     assert key.name not in LEARNS[not learns]
 
 
+def test_every_key_declares_what_it_changes_of_a_measured_number():
+    """A new key has to say it: for one that changes only what is learned, `Alters.nothing`."""
+    assert [key.name for key in KEYS if key.alters is None] == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "differs"),
     [

@@ -1,0 +1,388 @@
+"""Whether a number means the same in two runs: the keys that change it themselves, and what to run
+where such keys differ.
+
+Keys declare what they change (`Alters`). Here stand the numbers that each kind concerns, and how a
+held-out number follows from the configuration of its run.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pgtoolkit.comparison.compared_runs import learned
+from pgtoolkit.config.defaults import Computed
+from pgtoolkit.config.evaluation_sets import (
+    DEFAULT_SET,
+    scores_by_own_code,
+    values_of_set,
+)
+from pgtoolkit.config.keys import KEYS, OPTION_KEYS, shown
+from pgtoolkit.runs.declared_metrics import OF_THE_CORRECTION, OF_THE_LOSS, metric_named
+from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.system.declared import REQUIRED, Alters, Dictionary
+from pgtoolkit.system.functions import is_dotted_path
+from pgtoolkit.system.report import shell_path, text
+
+_OF_DOCUMENTS = {Alters.prompts, Alters.scores, Alters.selection, Alters.sampling, Alters.age}
+"""What concerns a mean over the documents of a step."""
+
+_RECORDED = "takes completions that the policy in training has not written"
+
+_OF_A_STEP_S_SIZE = ("rank 0", "the run", "the step")
+"""What times and counts are taken over, which are no measurements of a policy."""
+
+_BY_FORMULA = {
+    *(metric.name for metric in (*OF_THE_LOSS, *OF_THE_CORRECTION)),
+    *("clipped_sampling_fraction", "zero_advantage_group_fraction", "kl_reward"),
+    *("grad_norm", "weight_sum", "critic_grad_norm"),
+    *("value_loss", "value", "return", "explained_variance", "value_clipped_fraction"),
+} - {"new_logprobs", "old_logprobs", "entropy"}
+"""Metrics in whose formula a loss, an aggregation, an advantage or a penalty stands."""
+
+
+def _kinds_of_keys() -> dict[str, frozenset[Alters]]:
+    kinds: dict[str, frozenset[Alters]] = {}
+    for key in KEYS:
+        if key.alters not in (None, Alters.nothing):
+            kinds[key.name] = kinds.get(key.name, frozenset()) | {key.alters}
+    return kinds
+
+
+_KINDS = _kinds_of_keys()
+"""Key -> what it changes, of the keys that change a number themselves."""
+
+_DEFAULTS = {
+    key.name: None if isinstance(key.default, Computed) or key.default == REQUIRED else key.default
+    for key in reversed(KEYS)
+}
+
+_ASKED_AS_IN_TRAINING = ("temperature", "top_p", "max_completion_length")
+"""Keys of evaluation that take the value of the same key of rollout where they are null."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key that changes a number itself, and in which two runs differ.
+
+    name: as the user types it. why: what it changes, as a predicate. use: the override of `pgtk
+    evaluate` with which it measures both as the first; "" where it does so without one, None where
+    no override does.
+    """
+
+    name: str
+    why: str
+    use: str | None = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.why}"
+
+
+def kinds_of(metric: str) -> frozenset[Alters]:
+    """Return the kinds of keys that change a metric of training themselves."""
+    declared = metric_named(metric)
+    is_formula = metric in _BY_FORMULA
+    if declared is not None and declared.over in _OF_A_STEP_S_SIZE and not is_formula:
+        return frozenset()
+    kinds = {*_OF_DOCUMENTS, Alters.end}
+    if metric == "reward":
+        kinds.add(Alters.reward)
+    if is_formula:
+        kinds.add(Alters.formula)
+    return frozenset(kinds)
+
+
+@functools.cache
+def altering(name: str) -> frozenset[Alters]:
+    """Return what a key changes, also an entry of a free-form one; empty for one that changes only
+    what is learned."""
+    while name not in _KINDS and "." in name:
+        name = name.rpartition(".")[0]
+    return _KINDS.get(name, frozenset())
+
+
+def measured_as(run: Run, metric: str, ignore_code: bool = False) -> dict[str, object]:
+    """Return what decides what a metric of a run means, by names of keys, contents and code.
+
+    Two runs measure the same if these are equal, and neither `selects` its prompts by itself.
+    """
+    if metric.startswith(HELD_OUT):
+        values = _held_out_as(run, metric)
+        code = (CODE, EVALUATION_CODE)
+    else:
+        kinds = kinds_of(metric)
+        values = {name: learned(run, name) for name in run.config if altering(name) & kinds}
+        for name in run.trained_with:
+            if name.startswith(CONTENTS) and altering(name.removeprefix(CONTENTS)) & kinds:
+                values[name] = run.trained_with[name]
+        values.pop("seed", None)
+        code = (CODE,) if Alters.scores in kinds else ()
+    if not ignore_code:
+        scoring = [*_modules_that_score(run)]
+        for name in run.trained_with:
+            prefix = next((prefix for prefix in code if name.startswith(prefix)), None)
+            if prefix and (prefix == EVALUATION_CODE or name.removeprefix(prefix) in scoring):
+                values[name] = run.trained_with[name]
+    return values
+
+
+def measure_of(
+    runs: Sequence[Run], metric: str, ignore_code: bool = False, without: Collection[str] = ()
+) -> str | None:
+    """Return what a metric of the runs of one configuration means, as a text that is equal where it
+    means the same; None where it means something of its own.
+
+    without: names that are left out.
+    """
+    if any(selects(run, metric) for run in runs):
+        return None
+    texts = set()
+    for run in runs:
+        # A key at its default says the same as one that is younger than the run.
+        told = [
+            (name, value)
+            for name, value in sorted(measured_as(run, metric, ignore_code).items(), key=_name)
+            if name not in without and (name not in _DEFAULTS or value != _DEFAULTS[name])
+        ]
+        texts.add(repr(told))
+    return "; ".join(sorted(texts))
+
+
+def selects(run: Run, metric: str) -> list[Difference]:
+    """Return why a metric of a run means something of its own, whatever it is compared with.
+
+    Which prompts count follows from what the policy scores, or no policy of the run wrote the
+    completions.
+    """
+    if metric.startswith(HELD_OUT) or not kinds_of(metric):
+        return []
+    if run.config.get("rollout.name") == "recorded":
+        return [Difference("rollout=recorded", _RECORDED)]
+    return [
+        Difference(f"{name}={text(run.config[name])}", Alters.selection)
+        for name, kinds in _KINDS.items()
+        if Alters.selection in kinds
+        and name in run.config
+        and run.config[name] not in (_DEFAULTS[name], None)
+    ]
+
+
+def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list[Difference]:
+    """Return why a metric means something else in two runs; empty where it means the same."""
+    found = {why.name: why for run in (first, second) for why in selects(run, metric)}
+    of_first = measured_as(first, metric, ignore_code)
+    of_second = measured_as(second, metric, ignore_code)
+    selecting = {name.partition("=")[0] for name in found}
+    for name in dict.fromkeys((*of_first, *of_second)):
+        values = [_or_default(of_run, name) for of_run in (of_first, of_second)]
+        is_option_s = _option_differs(name, of_first, of_second)
+        if repr(values[0]) == repr(values[1]) or name in selecting or is_option_s:
+            continue
+        why = _difference(name, first, second, metric, values[0])
+        found.setdefault(why.name, why)
+    return [*found.values()]
+
+
+def _name(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
+def _or_default(values: Mapping[str, object], name: str) -> object:
+    """Return a value; the default of a key that is younger than the run."""
+    return values.get(name, _DEFAULTS.get(name))
+
+
+def _option_differs(name: str, first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    """Return whether a key belongs to options of which the two have different ones, which says
+    enough."""
+    option = OPTION_KEYS.get(name.removeprefix(CONTENTS).partition(".")[0])
+    return option is not None and name != option and first.get(option) != second.get(option)
+
+
+def _difference(name: str, first: Run, second: Run, metric: str, value: object) -> Difference:
+    """Return a difference in words. name: in `measured_as`. value: that of the first run."""
+    if name.startswith((CODE, EVALUATION_CODE)):
+        return Difference(name, Alters.scores, None)
+    if name.startswith(CONTENTS):
+        return Difference(name, Alters.prompts, None)
+    if not metric.startswith(HELD_OUT):
+        kind = next(kind for kind in Alters if kind in altering(name) & kinds_of(metric))
+        return Difference(shown(name), kind, _use_instead(name, kind, value))
+    kind = next(kind for kind in Alters if kind in altering(name))
+    group, _, leaf = name.partition(".")
+    own = [run.config.get(name) for run in (first, second)]
+    if group == "evaluation" and leaf in _ASKED_AS_IN_TRAINING and own == [None, None]:
+        return Difference(
+            f"rollout.{leaf}", Alters.sampling, _use_instead(f"rollout.{leaf}", kind, value)
+        )
+    of_set = f"evaluation.sets.{set_of(metric)}.{leaf}"
+    if group == "task" and any(run.config.get(of_set) is not None for run in (first, second)):
+        return Difference(of_set, kind, None if leaf == "path" else f"{of_set}={_typed(value)}")
+    if name in ("evaluation.every", "trainer.stop_at"):
+        return Difference(name, kind)
+    use = f"{name}={_typed(value)}" if group == "evaluation" else _use_instead(name, kind, value)
+    return Difference(shown(name), kind, use)
+
+
+def _use_instead(name: str, kind: Alters, value: object) -> str | None:
+    """Return `Difference.use` of a key of training with this value."""
+    group, _, leaf = name.partition(".")
+    if kind not in (Alters.prompts, Alters.scores, Alters.sampling, Alters.evaluation):
+        return ""
+    if group == "rollout" and leaf in _ASKED_AS_IN_TRAINING:
+        return f"evaluation.{leaf}={1 if value is None else _typed(value)}"
+    is_plain = isinstance(value, int | float | str)
+    if group == "task" and "." not in leaf and leaf not in ("name", "path") and is_plain:
+        return f"{name}={_typed(value)}"
+    return None
+
+
+def _typed(value: object) -> str:
+    return shlex.quote(text(value)) if isinstance(value, str) else text(value)
+
+
+def set_of(metric: str) -> str:
+    """Return the name of the evaluation set of a held-out metric."""
+    return metric.removeprefix(HELD_OUT).partition("/")[0]
+
+
+def _held_out_as(run: Run, metric: str) -> dict[str, object]:
+    """Return what decides the numbers of an evaluation set of a run: how it is asked and scored,
+    with the values that it takes from training."""
+    name = set_of(metric)
+    values = {
+        key: run.config.get(key)
+        for key, kinds in _KINDS.items()
+        if kinds & {Alters.evaluation, Alters.end} or key in ("rollout.stop", "sampler.arguments")
+    }
+    del values["evaluation.sets"]
+    for leaf in _ASKED_AS_IN_TRAINING:
+        if values[f"evaluation.{leaf}"] is None:
+            values[f"evaluation.{leaf}"] = run.config.get(f"rollout.{leaf}")
+    task, sets = (_nested(run.config, prefix) for prefix in ("task.", "evaluation.sets."))
+    settings = sets.get(name, {})
+    if not isinstance(settings, dict) or (name not in sets and name != DEFAULT_SET):
+        return values
+    values["evaluation.seed"] = settings.get("seed", values["evaluation.seed"])
+    values["evaluation.prompts_per_set"] = settings.get(
+        "prompts", values["evaluation.prompts_per_set"]
+    )
+    for leaf, value in values_of_set(task, settings).items():
+        if altering(f"task.{leaf}"):
+            values[f"task.{leaf}"] = value
+    place = f"evaluation.sets.{name}.path" if "path" in settings else "task.path"
+    if CONTENTS + place in run.trained_with:
+        values[CONTENTS + place] = run.trained_with[CONTENTS + place]
+    return values
+
+
+def _nested(config: Mapping[str, object], prefix: str) -> Dictionary:
+    """Return the keys behind a prefix as nested dictionaries."""
+    nested: Dictionary = {}
+    for name, value in config.items():
+        if not name.startswith(prefix):
+            continue
+        *parents, leaf = name.removeprefix(prefix).split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return nested
+
+
+def _modules_that_score(run: Run) -> Iterator[str]:
+    """Yield the user's own modules of a run that may decide a score: all but those that only other
+    keys name."""
+    paths: dict[bool, list[str]] = {True: [], False: []}
+    for name, value in run.config.items():
+        group, _, leaf = name.partition(".")
+        scores = group in ("task", "evaluation")
+        is_named = not scores or leaf.endswith(("verifier", "environment"))
+        if is_named and isinstance(value, str) and is_dotted_path(value):
+            paths[scores].append(value.rpartition(".")[0])
+    for name in run.trained_with:
+        module = name.removeprefix(CODE)
+        if paths[True] and (module in paths[True] or module not in paths[False]):
+            yield module
+
+
+def is_scored_by_own_code(run: Run, metric: str = "") -> bool:
+    """Return whether code of the user's own scores the completions of a run, so that nobody knows
+    whether a score of 1 means that one is right.
+
+    metric: of the evaluation set in question; "" for training.
+    """
+    task = _nested(run.config, "task.")
+    if metric.startswith(HELD_OUT):
+        settings = _nested(run.config, "evaluation.sets.").get(set_of(metric), {})
+        if isinstance(settings, dict):
+            task = values_of_set(task, settings)
+    return scores_by_own_code(task)
+
+
+def same_data(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Return the runs with one path for data of the same contents, and notes on the paths that were
+    replaced.
+
+    The digests of data.json decide, where every run that names such data has them.
+    """
+    names = dict.fromkeys(
+        name.removeprefix(CONTENTS)
+        for run in runs
+        for name in run.trained_with
+        if name.startswith(CONTENTS)
+    )
+    changed: list[dict[str, object]] = [{} for _ in runs]
+    notes = []
+    for name in names:
+        having = [run for run in runs if run.config.get(name) is not None]
+        if any(CONTENTS + name not in run.trained_with for run in having):
+            continue
+        first: dict[object, object] = {}
+        for run, values in zip(runs, changed, strict=True):
+            if run.config.get(name) is None or name in run.trained_with:
+                continue
+            path = run.config[name]
+            known = first.setdefault(run.trained_with[CONTENTS + name], path)
+            if path != known:
+                values[name] = known
+                notes.append(f"{name}={path} has the contents of {known}, and counts as the same")
+    same = [
+        replace(run, config={**run.config, **values}) if values else run
+        for run, values in zip(runs, changed, strict=True)
+    ]
+    return same, list(dict.fromkeys(notes))
+
+
+def why_unlike(
+    first: Sequence[Run], second: Sequence[Run], metric: str, ignore_code: bool
+) -> list[Difference]:
+    """Return why a metric means something else in the runs of two configurations, or in those of
+    one; empty where it means the same in all."""
+    runs = [*first, *second]
+    for run in runs[1:]:
+        found = differences(runs[0], run, metric, ignore_code)
+        if found:
+            return found
+    return []
+
+
+def what_to_run(run: Run, found: Sequence[Difference]) -> str:
+    """Return a sentence on how to measure a run and others alike, on held-out prompts."""
+    left = [why.name for why in found if why.use is None]
+    if left:
+        return f"Give all the same {' and '.join(left)}, or evaluate all on one set of prompts."
+    overrides = [why.use for why in found if why.use]
+    evaluate = ["pgtk evaluate", shell_path(str(run.path)), *overrides]
+    train = ["evaluation.every=20", *overrides]
+    path = _nested(run.config, "task.").get("path")
+    if path is not None and not _nested(run.config, "evaluation.sets."):
+        evaluate += ["--training-prompts", "--on", shlex.quote(str(path))]
+        train.append("evaluation.sets.test.path=FILE")
+    return (
+        f"Measure each of the runs alike, such as by {' '.join(evaluate)}, or train with "
+        f"{' '.join(train)}."
+    )
