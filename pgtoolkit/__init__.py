@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the same names for type checkers
     from pgtoolkit import corrections, families, kl, testing
-    from pgtoolkit.api import linear_policy_loss, log_prob_loss, policy_loss
+    from pgtoolkit.api import linear_policy_loss, log_prob_loss, policy_loss, step_coefficients
     from pgtoolkit.batch import StepTotals
     from pgtoolkit.kernels.losses import PolicyLoss
     from pgtoolkit.losses.padded import from_padded
@@ -17,6 +17,7 @@ _NAMES = {
     "policy_loss": "pgtoolkit.api",
     "linear_policy_loss": "pgtoolkit.api",
     "log_prob_loss": "pgtoolkit.api",
+    "step_coefficients": "pgtoolkit.api",
     "from_padded": "pgtoolkit.losses.padded",
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
@@ -33,6 +34,7 @@ __all__ = [
     "linear_policy_loss",
     "log_prob_loss",
     "policy_loss",
+    "step_coefficients",
     "testing",
 ]
 __version__ = "0.1.0"

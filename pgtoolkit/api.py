@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import DocumentCounts, StepTotals
+from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels import arguments
 from pgtoolkit.kernels.given_logits import IMPLEMENTATIONS
 from pgtoolkit.kernels.losses import (
     Computation,
     LMHead,
     PolicyLoss,
+    coefficients_of_step,
     loss_of_hidden,
     loss_of_log_probs,
     loss_of_logits,
@@ -33,7 +37,7 @@ def policy_loss(
     advantages: Tensor,
     document_index: Tensor,
     *,
-    loss: str | Family = "gspo",
+    loss: str | Family | Callable = "gspo",
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -43,6 +47,8 @@ def policy_loss(
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    coefficients: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -70,9 +76,13 @@ def policy_loss(
     document_index: (T,) int64, 0-based.
 
     loss: the name of a family (a key of pgtoolkit.families.FAMILIES) with the values of its paper,
-        or a family object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
+        a family object, such as pgtoolkit.families.Cispo(epsilon_high=2.0), or a function of your
+        own (see "A loss of your own" in docs/losses.md).
     parameters: other values than the paper's for a family given by name, such as epsilon_low and
-        epsilon_high.
+        epsilon_high; or than the defaults of the function's own parameters.
+    rewards: (documents,) floating, each document's reward, for a function that asks for it.
+    coefficients: (T,) floating, from `step_coefficients`, of a loss that depends on other documents
+        of the step. The surrogate then counts by them alone, and adds nothing to the value.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean",
         or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
     reducer: a function of your own in the place of an aggregation.
@@ -152,7 +162,13 @@ def policy_loss(
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = arguments.tokens_of(
-        "logits", logits, vectors, num_documents, (group_index, trajectory_index), totals
+        "logits",
+        logits,
+        (*vectors, None, coefficients),
+        num_documents,
+        (group_index, trajectory_index),
+        totals,
+        rewards=rewards,
     )
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
@@ -167,7 +183,7 @@ def linear_policy_loss(
     document_index: Tensor,
     *,
     bias: Tensor | None = None,
-    loss: str | Family = "gspo",
+    loss: str | Family | Callable = "gspo",
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -177,6 +193,8 @@ def linear_policy_loss(
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    coefficients: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -266,7 +284,16 @@ def linear_policy_loss(
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
-    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, indices, totals, counts)
+    tokens = arguments.tokens_of(
+        "hidden",
+        hidden,
+        (*vectors, None, coefficients),
+        num_documents,
+        indices,
+        totals,
+        counts,
+        rewards,
+    )
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
 
@@ -277,7 +304,7 @@ def log_prob_loss(
     document_index: Tensor,
     mask: Tensor,
     *,
-    loss: str | Family = "gspo",
+    loss: str | Family | Callable = "gspo",
     aggregation: str = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
@@ -287,6 +314,8 @@ def log_prob_loss(
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    coefficients: Tensor | None = None,
     factors: Tensor | None = None,
     kl: KL | None = None,
     ref_log_probs: Tensor | None = None,
@@ -305,7 +334,114 @@ def log_prob_loss(
 
     The other tensors and keywords are those of `policy_loss`.
     """
-    if metrics == "with_entropy":
+    definition = Loss(
+        family_of(loss, **parameters),
+        aggregation_of(aggregation, divisor, reducer),
+        metrics=metrics,
+        correction=correction_of(correction),
+        kl=kl,
+    )
+    vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
+    indices = group_index, trajectory_index
+    tokens = _tokens_of_log_probs(
+        log_probs,
+        mask,
+        (*vectors, factors, coefficients),
+        num_documents,
+        indices,
+        totals,
+        definition,
+        rewards,
+    )
+    return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)
+
+
+class StepCoefficients(NamedTuple):
+    """The result of `step_coefficients`.
+
+    loss: 0-dim float64, of the whole step.
+    coefficients: (T,) float64, c_t, the derivative of the loss without its penalties by each
+        log-prob; 0 where nothing is trained.
+    metrics: 0-dim tensors by name.
+    """
+
+    loss: Tensor
+    coefficients: Tensor
+    metrics: dict[str, Tensor]
+
+
+def step_coefficients(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    document_index: Tensor,
+    mask: Tensor,
+    *,
+    loss: str | Family | Callable,
+    aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    reducer: Reducer | None = None,
+    group_index: Tensor | None = None,
+    num_documents: int | None = None,
+    correction: str | Correction | None = None,
+    sampling_log_probs: Tensor | None = None,
+    rewards: Tensor | None = None,
+    kl: KL | None = None,
+    ref_log_probs: Tensor | None = None,
+    metrics: str = "none",
+    check_finite: bool = True,
+    **parameters: float | str | None,
+) -> StepCoefficients:
+    """Return the loss of a whole step, and the coefficients of its log-probs.
+
+    This is the first of the two passes of a loss that depends on groups or on the step. The second
+    one hands the coefficients to `policy_loss`, in pieces as they fit the memory, and takes its
+    gradient:
+
+        with torch.no_grad():
+            log_probs = ...  # of all documents of the step
+        loss, coefficients, metrics = step_coefficients(log_probs, ..., loss=of_groups)
+        for piece in pieces:
+            policy_loss(..., loss=of_groups, coefficients=coefficients[piece]).loss.backward()
+
+    log_probs: (T,) floating, of each token of the step under the policy in training.
+    mask: (T,) bool, True where a token is trained; other positions are not read.
+
+    The other tensors and keywords are those of `policy_loss`. All is computed in float64 on the
+    CPU, so that each of several ranks that call it with the same numbers gets the same bits. The
+    loss and the metrics include a penalty `kl`; the coefficients do not, since the second pass
+    knows it by itself.
+    """
+    definition = Loss(
+        family_of(loss, **parameters),
+        aggregation_of(aggregation, divisor, reducer),
+        metrics=metrics,
+        correction=correction_of(correction),
+        kl=kl,
+    )
+    vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
+    tokens = _tokens_of_log_probs(
+        log_probs, mask, vectors, num_documents, (group_index, None), None, definition, rewards
+    )
+    result = coefficients_of_step(log_probs, tokens, definition, check_finite)
+    return StepCoefficients(*result)
+
+
+def _tokens_of_log_probs(
+    log_probs: Tensor,
+    mask: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    num_documents: int | None,
+    indices: tuple[Tensor | None, Tensor | None],
+    totals: StepTotals | None,
+    loss: Loss,
+    rewards: Tensor | None,
+) -> Tokens:
+    """Return the tokens of log-probs that the caller has computed.
+
+    vectors: those of `arguments.VECTORS` after the labels.
+    """
+    if loss.metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
     if (
         not isinstance(log_probs, Tensor)
@@ -315,23 +451,9 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    definition = Loss(
-        family_of(loss, **parameters),
-        aggregation_of(aggregation, divisor, reducer),
-        metrics=metrics,
-        correction=correction_of(correction),
-        kl=kl,
+    ref_log_probs = vectors[4]
+    arguments.check_reference(loss.kl, ref_log_probs, loss.metrics)
+    labels = mask.long() - 1
+    return arguments.tokens_of(
+        "log_probs", log_probs, (labels, *vectors), num_documents, indices, totals, rewards=rewards
     )
-    arguments.check_reference(kl, ref_log_probs, metrics)
-    vectors = (
-        mask.long() - 1,
-        old_log_probs,
-        advantages,
-        document_index,
-        sampling_log_probs,
-        ref_log_probs,
-        factors,
-    )
-    indices = group_index, trajectory_index
-    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, indices, totals)
-    return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

@@ -187,6 +187,10 @@ class Tokens:
         every ratio is 1.
     factors: (T,) floating, or None: rho_t as the caller has computed it; l_t is multiplied by it,
         and by the factor of any correction.
+    coefficients: (T,) floating, or None: c_t of the surrogate, where the loss of the whole step was
+        computed before from all of its log-probs.
+    rewards, group_rewards: (documents,) floating, each document's reward and the mean of its
+        group's; None where no loss asks for them.
     num_documents: documents of this piece.
     group_index: (documents,) int64, each document's group as the totals number them.
     trajectory_index: (documents,) int64, its trajectory; None where each document is one by itself.
@@ -209,6 +213,14 @@ class Tokens:
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     factors: Tensor | None = None
+    coefficients: Tensor | None = None
+    rewards: Tensor | None = None
+    group_rewards: Tensor | None = None
+
+    def on_the_host(self) -> Self:
+        """Return the same with all tensors on the CPU."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.cpu() for name, tensor in tensors.items()})
 
     def counted(self) -> Self:
         """Return the same with `counts`, read from the tensors before they move to a GPU."""
@@ -231,6 +243,8 @@ class MicroBatch(Tokens):
     tokens, position_ids: (T,) int64. Position ids restart at each document.
     names: the name of each document.
     document_lengths: the tokens of each document, all of them also where this is a rank's piece.
+    step_places: the place of each document among those of its step, on all ranks; empty where it is
+        no part of a step.
     for_reference: the same documents as the reference reads them, where it reads other prompts.
     places: (T,) int64, for each trained token the position in for_reference that predicts it.
     values, returns: (T,) float32, aligned with labels, where there is a critic; see `Document`.
@@ -240,6 +254,7 @@ class MicroBatch(Tokens):
     position_ids: Tensor
     names: tuple[str, ...]
     document_lengths: tuple[int, ...]
+    step_places: tuple[int, ...] = ()
     for_reference: MicroBatch | None = None
     places: Tensor | None = None
     values: Tensor | None = None

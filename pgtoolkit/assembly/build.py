@@ -26,7 +26,7 @@ from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
-from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.lora import adapted_layers
@@ -45,7 +45,6 @@ from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import lightning
-from pgtoolkit.training.loss_settings import AggregationSettings
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import CriticSettings, Device, KernelSettings, TrainerSettings
 from pgtoolkit.training.surprises import Surprises
@@ -94,9 +93,7 @@ def build(
     if is_on(config):
         training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
-    loader = loader_of(
-        source, config.aggregation, config.accumulation, config.trainer.max_steps, layout
-    )
+    loader = loader_of(source, module.loss, config.accumulation, config.trainer.max_steps, layout)
     return module, loader
 
 
@@ -164,14 +161,13 @@ def refuse_any_order(policy: Policy) -> None:
 
 def loader_of(
     source: Source,
-    aggregation: AggregationSettings,
+    loss: Loss,
     accumulation: AccumulationSettings,
     max_steps: int,
     layout: Layout = ONE_PROCESS,
 ) -> StepLoader:
     """Return the loader of the steps that a run makes of a source's documents."""
-    closes_on_groups = AGGREGATIONS[aggregation.mode].needs_groups
-    return StepLoader(source, accumulation, closes_on_groups, max_steps, layout)
+    return StepLoader(source, accumulation, loss.needs_whole_groups, max_steps, layout)
 
 
 def begin(seed: int, trainer: TrainerSettings, is_async: bool) -> None:

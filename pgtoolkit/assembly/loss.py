@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,12 +17,15 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS, Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
+from pgtoolkit.losses.trial import check_function
 from pgtoolkit.rollouts.settings import Truncated
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.process_state import ProcessState
+from pgtoolkit.system.report import refusal
 from pgtoolkit.system.safe_text import shortened
 from pgtoolkit.training.loss_settings import CustomLossSettings, KLKind, KLPlace, KLSettings
 
@@ -37,6 +42,8 @@ def loss_of(config: Config) -> Loss:
     loss = config.loss
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
+        if isinstance(family, FunctionLoss) and family.level == "step":
+            _check_whole_step(config, family, f"loss={loss.path}")
     else:
         family = configured(loss, FAMILIES)
         assert family is not None  # every option of loss has a family
@@ -67,11 +74,16 @@ def _penalty(settings: KLSettings, place: KLPlace) -> KL | None:
 
 
 def own_family(path: str, options: dict[str, object], num_splits: int) -> Family:
-    """Return a loss family of the user's own, whose methods are checked at each call.
+    """Return a loss of the user's own: of a function, or a family of which the methods are checked
+    at each call.
 
-    path: of its class. options: arguments of the class. Raises ConfigError for a class that cannot
-    be imported or made, and for a family whose slope is not the derivative of its loss.
+    path: of the function or the class. options: values of its parameters. Raises ConfigError for
+    one that cannot be imported or made, for a function whose numbers depend on the cut of a step,
+    and for a family whose slope is not the derivative of its loss.
     """
+    function = import_function("loss", path, None, (), [*FAMILIES])
+    if not isinstance(function, type):
+        return _of_function(path, function, options, num_splits)
     setting = f"loss={path}"
     family_class = import_function("loss", path, (), [*options], [*FAMILIES])
     state = ProcessState()
@@ -96,6 +108,85 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
         # Its class may be a frozen dataclass, which refuses a plain assignment.
         object.__setattr__(family, name, _checked(getattr(family, name), setting))
     return family
+
+
+def _of_function(
+    path: str, function: Callable, options: dict[str, object], num_splits: int
+) -> FunctionLoss:
+    """Return the loss of a function of the user's own, which is tried. Raises ConfigError."""
+    setting = f"loss={path}"
+    state = ProcessState()
+    try:
+        family = FunctionLoss(function, options)
+        check_function(family)
+        if family.by_document and num_splits != 1:
+            raise ValueError(
+                f"loss.num_splits={num_splits} would cut documents, which this function needs whole"
+            )
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"{setting} needs a function of log_probs or log_ratio that returns a loss of each "
+            f"token, document or group (got: {shortened(str(error), 2000)}). docs/losses.md shows "
+            "an example."
+        ) from error
+    finally:
+        state.restore(setting)
+    return replace(family, function=_blamed(function, setting))
+
+
+def _check_whole_step(config: Config, family: FunctionLoss, setting: str) -> None:
+    """Raise ConfigError for settings under which a loss of the whole step cannot be right."""
+    problems = []
+    docs = config.accumulation.docs_per_step
+    if docs == 0:
+        problems.append(
+            refusal(
+                setting=setting,
+                needs="accumulation.docs_per_step > 0",
+                got=0,
+                reason="It depends on all documents of a step, and a fixed number of micro-batches "
+                "holds others from step to step.",
+                use="accumulation=dynamic",
+            )
+        )
+    if "groups" in family.asked:
+        group_size = config.rollout.group_size or 1
+        if docs % group_size:
+            multiple = max(1, round(docs / group_size)) * group_size
+            problems.append(
+                refusal(
+                    setting=setting,
+                    needs="accumulation.docs_per_step to be a multiple of the group size "
+                    f"{group_size}",
+                    got=docs,
+                    reason="It depends on all completions of a prompt, which one step has to hold.",
+                    use=f"accumulation.docs_per_step={multiple}",
+                )
+            )
+        if config.correction.name != "none":
+            problems.append(
+                refusal(
+                    setting=f"correction={config.correction.name}",
+                    needs="a loss that does not ask for groups",
+                    got=setting,
+                    reason="The factor of one document would scale the others. The function may "
+                    "read sampling_log_probs itself.",
+                    use="correction=none",
+                )
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _blamed(function: Callable, setting: str) -> Callable:
+    """Wrap a loss function so that what it raises in a run is told as the user's."""
+
+    @functools.wraps(function)
+    def wrapped(**arguments: object) -> object:
+        with blaming(setting, ConfigError, "a part of a step"):
+            return function(**arguments)
+
+    return wrapped
 
 
 def _checked(function: Callable, setting: str) -> Callable:

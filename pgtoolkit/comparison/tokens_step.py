@@ -88,9 +88,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
             assert isinstance(config.rollout, PolicyRolloutSettings)
             loader.source.close()
             source = RecordedBatches(recorded, config.rollout, module.policy.vocabulary_size)
-            loader = loader_of(
-                source, config.aggregation, config.accumulation, config.trainer.max_steps
-            )
+            loader = loader_of(source, module.loss, config.accumulation, config.trainer.max_steps)
         if checkpoint is not None:
             with reading_checkpoint(checkpoint["path"]):
                 loader.load_state_dict(checkpoint["data"])

@@ -14,7 +14,7 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
-VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
+VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors", "coefficients")
 OF_DOCUMENTS = {"group_index": "tokens_per_group", "trajectory_index": "tokens_per_trajectory"}
 """Number that documents may share -> the field of the totals with its counts of tokens."""
 
@@ -31,6 +31,7 @@ def tokens_of(
     of_documents: tuple[Tensor | None, Tensor | None],
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
+    rewards: Tensor | None = None,
 ) -> Tokens:
     """Return the tokens of `rows`, with integers as int64.
 
@@ -38,6 +39,7 @@ def tokens_of(
     vectors: the first of VECTORS, (T,) each; None for an optional one that is missing.
     of_documents: those of OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host.
+    rewards: (documents,) floating, or None.
     Raises ValueError for a vector that does not fit the rows.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
@@ -60,8 +62,11 @@ def tokens_of(
     check_totals(totals, num_documents, indices, like=rows)
     if counts is not None:
         check_counts(counts, num_documents)
+    if rewards is not None:
+        needed = f"one reward per document, {num_documents}"
+        check_tensor("rewards", rewards, rows, (num_documents,), needed)
     indices = {key: index.long() for key, index in indices.items()}
-    return Tokens(**named, num_documents=num_documents, **indices, counts=counts)
+    return Tokens(**named, num_documents=num_documents, **indices, counts=counts, rewards=rewards)
 
 
 def check_reference(

@@ -190,6 +190,28 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, sum_metrics(objective, loss.metrics, new, None), objective.totals)
 
 
+@torch.no_grad()
+def coefficients_of_step(
+    log_probs: Tensor, tokens: Tokens, loss: Loss, check_finite: bool
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return (loss, coefficients of the surrogate, metrics) of a whole step, in float64.
+
+    log_probs: (T,) floating, of all documents. The coefficients are on their device, (T,).
+    """
+    device = log_probs.device
+    tokens = tokens.on_the_host()
+    objective = make_objective(tokens, None, loss, torch.float64, Ranks(), is_whole_step=True)
+    new = torch.where(objective.mask, log_probs.cpu().double(), 0.0)
+    if check_finite:
+        objective.check_finite(new)
+    objective = objective.at(new)
+    terms = objective.token_terms(new)
+    losses, _ = objective.losses_and_coefficients(new)
+    sums = sum_metrics(objective, loss.metrics, new, None)
+    coefficients = objective.gradient_weights * terms.slope
+    return losses.sum().to(device), coefficients.to(device), sums.finalize(objective.totals)
+
+
 def _head_options(
     hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
 ) -> HeadOptions:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.losses.exchange import LinearMap, all_sum
+from pgtoolkit.losses.exchange import LinearMap, all_sum, gather_stacked
 
 
 @dataclass(eq=False)
@@ -64,6 +64,26 @@ class DocumentSums:
         small = torch.int16 if self.num_documents < 2**15 else torch.int32
         return torch.sort(self.index.to(small), stable=True).indices
 
+    def only(self, members: Tensor) -> tuple[Tensor, DocumentSums]:
+        """Return (rows, sums): the positions of the members' tokens, document by document, and the
+        sums of these documents alone, numbered anew from 0.
+
+        members: (D,) bool. Waits for a GPU.
+        """
+        number = torch.cat([members.cumsum(0) - 1, members.new_zeros(1, dtype=torch.int64)])
+        is_member = torch.cat([members, members.new_zeros(1)])[self.index]
+        rows = is_member.nonzero().squeeze(1)
+        index, order = torch.sort(number[self.index[rows]], stable=True)
+        chosen = DocumentSums(
+            index,
+            self.counts_here[members],
+            int(members.sum()),
+            self.group,
+            self.counts[members],
+            is_sorted=True,
+        )
+        return rows[order], chosen
+
     @property
     def counts(self) -> Tensor:
         """Return N_d, (D,) int64: the trained tokens of each document.
@@ -91,6 +111,47 @@ class DocumentSums:
         """Return (D,) means of (T,) values over trained tokens; 0 for a document without any."""
         sums = self.sum(values)  # before the counts, which it may exchange as well
         return sums / self.counts.clamp(min=1)
+
+    def before(self, values: Tensor) -> Tensor:
+        """Return (T,), the sum of (T,) values over the document's trained tokens before this one.
+
+        It is 0 where nothing is trained. With a group, the rank's tokens follow those of all lower
+        ranks.
+        """
+        return LinearMap.apply(values, self._before, self._after)
+
+    def _before(self, values: Tensor) -> Tensor:
+        return self._running(values, of_later_tokens=False)
+
+    def _after(self, values: Tensor) -> Tensor:
+        return self._running(values, of_later_tokens=True)
+
+    def _running(self, values: Tensor, of_later_tokens: bool) -> Tensor:
+        """Return (T,), the sums over the document's earlier, or later, trained tokens."""
+        # In float64: the sum of the documents before is subtracted again.
+        wide = torch.where(self.index < self.num_documents, values, 0.0).double()
+        order = self.token_order
+        ordered = wide if order is None else wide[order]
+        until_here = ordered.cumsum(0)
+        until = (
+            until_here
+            if order is None
+            else torch.empty_like(until_here).scatter(0, order, until_here)
+        )
+        sums = torch.segment_reduce(ordered.contiguous(), "sum", lengths=self.lengths, unsafe=True)
+        sums = sums[: self.num_documents]
+        ends = sums.cumsum(0)
+        if of_later_tokens:
+            result = self._broadcast(ends) - until
+        else:
+            result = until - wide - self._broadcast(ends - sums)
+        if self.group is not None:
+            of_ranks = gather_stacked(sums, self.group)
+            rank = self.group.rank()
+            others = of_ranks[rank + 1 :] if of_later_tokens else of_ranks[:rank]
+            result = result + self._broadcast(others.sum(0))
+        result = torch.where(self.index < self.num_documents, result, 0.0)
+        return result.to(values.dtype)
 
     def _sum(self, values: Tensor) -> Tensor:
         if self.token_order is not None:

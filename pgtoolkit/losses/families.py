@@ -6,6 +6,7 @@ that `pgtk check` reads equations and defaults without it; tensors bring their m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
@@ -469,10 +470,10 @@ FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family 
 """Name in `loss=` -> family."""
 
 
-def family_of(loss: str | Family, **parameters: float | str | None) -> Family:
-    """Return the family of this name, or the object itself.
+def family_of(loss: str | Family | Callable, **parameters: float | str | None) -> Family:
+    """Return the family of this name, the object itself, or the family of a function.
 
-    parameters: those of the family; None for the paper's value.
+    parameters: those of the family or of the function; None for the paper's or its own value.
     Raises ValueError for an unknown name, for a parameter that the family does not have, and for
     parameters next to an object.
     """
@@ -484,7 +485,12 @@ def family_of(loss: str | Family, **parameters: float | str | None) -> Family:
                 f"{type(loss).__name__}(...)"
             )
         return loss
+    if not isinstance(loss, str) and callable(loss) and not isinstance(loss, type):
+        from pgtoolkit.losses.function import FunctionLoss  # which imports torch
+
+        return FunctionLoss(loss, parameters)
     check_name("loss", loss, FAMILIES)
+    assert isinstance(loss, str)
     known = {field.name for field in fields(FAMILIES[loss])}
     for name in sorted(parameters.keys() - known):
         raise ValueError(

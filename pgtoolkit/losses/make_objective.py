@@ -10,21 +10,30 @@ from pgtoolkit.losses.corrections import Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import over_scope, scope_mean
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.kl import Penalties
 from pgtoolkit.losses.objective import Loss, Objective
 
 
 def make_objective(
-    tokens: Tokens, totals: StepTotals | None, loss: Loss, dtype: torch.dtype, ranks: Ranks
+    tokens: Tokens,
+    totals: StepTotals | None,
+    loss: Loss,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    is_whole_step: bool = False,
 ) -> Objective:
     """Return the objective of a piece.
 
     totals: None if the piece, or the pieces of all of ranks.data, are the complete step.
     dtype: the one that the log-probs will have.
+    is_whole_step: True if the log-probs will be those of all documents of the step, on one rank.
     Reads tensors on the host only where the caller left sizes open. Raises ValueError for an
-    aggregation without its groups, and a correction without its log-probs.
+    aggregation without its groups, a correction without its log-probs, and a loss of the whole step
+    without its coefficients.
     """
     _check_groups(tokens, totals, loss)
+    _check_level(tokens, loss, is_whole_step)
     family = loss.family
     aggregation = loss.aggregation
     correction = loss.correction
@@ -44,6 +53,7 @@ def make_objective(
         # others need.
         scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
     of_documents = tokens.group_index, tokens.trajectory_index
+    totals_given = totals is not None or ranks.data is not None
     if totals is None:
         totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
 
@@ -70,7 +80,9 @@ def make_objective(
     off_policy = None
     document_advantages = None
     factors = None
-    if correction is not None and correction.of_policy:
+    if tokens.coefficients is not None:
+        pass  # they contain the factors
+    elif correction is not None and correction.of_policy:
         off_policy = correction
         document_advantages = scope_mean(
             off_policy.scope, torch.where(mask, advantages, 0.0), documents
@@ -90,7 +102,7 @@ def make_objective(
         old_log_probs=old_log_probs,
         advantages=advantages,
         weights=weights,
-        gradient_weights=_gradient_weights(weights, loss, documents, tokens.factors is not None),
+        gradient_weights=_gradient_weights(weights, tokens, loss, documents),
         documents=documents,
         totals=totals,
         penalties=penalties,
@@ -100,7 +112,73 @@ def make_objective(
         sampling_log_probs=sampling_log_probs,
         sampling_log_ratio=sampling_log_ratio,
         factors=factors,
+        known_before=_known_before(tokens, totals_given, loss, documents, penalties.weights),
+        group_index=tokens.group_index if is_whole_step else None,
+        coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
     )
+
+
+def _known_before(
+    tokens: Tokens, is_piece: bool, loss: Loss, documents: DocumentSums, weights: Tensor
+) -> dict[str, Tensor]:
+    """Return the vectors of `function.KNOWN_BEFORE` that a function asks for and the data have,
+    (T,) each.
+
+    is_piece: True if other pieces of the step may hold documents of the same groups.
+    weights: (T,), without the factors of a correction.
+    """
+    family = loss.family
+    if not isinstance(family, FunctionLoss):
+        return {}
+    asked = family.asked
+    known = {}
+    if "lengths" in asked:
+        known["lengths"] = documents.broadcast(documents.counts.to(weights.dtype))
+    if "position" in asked:
+        known["position"] = documents.before(torch.ones_like(weights))
+    if tokens.rewards is not None and asked & {"rewards", "group_rewards"}:
+        known["rewards"] = documents.broadcast(tokens.rewards.to(weights.dtype))
+        group_rewards = tokens.group_rewards
+        if group_rewards is None and tokens.group_index is not None and not is_piece:
+            is_member = documents.sum(weights.abs()) > 0
+            group_rewards = _means_of_groups(tokens.rewards, tokens.group_index, is_member)
+        if group_rewards is not None:
+            known["group_rewards"] = documents.broadcast(group_rewards.to(weights.dtype))
+    return known
+
+
+def _means_of_groups(rewards: Tensor, group_index: Tensor, is_member: Tensor) -> Tensor:
+    """Return (documents,), the mean reward of the members of each document's group."""
+    groups, index = group_index.unique(return_inverse=True)
+    members = is_member.double()
+    sums = rewards.double() * members
+    # A product of a matrix of 0 and 1 adds in a fixed order, on a GPU as well.
+    belongs = (index == torch.arange(len(groups), device=index.device)[:, None]).double()
+    return ((belongs @ sums) / (belongs @ members).clamp(min=1))[index]
+
+
+def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:
+    """Raise ValueError for a loss of the whole step that is to be computed from a piece."""
+    family = loss.family
+    if not isinstance(family, FunctionLoss) or family.level != "step":
+        return
+    if tokens.coefficients is None and not is_whole_step:
+        raise ValueError(
+            f"the loss function {family.name} asks for groups or step, so it depends on all "
+            "log-probs of the step. Compute its coefficients by pgtoolkit.step_coefficients, and "
+            "give them here as coefficients="
+        )
+    if loss.correction is not None and "groups" in family.asked:
+        raise ValueError(
+            f"correction={loss.correction.name!r} beside the loss function {family.name}, which "
+            "asks for groups: the factor of one document would scale the others. The function may "
+            "read sampling_log_probs itself"
+        )
+    if tokens.trajectory_index is not None:
+        raise ValueError(
+            f"the loss function {family.name} depends on whole groups, and does not know "
+            "trajectories of several documents (got trajectory_index)"
+        )
 
 
 def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None:
@@ -116,19 +194,20 @@ def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None
 
 
 def _gradient_weights(
-    weights: Tensor, loss: Loss, documents: DocumentSums, has_factors: bool
+    weights: Tensor, tokens: Tokens, loss: Loss, documents: DocumentSums
 ) -> Tensor:
     """Return (T,), the weight of each token's slope.
 
     The slope of a document's mean has the mean of the weights of its tokens. Equal weights are that
     mean already.
-    has_factors: True if `weights` contains a factor for each token.
     """
     family = loss.family
     correction = loss.correction
-    equal_within_documents = loss.aggregation.equal_within_documents and not has_factors
+    equal_within_documents = loss.aggregation.equal_within_documents and tokens.factors is None
     if correction is not None and not correction.of_policy:
         equal_within_documents &= correction.equal_within_documents
+    if isinstance(family, FunctionLoss) or tokens.coefficients is not None:
+        return torch.ones_like(weights)  # the slope includes the weights
     if family.slope_of != "log_ratio":
         return weights
     if equal_within_documents and family.scope != "document_sum":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.family import clamped, over_scope
-from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.metrics import CLIP_METRICS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
 
@@ -56,12 +58,13 @@ def sum_metrics(
         assert entropy is not None
         values.append(entropy)
     # For the effective sample size, the ratio of a document counts once, not once per token.
-    shares = objective.shares if objective.family.by_document else objective.mask.double()
+    shares = objective.shares if terms.ratio_by_document else objective.mask.double()
     weighted = shares * ratio
     sums = _sums(objective, values, [weighted, weighted * ratio, shares])
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
-    return _with_more(objective, MetricSums(level, sums, maxima), log_probs)
+    more = _with_more(objective, MetricSums(level, sums, maxima), log_probs)
+    return _with_own(objective, more, log_probs)
 
 
 def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,7 +74,12 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
     coefficient.
     """
     terms = objective.token_terms(log_probs)
-    low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
+    if terms.bounds is not None:
+        lower, upper = terms.bounds
+        low = terms.ratio < lower
+        high = terms.ratio > upper
+    else:
+        low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
     return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
 
 
@@ -106,6 +114,25 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
     all_sums = torch.cat([sums.sums, _sums(objective, means, of_sample_size)])
     all_maxima = torch.cat([sums.maxima, *largest])
     return MetricSums(sums.level, all_sums, all_maxima, tuple(kinds))
+
+
+def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
+    """Return the sums with those of the loss's own metrics, if it is a function that has some."""
+    if not isinstance(objective.family, FunctionLoss):
+        return sums
+    if objective.coefficients_of_step is not None:
+        return replace(sums, absent=CLIP_METRICS)  # the first pass has these metrics
+    has_bounds, names = objective.family.measured
+    own = objective.token_terms(log_probs).own
+    if own.keys() != {*names}:
+        raise ValueError(
+            f"the loss function {objective.family.name} needs to return the same metrics at each "
+            f"call (got {sorted(own)}, and {sorted(names)} before)"
+        )
+    if names:
+        further = _sums(objective, [own[name] for name in names])
+        sums = replace(sums, sums=torch.cat([sums.sums, further]), own=names)
+    return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class _Kind:
 
 
 _CLIPPED = "clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"
+CLIP_METRICS = (*_CLIPPED, "clipped_sampling_fraction")
 _SUMS = "ratio_new_old_sum", "ratio_new_old_squared_sum"
 _MEANS = "new_logprobs", "old_logprobs", "ratio_new_old", "advantage", "kl_new_old"
 _BASIC = _Kind(
@@ -101,18 +102,22 @@ class MetricSums:
     maxima: (M,) float64, of which the maximum is taken. A piece without a trained token has -inf,
         so that no placeholder can win.
     more: the kinds that follow the level, the same in all pieces of a step.
+    own: the names of the loss's own metrics, whose sums come last.
+    absent: metrics of the level that have no meaning under the loss.
     """
 
     level: str
     sums: Tensor
     maxima: Tensor
     more: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def merge(self, other: MetricSums) -> MetricSums:
-        if self.more != other.more:
-            raise ValueError(
-                f"pieces of one step need the same metrics (got {self.more} and {other.more})"
-            )
+        here = (*self.more, *self.own)
+        there = (*other.more, *other.own)
+        if here != there:
+            raise ValueError(f"pieces of one step need the same metrics (got {here} and {there})")
         return replace(
             self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima)
         )
@@ -140,6 +145,8 @@ class MetricSums:
         maxima = iter(self.maxima)
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
+        metrics |= {name: next(sums) / totals.num_documents for name in self.own}
+        metrics = {name: value for name, value in metrics.items() if name not in self.absent}
         if not with_old_log_probs:
             metrics = {
                 name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS

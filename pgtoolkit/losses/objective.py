@@ -21,8 +21,10 @@ from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
+from pgtoolkit.losses.views import DocumentView, GroupView, StepView
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ class Loss:
         return self.kl is not None and self.kl.full
 
     @property
+    def needs_whole_groups(self) -> bool:
+        """Return True if the documents of a group must be in one step."""
+        of_function = isinstance(self.family, FunctionLoss) and "groups" in self.family.asked
+        return self.aggregation.needs_groups or of_function
+
+    @property
     def level(self) -> str:
         """Return the level of the metrics, with the entropy if the bonus computes it anyway."""
         if self.metrics == "basic" and self.entropy_coefficient:
@@ -95,6 +103,9 @@ class TokenTerms:
     clamped: bool, True where the clamp acted.
     token_log_ratio: the new minus the old log-prob of the token, from which x_t and s_t are made.
     factors: rho_t of a correction that is `of_policy`; None without one.
+    ratio_by_document: True if the ratio is that of a document.
+    own: metrics of the loss itself, by name, (T,) each; only a function has some.
+    bounds: of the ratio, where they come from a function; None: the family knows them.
     """
 
     losses: Tensor
@@ -104,6 +115,9 @@ class TokenTerms:
     clamped: Tensor
     token_log_ratio: Tensor
     factors: Factors | None = None
+    ratio_by_document: bool = False
+    own: dict[str, Tensor] = field(default_factory=dict)
+    bounds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,11 @@ class Objective:
     sampling_log_ratio: the old minus the sampling log-probs, 0 where nothing is trained.
     factors: the factors of a correction that is not `of_policy`, for the metrics. They are in
         `weights` already.
+    known_before: the vectors of `function.KNOWN_BEFORE` that the family asks for, by name.
+    group_index: (documents,) int64, where the objective is the whole step's and the family's level
+        is the step.
+    coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
+        surrogate's own value is then not computed.
     _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
@@ -145,6 +164,9 @@ class Objective:
     sampling_log_probs: Tensor | None = None
     sampling_log_ratio: Tensor | None = None
     factors: Factors | None = None
+    known_before: dict[str, Tensor] = field(default_factory=dict)
+    group_index: Tensor | None = None
+    coefficients_of_step: Tensor | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
     def at(self, log_probs: Tensor) -> Objective:
@@ -166,6 +188,8 @@ class Objective:
     @property
     def by_document(self) -> bool:
         """Return True if a token's coefficient depends on other log-probs of its document."""
+        if self.coefficients_of_step is not None:
+            return False
         return self.family.by_document or self.off_policy is not None
 
     @cached_property
@@ -204,6 +228,18 @@ class Objective:
         can_keep = not log_probs.requires_grad
         if can_keep and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
+        if self.coefficients_of_step is not None:
+            terms = self._terms_of_known(self.coefficients_of_step, log_probs)
+        elif isinstance(self.family, FunctionLoss):
+            terms = self._terms_of_function(self.family, log_probs)
+        else:
+            terms = self._terms_of_class(log_probs)
+        if can_keep:
+            self._last_terms[:] = log_probs, terms
+        return terms
+
+    def _terms_of_class(self, log_probs: Tensor) -> TokenTerms:
+        """Return the terms of each token by the methods of the family."""
         family = self.family
         advantages = self.scope_advantages
         assert self.old_log_probs is not None
@@ -229,12 +265,99 @@ class Objective:
         if factors is not None:
             losses = factors.values * losses
             slope = factors.values * slope
-        terms = TokenTerms(
-            losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors
+        return TokenTerms(
+            losses,
+            slope,
+            log_ratio.exp(),
+            log_ratio,
+            was_clamped,
+            token_log_ratio,
+            factors,
+            family.by_document,
         )
-        if can_keep:
-            self._last_terms[:] = log_probs, terms
-        return terms
+
+    def _terms_of_known(self, coefficients: Tensor, log_probs: Tensor) -> TokenTerms:
+        """Return the terms of each token where the whole step was computed before.
+
+        The losses are 0: the value is the step's, and is known as well.
+        """
+        assert self.old_log_probs is not None
+        token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)
+        log_ratio = clamped(token_log_ratio)
+        was_clamped = token_log_ratio.abs() > LOG_RATIO_LIMIT
+        return TokenTerms(
+            losses=torch.zeros_like(log_probs),
+            slope=torch.where(self.mask, coefficients, 0.0),
+            ratio=log_ratio.exp(),
+            log_ratio=log_ratio,
+            clamped=was_clamped,
+            token_log_ratio=token_log_ratio,
+        )
+
+    def _terms_of_function(self, family: FunctionLoss, log_probs: Tensor) -> TokenTerms:
+        """Return the terms of each token by a function of the user's own.
+
+        `slope` then includes the weights.
+        """
+        zeros = torch.zeros_like(log_probs)
+        assert self.old_log_probs is not None
+        token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)
+        factors = self._off_policy_factors(log_probs.detach(), token_log_ratio)
+        weights = self.weights if factors is None else self.weights * factors.values
+        rows, views = self._seen_by(family)
+
+        def seen(vector: Tensor) -> Tensor:
+            return torch.where(self.mask, vector, 0.0) if rows is None else vector[rows]
+
+        def at_positions(vector: Tensor) -> Tensor:
+            return vector if rows is None else zeros.to(vector.dtype).index_copy(0, rows, vector)
+
+        vectors = {"advantages": self.advantages, **self._log_probs_of_data(), **self.known_before}
+        evaluated = family.evaluate(
+            seen(log_probs),
+            seen(weights),
+            {name: seen(vector) for name, vector in vectors.items()},
+            *views,
+        )
+        log_ratio = at_positions(evaluated.log_ratio)
+        losses = at_positions(evaluated.losses)
+        if factors is not None:
+            losses = factors.values * losses
+        return TokenTerms(
+            torch.where(self.mask, losses, 0.0),
+            torch.where(self.mask, at_positions(evaluated.coefficients), 0.0),
+            log_ratio.exp(),
+            log_ratio,
+            at_positions(evaluated.clamped),
+            token_log_ratio,
+            factors,
+            evaluated.ratio_by_document,
+            {name: at_positions(vector) for name, vector in evaluated.metrics.items()},
+            evaluated.bounds,
+        )
+
+    def _seen_by(
+        self, family: FunctionLoss
+    ) -> tuple[Tensor | None, tuple[DocumentView | None, GroupView | None, StepView | None]]:
+        """Return (rows, (documents, groups, step)) as a function gets them.
+
+        rows: the positions of the tokens that it gets, document by document; None for all, in
+            their order. It does not get documents that have weight 0 or no trained token.
+        """
+        if family.level == "token":
+            return None, (None, None, None)
+        if family.level == "document" and self.documents.is_sorted:
+            return None, (DocumentView(self.documents), None, None)
+        # The weights of the penalties are those without the factors of a correction.
+        has_weight = self.documents.sum(self.penalties.weights.abs()) > 0
+        members = (self.documents.counts > 0) & has_weight
+        rows, documents = self.documents.only(members)
+        groups = None
+        if self.group_index is not None:
+            numbers, group_index = self.group_index[members].unique(return_inverse=True)
+            groups = GroupView(group_index, len(numbers))
+        step = StepView(len(rows), len(documents.counts), None if groups is None else len(groups))
+        return rows, (DocumentView(documents), groups, step)
 
     def _off_policy_factors(self, log_probs: Tensor, token_log_ratio: Tensor) -> Factors | None:
         """Return the factors of the correction that is `of_policy`, or None without one."""
@@ -254,7 +377,8 @@ class Objective:
     @property
     def silent_without_advantage(self) -> bool:
         """Return True if every token of advantage 0 has a gradient of 0."""
-        return self.family.silent_without_advantage and not self.penalties.active
+        known = self.coefficients_of_step is not None
+        return self.family.silent_without_advantage and not known and not self.penalties.active
 
     def informative(self) -> Tensor:
         """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
@@ -277,6 +401,7 @@ class Objective:
             "document_advantages",
             "old_log_probs",
             "sampling_log_probs",
+            "coefficients_of_step",
         )
         vectors = {name: getattr(self, name) for name in names}
         return replace(
@@ -285,6 +410,7 @@ class Objective:
             documents=documents,
             penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
+            known_before={name: vector[rows] for name, vector in self.known_before.items()},
             sampling_log_ratio=None,
             factors=None,
             _last_terms=[],

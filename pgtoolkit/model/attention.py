@@ -253,6 +253,8 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     fill = {"labels": -1, "document_index": max(0, micro_batch.num_documents - 1)}
     names = ("tokens", "position_ids", "labels", "document_index", "advantages")
     names += known_vectors(micro_batch)
+    if micro_batch.coefficients is not None:
+        names += ("coefficients",)
     return replace(
         micro_batch,
         **{

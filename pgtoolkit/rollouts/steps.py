@@ -56,6 +56,7 @@ def make_step(
                 pack(part, known),
                 group_index=_chosen(groups, of_part),
                 trajectory_index=_chosen(trajectories, of_part),
+                step_places=tuple(of_part),
             )
         )
     return Step(micro_batches, totals, documents, state_after or {})

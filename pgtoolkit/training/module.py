@@ -20,6 +20,7 @@ from pgtoolkit.kernels.losses import (
     loss_of_hidden,
 )
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
@@ -36,6 +37,7 @@ from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
 from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 from pgtoolkit.training.surprises import Surprises
+from pgtoolkit.training.whole_step import FirstPass, with_coefficients, with_rewards
 
 if TYPE_CHECKING:
     from pgtoolkit.model.spread import ParallelPolicy
@@ -97,6 +99,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self.reference_every = reference_every
         self._reference_rate = reference_rate
         self._optimizer_settings = optimizer
+        self._first_pass: FirstPass | None = None
         self.record: Row = {}
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
@@ -184,6 +187,9 @@ class PolicyGradientModule(DynamicAccumulation):
         return self.model.parameters()
 
     def _update(self, step: Step) -> dict[str, float]:
+        step = with_rewards(step, self.loss, self.layout)
+        if self.critic is None or not self.critic.trains_alone:
+            step = self._after_first_pass(step)
         if self.critic is None:
             return super()._update(step)
         if self.critic.trains_alone:
@@ -193,6 +199,14 @@ class PolicyGradientModule(DynamicAccumulation):
         if self.num_updates > updates_before:
             metrics |= self.critic.update()
         return metrics
+
+    def _after_first_pass(self, step: Step) -> Step:
+        """Return the step with its coefficients, where the loss depends on the whole step."""
+        self._first_pass = None
+        family = self.loss.family
+        if isinstance(family, FunctionLoss) and family.level == "step":
+            step, self._first_pass = with_coefficients(step, self.loss, self.log_probs, self.layout)
+        return step
 
     def _update_critic_alone(self, critic: Critic, step: Step) -> dict[str, float]:
         metrics = self._critic_gradient(critic, step)
@@ -204,6 +218,11 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _clip_and_measure(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         metrics = super()._clip_and_measure(outputs, step)
+        if self._first_pass is not None:
+            # The second pass has the value of the penalties alone.
+            loss = metrics["loss"] + float(self._first_pass.loss)
+            metrics |= {name: value.item() for name, value in self._first_pass.metrics.items()}
+            metrics["loss"] = loss
         if self.critic is not None:
             metrics |= self._critic_gradient(self.critic, step)
         return metrics

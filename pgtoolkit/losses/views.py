@@ -1,0 +1,152 @@
+"""What a loss function of the user's own may ask for beside vectors: `ratio`, `documents`,
+`groups` and `step`.
+
+T trained tokens lie one document after the other; there are D documents in G groups. All results
+are differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped
+
+
+class Ratio:
+    """`ratio(x)` is exp(x) with x clamped to plus or minus 20, beyond which it has no gradient.
+
+    arguments: the x of each call, detached.
+    """
+
+    def __init__(self):
+        self.arguments: list[Tensor] = []
+
+    def __call__(self, log_ratio: Tensor) -> Tensor:
+        self.arguments.append(log_ratio.detach())
+        return clamped(log_ratio).exp()
+
+    def was_clamped(self, spread: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        """Return (T,) bool, True where the clamp acted in any of the calls.
+
+        spread: makes (T,) of the numbers of documents, too.
+        """
+        acted = torch.zeros_like(like, dtype=torch.bool)
+        for log_ratio in self.arguments:
+            acted = acted | spread(log_ratio.abs() > LOG_RATIO_LIMIT)
+        return acted
+
+
+class DocumentView:
+    """Sums over documents, and their numbers at each of their tokens.
+
+    sums: of documents that all have a trained token.
+    """
+
+    def __init__(self, sums: DocumentSums):
+        self._sums = sums
+
+    def __len__(self) -> int:
+        return self._sums.num_documents
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return (D,), the sum of (T,) values over each document."""
+        return self._sums.sum(self._of_tokens("sum", values))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return (D,), the mean of (T,) values over each document."""
+        return self._sums.mean(self._of_tokens("mean", values))
+
+    def before(self, values: Tensor) -> Tensor:
+        """Return (T,), the sum of (T,) values over the document's tokens before this one."""
+        return self._sums.before(self._of_tokens("before", values))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return (T,), at each token its document's value of (D,)."""
+        check_length("documents.spread", values, len(self), "document")
+        return self._sums.broadcast(values)
+
+    def _of_tokens(self, name: str, values: Tensor) -> Tensor:
+        check_length(f"documents.{name}", values, len(self._sums.index), "token")
+        return values
+
+
+class GroupView:
+    """Sums and softmax over the documents of each group.
+
+    group_index: (D,) int64, the group of each document, numbered from 0 without a gap.
+    """
+
+    def __init__(self, group_index: Tensor, num_groups: int):
+        self._index = group_index
+        self._num_groups = num_groups
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return (G,), the sum of (D,) values over each group."""
+        self._check("sum", values)
+        return values.new_zeros(self._num_groups).index_add(0, self._index, values)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return (G,), the mean of (D,) values over each group."""
+        return self.sum(values) / self.sum(torch.ones_like(values))
+
+    def logsumexp(self, values: Tensor) -> Tensor:
+        """Return (G,), the logarithm of the sum of exp of (D,) values over each group."""
+        self._check("logsumexp", values)
+        largest = values.detach().new_full((self._num_groups,), -torch.inf)
+        largest = largest.scatter_reduce(0, self._index, values.detach(), "amax")
+        return self.sum((values - self.spread(largest)).exp()).log() + largest
+
+    def softmax(self, values: Tensor) -> Tensor:
+        """Return (D,), exp of (D,) values over their sum in the group."""
+        return (values - self.spread(self.logsumexp(values))).exp()
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return (D,), for each document its group's value of (G,)."""
+        check_length("groups.spread", values, self._num_groups, "group")
+        return values[self._index]
+
+    def _check(self, name: str, values: Tensor) -> None:
+        check_length(f"groups.{name}", values, len(self._index), "document")
+
+
+class StepView:
+    """Sums over all trained tokens of the step."""
+
+    def __init__(self, num_tokens: int, num_documents: int, num_groups: int | None):
+        self.num_tokens = num_tokens
+        self.num_documents = num_documents
+        self.num_groups = num_groups
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of (T,) values over the step."""
+        check_length("step.sum", values, self.num_tokens, "token")
+        return values.sum()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean of (T,) values over the step."""
+        check_length("step.mean", values, self.num_tokens, "token")
+        return values.mean()
+
+    def quantile(self, values: Tensor, share: float) -> Tensor:
+        """Return the number that this share of (T,) values lies below, by linear interpolation."""
+        check_length("step.quantile", values, self.num_tokens, "token")
+        # torch.quantile refuses more than 16 million numbers.
+        ordered = values.sort().values
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def check_length(name: str, values: object, length: int, one: str) -> None:
+    """Raise ValueError unless values has one number for each token, document or group."""
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if shape != (length,):
+        raise ValueError(f"{name} needs one number per {one}, shape {(length,)} (got {shape})")

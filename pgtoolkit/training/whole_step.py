@@ -1,0 +1,192 @@
+"""What a loss function of the user's own reads of the whole step, on all ranks: rewards of groups,
+and for a function of groups or of the step the first of its two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.batch import MicroBatch, Step, Tokens, known_vectors
+from pgtoolkit.kernels.losses import coefficients_of_step
+from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.ranks.agreement import gather_objects
+from pgtoolkit.ranks.layout import Layout
+
+_Value = TypeVar("_Value")
+_OF_DOCUMENTS = ("group_index", "truncated", "excluded", "rewards", "group_rewards")
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The results of the first pass over a step, the same on all ranks.
+
+    loss: 0-dim float64, of the surrogate.
+    metrics: 0-dim tensors by name, without those of a penalty or of the entropy.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The numbers of one document that a loss of the whole step reads.
+
+    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields, and log_probs.
+    numbers: 0-dim, by the names of `Tokens`' fields.
+    """
+
+    vectors: dict[str, Tensor]
+    numbers: dict[str, Tensor]
+
+
+def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
+    """Return the step with the rewards of its documents and groups, if the loss asks for them.
+
+    A group's is the mean over its documents that have a trained token and a weight. Where a
+    document has no reward, though one should have been made, the step has none.
+    """
+    family = loss.family
+    if not isinstance(family, FunctionLoss) or not family.asked & {"rewards", "group_rewards"}:
+        return step
+    here = {}
+    for micro_batch in step.micro_batches:
+        for place, group in zip(micro_batch.step_places, _groups(micro_batch), strict=True):
+            document = step.documents[place]
+            reward = document.reward_for_advantage
+            left_out = document.is_excluded or (loss.masks_truncated and bool(document.truncated))
+            is_member = bool(document.num_trained) and not left_out
+            here[place] = group, 0.0 if document.is_excluded else reward, is_member
+    everywhere = _of_all_ranks(here, layout)
+    if any(reward is None for _, reward, _ in everywhere.values()):
+        return step
+    of_groups: dict[int, list[float]] = {}
+    for group, reward, is_member in everywhere.values():
+        of_groups.setdefault(group, [])
+        if is_member:
+            of_groups[group].append(reward)
+    means = {
+        group: sum(rewards) / len(rewards) if rewards else 0.0
+        for group, rewards in of_groups.items()
+    }
+    micro_batches = []
+    for micro_batch in step.micro_batches:
+        rewards = [everywhere[place][1] for place in micro_batch.step_places]
+        of_group = [means[group] for group in _groups(micro_batch)]
+        micro_batches.append(
+            replace(
+                micro_batch,
+                rewards=torch.tensor(rewards, dtype=torch.float64),
+                group_rewards=torch.tensor(of_group, dtype=torch.float64),
+            )
+        )
+    return replace(step, micro_batches=micro_batches)
+
+
+def with_coefficients(
+    step: Step, loss: Loss, log_probs_of: Callable[[MicroBatch], Tensor], layout: Layout
+) -> tuple[Step, FirstPass]:
+    """Make the first pass over a step, and return the step with its coefficients.
+
+    log_probs_of: returns (T,) log-probs of all tokens of a micro-batch; every rank calls it.
+    The documents of all ranks are put into their order in the step, and the loss is computed once
+    on all of them, the same on each rank.
+    """
+    here = {}
+    for micro_batch in step.micro_batches:
+        here |= _documents(micro_batch, log_probs_of(micro_batch).cpu())
+    everywhere = _of_all_ranks(here, layout)
+    places = sorted(everywhere)
+    tokens, log_probs = _whole([everywhere[place] for place in places])
+    # A surrogate alone: penalties and entropy are known to the second pass.
+    surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
+    if loss.metrics == "with_entropy":
+        surrogate = replace(surrogate, metrics="basic")
+    value, coefficients, metrics = coefficients_of_step(log_probs, tokens, surrogate, False)
+    lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
+    of_documents = dict(zip(places, coefficients.split(lengths), strict=True))
+    micro_batches = []
+    for micro_batch in step.micro_batches:
+        of_tokens = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
+        vectors = [of_documents[place] for place in micro_batch.step_places]
+        of_tokens[micro_batch.labels >= 0] = torch.cat([of_tokens[:0], *vectors])
+        micro_batches.append(replace(micro_batch, coefficients=of_tokens))
+    return replace(step, micro_batches=micro_batches), FirstPass(value, metrics)
+
+
+def _documents(micro_batch: MicroBatch, log_probs: Tensor) -> dict[int, _Document]:
+    """Return the documents of a micro-batch by their places in the step.
+
+    log_probs: (T,), on the CPU. They are the old ones of documents that are on_policy.
+    """
+    trained = micro_batch.labels >= 0
+    counts = torch.bincount(
+        micro_batch.document_index[trained], minlength=micro_batch.num_documents
+    ).tolist()
+    vectors = {"log_probs": log_probs, "old_log_probs": log_probs}
+    for name in ("advantages", *known_vectors(micro_batch)):
+        vectors[name] = getattr(micro_batch, name)
+    split = {name: vector[trained].split(counts) for name, vector in vectors.items()}
+    of_documents = {
+        name: getattr(micro_batch, name)
+        for name in _OF_DOCUMENTS
+        if getattr(micro_batch, name) is not None
+    }
+    return {
+        place: _Document(
+            {name: parts[number] for name, parts in split.items()},
+            {name: values[number] for name, values in of_documents.items()},
+        )
+        for number, place in enumerate(micro_batch.step_places)
+    }
+
+
+def _whole(documents: list[_Document]) -> tuple[Tokens, Tensor]:
+    """Return the trained tokens of all documents of a step, and their (T,) log-probs."""
+    lengths = torch.tensor([len(document.vectors["advantages"]) for document in documents])
+    known = set(documents[0].vectors).intersection(*(document.vectors for document in documents))
+    vectors = {
+        name: torch.cat([document.vectors[name] for document in documents]) for name in known
+    }
+    log_probs = vectors.pop("log_probs")
+    # Excluded documents are a rare field, which not every micro-batch has.
+    of_documents = {}
+    for name in _OF_DOCUMENTS:
+        values = [document.numbers.get(name) for document in documents]
+        if name == "excluded":
+            values = [torch.tensor(False) if value is None else value for value in values]
+        known_values = [value for value in values if value is not None]
+        if len(known_values) == len(documents):
+            of_documents[name] = torch.stack(known_values)
+    return (
+        Tokens(
+            labels=torch.zeros(len(log_probs), dtype=torch.int64),
+            document_index=torch.repeat_interleave(torch.arange(len(documents)), lengths),
+            num_documents=len(documents),
+            **vectors,
+            **of_documents,
+        ),
+        log_probs,
+    )
+
+
+def _groups(micro_batch: MicroBatch) -> list[int]:
+    """Return the number of each document's group within the step."""
+    assert micro_batch.group_index is not None
+    return micro_batch.group_index.tolist()
+
+
+def _of_all_ranks(here: dict[int, _Value], layout: Layout) -> dict[int, _Value]:
+    """Return the values of the documents of all data-parallel ranks, by places in the step."""
+    everywhere: dict[int, _Value] = {}
+    for of_rank in gather_objects(here, layout.world_group):
+        for place, value in of_rank.items():
+            # Ranks that share a model have the same documents; those of the first are taken.
+            everywhere.setdefault(place, value)
+    return everywhere

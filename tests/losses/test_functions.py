@@ -1,0 +1,414 @@
+"""Losses that are plain functions: the families written as functions, and the whole step in two
+passes, held against plain loops."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import pgtoolkit
+from pgtoolkit import StepTotals, policy_loss, step_coefficients
+from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.trial import check_function
+
+VOCABULARY = 13
+LENGTHS = (4, 1, 9, 6, 2, 7, 3)
+GROUPS = torch.tensor([0, 1, 0, 2, 1, 0, 2])
+AGGREGATIONS = {
+    "sample_mean": {},
+    "prompt_mean": {"group_index": GROUPS},
+    "token_mean": {},
+    "constant": {"divisor": 8.0},
+}
+
+
+def data(spread=0.5, outlier=None):
+    """Return the inputs of `policy_loss` for documents whose tokens lie between one another."""
+    generator = torch.Generator().manual_seed(0)
+    index = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    index = index[torch.randperm(len(index), generator=generator)]
+    logits = torch.randn(len(index), VOCABULARY, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (len(index),), generator=generator)
+    labels[::6] = -1
+    chosen = labels.clamp(min=0)[:, None]
+    log_probs = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+    noise = torch.randn(len(index), generator=generator, dtype=torch.float64)
+    old_log_probs = (log_probs + spread * noise).clamp(max=-1e-6)
+    if outlier is not None:
+        old_log_probs[7] = log_probs[7] - outlier
+    advantages = torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)
+    advantages[3] = 0.0
+    return {
+        "logits": logits,
+        "labels": labels,
+        "old_log_probs": old_log_probs.clamp(max=0.0),
+        "advantages": advantages[index],
+        "document_index": index,
+        "num_documents": len(LENGTHS),
+    }
+
+
+def result(inputs, **options):
+    """Return (loss, gradient by the logits, metrics) of `policy_loss`."""
+    logits = inputs["logits"].clone().requires_grad_()
+    made = policy_loss(**inputs | {"logits": logits}, **options)
+    (gradient,) = torch.autograd.grad(made.loss, logits)
+    return made.loss.detach(), gradient, made.metrics
+
+
+# The families as functions
+
+
+def grpo(log_ratio, advantages, ratio, epsilon_low=0.2, epsilon_high=0.2):
+    """-min(r A, clip(r) A)"""
+    bounds = 1 - epsilon_low, 1 + epsilon_high
+    r = ratio(log_ratio)
+    return -torch.minimum(r * advantages, r.clamp(*bounds) * advantages), {"bounds": bounds}
+
+
+def gspo(log_ratio, advantages, ratio, documents, epsilon_low=3e-4, epsilon_high=4e-4):
+    bounds = 1 - epsilon_low, 1 + epsilon_high
+    r = ratio(documents.mean(log_ratio))
+    mean = documents.mean(advantages)
+    return -torch.minimum(r * mean, r.clamp(*bounds) * mean), {"bounds": bounds}
+
+
+def gmpo(log_ratio, advantages, ratio, documents, epsilon=0.4):
+    mean = documents.mean(advantages)
+    sign = documents.spread(mean.sign())
+    above = torch.where(sign > 0, log_ratio.clamp(max=epsilon), log_ratio)
+    clipped = torch.where(sign < 0, above.clamp(min=-epsilon), above)
+    return -ratio(documents.mean(clipped)) * mean
+
+
+def vespo(log_probs, log_ratio, advantages, ratio, documents):
+    mean = documents.mean(advantages)
+    w = ratio(documents.sum(log_ratio)).detach()
+    power = torch.where(mean >= 0, 2.0, 3.0).to(w)
+    decay = torch.where(mean >= 0, 3.0, 2.0).to(w)
+    return -documents.spread(w**power * (decay * (1 - w)).exp() * mean) * log_probs
+
+
+def kimi(log_probs, log_ratio, advantages, tau=0.1):
+    return -advantages * log_probs + tau / 2 * log_ratio**2
+
+
+def reinforce(log_probs, advantages):
+    return -advantages * log_probs
+
+
+WRITTEN = {"grpo": grpo, "gspo": gspo, "gmpo": gmpo, "vespo": vespo, "reinforce": reinforce}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("outlier", [None, -60.0])
+def test_a_family_written_as_a_function_is_the_class_to_1e_12(name, aggregation, outlier):
+    inputs = data(outlier=outlier)
+    options = {"aggregation": aggregation, "metrics": "basic", **AGGREGATIONS[aggregation]}
+    loss, gradient, metrics = result(inputs, loss=name, **options)
+    own_loss, own_gradient, own_metrics = result(inputs, loss=WRITTEN[name], **options)
+    assert_close(own_loss, loss, rtol=1e-12, atol=1e-14)
+    assert_close(own_gradient, gradient, rtol=1e-12, atol=1e-14)
+    absent = metrics.keys() - own_metrics.keys()
+    of_clips = {"clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"}
+    assert absent == (set() if name in ("grpo", "gspo") else of_clips)
+    assert own_metrics.keys() <= metrics.keys()
+    for metric, value in own_metrics.items():
+        if metric != "clamped_log_ratio_fraction" or name != "reinforce":
+            assert_close(value, metrics[metric], rtol=1e-12, atol=1e-14, msg=metric)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "vespo"])
+def test_the_fused_head_computes_a_function_chunk_by_chunk(name):
+    inputs = data()
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(len(inputs["labels"]), 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
+    others = {key: value for key, value in inputs.items() if key != "logits"}
+    results = []
+    for loss in (name, WRITTEN[name]):
+        leaf = hidden.clone().requires_grad_()
+        made = pgtoolkit.linear_policy_loss(
+            leaf, weight, **others, loss=loss, logits_memory_mb=12 * VOCABULARY * 8 / 2**20
+        )
+        results.append((made.loss.detach(), torch.autograd.grad(made.loss, leaf)[0]))
+    assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+
+def test_a_function_with_parameters_a_metric_and_several_pieces_adds_up_to_the_step():
+    def soft(log_probs, old_log_probs, advantages, *, strength=1.0):
+        moved = log_probs - old_log_probs
+        return -advantages * torch.tanh(strength * moved), {"moved": moved.abs()}
+
+    inputs = data()
+    whole = result(inputs, loss=soft, strength=2.0, metrics="basic")
+    counts = torch.bincount(inputs["document_index"][inputs["labels"] >= 0], minlength=7)
+    totals = StepTotals(7, int(counts.sum()), int((counts == 0).sum()))
+    loss, gradient, moved = 0.0, torch.zeros_like(inputs["logits"]), 0.0
+    for documents in ([0, 2, 5], [1, 3, 4, 6]):
+        rows = torch.isin(inputs["document_index"], torch.tensor(documents))
+        piece = {key: value[rows] for key, value in inputs.items() if key != "num_documents"}
+        made = result(
+            piece | {"num_documents": 7}, loss=soft, strength=2.0, totals=totals, metrics="basic"
+        )
+        loss, moved = loss + made[0], moved + made[2]["moved"]
+        gradient[rows] += made[1]
+    assert_close((loss, gradient, moved), (whole[0], whole[1], whole[2]["moved"]))
+    trained = inputs["labels"] >= 0
+    new = inputs["logits"].log_softmax(-1).gather(1, inputs["labels"].clamp(min=0)[:, None])[:, 0]
+    distance = (new - inputs["old_log_probs"]).abs()
+    means = [
+        float(distance[trained & (inputs["document_index"] == d)].sum() / max(1, counts[d]))
+        for d in range(7)
+    ]
+    assert float(moved) == pytest.approx(sum(means) / 7, rel=1e-12)
+
+
+def test_positions_lengths_and_running_sums_are_those_of_each_document():
+    seen = {}
+
+    def look(log_probs, documents, position, lengths):
+        seen.update(position=position, lengths=lengths, before=documents.before(log_probs))
+        return documents.before(log_probs)
+
+    inputs = data()
+    loss, gradient, _ = result(inputs, loss=look, aggregation="token_mean")
+    log_probs = inputs["logits"].log_softmax(-1)
+    expected_positions, expected_before, value = [], [], 0.0
+    later = torch.zeros_like(inputs["logits"])
+    num_tokens = int((inputs["labels"] >= 0).sum())
+    for document in range(7):
+        rows = [
+            row
+            for row in range(len(inputs["labels"]))
+            if inputs["document_index"][row] == document and inputs["labels"][row] >= 0
+        ]
+        running = 0.0
+        for place, row in enumerate(rows):
+            expected_positions.append(place)
+            expected_before.append(running)
+            value += running / num_tokens
+            running += float(log_probs[row, inputs["labels"][row]])
+            # This token's log-prob is in the sums of all later ones.
+            weight = (len(rows) - 1 - place) / num_tokens
+            later[row] = -weight * log_probs[row].exp()
+            later[row, inputs["labels"][row]] += weight
+    assert seen["position"].tolist() == expected_positions
+    assert_close(seen["before"].detach(), torch.tensor(expected_before, dtype=torch.float64))
+    assert float(loss) == pytest.approx(value, rel=1e-12)
+    assert_close(gradient, later)
+
+
+# The whole step
+
+
+def towards_rewards(log_probs, old_log_probs, rewards, group_rewards, documents, groups):
+    """-sum over the group of softmax(sum o + u) log softmax(sum p)"""
+    reward = documents.mean(rewards) - documents.mean(group_rewards)
+    deviation = groups.spread(groups.mean(reward**2).sqrt())
+    u = torch.where(deviation > 0, reward / deviation.clamp(min=1e-12), 0.0)
+    target = groups.softmax(documents.sum(old_log_probs) + u)
+    s = documents.sum(log_probs)
+    return -groups.sum(target * (s - groups.spread(groups.logsumexp(s))))
+
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def step_of(inputs):
+    """Return the inputs of `step_coefficients`, and the log-probs."""
+    mask = inputs["labels"] >= 0
+    chosen = inputs["labels"].clamp(min=0)[:, None]
+    log_probs = inputs["logits"].log_softmax(-1).gather(1, chosen)[:, 0]
+    names = ("old_log_probs", "advantages", "document_index", "num_documents")
+    return {"log_probs": log_probs, "mask": mask} | {name: inputs[name] for name in names}
+
+
+def by_loops(inputs, members):
+    """Return (loss, derivative by each log-prob) of `towards_rewards` under `prompt_mean`."""
+    step = step_of(inputs)
+    tokens = {
+        d: [
+            t
+            for t in range(len(step["mask"]))
+            if step["mask"][t] and int(step["document_index"][t]) == d
+        ]
+        for d in range(7)
+    }
+    coefficients = [0.0] * len(step["mask"])
+    loss = 0.0
+    for group in range(3):
+        of_group = [d for d in members if int(GROUPS[d]) == group]
+        new = [sum(float(step["log_probs"][t]) for t in tokens[d]) for d in of_group]
+        old = [sum(float(step["old_log_probs"][t]) for t in tokens[d]) for d in of_group]
+        rewards = [float(REWARDS[d]) for d in of_group]
+        mean = sum(rewards) / len(rewards)
+        deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+        u = [(r - mean) / deviation if deviation else 0.0 for r in rewards]
+        largest = max(o + v for o, v in zip(old, u, strict=True))
+        target = [math.exp(o + v - largest) for o, v in zip(old, u, strict=True)]
+        target = [value / sum(target) for value in target]
+        norm = max(new) + math.log(sum(math.exp(s - max(new)) for s in new))
+        for d, s, wanted in zip(of_group, new, target, strict=True):
+            loss -= wanted * (s - norm) / 3
+            for t in tokens[d]:
+                coefficients[t] = (math.exp(s - norm) - wanted) / 3
+    return loss, torch.tensor(coefficients, dtype=torch.float64)
+
+
+def test_a_loss_over_groups_has_the_value_and_the_coefficients_of_plain_loops():
+    inputs = data()
+    loss, coefficients, _ = step_coefficients(
+        **step_of(inputs),
+        loss=towards_rewards,
+        aggregation="prompt_mean",
+        group_index=GROUPS,
+        rewards=REWARDS,
+    )
+    expected, derivative = by_loops(inputs, range(7))
+    assert float(loss) == pytest.approx(expected, rel=1e-12)
+    assert_close(coefficients, derivative, rtol=1e-11, atol=1e-14)
+
+
+def test_the_second_pass_in_pieces_has_the_gradient_of_the_whole_step():
+    inputs = data()
+    step = step_of(inputs)
+    options = {"loss": towards_rewards, "aggregation": "prompt_mean"}
+    _, coefficients, _ = step_coefficients(**step, **options, group_index=GROUPS, rewards=REWARDS)
+    counts = torch.bincount(inputs["document_index"][step["mask"]], minlength=7)
+    per_group = torch.zeros(3, dtype=torch.int64).index_add(0, GROUPS, counts)
+    totals = StepTotals(7, int(counts.sum()), int((counts == 0).sum()), 3, per_group)
+    gradient = torch.zeros_like(inputs["logits"])
+    for documents in ([0, 1, 3], [2], [4, 5, 6]):  # cut through the groups
+        rows = torch.isin(inputs["document_index"], torch.tensor(documents))
+        piece = {key: value[rows] for key, value in inputs.items() if key != "num_documents"}
+        gradient[rows] += result(
+            piece | {"num_documents": 7},
+            **options,
+            group_index=GROUPS,
+            totals=totals,
+            coefficients=coefficients[rows],
+        )[1]
+    _, derivative = by_loops(inputs, range(7))
+    trained = step["mask"]
+    expected = -derivative[:, None] * inputs["logits"].softmax(-1)
+    expected[trained, inputs["labels"][trained]] += derivative[trained]
+    assert_close(gradient, expected, rtol=1e-11, atol=1e-14)
+
+
+def test_a_document_of_weight_0_is_neither_seen_nor_counted_by_its_group():
+    left_out = 5
+
+    def weights(totals, *, document_index, mask, tokens_per_document, group_index, **_):
+        per_group = totals.tokens_per_group[group_index]
+        weight = 1 / (3 * torch.cat([per_group, per_group.new_ones(1)])[document_index]).double()
+        return torch.where(document_index == left_out, 0.0, weight)
+
+    inputs = data()
+    _, coefficients, _ = step_coefficients(
+        **step_of(inputs),
+        loss=towards_rewards,
+        reducer=weights,
+        group_index=GROUPS,
+        rewards=REWARDS,
+    )
+    _, derivative = by_loops(inputs, [d for d in range(7) if d != left_out])
+    # A group's value stands for each token, so the weights of the members that are left count.
+    counts = torch.bincount(inputs["document_index"][inputs["labels"] >= 0], minlength=7)
+    left = 1 - counts[left_out] / counts[GROUPS == 0].sum()
+    of_group = torch.where(GROUPS[inputs["document_index"]] == 0, left, 1.0)
+    assert_close(coefficients, derivative * of_group, rtol=1e-11, atol=1e-14)
+
+
+def test_means_sums_and_quantiles_of_the_step_are_over_its_trained_tokens():
+    seen = {}
+
+    def look(log_probs, step):
+        seen.update(
+            sum=step.sum(log_probs.detach()),
+            mean=step.mean(log_probs.detach()),
+            quantile=step.quantile(log_probs.detach(), 0.3),
+            counts=(step.num_tokens, step.num_documents),
+        )
+        return log_probs - step.mean(log_probs)
+
+    step = step_of(data())
+    loss, coefficients, _ = step_coefficients(**step, loss=look, aggregation="token_mean")
+    trained = step["log_probs"][step["mask"]]
+    assert float(loss) == pytest.approx(0, abs=1e-14)
+    assert_close(coefficients, torch.zeros_like(coefficients), atol=1e-14, rtol=0)
+    assert float(seen["sum"]) == pytest.approx(float(trained.sum()), rel=1e-12)
+    assert float(seen["mean"]) == pytest.approx(float(trained.mean()), rel=1e-12)
+    assert float(seen["quantile"]) == pytest.approx(float(trained.quantile(0.3)), rel=1e-12)
+    assert seen["counts"] == (len(trained), 7)
+
+
+# What is refused
+
+
+def asks_for_state(log_probs, state):
+    return log_probs
+
+
+def without_gradient(advantages):
+    return advantages
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (asks_for_state, {}, "asks for state, which a loss function is not given"),
+        (without_gradient, {}, "asks for neither log_probs nor log_ratio"),
+        (grpo, {"epsilon": 0.1}, "grpo has no epsilon; .* epsilon_low, epsilon_high"),
+        (towards_rewards, {}, "Compute its coefficients by pgtoolkit.step_coefficients"),
+        (lambda log_probs: log_probs.sum(), {}, "one number per token"),
+        (lambda log_probs, sampling_log_probs: log_probs, {}, "asks for sampling_log_probs"),
+    ],
+)
+def test_a_function_that_cannot_be_right_is_refused(loss, options, message):
+    with pytest.raises(ValueError, match=message):
+        result(data(), loss=loss, **options)
+
+
+def test_a_hidden_infinity_makes_the_loss_nan():
+    inputs = data()
+    inputs["old_log_probs"][1] = -math.inf
+    loss, _, _ = result(inputs, loss=grpo, check_finite=False)
+    assert math.isnan(loss)
+    assert family_of(grpo, epsilon_low=0.3).equation == (
+        "-min(r A, clip(r) A)  (epsilon_low=0.3, epsilon_high=0.2)"
+    )
+
+
+@pytest.mark.parametrize("loss", [*WRITTEN.values(), towards_rewards])
+def test_functions_whose_level_is_right_pass_the_trial(loss):
+    check_function(FunctionLoss(loss))
+
+
+def centred_by_call(log_probs, advantages):
+    return -(advantages - advantages.mean()) * log_probs
+
+
+def centred_by_documents(log_probs, advantages, documents):
+    mean = documents.mean(advantages)
+    return -documents.spread(mean - mean.mean()) * log_probs
+
+
+def overflows(log_ratio, advantages):
+    return -(1000 * log_ratio.abs()).exp() * advantages
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (centred_by_call, "other tokens. Ask for `documents`"),
+        (centred_by_documents, "other documents. Ask for `groups`"),
+        (overflows, "not finite where log-ratios are about 0.6"),
+    ],
+)
+def test_a_function_that_depends_on_the_cut_is_told_what_to_ask_for(loss, message):
+    with pytest.raises(ValueError, match=message):
+        check_function(FunctionLoss(loss))
