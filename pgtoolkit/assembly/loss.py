@@ -22,12 +22,18 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.losses.trial import check_function
-from pgtoolkit.rollouts.settings import Truncated
+from pgtoolkit.rollouts.settings import AccumulationSettings, RolloutSettings, Truncated
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.safe_text import shortened
-from pgtoolkit.training.loss_settings import CustomLossSettings, KLKind, KLPlace, KLSettings
+from pgtoolkit.training.loss_settings import (
+    CorrectionSettings,
+    CustomLossSettings,
+    KLKind,
+    KLPlace,
+    KLSettings,
+)
 
 
 def loss_of(config: Config) -> Loss:
@@ -43,7 +49,10 @@ def loss_of(config: Config) -> Loss:
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
         if isinstance(family, FunctionLoss) and family.level == "step":
-            _check_whole_step(config, family, f"loss={loss.path}")
+            setting = f"loss={loss.path}"
+            _check_whole_step(
+                setting, family, config.accumulation, config.rollout, config.correction
+            )
     else:
         family = configured(loss, FAMILIES)
         assert family is not None  # every option of loss has a family
@@ -134,10 +143,16 @@ def _of_function(
     return replace(family, function=_blamed(function, setting))
 
 
-def _check_whole_step(config: Config, family: FunctionLoss, setting: str) -> None:
+def _check_whole_step(
+    setting: str,
+    family: FunctionLoss,
+    accumulation: AccumulationSettings,
+    rollout: RolloutSettings,
+    correction: CorrectionSettings,
+) -> None:
     """Raise ConfigError for settings under which a loss of the whole step cannot be right."""
     problems = []
-    docs = config.accumulation.docs_per_step
+    docs = accumulation.docs_per_step
     if docs == 0:
         problems.append(
             refusal(
@@ -150,7 +165,7 @@ def _check_whole_step(config: Config, family: FunctionLoss, setting: str) -> Non
             )
         )
     if "groups" in family.asked:
-        group_size = config.rollout.group_size or 1
+        group_size = rollout.group_size or 1
         if docs % group_size:
             multiple = max(1, round(docs / group_size)) * group_size
             problems.append(
@@ -163,10 +178,10 @@ def _check_whole_step(config: Config, family: FunctionLoss, setting: str) -> Non
                     use=f"accumulation.docs_per_step={multiple}",
                 )
             )
-        if config.correction.name != "none":
+        if correction.name != "none":
             problems.append(
                 refusal(
-                    setting=f"correction={config.correction.name}",
+                    setting=f"correction={correction.name}",
                     needs="a loss that does not ask for groups",
                     got=setting,
                     reason="The factor of one document would scale the others. The function may "

@@ -124,7 +124,7 @@ def _check_call(
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         name = path.rpartition(".")[2]
-        kind = kind_of(key)
+        kind = "class" if isinstance(function, type) else kind_of(key)
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs = f"a {kind} that can be called as {name}({call})"
         got = f"{name}{signature}"
@@ -195,7 +195,7 @@ def _spec_here(name: str) -> ModuleSpec | None:
 
 def kind_of(key: str) -> str:
     """Return "class" or "function": what the dotted path in this key names."""
-    names_class = key in ("loss", "loss.path", "task.environment") or key.startswith("callbacks.")
+    names_class = key == "task.environment" or key.startswith("callbacks.")
     return "class" if names_class else "function"
 
 

@@ -60,15 +60,15 @@ class CustomLossSettings(LossSettings):
     name: Literal["custom"] = chosen("custom")
     path: str = key(
         default=REQUIRED,
-        help="Dotted path `package.module.Class` of a family, in the current directory or "
-        "installed; loss=package.module.Class sets it.",
+        help="Dotted path `package.module.function` of a loss function, or of the class of a "
+        "family, in the current directory or installed; loss=package.module.function sets it.",
         code="function",
-        example="my_module.MyFamily",
+        example="my_module.my_loss",
         stands_for="custom",
     )
     options: Dictionary = key(
         default={},
-        help="Values of its fields by their names: loss.NAME=VALUE sets one.",
+        help="Values of its parameters by their names: loss.NAME=VALUE sets one.",
         free=True,
         gathers=True,
     )

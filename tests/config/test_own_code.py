@@ -9,6 +9,7 @@ import pytest
 import yaml
 from builders.runs import SHORT, metrics_of, run
 
+from pgtoolkit.assembly.loss import loss_of
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
@@ -17,6 +18,7 @@ from pgtoolkit.config.names import digest, name_from, plain_config, run_name
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.find import find_runs
 
@@ -31,6 +33,16 @@ class NoFamily:
 
 def shifted(rewards, *, lengths, measures):
     return [[reward - 0.5 for reward in group] for group in rewards]
+
+def soft_clip(log_ratio, advantages, ratio, *, softness=0.3):
+    return -softness * ((ratio(log_ratio) - 1) / softness).tanh() * advantages
+
+def of_groups(log_probs, rewards, documents, groups):
+    s = documents.sum(log_probs)
+    return -(groups.softmax(documents.mean(rewards)) * (s - groups.spread(groups.logsumexp(s))))
+
+def centred(log_probs, advantages):
+    return -(advantages - advantages.mean()) * log_probs
 
 def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return mask.double() / (2 * totals.num_tokens)
@@ -73,7 +85,7 @@ def test_a_configuration_without_code_of_the_user_is_shown_as_it_was_saved():
     assert as_typed(saved) == saved
 
 
-def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path):
+def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path, monkeypatch):
     experiments = tmp_path / "mine" / "experiment"
     experiments.mkdir(parents=True)
     (experiments / "tried.yaml").write_text(
@@ -81,14 +93,15 @@ def test_an_experiment_chooses_code_of_the_user_and_sets_its_parameters(tmp_path
         "defaults: [override /loss: mine.Squared, override /aggregation: mine.halves, _self_]\n"
         "loss: {tau: 0.3, num_splits: 2}\n"
     )
-    config = compose(["experiment=tried"], tmp_path / "mine").config
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path / "mine"))
+    config = compose(["experiment=tried"]).config
     assert (config.loss.path, dict(config.loss.options), config.loss.num_splits) == (
         "mine.Squared",
         {"tau": 0.3},
         2,
     )
     assert config.aggregation.reducer == "mine.halves"
-    typed = compose(["experiment=tried", "loss.tau=0.5"], tmp_path / "mine").config
+    typed = compose(["experiment=tried", "loss.tau=0.5"]).config
     assert dict(typed.loss.options) == {"tau": 0.5}
 
 
@@ -152,14 +165,14 @@ def test_a_parameter_that_a_class_does_not_take_is_refused_when_it_is_tried(mine
     [
         ("loss=gspoo.x", "No module named 'gspoo'", "loss=gspo"),
         ("loss=mien.Squared", "No module named 'mien'", "loss=mine.Squared"),
-        ("loss=nowhere.near", "No module named 'nowhere'", "loss=package.module.class"),
+        ("loss=nowhere.near", "No module named 'nowhere'", "loss=package.module.function"),
         (
             "loss=mine.Sqared",
-            "needs a class in the module mine (got no Sqared)",
+            "needs a function in the module mine (got no Sqared)",
             "loss=mine.Squared",
         ),
         ("loss=mine.NoFamily", "NoFamily does not inherit from Family", None),
-        ("loss=grp", "or the dotted path of a class of your own (got 'grp')", "loss=grpo"),
+        ("loss=grp", "or the dotted path of a function of your own (got 'grp')", "loss=grpo"),
         (
             "advantage=mine.shiftd",
             "needs a function in the module mine (got no shiftd)",
@@ -276,6 +289,36 @@ def test_check_names_the_imports_and_puts_the_paths_into_the_equation(mine, caps
     assert equation(beside)[0].startswith("gspo, prompt_mean: ")
 
 
-def test_explain_says_that_a_group_takes_a_class_of_the_user(capsys):
+def test_explain_says_that_a_group_takes_a_function_of_the_user(capsys):
     assert main(["explain", "loss"]) == 0
-    assert "loss=package.module.class: A class of your own" in capsys.readouterr().out
+    assert "loss=package.module.function: A function of your own" in capsys.readouterr().out
+
+
+def test_a_function_is_a_loss_with_keys_of_its_own(mine):
+    loss = loss_of(compose(["loss=mine.soft_clip", "loss.softness=0.1"]).config)
+    assert (loss.family.level, dict(loss.family.options)) == ("token", {"softness": 0.1})
+    assert loss_of(compose(["loss=mine.of_groups"]).config).needs_whole_groups
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["loss=mine.soft_clip", "loss.hardness=0.1"],
+            "soft_clip has no hardness; its parameters with a default are softness",
+        ),
+        (["loss=mine.centred"], "it depends on other tokens. Ask for `documents`"),
+        (
+            ["loss=mine.of_groups", "accumulation.docs_per_step=12"],
+            "multiple of the group size 8 .* Use accumulation.docs_per_step=16",
+        ),
+        (["loss=mine.of_groups", "accumulation=fixed"], "Use accumulation=dynamic"),
+        (
+            ["loss=mine.of_groups", "correction=token_mask", "rollout.old_log_probs=training"],
+            "Use correction=none",
+        ),
+    ],
+)
+def test_a_loss_function_that_cannot_be_right_is_refused(mine, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        loss_of(compose(overrides).config)
