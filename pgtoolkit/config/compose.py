@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config import hydra_keys, refusals
 from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
-from pgtoolkit.config.files import OPTIONAL, options, own_folder
+from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
 from pgtoolkit.config.hydra_files import compose_choices, register
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
@@ -128,6 +128,9 @@ def compose_node(
 
     The arguments are those of `compose`.
     """
+    taken = taken_names(sweep_file)
+    if taken:
+        return Node(None, taken)
     groups = options()
     by_effect = _sort_by_effect(overrides, groups, evaluate)
     problems = [*by_effect.problems]
@@ -199,6 +202,7 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
     config = absolute_paths(resolve(node, unresolved))
     values = [(override.key_or_group, override.value()) for override in by_effect.parsed]
     problems = [
+        *(taken_names() if by_effect.choices else ()),
         *by_effect.problems,
         *problems_of_values,
         *executed.commands_not_typed(config, values),

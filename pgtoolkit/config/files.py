@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import nearest, refusal
+from pgtoolkit.system.report import nearest, refusal, shortest_path
 from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
@@ -111,6 +111,63 @@ def _options_in(folder: Path) -> dict[str, set[str]]:
         if file.parent.name != "hydra" and not file.name.startswith("_"):
             options_by_group.setdefault(file.parent.name, set()).add(file.stem)
     return options_by_group
+
+
+def taken_names(sweep_file: Path | None = None) -> list[str]:
+    """Return a problem for each file of options of the user's that has the name of one of
+    pgtoolkit's.
+
+    Such files lie in the user's folder, or beside the file of a sweep. Hydra would take them in one
+    command and pgtoolkit's in another. On some disks names that differ in capitals are one.
+    """
+    folders = {own_folder(), sweep_file and sweep_file.parent} - {None, _shipped("sweeps")}
+    problems = []
+    for folder in sorted(filter(None, folders)):
+        for file in _files_of_options(folder):
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            if file != sweep_file and name.lower() in _shipped_names():
+                problems.append(_taken_name(file, name))
+    return problems
+
+
+def _files_of_options(folder: Path) -> list[Path]:
+    """Return the files in the places where conf/ has some, in any case of letters."""
+    places = {name.partition("/")[0] for name in _shipped_names()}
+    groups = [path for path in folder.glob("*/") if path.name.lower() in places]
+    files = [*folder.glob("*.y*ml")]
+    for group in groups:
+        files += [*group.glob("*.y*ml"), *group.glob("*/*.y*ml")]
+    return sorted(file for file in files if file.suffix.lower() in (".yaml", ".yml"))
+
+
+@functools.cache
+def _shipped_names() -> set[str]:
+    """Return the names of the files below conf/, and those of the schemas, without their ends."""
+    folder = config_directory()
+    files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml")]
+    names = {file.as_posix() for file in files}
+    names |= {(file.parent / "schema").as_posix() for file in files}
+    return names | {f"{file.parent}/schema_{file.name}" for file in files}
+
+
+def _taken_name(file: Path, name: str) -> str:
+    """Return the refusal of a file. name: below its folder, without the end."""
+    group, _, option = name.lower().rpartition("/")
+    folder = shortest_path(str(file).removesuffix(f"/{name}{file.suffix}"))
+    use = f"{folder}/{group}/my_{option}.yaml with {group}=my_{option}"
+    if name.lower() == "hydra/pgtk":
+        use = "the same keys in a sweep's file or in an experiment"
+    elif not group:
+        use = f"{folder}/experiment/mine.yaml with experiment=mine, or another folder for the "
+        use += "file of a sweep"
+    return refusal(
+        setting=shortest_path(file),
+        needs="a name that pgtoolkit does not have",
+        got=name,
+        reason="pgtoolkit's file of this name would be taken in its place, or it in the place of "
+        "that one.",
+        use=use,
+    )
 
 
 def leading_comment(file: Path) -> str:

@@ -126,8 +126,51 @@ def test_a_file_of_the_user_that_hydra_takes_for_our_settings_of_hydra_is_refuse
             "job: {name: pgtk, env_set: {LD_PRELOAD: evil.so}}\n"
         )
         message = refusal(capsys, "sweep", "mine.yaml", "seed=1,2", *more)
-        assert "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out" in message
+        assert "hydra/pgtk.yaml needs a name that pgtoolkit does not have" in message
         (folder / "hydra/pgtk.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "use"),
+    [
+        ("loss/grpo.yaml", "/loss/my_grpo.yaml with loss=my_grpo."),
+        ("experiment/dapo.yaml", "/experiment/my_dapo.yaml with experiment=my_dapo."),
+        ("Loss/GRPO.yml", "/loss/my_grpo.yaml with loss=my_grpo."),
+        ("loss/schema_grpo.yaml", "/loss/my_schema_grpo.yaml with loss=my_schema_grpo."),
+        (
+            "hydra/launcher/slurm.yaml",
+            "/hydra/launcher/my_slurm.yaml with hydra/launcher=my_slurm.",
+        ),
+        ("config.yaml", "/experiment/mine.yaml with experiment=mine, or another folder for the "),
+    ],
+)
+def test_a_file_of_the_user_with_the_name_of_one_of_ours_is_refused_by_each_command(
+    evil, monkeypatch, capsys, file, use
+):
+    (evil / "mine").mkdir()
+    (evil / "mine/sweep.yaml").write_text("defaults: [config, _self_]\n")
+    (evil / "mine" / file).parent.mkdir(parents=True, exist_ok=True)
+    (evil / "mine" / file).write_text("epsilon_low: 0.4\n")
+    problem = f"mine/{file} needs a name that pgtoolkit does not have (got {file.partition('.')[0]}"
+    commands = [
+        ["loss=grpo"],
+        ["-m", "loss=grpo,gspo"],
+        ["--cfg", "job"],
+        ["check"],
+        ["continue", "run"],
+        ["sweep", "clip_range"],
+    ]
+    commands = [[*command, "--config-dir=mine"] for command in commands]
+    commands += [["sweep", "mine/sweep.yaml", "seed=1,2"], ["check", "sweep", "mine/sweep.yaml"]]
+    for command in commands:
+        message = refusal(capsys, *command)
+        assert problem in message, command
+        assert f"Use mine{use}" in message, command
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(evil / "mine"))
+    assert problem in refusal(capsys, "debug=short")
+    # Ours are read from beside the program, whatever lies in the folder of the user's.
+    (evil / "mine" / file).rename(evil / "mine" / f"{file}.bak")
+    assert main(["check", "loss=grpo"]) == 0
 
 
 def test_a_sweep_file_chooses_a_launcher_its_folder_and_commands_for_it(evil, monkeypatch):
