@@ -170,6 +170,13 @@ def _taken_name(file: Path, name: str) -> str:
     )
 
 
+def option_file(group: str, name: str) -> Path:
+    """Return the file of an option: of the user's own folder, or of conf/."""
+    folders = [folder for folder in (own_folder(), config_directory()) if folder]
+    files = [folder / group / f"{name}.yaml" for folder in folders]
+    return next(file for file in files if file.is_file())
+
+
 def leading_comment(file: Path) -> str:
     """Return the comment at the top of a YAML file, without Hydra's directive and the command."""
     sentences = []

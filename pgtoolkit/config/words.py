@@ -1,0 +1,392 @@
+"""Words of pgtoolkit that are no keys, options or metrics, and what each of them means: the terms
+of docs/, files of a run, environment variables, columns of data, and parameters of functions.
+
+The tables of docs/ that list them and `pgtk explain` follow from these declarations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word as it is typed or read, with its meaning.
+
+    type: what a column or a parameter holds. see: the page of docs/ that says more.
+    """
+
+    name: str
+    help: str
+    type: str = ""
+    see: str = ""
+
+
+OF_EQUATIONS = (
+    Word(
+        "group",
+        "the completions of one prompt; advantages are computed from their rewards. G counts the "
+        "groups of the step, and N_g is the number of trained tokens of group g",
+    ),
+    Word(
+        "document",
+        "one prompt with one completion, as tokens and numbers of each trained token; `Document` "
+        "in `batch.py`. D counts the documents of the step, and N_d is the number of trained "
+        "tokens of document d",
+    ),
+    Word(
+        "trajectory",
+        "one attempt at a prompt: one document, or several if its context was rewritten on the way "
+        "(a compaction, sub-agents, branches). A document that names none is one by itself. Reward "
+        "and baseline count a trajectory once, and so does the table of aggregations, where D "
+        "counts trajectories, and N_d the trained tokens of all its documents. A family by "
+        "document takes its ratio within a document",
+        see="losses.md#trajectories-of-several-documents",
+    ),
+    Word(
+        "label",
+        "the token that the logits of a position predict: labels[t] is token t + 1 of the "
+        "document, and o_t, b_t and A_t are that token's",
+    ),
+    Word("trained token", "one whose label is not negative; N counts those of the step"),
+    Word("step", "one optimizer update with all its documents, of all micro-batches and ranks"),
+    Word(
+        "log-prob",
+        "p_t, the logarithm of a token's probability under the policy in training, "
+        "with the logits divided by the temperature",
+    ),
+    Word(
+        "old log-prob",
+        "o_t, that under the policy that generated the token, in the ratio exp(p_t - o_t)",
+    ),
+    Word(
+        "sampling log-prob",
+        "b_t, that which the engine gave as it sampled the token, where "
+        "another program has computed the old one",
+    ),
+    Word("log-ratio", "λ_t = p_t - o_t"),
+    Word("advantage", "A_t, how much better a completion is than is expected of its prompt"),
+)
+"""The words of docs/losses.md."""
+
+OF_CODE = (
+    Word("prompt", "the question to the model: `Prompt` in `completion.py`"),
+    Word("completion", "the model's answer to a prompt: `Completion` in `completion.py`"),
+    Word(
+        "batch of rollouts",
+        "the documents that are sampled at once, by the same weights; it makes one step or several",
+    ),
+    Word(
+        "micro-batch",
+        "documents that go through the model at once; its tokens are one packed "
+        "row, or padded rows",
+    ),
+    Word(
+        "piece",
+        "the part of a step that one call of the loss gets: a micro-batch, or a rank's part of it",
+    ),
+    Word(
+        "totals",
+        "the denominators of a step, counted over the step before the first backward "
+        "pass: `StepTotals`",
+    ),
+    Word(
+        "family",
+        "the formula of a token's surrogate, such as GRPO's or GSPO's: a class in "
+        "`losses/families.py`",
+    ),
+    Word(
+        "slope",
+        "the derivative of a surrogate by the log-ratio or the log-prob; a family gives both",
+    ),
+    Word("aggregation", "the formula of a token's weight: a class in `losses/aggregation.py`"),
+    Word(
+        "correction",
+        "a factor for the gap between the log-probs of sampler and trainer: "
+        "`losses/corrections.py`",
+    ),
+    Word(
+        "reference",
+        "in tests: the losses as loops in float64, `losses/reference.py`. In a run: "
+        "the frozen model of a KL penalty",
+    ),
+    Word(
+        "version",
+        "the number of updates of the weights; `staleness` is how many versions old a document is",
+    ),
+    Word("sampler", "what writes completions: the model in training, a copy, or a server of vLLM"),
+    Word("rank", "one of the processes that train one model together"),
+    Word("job", "a run of a sweep"),
+    Word("digest", "the hash of the keys that change what a job of a sweep learns"),
+    Word("verifier", "the function that scores a completion"),
+    Word("environment", "the class that answers between the turns of a conversation"),
+)
+"""Further words of docs/architecture.md."""
+
+FILES = (
+    Word("config.yaml", "the configuration of the run, with every key"),
+    Word("overrides.yaml", "what was typed"),
+    Word("drift.jsonl", "after a resume that changed keys: from which step on which ones"),
+    Word("provenance.json", "the command, the commit, versions of packages, and the machine"),
+    Word("data.json", "digests of the files that the run has read"),
+    Word(
+        "code",
+        "copies of modules of your own that the run imported",
+        see="configuration.md#what-runs-code",
+    ),
+    Word("status.json", "the state of the run, its step, the last checkpoint, and why it ended"),
+    Word("metrics.jsonl", "a line for each step", see="metrics.md"),
+    Word(
+        "evaluations.jsonl",
+        "a line for each set of held-out prompts at each evaluation",
+        see="evaluation.md",
+    ),
+    Word("completions", "the completions that are kept, as Parquet files", see="samples.md"),
+    Word(
+        "checkpoints", "Hugging Face folders, named step-NNNNNN", see="configuration.md#checkpoints"
+    ),
+    Word("run.log", "what the run has printed"),
+    Word("curves.png", "the main metrics over the documents seen"),
+    Word("output.log", "of a job of a sweep: its output", see="configuration.md#sweeps"),
+    Word(
+        "sweep.json",
+        "in the folder of a sweep: its jobs with their states; while they run sweep.jsonl, too",
+        see="configuration.md#sweeps",
+    ),
+)
+"""The files and folders of a run directory."""
+
+VARIABLES = (
+    Word("PGTK_CONFIG_DIR", "the folder with options of your own, as `--config-dir` names it"),
+    Word("MLFLOW_TRACKING_URI", "MLflow's store, where `tracking.uri` is not typed"),
+    Word("MLFLOW_EXPERIMENT_NAME", "the experiment, where `tracking.experiment` is not typed"),
+    Word("MLFLOW_TRACKING_USERNAME", "the user of MLflow's server"),
+    Word("MLFLOW_TRACKING_PASSWORD", "their password"),
+    Word("MLFLOW_TRACKING_TOKEN", "in their place a token"),
+    Word(
+        "MLFLOW_HTTP_REQUEST_TIMEOUT",
+        "seconds that a call of MLflow's server may take (5)",
+        see="experiments.md#what-mlflow-records",
+    ),
+    Word("WANDB_API_KEY", "the key of Weights & Biases"),
+    Word(
+        "WANDB_MODE",
+        "`offline` keeps the record in the run directory, for `wandb sync`",
+        see="experiments.md#other-trackers",
+    ),
+    Word("WANDB_BASE_URL", "the server of Weights & Biases"),
+    Word("WANDB_ENTITY", "the user or team to which the run belongs"),
+    Word("WANDB_TAGS", "tags of the run"),
+    Word("WANDB_INIT_TIMEOUT", "seconds that the server may take at the start (10)"),
+    Word("HF_HUB_OFFLINE", "1 takes models and data sets from the cache, without asking the hub"),
+    Word(
+        "VLLM_API_KEY",
+        "the key of running servers, or of those that pgtk starts",
+        see="rollouts.md",
+    ),
+    Word(
+        "VLLM_SERVER_DEV_MODE",
+        "1 lets a vLLM server of your own take new weights",
+        see="rollouts.md",
+    ),
+    Word(
+        "VLLM_USE_V2_MODEL_RUNNER", "which of vLLM's two model runners samples", see="rollouts.md"
+    ),
+    Word(
+        "VERL_USE_EXTERNAL_MODULES",
+        "`pgtoolkit.adapters.verl` gives verl the losses of here",
+        see="adapters.md#verl",
+    ),
+    Word("CUDA_VISIBLE_DEVICES", "the GPUs that a process sees"),
+    Word("OMP_NUM_THREADS", "CPU threads of a process, where `trainer.num_threads` is null"),
+    Word("TRITON_INTERPRET", "1 runs Triton's kernels in its interpreter, on a CPU"),
+    Word("PYTHONPATH", "where Python looks for modules, yours and vLLM's plugin among them"),
+    Word("MASTER_PORT", "the port at which ranks of several nodes find the first"),
+    Word("TERM", "`dumb` has a line for each step instead of one that renews itself"),
+    Word("PGTOOLKIT_VLLM", "how tests call vLLM"),
+    Word("PGTOOLKIT_SMOLLM2", "the folder of the pre-trained model in tests"),
+)
+"""The environment variables that change what happens."""
+
+COLUMNS = (
+    Word(
+        "token_ids",
+        "prompt followed by completion; 0 ≤ id < vocabulary of the model. A row may have texts in "
+        "its place",
+        type="list of S integers",
+        see="data.md#supervised-fine-tuning",
+    ),
+    Word(
+        "loss_mask",
+        "whether the token is trained; never the first token",
+        type="list of S booleans, or 0 and 1",
+    ),
+    Word(
+        "old_log_probs",
+        "log-prob of **this** token (not of the next) under the policy that sampled it, at the "
+        "temperature it was sampled with; read only where trained. With `loss=reinforce` all rows "
+        "may lack it, unless there is a `correction` or `kl=k3_ratio`",
+        type="list of S numbers",
+    ),
+    Word(
+        "sampling_log_probs",
+        "the same as the engine that sampled the token gave it, where `old_log_probs` were "
+        "computed anew; by the same rules",
+        type="list of S numbers, optional",
+    ),
+    Word(
+        "ref_log_probs",
+        "the same under a frozen reference, for `kl.reference=recorded` and the metric `kl_ref`; "
+        "by the same rules",
+        type="list of S numbers, optional",
+    ),
+    Word(
+        "reward",
+        "for `advantage=grpo`, `dr_grpo`, `rloo`, `max_rl`, `batch_std`, `pass_at_k`, `opo`, "
+        "`reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `custom`",
+        type="number",
+    ),
+    Word(
+        "advantage",
+        "for `advantage=given`. Where all rows may lack `old_log_probs`, they may lack it and the "
+        "reward, too: each is then 1",
+        type="number, or list of S numbers",
+    ),
+    Word(
+        "group_id",
+        "the same for all completions of one prompt, in all files; another for every other prompt",
+        type="integer or text",
+    ),
+    Word(
+        "trajectory",
+        "the same for all documents that are parts of one attempt at the prompt; unique in its "
+        "group, or in its file where there are no groups. A row without one is an attempt by "
+        "itself",
+        type="integer or text, optional",
+        see="losses.md#trajectories-of-several-documents",
+    ),
+    Word("id", "unique; names the document in messages", type="integer or text, optional"),
+    Word(
+        "model_version",
+        "optimizer updates of the sampling policy, for the metric `staleness`",
+        type="integer, optional",
+    ),
+    Word("truncated", "for the metric `truncated_fraction`", type="boolean, optional"),
+    Word("exact_match", "for the metric of the same name", type="boolean, optional"),
+    Word(
+        "score_failed",
+        "whether nobody could score the completion. With it and without a `reward` a document has "
+        "weight 0 and no part in the baseline of its group",
+        type="boolean, optional",
+    ),
+)
+"""The columns of recorded rollouts."""
+
+PARAMETERS = (
+    Word("completion", "the text of one completion"),
+    Word("answer", "its prompt's reference answer, a text"),
+    Word("prompt", "the prompt as the file has it: a text, or a list of chat messages"),
+    Word("row", "the row of the file with all columns, a dictionary"),
+)
+"""The parameters of a reward function of one completion."""
+
+PARAMETERS_OF_BATCHES = (
+    Word(
+        "completions",
+        'under a chat template lists of messages (`completion[0]["content"]`), else texts. '
+        "Special tokens except the end are part of a text",
+    ),
+    Word("prompts", "the same of prompts: the template's input, including `task.system_prompt`"),
+    Word("completion_ids", "tokens, with the end of the sequence"),
+    Word(
+        "trainer_state",
+        "`global_step`, the updates of the weights that wrote the completions, and `max_steps`",
+    ),
+    Word(
+        "log_metric",
+        "`log_metric(name, value)` becomes the metric `verifier/NAME`; with several verifiers "
+        "`verifier/VERIFIER/NAME`",
+    ),
+    Word(
+        "log_extra",
+        "`log_extra(column, values)` has a value for each completion, kept as text beside its "
+        "rewards if the run keeps the completion (`rollout.keep_completions`, evaluations), and "
+        "shown by `pgtk samples`; with several verifiers as `VERIFIER/COLUMN`",
+    ),
+)
+"""The parameters of a reward function of a batch, besides columns of the file."""
+
+PARAMETERS_OF_VERL = (
+    Word(
+        "data_source",
+        "the column of this name, which every row needs where the parameter has no default",
+    ),
+    Word("solution_str", "the text of the completion"),
+    Word(
+        "ground_truth",
+        "`reward_model.ground_truth` as the file has it, if that is the answer; else the answer, a "
+        "text",
+    ),
+    Word("extra_info", "the column of this name, a dictionary; `{}` where the row has none"),
+)
+"""The parameters of verl's compute_score."""
+
+KEYS_OF_SETS = (
+    Word(
+        "task",
+        "another kind of task (`reverse`, `sums`, `reasoning_gym`, `prompts`), with the defaults "
+        "of its file in `conf/task`",
+    ),
+    Word("seed", "instead of `evaluation.seed`"),
+    Word(
+        "prompts",
+        "instead of `evaluation.prompts_per_set`; of a file with fewer prompts all are used, each "
+        "once",
+    ),
+)
+"""The keys of a set of held-out prompts, besides those of the task."""
+
+HYDRA = (
+    Word(
+        "hydra.run.dir",
+        "the directory of a single run; without it one in outputs/ that is named "
+        "after the time and what was typed",
+    ),
+    Word(
+        "hydra.sweep.dir",
+        "the folder of a sweep; without it one in outputs/sweeps/ that is "
+        "named after the file and what was typed",
+        see="configuration.md#sweeps",
+    ),
+    Word("hydra.sweep.subdir", "the name of a job's directory within it"),
+    Word(
+        "hydra.launcher",
+        "the settings of the launcher that hydra/launcher chooses: local, slurm or ray_cluster",
+        see="configuration.md#sweeps",
+    ),
+    Word(
+        "hydra.sweeper",
+        "the settings of the sweeper that hydra/sweeper chooses: basic, which "
+        "runs all combinations, or optuna_search",
+        see="configuration.md#sweeps",
+    ),
+    Word("hydra.mode", "RUN or MULTIRUN, which `-m` sets"),
+    Word("hydra.job.name", "the name of the jobs in the queue of SLURM"),
+    Word("hydra.job.config.override_dirname", "which keys stand in the names of folders, and how"),
+)
+"""The keys of Hydra that act here, besides those of the launchers' and sweepers' files."""
+
+KINDS = {
+    "a word of these pages": (*OF_EQUATIONS, *OF_CODE),
+    "a file of a run directory": FILES,
+    "an environment variable": VARIABLES,
+    "a column of recorded rollouts": COLUMNS,
+    "a parameter of a reward function": (
+        *PARAMETERS,
+        *PARAMETERS_OF_BATCHES,
+        *PARAMETERS_OF_VERL,
+    ),
+    "a key of a set of held-out prompts": KEYS_OF_SETS,
+    "a key of Hydra's": HYDRA,
+}
+"""What a word is, in words -> the words."""
