@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pgtoolkit.config.defaults import Computed
-from pgtoolkit.config.files import options
+from pgtoolkit.config.files import options, own_folder
 from pgtoolkit.config.keys import (
     KEYS,
     OWN_CODE,
@@ -95,9 +96,13 @@ class Entry:
             yield "A relative path is seen from the directory in which the run starts."
 
 
-@functools.cache
 def entries() -> list[Entry]:
     """Return every key in the order of the schema, once for each meaning."""
+    return _entries(own_folder())
+
+
+@functools.cache
+def _entries(_folder: Path | None) -> list[Entry]:
     by_meaning: dict[tuple, Entry] = {}
     for key in KEYS:
         option_of_key = key.schema.partition("/")[2]

@@ -7,11 +7,13 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+import pgtoolkit
 from pgtoolkit.config.elsewhere import NONE, keys_called, known_as
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
 from pgtoolkit.config.keys import KEYS, is_inside
@@ -22,7 +24,8 @@ from pgtoolkit.losses.family import Family
 from pgtoolkit.runs.declared_metrics import OF_EVALUATIONS, OF_TRACKERS, metric_named
 from pgtoolkit.runs.metric import declared_as
 from pgtoolkit.system.functions import import_function, is_dotted_path
-from pgtoolkit.system.report import nearest, refusal
+from pgtoolkit.system.report import nearest, refusal, text
+from pgtoolkit.tasks.signatures import OF_A_BATCH, OF_VERL, SINGLE
 
 Known = Mapping[str, list[Page]]
 """Every word that can be explained -> its pages."""
@@ -94,7 +97,7 @@ def _known(words: str, known: Known) -> list[Page]:
 def _spellings(words: str) -> Iterator[str]:
     """Yield the ways in which a word may be written here, the likeliest first."""
     word = words.strip().removeprefix("pgtk ")
-    for spelling in (word, word.replace("-", "_"), word.replace(" ", "_")):
+    for spelling in (word, word.replace("-", "_"), word.replace(" ", "_"), word.replace(" ", "-")):
         for form in (spelling, spelling.partition("=")[0]):
             yield form
             yield form.lower()
@@ -103,6 +106,8 @@ def _spellings(words: str) -> Iterator[str]:
 def _varied(word: str, known: Known) -> list[Page]:
     """Return the pages on a name with a part that varies: a metric such as pass@8, an entry of a
     dictionary, or a parameter of own code."""
+    if f"--{word}" in known:
+        return known[f"--{word}"]
     metric = metric_named(word) or declared_as(word, (*OF_EVALUATIONS, *OF_TRACKERS))
     if metric is not None:
         return [page_on_metric(word, metric)]
@@ -110,12 +115,18 @@ def _varied(word: str, known: Known) -> list[Page]:
         if key.free and is_inside(word, key.name):
             inner = word.removeprefix(f"{key.name}.").partition(".")[2]
             return [*known[key.name], *(known.get(f"task.{inner}", []) if inner else [])]
+    file = re.fullmatch(r"(?:conf/)?(\w+)/([\w-]+)\.yaml", word)
+    if file is not None:
+        return known.get(f"{file[1]}={file[2]}") or known.get(file[2]) or known.get(file[1]) or []
+    if known.get(word.partition("/")[0], [])[:1] and "/" in word:
+        return [page for page in known[word.partition("/")[0]] if "file" in page.title]
     for settings in ("hydra.launcher", "hydra.sweeper"):
         if is_inside(word, settings):
             return known[settings]
     group, _, leaf = word.partition(".")
     is_like_ours = nearest(word, [key.name for key in KEYS if key.group == group], 0.8)
-    if group in PARAMETERS and leaf.isidentifier() and not is_like_ours:
+    is_name = all(part.isidentifier() for part in leaf.split("."))
+    if group in PARAMETERS and is_name and not is_like_ours:
         return known[PARAMETERS[group]]
     return []
 
@@ -144,44 +155,66 @@ def _rows_of_trainers(word: str) -> list[Page]:
 
 
 def _own_code(words: str, _known: Known) -> list[Page]:
-    """Return the page on a class or a function of the user's, by its dotted path."""
+    """Return the page on a class or a function by its dotted path: of the user's, or of
+    pgtoolkit's, whose public names may stand alone."""
+    if words in pgtoolkit.__all__:
+        words = f"pgtoolkit.{words}"
     if not is_dotted_path(words):
         return []
     top = words.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return []
     if find_spec(top) is None and PathFinder.find_spec(top, [os.getcwd()]) is None:
         return []
-    code = import_function("loss", words, None)
+    try:
+        code = import_function("pgtk explain", words, None)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("pgtk explain=", "pgtk explain ")) from error
     parts = {
         "": (inspect.getdoc(code) or "").partition("\n\n")[0],
         "parameters": "; ".join(_parameters(code)),
         "use": _use(code, words),
     }
-    return [Page("code", f"{words}: code of your own", parts)]
+    kind = "class" if isinstance(code, type) else "function"
+    return [Page("code", f"{words}: a {kind}", parts)]
 
 
 def _parameters(code: Callable) -> Iterator[str]:
     """Yield each parameter with its default, and its meaning where it is declared."""
+    meanings = {}
     if is_dataclass(code):
-        for parameter in fields(code):
-            default = "" if parameter.default is MISSING else f"={parameter.default}"
-            meaning = parameter.metadata.get("help", "")
-            yield f"{parameter.name}{default}" + (f" ({meaning})" if meaning else "")
-    else:
-        yield str(inspect.signature(code)).partition(")")[0].lstrip("(")
+        meanings = {field.name: field.metadata.get("help") for field in fields(code)}
+    for name, parameter in _signature(code).items():
+        has_default = parameter.default is not parameter.empty
+        default = f"={text(parameter.default)}" if has_default else ""
+        meaning = f" ({meanings[name]})" if meanings.get(name) else ""
+        yield f"{name}{default}{meaning}"
+
+
+def _signature(code: Callable) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(code).parameters
+    except ValueError:  # some functions written in C have no signature
+        return {}
 
 
 def _use(code: Callable, path: str) -> str:
-    """Return what to type for code of one's own, by what it is."""
+    """Return what to type for code of one's own, by what it is; empty if that cannot be told."""
+    names = _signature(code)
     if isinstance(code, type):
         if issubclass(code, Family):
             return f"loss={path}"
-        return f"task=conversation task.environment={path}, or callbacks.NAME.path={path}"
-    names = inspect.signature(code).parameters
-    if "totals" in names:
+        if hasattr(code, "reply") and hasattr(code, "score"):
+            return f"task=conversation task.environment={path}"
+        if hasattr(code, "on_train_batch_end") or hasattr(code, "log_metrics"):
+            return f"callbacks.NAME.path={path}"
+        return ""
+    if {"totals", "tokens_per_document"} <= names.keys():
         return f"aggregation={path}"
     if "rewards" in names:
         return f"advantage={path}"
-    return f"task.verifier={path}"
+    is_verifier = {*SINGLE, *OF_A_BATCH, *OF_VERL} & names.keys()
+    return f"task.verifier={path}" if is_verifier else ""
 
 
 def _mentioned(words: str, known: Known) -> list[Page]:

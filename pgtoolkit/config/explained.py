@@ -15,6 +15,7 @@ from pgtoolkit.config.files import (
     leading_comment,
     option_file,
     options,
+    own_folder,
     read_options,
     sweep_files,
 )
@@ -22,7 +23,7 @@ from pgtoolkit.config.hydra_keys import INSTEAD
 from pgtoolkit.config.keys import OWN_CODE, option_help
 from pgtoolkit.config.option_tables import option_tables, rows_on
 from pgtoolkit.config.schema import OPTIONS, default_options
-from pgtoolkit.config.words import KINDS, OF_CODE, OF_EQUATIONS
+from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import OF_STEPS
 from pgtoolkit.runs.declared_metrics import TABLES as METRICS
@@ -46,7 +47,7 @@ class Page:
     title: str
     parts: dict[str, str]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The page as it is printed."""
         lines = [self.title]
@@ -62,9 +63,13 @@ Explained = Iterator[tuple[list[str], Page]]
 """Pages, each with the words that it explains."""
 
 
-@functools.cache
 def explanations() -> dict[str, list[Page]]:
     """Return every word that can be explained -> its pages, one for each thing it stands for."""
+    return _explanations(own_folder())
+
+
+@functools.cache
+def _explanations(_folder: Path | None) -> dict[str, list[Page]]:
     pages: dict[str, list[Page]] = {}
     for source in (
         _words,
@@ -84,16 +89,14 @@ def explanations() -> dict[str, list[Page]]:
 
 
 def _words() -> Explained:
-    terms = (*OF_EQUATIONS, *OF_CODE)
     for kind, words in KINDS.items():
         for word in words:
-            names = [word.name, f"{word.name}s"] if word in terms else [word.name]
             parts = {
                 "": word.help,
                 "type": word.type,
                 "see": f"docs/{word.see}" if word.see else "",
             }
-            yield names, Page("word", f"{word.name}, {kind}", parts)
+            yield [word.name, f"{word.name}s"], Page("word", f"{word.name}, {kind}", parts)
 
 
 def _page_of_docs(see: str) -> str:

@@ -11,18 +11,17 @@ from collections.abc import Iterable, Sequence
 from pgtoolkit.config.elsewhere import NONE
 from pgtoolkit.config.option_tables import OptionTable, option_tables
 from pgtoolkit.config.rules.table import TABLE as RULES
-from pgtoolkit.config.words import (
+from pgtoolkit.config.word import Word
+from pgtoolkit.config.words import HYDRA, OF_CODE, OF_EQUATIONS, TAGS, VARIABLES
+from pgtoolkit.config.words_of_files import (
     COLUMNS,
     FILES,
-    HYDRA,
     KEYS_OF_SETS,
-    OF_CODE,
-    OF_EQUATIONS,
+    OF_CHECKPOINTS,
+    OF_COMPLETIONS,
     PARAMETERS,
     PARAMETERS_OF_BATCHES,
     PARAMETERS_OF_VERL,
-    VARIABLES,
-    Word,
 )
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import METRICS
@@ -40,6 +39,9 @@ def tables() -> dict[str, Table]:
         "words of the equations": words("word", OF_EQUATIONS),
         "words of the code": words("word", OF_CODE),
         "files of a run": words("`file`", FILES),
+        "files of a checkpoint": words("`file`", OF_CHECKPOINTS),
+        "columns of completions": words("`column`", OF_COMPLETIONS),
+        "tags in MLflow": words("`tag`", TAGS),
         "environment variables": words("`variable`", VARIABLES),
         "columns of rollouts": words("`field`", COLUMNS),
         "parameters": words("`parameter`", PARAMETERS),

@@ -6,21 +6,17 @@ The tables of docs/ that list them and `pgtk explain` follow from these declarat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word as it is typed or read, with its meaning.
-
-    type: what a column or a parameter holds. see: the page of docs/ that says more.
-    """
-
-    name: str
-    help: str
-    type: str = ""
-    see: str = ""
-
+from pgtoolkit.config.word import Word
+from pgtoolkit.config.words_of_files import (
+    COLUMNS,
+    FILES,
+    KEYS_OF_SETS,
+    OF_CHECKPOINTS,
+    OF_COMPLETIONS,
+    PARAMETERS,
+    PARAMETERS_OF_BATCHES,
+    PARAMETERS_OF_VERL,
+)
 
 OF_EQUATIONS = (
     Word(
@@ -123,39 +119,6 @@ OF_CODE = (
 )
 """Further words of docs/architecture.md."""
 
-FILES = (
-    Word("config.yaml", "the configuration of the run, with every key"),
-    Word("overrides.yaml", "what was typed"),
-    Word("drift.jsonl", "after a resume that changed keys: from which step on which ones"),
-    Word("provenance.json", "the command, the commit, versions of packages, and the machine"),
-    Word("data.json", "digests of the files that the run has read"),
-    Word(
-        "code",
-        "copies of modules of your own that the run imported",
-        see="configuration.md#what-runs-code",
-    ),
-    Word("status.json", "the state of the run, its step, the last checkpoint, and why it ended"),
-    Word("metrics.jsonl", "a line for each step", see="metrics.md"),
-    Word(
-        "evaluations.jsonl",
-        "a line for each set of held-out prompts at each evaluation",
-        see="evaluation.md",
-    ),
-    Word("completions", "the completions that are kept, as Parquet files", see="samples.md"),
-    Word(
-        "checkpoints", "Hugging Face folders, named step-NNNNNN", see="configuration.md#checkpoints"
-    ),
-    Word("run.log", "what the run has printed"),
-    Word("curves.png", "the main metrics over the documents seen"),
-    Word("output.log", "of a job of a sweep: its output", see="configuration.md#sweeps"),
-    Word(
-        "sweep.json",
-        "in the folder of a sweep: its jobs with their states; while they run sweep.jsonl, too",
-        see="configuration.md#sweeps",
-    ),
-)
-"""The files and folders of a run directory."""
-
 VARIABLES = (
     Word("PGTK_CONFIG_DIR", "the folder with options of your own, as `--config-dir` names it"),
     Word("MLFLOW_TRACKING_URI", "MLflow's store, where `tracking.uri` is not typed"),
@@ -208,143 +171,16 @@ VARIABLES = (
 )
 """The environment variables that change what happens."""
 
-COLUMNS = (
-    Word(
-        "token_ids",
-        "prompt followed by completion; 0 ≤ id < vocabulary of the model. A row may have texts in "
-        "its place",
-        type="list of S integers",
-        see="data.md#supervised-fine-tuning",
-    ),
-    Word(
-        "loss_mask",
-        "whether the token is trained; never the first token",
-        type="list of S booleans, or 0 and 1",
-    ),
-    Word(
-        "old_log_probs",
-        "log-prob of **this** token (not of the next) under the policy that sampled it, at the "
-        "temperature it was sampled with; read only where trained. With `loss=reinforce` all rows "
-        "may lack it, unless there is a `correction` or `kl=k3_ratio`",
-        type="list of S numbers",
-    ),
-    Word(
-        "sampling_log_probs",
-        "the same as the engine that sampled the token gave it, where `old_log_probs` were "
-        "computed anew; by the same rules",
-        type="list of S numbers, optional",
-    ),
-    Word(
-        "ref_log_probs",
-        "the same under a frozen reference, for `kl.reference=recorded` and the metric `kl_ref`; "
-        "by the same rules",
-        type="list of S numbers, optional",
-    ),
-    Word(
-        "reward",
-        "for `advantage=grpo`, `dr_grpo`, `rloo`, `max_rl`, `batch_std`, `pass_at_k`, `opo`, "
-        "`reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `custom`",
-        type="number",
-    ),
-    Word(
-        "advantage",
-        "for `advantage=given`. Where all rows may lack `old_log_probs`, they may lack it and the "
-        "reward, too: each is then 1",
-        type="number, or list of S numbers",
-    ),
-    Word(
-        "group_id",
-        "the same for all completions of one prompt, in all files; another for every other prompt",
-        type="integer or text",
-    ),
-    Word(
-        "trajectory",
-        "the same for all documents that are parts of one attempt at the prompt; unique in its "
-        "group, or in its file where there are no groups. A row without one is an attempt by "
-        "itself",
-        type="integer or text, optional",
-        see="losses.md#trajectories-of-several-documents",
-    ),
-    Word("id", "unique; names the document in messages", type="integer or text, optional"),
-    Word(
-        "model_version",
-        "optimizer updates of the sampling policy, for the metric `staleness`",
-        type="integer, optional",
-    ),
-    Word("truncated", "for the metric `truncated_fraction`", type="boolean, optional"),
-    Word("exact_match", "for the metric of the same name", type="boolean, optional"),
-    Word(
-        "score_failed",
-        "whether nobody could score the completion. With it and without a `reward` a document has "
-        "weight 0 and no part in the baseline of its group",
-        type="boolean, optional",
-    ),
+TAGS = (
+    Word("family", "the loss"),
+    Word("aggregation", "the aggregation"),
+    Word("seed", "the seed"),
+    Word("sweep", "the sweep of which the run is a job"),
+    Word("git_commit", "the commit, with a digest of uncommitted changes"),
+    Word("reason", "why the run ended"),
+    Word("parent", "the run from a step of which this one goes on"),
 )
-"""The columns of recorded rollouts."""
-
-PARAMETERS = (
-    Word("completion", "the text of one completion"),
-    Word("answer", "its prompt's reference answer, a text"),
-    Word("prompt", "the prompt as the file has it: a text, or a list of chat messages"),
-    Word("row", "the row of the file with all columns, a dictionary"),
-)
-"""The parameters of a reward function of one completion."""
-
-PARAMETERS_OF_BATCHES = (
-    Word(
-        "completions",
-        'under a chat template lists of messages (`completion[0]["content"]`), else texts. '
-        "Special tokens except the end are part of a text",
-    ),
-    Word("prompts", "the same of prompts: the template's input, including `task.system_prompt`"),
-    Word("completion_ids", "tokens, with the end of the sequence"),
-    Word(
-        "trainer_state",
-        "`global_step`, the updates of the weights that wrote the completions, and `max_steps`",
-    ),
-    Word(
-        "log_metric",
-        "`log_metric(name, value)` becomes the metric `verifier/NAME`; with several verifiers "
-        "`verifier/VERIFIER/NAME`",
-    ),
-    Word(
-        "log_extra",
-        "`log_extra(column, values)` has a value for each completion, kept as text beside its "
-        "rewards if the run keeps the completion (`rollout.keep_completions`, evaluations), and "
-        "shown by `pgtk samples`; with several verifiers as `VERIFIER/COLUMN`",
-    ),
-)
-"""The parameters of a reward function of a batch, besides columns of the file."""
-
-PARAMETERS_OF_VERL = (
-    Word(
-        "data_source",
-        "the column of this name, which every row needs where the parameter has no default",
-    ),
-    Word("solution_str", "the text of the completion"),
-    Word(
-        "ground_truth",
-        "`reward_model.ground_truth` as the file has it, if that is the answer; else the answer, a "
-        "text",
-    ),
-    Word("extra_info", "the column of this name, a dictionary; `{}` where the row has none"),
-)
-"""The parameters of verl's compute_score."""
-
-KEYS_OF_SETS = (
-    Word(
-        "task",
-        "another kind of task (`reverse`, `sums`, `reasoning_gym`, `prompts`), with the defaults "
-        "of its file in `conf/task`",
-    ),
-    Word("seed", "instead of `evaluation.seed`"),
-    Word(
-        "prompts",
-        "instead of `evaluation.prompts_per_set`; of a file with fewer prompts all are used, each "
-        "once",
-    ),
-)
-"""The keys of a set of held-out prompts, besides those of the task."""
+"""The tags of a run in MLflow."""
 
 HYDRA = (
     Word(
@@ -373,14 +209,20 @@ HYDRA = (
     Word("hydra.mode", "RUN or MULTIRUN, which `-m` sets"),
     Word("hydra.job.name", "the name of the jobs in the queue of SLURM"),
     Word("hydra.job.config.override_dirname", "which keys stand in the names of folders, and how"),
+    Word(
+        "hydra.searchpath",
+        "refused: options of your own lie in one folder, which `--config-dir` names",
+    ),
 )
 """The keys of Hydra that act here, besides those of the launchers' and sweepers' files."""
 
 KINDS = {
     "a word of these pages": (*OF_EQUATIONS, *OF_CODE),
     "a file of a run directory": FILES,
+    "a file of a checkpoint": OF_CHECKPOINTS,
     "an environment variable": VARIABLES,
     "a column of recorded rollouts": COLUMNS,
+    "a column of kept completions": OF_COMPLETIONS,
     "a parameter of a reward function": (
         *PARAMETERS,
         *PARAMETERS_OF_BATCHES,
@@ -388,5 +230,6 @@ KINDS = {
     ),
     "a key of a set of held-out prompts": KEYS_OF_SETS,
     "a key of Hydra's": HYDRA,
+    "a tag in MLflow": TAGS,
 }
 """What a word is, in words -> the words."""
