@@ -181,10 +181,11 @@ def _own_code(words: str, _known: Known) -> list[Page]:
 
 def _parameters(code: Callable) -> Iterator[str]:
     """Yield each parameter with its default, and its meaning where it is declared."""
+    parameters = _signature(code)
     meanings = {}
     if is_dataclass(code):
         meanings = {field.name: field.metadata.get("help") for field in fields(code)}
-    for name, parameter in _signature(code).items():
+    for name, parameter in parameters.items():
         has_default = parameter.default is not parameter.empty
         default = f"={text(parameter.default)}" if has_default else ""
         meaning = f" ({meanings[name]})" if meanings.get(name) else ""
@@ -209,6 +210,8 @@ def _use(code: Callable, path: str) -> str:
         if hasattr(code, "on_train_batch_end") or hasattr(code, "log_metrics"):
             return f"callbacks.NAME.path={path}"
         return ""
+    if {"log_ratio", "log_probs"} & names.keys():
+        return f"loss={path}"
     if {"totals", "tokens_per_document"} <= names.keys():
         return f"aggregation={path}"
     if "rewards" in names:

@@ -21,6 +21,7 @@ from pgtoolkit.config.words_of_files import (
     OF_COMPLETIONS,
     PARAMETERS,
     PARAMETERS_OF_BATCHES,
+    PARAMETERS_OF_LOSSES,
     PARAMETERS_OF_VERL,
 )
 from pgtoolkit.errors import ExitStatus
@@ -47,6 +48,7 @@ def tables() -> dict[str, Table]:
         "parameters": words("`parameter`", PARAMETERS),
         "parameters of batches": words("`parameter`", PARAMETERS_OF_BATCHES),
         "parameters of verl": words("`parameter`", PARAMETERS_OF_VERL),
+        "parameters of losses": words("`parameter`", PARAMETERS_OF_LOSSES),
         "keys of a set": words("`key of a set`", KEYS_OF_SETS),
         "keys of Hydra": words("`key`", HYDRA),
         **{name: options(table) for name, table in option_tables().items()},

@@ -15,6 +15,7 @@ from pgtoolkit.config.words_of_files import (
     OF_COMPLETIONS,
     PARAMETERS,
     PARAMETERS_OF_BATCHES,
+    PARAMETERS_OF_LOSSES,
     PARAMETERS_OF_VERL,
 )
 
@@ -228,6 +229,7 @@ KINDS = {
         *PARAMETERS_OF_BATCHES,
         *PARAMETERS_OF_VERL,
     ),
+    "a parameter of a loss function": PARAMETERS_OF_LOSSES,
     "a key of a set of held-out prompts": KEYS_OF_SETS,
     "a key of Hydra's": HYDRA,
     "a tag in MLflow": TAGS,

@@ -226,6 +226,44 @@ PARAMETERS_OF_VERL = (
 )
 """The parameters of verl's compute_score."""
 
+PARAMETERS_OF_LOSSES = (
+    Word("log_probs", "p, through which the gradient flows", type="(T,)"),
+    Word("log_ratio", "p - o, not clamped, through which the gradient flows", type="(T,)"),
+    Word("old_log_probs", "o", type="(T,)"),
+    Word(
+        "sampling_log_probs",
+        "b; with a default of `None` it is given where the documents have it, and so are the next",
+        type="(T,)",
+    ),
+    Word("ref_log_probs", "f, the log-probs under the reference", type="(T,)"),
+    Word("advantages", "A", type="(T,)"),
+    Word("rewards", "the document's reward as estimators get it", type="(T,)"),
+    Word("group_rewards", "the mean reward of the document's group", type="(T,)"),
+    Word("lengths", "the trained tokens of the document", type="(T,)"),
+    Word("position", "the token's index among these", type="(T,)"),
+    Word(
+        "ratio",
+        "`ratio(x)` is exp of x clamped to ±20, without gradient beyond, counted in "
+        "`clamped_log_ratio_fraction`",
+    ),
+    Word(
+        "documents",
+        "`sum(x)`, `mean(x)`: (T,) to (D,); `before(x)`: (T,), the sum over the document's tokens "
+        "before this one; `spread(y)`: (D,) to (T,)",
+    ),
+    Word(
+        "groups",
+        "over the documents of a prompt: `sum`, `mean`, `logsumexp`: (D,) to (G,); `softmax`: "
+        "(D,); `spread(z)`: (G,) to (D,)",
+    ),
+    Word(
+        "step",
+        "`sum(x)`, `mean(x)`, `quantile(x, share)` over all trained tokens; `num_tokens`, "
+        "`num_documents`, `num_groups`",
+    ),
+)
+"""The parameters of a loss function of T trained tokens, D documents and G groups."""
+
 KEYS_OF_SETS = (
     Word(
         "task",

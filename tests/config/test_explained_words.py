@@ -12,6 +12,7 @@ from pgtoolkit.config.files import options
 from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.command_pages import pages_on_commands
+from pgtoolkit.losses.function import ASKED
 from pgtoolkit.rollouts import rows
 from pgtoolkit.runs import completion_files
 from pgtoolkit.runs.directory import BELONGS_TO_A_RUN
@@ -79,6 +80,7 @@ def test_declared_words_are_those_of_the_parts():
     assert {*names["a column of kept completions"]} == completions
     parameters = {*signatures.SINGLE, *signatures.OF_A_BATCH, *signatures.OF_VERL}
     assert {*names["a parameter of a reward function"]} == parameters
+    assert {*names["a parameter of a loss function"]} == {*ASKED}
     assert {*BELONGS_TO_A_RUN} <= {*names["a file of a run directory"]}
 
 
@@ -142,6 +144,10 @@ def advantages(rewards):
     return rewards
 
 
+def soft(log_ratio, advantages, *, softness=0.1):
+    return advantages
+
+
 class Game:
     def start(self, prompt): ...
     def reply(self, messages): ...
@@ -165,6 +171,10 @@ class Game:
             ],
         ),
         ("advantages", [": a function", "  parameters: rewards", "  use: advantage={}"]),
+        (
+            "soft",
+            [": a function", "  parameters: log_ratio; advantages; softness=0.1", "  use: loss={}"],
+        ),
         ("Game", [": a class", "  use: task=conversation task.environment={}"]),
     ],
 )
@@ -183,7 +193,7 @@ def test_code_that_is_not_there_is_refused_with_what_is(tmp_path, monkeypatch, c
     Path("lacking_code.py").write_text(OWN)
     message = refusal(capsys, "explain", "lacking_code.Mine")
     assert "pgtk explain lacking_code.Mine needs a function in the module" in message
-    assert "MyLoss, score, advantages, Game" in message
+    assert "MyLoss, score, advantages, soft, Game" in message
     assert "needs a word that is known" in refusal(capsys, "explain", "no_module_of_this.Name")
 
 
