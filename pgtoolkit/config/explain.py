@@ -10,10 +10,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-import pgtoolkit
 from pgtoolkit.config.elsewhere import NONE, keys_called, known_as
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
 from pgtoolkit.config.keys import KEYS, is_inside
@@ -157,7 +157,7 @@ def _rows_of_trainers(word: str) -> list[Page]:
 def _own_code(words: str, _known: Known) -> list[Page]:
     """Return the page on a class or a function by its dotted path: of the user's, or of
     pgtoolkit's, whose public names may stand alone."""
-    if words in pgtoolkit.__all__:
+    if words in import_module("pgtoolkit").__all__:
         words = f"pgtoolkit.{words}"
     if not is_dotted_path(words):
         return []

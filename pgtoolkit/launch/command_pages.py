@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 
 from pgtoolkit.config.explained import Page
-from pgtoolkit.launch.arguments import ARGUMENTS
-from pgtoolkit.launch.commands import REPORTS
+from pgtoolkit.launch.command_arguments import ARGUMENTS
 from pgtoolkit.launch.help import FLAGS, TRAINING, TRAINING_FLAGS
 
 
-def pages_on_commands() -> dict[str, list[Page]]:
-    """Return the name of each command and each flag -> its page."""
-    commands = {name: _flags_of(name) for name in REPORTS} | TRAINING_FLAGS
-    purposes = TRAINING | {name: report[:2] for name, report in REPORTS.items()}
+def pages_on_commands(reports: Mapping[str, Sequence]) -> dict[str, list[Page]]:
+    """Return the name of each command and each flag -> its page.
+
+    reports: `commands.REPORTS`.
+    """
+    commands = {name: _flags_of(name) for name in ARGUMENTS} | TRAINING_FLAGS
+    purposes = TRAINING | {name: report[:2] for name, report in reports.items()}
     pages = {}
     by_flag = {flag: {"": meaning} for flag, meaning in FLAGS.items()}
     for name, flags in commands.items():

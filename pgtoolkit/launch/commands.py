@@ -1,5 +1,5 @@
-"""The sub-commands that train nothing, with the page or file that each writes; `arguments.py`
-declares their arguments."""
+"""The sub-commands that train nothing, with the page or file that each writes. Their arguments are
+in `command_arguments.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
-from pgtoolkit.launch.arguments import ARGUMENTS, COMPARISON_FILES
+from pgtoolkit.launch.command_arguments import ARGUMENTS, COMPARISON_FILES
 from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
@@ -213,7 +213,7 @@ def _explain(args: argparse.Namespace, parser: _Parser) -> None:
     if not args.words:
         parser.error("the following arguments are required: WORD")
     words = " ".join(args.words)
-    commands = pages_on_commands()
+    commands = pages_on_commands(REPORTS)
     say(explain_as_json(words, commands) if args.json else explain(words, commands))
 
 

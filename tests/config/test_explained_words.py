@@ -12,6 +12,7 @@ from pgtoolkit.config.files import options
 from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.command_pages import pages_on_commands
+from pgtoolkit.launch.commands import REPORTS
 from pgtoolkit.losses.function import ASKED
 from pgtoolkit.rollouts import rows
 from pgtoolkit.runs import completion_files
@@ -61,7 +62,7 @@ def is_ours(code: str) -> bool:
 def test_every_word_that_the_docs_tell_to_type_is_explained():
     words = words_to_type()
     assert len(words) > 550
-    commands = pages_on_commands()
+    commands = pages_on_commands(REPORTS)
     unknown = []
     for word, page in words.items():
         try:
@@ -111,7 +112,7 @@ def test_declared_words_are_those_of_the_parts():
     ],
 )
 def test_a_word_may_be_written_in_several_ways(word, titles):
-    found = [page.title for page in pages_on(word, pages_on_commands())]
+    found = [page.title for page in pages_on(word, pages_on_commands(REPORTS))]
     assert [title for title in titles if not any(other.startswith(title) for other in found)] == []
     assert len(found) <= len(titles) + 2
 
