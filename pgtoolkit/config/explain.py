@@ -66,7 +66,9 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
     for look_up in (_known, _in_sentence, _own_code, _mentioned):
         pages = look_up(words, known)
         if pages:
-            return list({page.title: page for page in pages}.values())
+            by_title = {page.title: page for page in pages}
+            # The critic's keys repeat those of others, which are likelier meant.
+            return sorted(by_title.values(), key=lambda page: page.title.startswith("critic."))
     near = nearest(words, known, 0.65)
     raise ConfigError(
         refusal(

@@ -49,7 +49,7 @@ class Page:
 
     @functools.cached_property
     def text(self) -> str:
-        """The page as it is printed."""
+        """The printed page."""
         lines = [self.title]
         for name, content in self.parts.items():
             if content:
@@ -159,7 +159,7 @@ def _metrics() -> Explained:
 
 
 def page_on_metric(name: str, metric: Metric) -> Page:
-    """Return the page on a metric. name: as it is written, where a part of it varies."""
+    """Return the page on a metric. name: the written one, where a part of it varies."""
     parts = {
         "": metric.help,
         "formula": metric.formula,

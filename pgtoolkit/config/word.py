@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Word:
-    """A word as it is typed or read, with its meaning.
+    """A word that is typed or read, with its meaning.
 
     type: what a column or a parameter holds. see: the page of docs/ that says more.
     """
