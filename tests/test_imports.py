@@ -42,7 +42,6 @@ ALSO_LIGHT = (
     "losses.kl",
     "ranks.environment",
     "tasks.settings",
-    "tasks.signatures",
     "model.architectures",
     "model.misfits",
     "model.settings",
@@ -373,7 +372,7 @@ def test_the_rules_are_asked_where_a_command_begins():
     users = {
         module(file) for file in FILES if "config.validate" in modules_of_package(imports(file))
     }
-    assert users == {"launch.check", "launch.evaluate", "comparison.tokens"}
+    assert users == {"launch.check", "launch.evaluate", "comparison.tokens", "config.translate"}
     reports = {
         file
         for file in of_rooms("model", "sampling", "rollouts", "tasks")

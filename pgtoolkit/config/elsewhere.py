@@ -1,99 +1,170 @@
-"""The names of our keys in other trainers, and other tables of docs/, as they are read."""
+"""What the keys of TRL and verl are here, by the tables trl.yaml and verl.yaml."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from pgtoolkit.config.files import docs_page
-
-_CODE = "`([^`]+)`"
+from pgtoolkit.system.report import text
 
 NONE = "–"  # noqa: RUF001
-"""An empty cell of a table."""
+"""What stands in a table for a key without an equal."""
+
+OVERRIDE = re.compile(r"([\w.]+)(?:=((?:\{[^}]*\}|[^\s{])*))?")
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """A row of docs/trl_and_verl.md: keys of another trainer with the same meaning here.
+    """A key of another trainer, as trl.yaml explains it.
 
-    names: theirs, with sections if these are needed to tell them apart. defaults: theirs, as YAML:
-    one for all names, one for each, or none. here: our keys with words between them, or NONE.
-    remark: what differs, or why there is none.
+    cases: (condition, what to type here, or that by their value), of which the first that fits
+    counts. default: None, too, for a section whose keys have no row of their own.
     """
 
     trainer: str
-    names: tuple[str, ...]
-    defaults: tuple[str, ...]
-    here: str
-    remark: str
+    name: str
+    default: Any
+    cases: tuple[tuple[str, Any], ...] = ()
+    acts: str = ""
+    see: str = ""
+    reason: str = ""
+    differs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def typed(self) -> list[str]:
+        """The overrides of all cases, such as `aggregation=token_mean` and `loss.epsilon_low`."""
+        values = [here.values() if isinstance(here, dict) else [here] for _, here in self.cases]
+        return [match[0] for case in values for here in case for match in OVERRIDE.finditer(here)]
+
+    @property
+    def typed_keys(self) -> list[str]:
+        """The keys of these overrides."""
+        return [override.partition("=")[0] for override in self.typed]
 
     @property
     def keys(self) -> list[str]:
-        """Our keys if they take the same value, which is so if there are no words between them;
-        else empty."""
-        parts = [re.fullmatch(_CODE, part) for part in self.here.split(", ")]
-        return [part[1] for part in parts if part and "=" not in part[1]] if all(parts) else []
+        """Our keys if they take the same value, else empty."""
+        for _, here in self.cases:
+            if isinstance(here, str) and here:
+                return [key for key, value in OVERRIDE.findall(here) if not value]
+        return []
+
+    @property
+    def here(self) -> str:
+        """What the key is here, in words and code."""
+        if self.see:
+            return f"see `{self.see}`"
+        cases = []
+        for where, here in self.cases:
+            values: dict[str, list[str]] = {}
+            for value, typed in here.items() if isinstance(here, dict) else [("", here)]:
+                values.setdefault(f"`{typed}`" if typed else "nothing to type", []).append(value)
+            cases.append(
+                (f"where `{where}` " if where else "")
+                + "; ".join(
+                    f"{', '.join(of)}: {typed}".lstrip(": ") for typed, of in values.items()
+                )
+            )
+        return "; else ".join(cases) or NONE
+
+    @property
+    def remark(self) -> str:
+        """Why some or all values have no equal, and what differs."""
+        condition = f"acts where `{self.acts}`" if self.acts else ""
+        return "; ".join(part for part in (condition, self.reason, *self.differs.values()) if part)
 
     def sentence(self, name: str) -> str:
         """Return a sentence on what a key of theirs is here."""
         if self.here == NONE:
             return f"{self.trainer}'s {name} has no equal here: {self.remark}."
-        remark = "" if not self.remark else f" ({self.remark})"
+        remark = f" ({self.remark})" if self.remark else ""
         return f"{self.trainer}'s {name} is here {self.here}{remark}."
 
 
-def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield (heads, cells) for every row of the tables in a page of docs/."""
-    heads = None
-    before = ""
-    for line in docs_page(page).splitlines():
-        if re.fullmatch(r"\|[-|]+\|", line):
-            heads = _cells(before)
-        elif line.startswith("|") and heads is not None:
-            yield heads, _cells(line)
-        elif not line.startswith("|"):
-            heads = None
-        before = line
+@dataclass(frozen=True)
+class Table:
+    """The keys of a version of another trainer; see trl.yaml for what is in it."""
+
+    content: dict[str, Any]
+    rows: dict[str, Theirs]
+
+    def row(self, name: str) -> Theirs | None:
+        """Return the row of a key by its full name, or of the section that it is in."""
+        while name and name not in self.rows:
+            name = name.rpartition(".")[0]
+        return self.rows.get(name)
 
 
 @functools.cache
-def rows_of_trainers() -> tuple[Theirs, ...]:
-    """Return every row of docs/trl_and_verl.md."""
-    return tuple(
-        Theirs(
-            trainer=heads[0],
-            names=tuple(re.findall(_CODE, row[0])),
-            defaults=tuple(re.findall(_CODE, row[1])),
-            here=row[2],
-            remark=row[3],
+def tables() -> dict[str, Table]:
+    """Return the table of each trainer by its name."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    files = [Path(__file__).with_name(name) for name in ("trl.yaml", "verl.yaml")]
+    contents = [yaml.load(file.read_bytes(), Loader=loader) for file in files]
+    return {content["trainer"]: Table(content, _rows(content)) for content in contents}
+
+
+def _rows(content: dict[str, Any]) -> dict[str, Theirs]:
+    trainer = content["trainer"]
+    rows = {}
+    for name, row in content["keys"].items():
+        here = row.get("here", [])
+        cases = here if isinstance(here, list) else [{"here": here}]
+        texts = {part: row.get(part, "") for part in ("acts", "see", "reason")}
+        rows[name] = Theirs(
+            trainer,
+            name,
+            row.get("default"),
+            tuple((case.get("where", ""), _by_text(case["here"])) for case in cases),
+            differs=row.get("differs", {}),
+            **texts,
         )
-        for heads, row in table_rows("trl_and_verl.md")
-    )
+    for block in content["none"]:
+        keys = [*flat(block.get("keys", {})), *((name, None) for name in block.get("sections", []))]
+        rows |= {name: Theirs(trainer, name, value, reason=block["reason"]) for name, value in keys}
+    return rows
+
+
+def _by_text(here: Any) -> Any:
+    """Return what is typed by the text of their values, where it depends on these."""
+    if isinstance(here, dict):
+        return {text(value): typed for value, typed in here.items()}
+    return here
+
+
+def flat(
+    values: dict[str, Any], stops: Sequence[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of each key in nested dictionaries. stops: names whose value is a
+    dictionary."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value and f"{prefix}{name}" not in stops:
+            yield from flat(value, stops, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
-    """Return (their name, row) for another trainer's key, with or without its sections; a section
-    stands for its keys.
+    """Return (their name, row) for another trainer's key, with or without its sections, for words
+    that a user types; a section stands for its keys.
 
-    Of several rows, those that share the most sections with the name are returned:
-    `val_kwargs.top_k` is not `rollout.top_k`.
+    Where several keys end so, those with an equal here are returned, else one of each trainer.
     """
+    rows = [row for table in tables().values() for row in table.rows.values()]
+    rows = [row for row in rows if trainer in (None, row.trainer)]
     while name:
-        matching = [
-            (theirs, row)
-            for row in rows_of_trainers()
-            if trainer in (None, row.trainer)
-            for theirs in row.names
-            if name == theirs or name.endswith(f".{theirs}") or theirs.endswith(f".{name}")
-        ]
+        exact = [row for row in rows if row.name == name or name.endswith(f".{row.name}")]
+        matching = exact or [row for row in rows if row.name.endswith(f".{name}")]
+        with_equal = [row for row in matching if row.typed]
         if matching:
-            shared = [min(len(theirs), len(name)) for theirs, _ in matching]
-            return [
-                pair for pair, length in zip(matching, shared, strict=True) if length == max(shared)
-            ]
+            found = with_equal or [*{row.trainer: row for row in reversed(matching)}.values()]
+            return [(row.name, row) for row in found]
         name = name.rpartition(".")[0]
     return []
 
@@ -113,12 +184,5 @@ def keys_called(name: str) -> list[str]:
 
 def keys_mentioned(name: str, group: str) -> list[str]:
     """Return our keys of a group that the rows on another trainer's key mention."""
-    mentioned = [key for _, row in known_as(name) for key in re.findall(_CODE, row.here)]
-    return [
-        key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.") and "=" not in key
-    ]
-
-
-def _cells(line: str) -> list[str]:
-    cells = re.split(r"(?<!\\)\|", line)[1:-1]
-    return [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).strip() for cell in cells]
+    mentioned = [key for _, row in known_as(name) for key in row.typed_keys]
+    return [key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.")]

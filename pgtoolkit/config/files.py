@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
@@ -89,6 +91,25 @@ def docs_page(name: str) -> str:
     return (_shipped("docs") / name).read_text(encoding="utf-8")
 
 
+def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield (heads, cells) for every row of the tables in a page of docs/."""
+    heads = None
+    before = ""
+    for line in docs_page(page).splitlines():
+        if re.fullmatch(r"\|[-|]+\|", line):
+            heads = _cells(before)
+        elif line.startswith("|") and heads is not None:
+            yield heads, _cells(line)
+        elif not line.startswith("|"):
+            heads = None
+        before = line
+
+
+def _cells(line: str) -> list[str]:
+    cells = re.split(r"(?<!\\)\|", line)[1:-1]
+    return [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).strip() for cell in cells]
+
+
 def options() -> dict[str, list[str]]:
     """Return group -> its options: the YAML files in conf/ and in the user's folder, without
     _NAME.yaml, which others include."""
@@ -168,13 +189,6 @@ def _taken_name(file: Path, name: str) -> str:
         "that one.",
         use=use,
     )
-
-
-def option_file(group: str, name: str) -> Path:
-    """Return the file of an option: of the user's own folder, or of conf/."""
-    folders = [folder for folder in (own_folder(), config_directory()) if folder]
-    files = [folder / group / f"{name}.yaml" for folder in folders]
-    return next(file for file in files if file.is_file())
 
 
 def leading_comment(file: Path) -> str:

@@ -1,119 +1,259 @@
-"""`pgtk translate FILE`: a configuration of TRL or verl as a command here, with a list of the
-differences and of keys without an equal."""
+"""`pgtk translate FILE`: a configuration of TRL or verl as a command here, by their tables.
+
+Only what trl.yaml and verl.yaml know goes into the command, and what `pgtk check` accepts. All else
+that the file sets to another value than their default is listed with its reason.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.elsewhere import NONE, known_as
-from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import plain_value
+from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
+from pgtoolkit.config.formulas import evaluate
+from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.translate_file import Setting, TheirConfig, Value, default_of, read
-from pgtoolkit.config.translate_trl import settings_of_trl
-from pgtoolkit.config.translate_verl import settings_of_verl
+from pgtoolkit.config.translate_file import TheirConfig, Unread, read
+from pgtoolkit.config.validate import validated
 from pgtoolkit.system.report import text
 
+_FORMULA = re.compile(r"\{([^}]*)\}")
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
 
-def translate(path: Path, processes: int) -> str:
-    """Return the page on a file of TRL or verl.
+Typed = dict[str, tuple[Any, Theirs | None]]
+"""Our key -> its value, and the row that it follows from."""
 
-    processes: how many TRL would train on, which its file does not say.
+
+def translate(path: Path, processes: int | None) -> str:
+    """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
+    file says."""
+    translation = Translation(read(path), processes)
+    translation.check()
+    return "\n".join(translation.page(path))
+
+
+class _UnreadError(ValueError):
+    """A value is needed that is made when a program runs."""
+
+
+class Translation:
+    """What a configuration of theirs is here.
+
+    typed: what the command has. left: (key with its value, why it has no equal). differing: what is
+    not quite the same. lacking: problems with what this machine lacks.
     """
-    theirs = read(path)
-    if theirs.trainer == "verl":
-        settings = [*settings_of_verl(theirs)]
-    else:
-        settings = [*settings_of_trl(theirs, processes)]
-    by_default = [setting for setting in settings if _is_by_default(setting, theirs)]
-    values_here = _values_here(settings)
-    differing = [
-        setting for setting in by_default if not _are_equal(values_here[setting.key], setting.value)
-    ]
-    in_command = [
-        setting for setting in settings if setting not in by_default or setting in differing
-    ]
-    command = shlex.join(["pgtk", *(setting.override for setting in in_command)])
-    lines = [f"{path}, a configuration of {theirs.trainer}, is here", "", f"  {command}"]
-    if differing:
-        lines += [
-            "",
-            f"Some of it replaces defaults of {theirs.trainer} that the file does not change, and "
-            "that differ here:",
-        ]
-    for setting in differing:
-        name = setting.names[0]
-        line = (
-            f"  {setting.override}: {name}={text(theirs[name])} there, "
-            f"{text(values_here[setting.key])} here"
+
+    def __init__(self, theirs: TheirConfig, processes: int | None = None):
+        self.theirs = theirs
+        self.typed: Typed = {}
+        self.left: list[tuple[str, str]] = []
+        self.differing: list[str] = []
+        self.lacking: list[str] = []
+        self._table = theirs.table
+        self._processes = processes or theirs.processes or 1
+        if processes is None and theirs.processes is None and "processes" in str(self._words):
+            theirs.assumed.append("1 process trains: --processes N says another number")
+        first = self._overrides(self._table.content["first"], "")
+        self._first: Typed = {key: (value, None) for key, value in first}
+        self.typed |= self._first
+        for row in self._table.rows.values():
+            if row.cases:
+                self._translate(row)
+        for name in theirs.values:
+            row = self._table.row(name)
+            if row is not None and (row.name != name or not (row.cases or row.see)):
+                self._leave(name, row.reason or f"it has no equal beside that of {row.name}")
+
+    @property
+    def _words(self) -> dict[str, str]:
+        return self._table.content["words"]
+
+    def value(self, name: str) -> Any:
+        """Return the value of a key, of a word of the table, or of the number of processes."""
+        if name == "processes":
+            return self._processes
+        if name in self._words:
+            return self._evaluate(self._words[name])
+        first, _, rest = name.partition(".")
+        if first in self._words:
+            name = f"{self._words[first]}.{rest}"
+        value = self._resolved(self._as_written(name), name)
+        if isinstance(value, Unread):
+            raise _UnreadError(f"the value of {name} is made when their program runs")
+        return value
+
+    def _as_written(self, name: str) -> Any:
+        return self.theirs.values.get(name, self._default(name))
+
+    def _default(self, name: str) -> Any:
+        return self._table.rows[name].default if name in self._table.rows else None
+
+    def _resolved(self, value: Any, name: str) -> Any:
+        """Return the value that an interpolation in verl's files stands for."""
+        match = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None or isinstance(value, Unread):
+            return value
+        other = match[1]
+        if other.startswith("."):
+            other = f"{name.rpartition('.')[0]}{other}"
+        if other in self.theirs.values or other in self._table.rows:
+            return self._resolved(self._as_written(other), other)
+        return {"null": None, "false": False, "False": False}.get(match[2], match[2])
+
+    def _evaluate(self, formula: str) -> Any:
+        return evaluate(formula, self.value, given=lambda name: name in self.theirs.values)
+
+    def _translate(self, row: Theirs) -> None:
+        """Find what is to be typed for a key, whether the file sets it or not."""
+        try:
+            if row.acts and not self._evaluate(row.acts):
+                self._leave(row.name, row.reason or "it does nothing beside the other keys")
+                return
+            typed = self._case(row)
+            if typed is None:
+                self._leave(row.name, row.reason, also_by_default=True)
+                return
+            self.typed |= {key: (value, row) for key, value in self._overrides(typed, row.name)}
+            for condition, sentence in row.differs.items():
+                if self._evaluate(condition):
+                    self.differing.append(f"{self._shown(row.name)}: {sentence}")
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            self._leave(row.name, str(error), also_by_default=True)
+
+    def _case(self, row: Theirs) -> str | None:
+        """Return what is to be typed for a key; None where its value has no equal."""
+        for condition, here in row.cases:
+            if condition and not self._evaluate(condition):
+                continue
+            typed = here if isinstance(here, str) else here.get(text(self.value(row.name)))
+            if typed is not None:
+                return typed
+        return None
+
+    def _overrides(self, typed: str, name: str) -> Iterator[tuple[str, Any]]:
+        """Yield (key, value) of what is to be typed for a key of this name."""
+        for key, value in OVERRIDE.findall(typed):
+            formula = _FORMULA.fullmatch(value)
+            if not value:
+                yield key, self.value(name)
+            elif formula is not None:
+                yield key, self._evaluate(formula[1])
+            else:
+                yield key, _FORMULA.sub(lambda found: text(self._evaluate(found[1])), value)
+
+    def _shown(self, name: str) -> str:
+        by_default = "" if name in self.theirs.values else " (their default)"
+        return f"{name}={text(self._as_written(name))}{by_default}"
+
+    def _leave(self, name: str, reason: str, also_by_default: bool = False) -> None:
+        """List a key as one without an equal."""
+        written = self._as_written(name)
+        default = self._default(name)
+        is_default = text(written) == text(default) or (
+            text(self._resolved(written, name)) == text(self._resolved(default, name))
         )
-        if setting.key == "aggregation":
-            line += "; gradients have another size under each"
-        lines.append(line)
-    lines += _differences(theirs)
-    return "\n".join(lines)
+        if also_by_default or not is_default:
+            self.left.append((self._shown(name), reason))
+
+    def check(self) -> None:
+        """Take out of the command what is our default as well, and what `pgtk check` refuses."""
+        self._compose()
+        for key, (value, row) in [*self.typed.items()]:
+            if row is not None and row.name not in self.theirs.values:
+                known = key_named(key, self._config)
+                if known and (known.learns is False or self._ours(key) == text(value)):
+                    del self.typed[key]
+        while True:
+            problems = self._compose()
+            if not problems:
+                break
+            typed = [key for key, (_, row) in self.typed.items() if row is not None]
+            setting = problems[0].partition(" needs ")[0]
+            named = [key for key in typed if key in setting]
+            key = max(named or [key for key in typed if key in problems[0]], key=len)
+            value, row = self.typed.pop(key)
+            self.typed |= {key: self._first[key]} if key in self._first else {}
+            assert row is not None
+            reason = f"{key}={text(value)} is refused here: {problems[0]}"
+            self.left.append((self._shown(row.name), reason))
+        self.left = [(shown, self._with_instead(shown, reason)) for shown, reason in self.left]
+
+    def _compose(self) -> list[str]:
+        """Compose what is typed; return the problems with it, beside those of this machine."""
+        composed = compose(_overrides_of(self.typed))
+        self._config = composed.config
+        self._choices = composed.choices
+        _, report = validated(composed)
+        self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
+        return [problem for problem in report.problems if problem not in report.lacking]
+
+    def _ours(self, key: str) -> str:
+        """Return our default of a key, beside the others that are typed."""
+        if key in default_options():
+            return default_options()[key]
+        return text(default(self._config, key, self._choices))
+
+    def _with_instead(self, shown: str, reason: str) -> str:
+        """Return a reason with what the command has in the place of a key without an equal."""
+        row = self._table.rows.get(re.split("[= ]", shown)[0])
+        keys = [] if row is None else [key for key in row.typed_keys if key not in self.typed]
+        keys = [key for key in dict.fromkeys(keys) if key_named(key, self._config) is not None]
+        keys = [key for key in keys if key in default_options()] or keys
+        instead = [f"{key}={self._ours(key)}" for key in keys]
+        return f"{reason}; the command has {' '.join(instead)}" if instead else reason
+
+    def page(self, path: Path) -> Iterator[str]:
+        """Yield the lines of the page."""
+        name = f"{self._table.content['trainer']} {self._table.content['version']}"
+        yield f"{path}, a configuration of {name}, is here"
+        yield ""
+        yield f"  {' '.join(['pgtk', *map(_quoted, _overrides_of(self.typed))])}"
+        by_default = [
+            f"{key}={text(value)}: {self._shown(row.name)}; ours is {self._ours(key)}"
+            for key, (value, row) in self.typed.items()
+            if row is not None and row.name not in self.theirs.values
+        ]
+        to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
+        names_by_reason: dict[str, list[str]] = {}
+        for shown, reason in self.left:
+            names_by_reason.setdefault(reason, []).append(shown)
+        left = [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
+        unknown = [name for name in self.theirs.values if self._table.row(name) is None]
+        sections = {
+            "Assumed:": [*self.theirs.assumed, *(f"{key} is to be filled in" for key in to_fill)],
+            f"What follows from defaults of {name} that are not ours:": by_default,
+            "What is not quite the same:": self.differing,
+            "What has no equal here, and is left out:": left,
+            f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
+            "What this machine lacks for it:": self.lacking,
+        }
+        for title, lines in sections.items():
+            if lines:
+                yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
 
 
-def _is_by_default(setting: Setting, theirs: TheirConfig) -> bool:
-    """Return whether an override follows from the other trainer's defaults alone."""
-    return bool(setting.names) and not any(theirs.has(name) for name in setting.names)
+def _overrides_of(typed: Typed) -> list[str]:
+    return [f"{key}={_in_override(value)}" for key, (value, _) in typed.items()]
 
 
-def _values_here(settings: list[Setting]) -> dict[str, Value]:
-    """Return the default of each key here, with the options that the settings choose; of a group,
-    its default option."""
-    choices = {setting.key: setting.override for setting in settings if setting.key in options()}
-    config = compose([*choices.values()]).config
-    values = {}
-    for setting in settings:
-        if setting.key in choices:
-            values[setting.key] = default_options()[setting.key]
-        else:
-            values[setting.key] = plain_value(config, setting.key)
-    return values
+def _in_override(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {_in_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_in_override, value)) + "]"
+    content = text(value)
+    if re.fullmatch(r"[\w./:@+\[\]-]+", content):
+        return content
+    return "'" + content.replace("'", "\\'") + "'"
 
 
-def _are_equal(ours: Value, theirs: Value) -> bool:
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        return ours == theirs
-    return text(ours) == text(theirs)
-
-
-def _differences(theirs: TheirConfig) -> list[str]:
-    """Return lines on the keys of the file: those that the command leaves out, with the reason, and
-    those that mean something else here."""
-    without_equal: list[str] = []
-    by_hand: list[str] = []
-    remarks: list[str] = []
-    unknown: list[str] = []
-    for key, value in theirs.values.items():
-        rows = known_as(key, theirs.trainer)
-        if not rows:
-            unknown.append(key)
-            continue
-        row = rows[0][1]
-        if key in theirs.used:
-            if row.remark:
-                remarks.append(f"{key}: {row.remark}")
-        elif row.here == NONE:
-            is_default = row.defaults and _are_equal(default_of(theirs.trainer, rows[0][0]), value)
-            if not is_default:
-                without_equal.append(f"{key}={text(value)}: {row.remark}")
-        else:
-            remark = f" ({row.remark})" if row.remark else ""
-            by_hand.append(f"{key}={text(value)}: {row.here}{remark}")
-    sections = {
-        "What has no equal here:": without_equal,
-        "What is to be set by hand:": by_hand,
-        "What is not quite the same:": remarks,
-        f"Keys that {theirs.trainer} is not known to have:": [", ".join(unknown)]
-        if unknown
-        else [],
-    }
-    lines = []
-    for title, entries in sections.items():
-        if entries:
-            lines += ["", title, *(f"  {entry}".replace("`", "") for entry in entries)]
-    return lines
+def _quoted(override: str) -> str:
+    """Return an override as it is typed in a shell."""
+    if "'" in override and not re.search(r'["$`!\\]', override):
+        return f'"{override}"'
+    return shlex.quote(override)

@@ -1,132 +1,52 @@
-"""Reads a configuration file of TRL or verl, and makes the overrides that both have in common."""
+"""Reads what people have of TRL and verl: YAML and JSON, scripts that start them, and Python."""
 
 from __future__ import annotations
 
-import contextlib
+import ast
+import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from pgtoolkit.config.elsewhere import rows_of_trainers
-from pgtoolkit.config.files import options
+from pgtoolkit.config.elsewhere import Table, flat, tables
+from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import refusal
 from pgtoolkit.system.yaml_text import plain_yaml
 
-_LARGEST = 1 << 20
-"""Most bytes of a configuration file."""
+_LARGEST = 1 << 22
+"""Most bytes of a file."""
 
-_SECTIONS_OF_VERL = {"actor_rollout_ref", "algorithm", "data", "trainer"}
+_OTHERS = {
+    "distributed_type": "accelerate's own configuration, which says how many processes train",
+    "aggregation": "pgtoolkit's own: pgtk resume RUN continues its run",
+    "zero_optimization": "DeepSpeed's own configuration",
+    "trainer": "of another trainer of verl",
+}
+"""Key of a file -> what the file is."""
 
-Value = str | int | float | bool | list | None
-"""The value of a key in a YAML or JSON file."""
 
-
-@dataclass(frozen=True)
-class Setting:
-    """An override here, and the keys of the other trainer from which it follows.
-
-    names: those keys; empty for an override that every translation has.
-    """
-
-    key: str
-    value: Value
-    names: tuple[str, ...]
-
-    @property
-    def override(self) -> str:
-        value = text(self.value)
-        if re.fullmatch(r"[\w./:@+\[\]-]+", value):
-            return f"{self.key}={value}"
-        escaped = value.replace("'", "\\'")
-        return f"{self.key}='{escaped}'"
+class Unread(str):
+    """The text of a value that is made when a program runs."""
 
 
 @dataclass
 class TheirConfig:
-    """The configuration in a file of another trainer, with the defaults of that trainer.
+    """What a file sets. values: by full dotted name. processes: how many train, where the file says
+    so. assumed: sentences on what was assumed in reading it."""
 
-    values: by dotted name. used: the keys of the file that are part of the translation.
-    """
-
-    trainer: str
-    values: dict[str, Value]
-    used: set[str] = field(default_factory=set)
-
-    def has(self, name: str) -> bool:
-        """Return whether the file has a key of this name, with or without sections before it."""
-        return self._key(name) is not None
-
-    def __getitem__(self, name: str) -> Value:
-        """Return the value of a key, or the trainer's default, and count the key as used."""
-        key = self._key(name)
-        if key is None:
-            return default_of(self.trainer, name)
-        self.used.add(key)
-        return self.values[key]
-
-    def number(self, name: str) -> float:
-        """Return the value of a key as a number; raises ConfigError if it is not a number."""
-        value = self[name]
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                return float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise ConfigError(
-            refusal(
-                setting=f"{name}={text(value)}",
-                needs="a number",
-                got=value,
-                reason="The translation computes with it.",
-                use=f"{name}=NUMBER",
-            )
-        )
-
-    def setting(self, key: str, name: str) -> Setting:
-        """Return the override that gives our key the value of theirs."""
-        return Setting(key, self[name], (name,))
-
-    def leave(self, name: str) -> None:
-        """Count a key as not used: it has to be set by hand."""
-        self.used.discard(self._key(name) or name)
-
-    def _key(self, name: str) -> str | None:
-        """Return the key of the file that has this name."""
-        keys = [key for key in self.values if key == name or key.endswith(f".{name}")]
-        if "critic" not in name:
-            # A critic has keys of the same names as the policy.
-            keys = [key for key in keys if not key.startswith("critic.")]
-        return keys[0] if keys else None
-
-
-def default_of(trainer: str, name: str) -> Value:
-    """Return a trainer's own default of a key, as docs/trl_and_verl.md has it; None without one."""
-    for row in rows_of_trainers():
-        if row.trainer == trainer and name in row.names and row.defaults:
-            has_all = len(row.defaults) == len(row.names)
-            default = row.defaults[row.names.index(name) if has_all else 0]
-            return plain_yaml(f"value: {default}".encode())["value"]
-    return None
+    table: Table
+    values: dict[str, Any]
+    processes: int | None = None
+    assumed: list[str] = field(default_factory=list)
 
 
 def read(path: Path) -> TheirConfig:
-    """Return the configuration in a YAML or JSON file of TRL or verl.
-
-    Raises ConfigError for a path without a file, and for a file without keys.
-    """
+    """Return what a file of TRL or verl sets; raises ConfigError that says what another file is."""
     if not path.is_file():
-        raise ConfigError(
-            refusal(
-                setting=f"pgtk translate {path}",
-                needs="a file",
-                got=path,
-                reason="It reads a configuration.",
-                use="a YAML or JSON file, such as the one that trl grpo --config or verl's trainer "
-                "takes",
-            )
-        )
+        raise _refused(path, "a file", "There is none at this path.")
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
@@ -135,93 +55,163 @@ def read(path: Path) -> TheirConfig:
     try:
         if len(data) > _LARGEST:
             raise ValueError(f"more than {_LARGEST} bytes")
-        values = dict(_flat(plain_yaml(data)))
-    except ValueError as error:
-        raise ConfigError(
-            refusal(
-                setting=f"pgtk translate {path}",
-                needs="YAML or JSON",
-                got=error,
-                reason="It cannot be read.",
-                use="a file of keys with their values",
-            )
-        ) from None
-    sections = {name.partition(".")[0] for name in values if "." in name}
-    return TheirConfig("verl" if sections & _SECTIONS_OF_VERL else "TRL", values)
+        content = data.decode()
+        if path.suffix == ".ipynb":
+            cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
+            content = "\n".join("".join(cell["source"]) for cell in cells)
+            content = re.sub(r"^\s*[%!].*", "", content, flags=re.M)
+        if path.suffix in (".py", ".ipynb"):
+            return _python(content, path)
+        if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or content.startswith("#!"):
+            return _shell(content, path)
+        return _keys(plain_yaml(data), path)
+    except (ValueError, SyntaxError, KeyError) as error:
+        raise _refused(path, "text that can be read", f"It is no such text: {error}.") from None
 
 
-def _flat(values: object, prefix: str = "") -> Iterator[tuple[str, Value]]:
-    """Yield (dotted name, value) of each key in nested dictionaries; raises ValueError if the
-    outermost is no dictionary."""
-    if not isinstance(values, dict):
-        raise ValueError(f"no keys with values, but a {type(values).__name__}")
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _refused(path: Path, needs: str, reason: str) -> ConfigError:
+    use = "a configuration of TRL's GRPOTrainer or of verl's PPO trainer: YAML, JSON, .sh or .py"
+    setting = f"pgtk translate {path}"
+    return ConfigError(refusal(setting=setting, needs=needs, got=path, reason=reason, use=use))
 
 
-_SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-}
+def _not_theirs(path: Path, what: str) -> ConfigError:
+    return _refused(path, "a configuration of TRL's GRPO or of verl's PPO", f"It is {what}.")
 
 
-def model_and_prompts(
-    theirs: TheirConfig, names_of_model: tuple[str, ...], names_of_prompts: tuple[str, ...]
-) -> Iterator[Setting]:
-    """Yield the model and the prompts that the file names, or capitals to be filled in."""
-    groups = (("model", "huggingface", names_of_model), ("task", "prompts", names_of_prompts))
-    for group, option, names in groups:
-        present = [name for name in names if theirs.has(name)]
-        path = theirs[present[0]] if present else group.upper()
-        if isinstance(path, list) and len(path) == 1:
-            path = path[0]
-        yield Setting(group, option, ())
-        yield Setting(f"{group}.path", path, ())
+def _keys(values: Any, path: Path) -> TheirConfig:
+    """Return the configuration in the keys of a YAML or JSON file."""
+    if not isinstance(values, dict) or not values:
+        raise _not_theirs(path, "a list" if values else "empty")
+    logged = {name: value for name, value in values.items() if "wandb" not in name}
+    if all(isinstance(value, dict) and "value" in value for value in logged.values()):
+        values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
+    if any(name.partition(".")[0] == "actor_rollout_ref" for name in values):
+        return _config("verl", values)
+    for name, what in _OTHERS.items():
+        if name in values:
+            raise _not_theirs(path, what)
+    table = tables()["TRL"].content
+    for name, signs in table["others"].items():
+        if {*signs} & {*values}:
+            raise _not_theirs(path, f"a configuration of {name}")
+    if not {*table["signs"]} & {*values}:
+        raise _not_theirs(path, "one without any key of GRPO, such as num_generations")
+    return _config("TRL", values)
 
 
-def optimizer(
-    theirs: TheirConfig,
-    learning_rate: str,
-    schedule: str,
-    warmup_steps: str,
-    weight_decay: str,
-    max_grad_norm: str,
-) -> Iterator[Setting]:
-    """Yield the keys of the optimizer, by their names there."""
-    yield Setting("optimizer.learning_rate", theirs.number(learning_rate), (learning_rate,))
-    yield theirs.setting("optimizer.weight_decay", weight_decay)
-    # There, 0 means that gradients are not clipped.
-    yield Setting("optimizer.max_grad_norm", theirs.number(max_grad_norm) or None, (max_grad_norm,))
-    schedule_here = _SCHEDULES.get(str(theirs[schedule]))
-    if schedule_here is None:
-        theirs.leave(schedule)
-    else:
-        yield Setting("optimizer.schedule", schedule_here, (schedule,))
-    warmup = theirs.number(warmup_steps)
-    if 0 < warmup < 1:  # a share of the steps
-        theirs.leave(warmup_steps)
-    else:
-        yield Setting("optimizer.warmup_steps", max(0, int(warmup)), (warmup_steps,))
+def _config(trainer: str, values: dict[str, Any], processes: object = None) -> TheirConfig:
+    table = tables()[trainer]
+    dictionaries = [row.name for row in table.rows.values() if row.keys]
+    values = {
+        name: value
+        for name, value in flat(values, dictionaries)
+        if not (name.endswith("_target_") and str(value).startswith("verl."))  # their own classes
+    }
+    sizes = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
+    numbers = [values[name] for name in sizes if isinstance(values.get(name), int)]
+    if processes is None and len(numbers) == 3:  # as to_dict() has them
+        processes = numbers[0] // (numbers[1] * numbers[2])
+    return TheirConfig(table, values, processes if isinstance(processes, int) else None)
 
 
-def run_name_and_trackers(theirs: TheirConfig, run_name: str, trackers: str) -> Iterator[Setting]:
-    """Yield the keys of tracking, by their names there."""
-    if theirs.has(run_name) and re.fullmatch(r"[\w.-]{1,80}", str(theirs[run_name])):
-        yield theirs.setting("tracking.run_name", run_name)
-    if not theirs.has(trackers):
-        return
-    value = theirs[trackers]
-    names = value if isinstance(value, list) else [value]
-    known = [name for name in names if name in options()["tracking"]]
-    known.sort(key=lambda name: name != "mlflow")  # which tracking.also cannot name
-    if known:
-        yield Setting("tracking", known[0], (trackers,))
-    if known[1:]:
-        yield Setting("tracking.also", known[1:], (trackers,))
-    if len(known) < len([name for name in names if name != "console"]):
-        theirs.leave(trackers)
+def _shell(content: str, path: Path) -> TheirConfig:
+    """Return the configuration of the first command in a script that starts verl or TRL."""
+    what = "a script that starts neither"
+    for words in Script(content).commands:
+        modules = [after for word, after in pairwise(words) if word == "-m"]
+        for module in modules:
+            if module in tables()["verl"].content["modules"]:
+                return _overrides(words[words.index(module) :])
+            what = f"a script that starts {module}"
+        signs = {f"--{name}" for name in tables()["TRL"].content["signs"]} & {*words}
+        if signs or any(re.search(r"(grpo|gspo)\w*\.py$", word) for word in words):
+            return _options(words, path)
+        if words[:1] == ["trl"] and words[1:]:
+            if words[1] == "grpo":
+                return _options(words, path)
+            what = f"a script that starts trl {words[1]}"
+    raise _not_theirs(path, what)
+
+
+def _value(content: str) -> Any:
+    """Return a value of a command line."""
+    if "$" in content or "`" in content:
+        return Unread(content)
+    try:
+        return plain_yaml(f"value: {content}".encode())["value"]
+    except (ValueError, KeyError):
+        return content
+
+
+def _overrides(words: list[str]) -> TheirConfig:
+    """Return the configuration of Hydra's overrides."""
+    matches = [re.fullmatch(r"[+-]*([\w.@/-]+)=(.*)", word, re.S) for word in words]
+    pairs = [(match[1].replace("-", "_"), _value(match[2])) for match in matches if match]
+    return _config("verl", dict(pairs))
+
+
+def _options(words: list[str], path: Path) -> TheirConfig:
+    """Return the configuration of a command line with `--key value`, and of its file."""
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        match = re.fullmatch(r"--?([A-Za-z]\w*)(?:=(.*))?", word, re.S)
+        if match is not None:
+            name = match[1]
+            given[name] = [match[2]] if match[2] else []
+        elif name and not word.endswith(".py"):
+            given[name].append(word.strip(","))
+    values = {
+        name: _value(f"[{','.join(items)}]" if len(items) > 1 else items[0]) if items else True
+        for name, items in given.items()
+    }
+    values |= {name[3:]: False for name in values if name.startswith("no_")}
+    values = {name: value for name, value in values.items() if not name.startswith("no_")}
+    files = {}
+    for name in ("config", "config_file"):
+        file = path.parent / str(values.get(name, ""))
+        files[name] = plain_yaml(file.read_bytes()) if file.is_file() else {}
+        if files[name]:
+            del values[name]
+    processes = values.pop("num_processes", values.pop("nproc_per_node", None))
+    processes = processes or files["config_file"].get("num_processes")
+    return _config("TRL", files["config"] | values, processes)
+
+
+def _python(content: str, path: Path) -> TheirConfig:
+    """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, or of the
+    command in its docstring where it takes its arguments from there."""
+    tree = ast.parse(content)
+    names: dict[str, ast.expr | None] = {}
+    calls: dict[str, ast.Call] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            names[name] = None if name in names else node.value  # None: assigned twice
+        elif isinstance(node, ast.Call):
+            calls.setdefault(ast.unparse(node.func).rpartition(".")[2], node)
+    if "GRPOConfig" not in calls:
+        if "TrlParser" in content and "GRPOConfig" in content:
+            return _shell((ast.get_docstring(tree) or "").replace("`", ""), path)
+        others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
+        raise _not_theirs(path, f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
+
+    def value(node: ast.expr) -> Any:
+        named = names.get(node.id) if isinstance(node, ast.Name) else None
+        if named is not None:
+            return value(named)
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+            keys = [ast.literal_eval(key) for key in node.keys if key]
+            return dict(zip(keys, map(value, node.values), strict=True))
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            return Unread(ast.unparse(node))
+
+    values: dict[str, Any] = {"peft_config": True} if "LoraConfig" in calls else {}
+    for call, prefix in (("GRPOTrainer", ""), ("GRPOConfig", ""), ("LoraConfig", "peft_config.")):
+        for keyword in calls[call].keywords if call in calls else ():
+            if keyword.arg not in (None, "args", "peft_config"):
+                values[f"{prefix}{keyword.arg}"] = value(keyword.value)
+    return _config("TRL", values)

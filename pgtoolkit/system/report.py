@@ -27,11 +27,13 @@ class Report:
 
     problems: refusals, each as `refusal` writes it.
     notes: choices that are allowed but may surprise.
+    lacking: the problems of files and packages that this machine lacks.
     default_of: returns the default of a key in this configuration.
     """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
     default_of: Callable[[str], object] = field(default=lambda key: None, compare=False, repr=False)
 
     def refuse(self, setting: str, needs: str, got: object, reason: str, use: str) -> None:

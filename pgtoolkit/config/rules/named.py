@@ -26,6 +26,7 @@ def existing(report: Report, path: str, value: str | None, hub: bool = False) ->
             reason="There is nothing at that path, seen from the current directory.",
             better="PATH",
         )
+        report.lacking.append(report.problems[-1])
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
@@ -50,6 +51,7 @@ def installed(report: Report, setting: str, module: str, extra: str) -> None:
             reason="The package is an extra, not installed by default.",
             use=f'pip install "pgtk[{extra}]"',
         )
+        report.lacking.append(report.problems[-1])
 
 
 def _is_installed(module: str) -> bool:

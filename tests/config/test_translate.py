@@ -1,0 +1,594 @@
+"""`pgtk translate`: what values of TRL and verl become here, what has no equal, which files are
+read, and which are refused."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from builders.refusals import refusal
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.translate import Translation
+from pgtoolkit.config.translate_file import read
+from pgtoolkit.config.translate_shell import Script
+from pgtoolkit.config.validate import validated
+from pgtoolkit.system.report import text
+
+
+def translated(folder: Path, name: str, content: object, processes: int | None = None):
+    """Return the translation of a file with this text, or with a dictionary as JSON."""
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return Translation(read(path), processes)
+
+
+def found(translation: Translation, expected: dict[str, object]) -> dict[str, object]:
+    """Return what the command has of the expected keys, in the types that are expected; "left" and
+    "near" for keys of theirs that are listed, and None for those that are nowhere."""
+    result: dict[str, object] = {key: value for key, (value, _) in translation.typed.items()}
+    result |= dict.fromkeys((line.partition("=")[0] for line in translation.differing), "near")
+    result |= dict.fromkeys((re.split("[= ]", shown)[0] for shown, _ in translation.left), "left")
+    for key, value in expected.items():
+        if key in result and text(result[key]) == text(value):
+            result[key] = value
+    return {key: result.get(key) for key in expected}
+
+
+TRL = [
+    # Sizes are per process: documents of a step, and prompts of the batch that is sampled at once.
+    ({}, {"accumulation.docs_per_step": 8, "rollout.prompts_per_batch": 1}),
+    (
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 4},
+        {"accumulation.docs_per_step": 32, "rollout.prompts_per_batch": 8, "rollout.group_size": 4},
+    ),
+    (
+        {"generation_batch_size": 128, "num_generations": 16},
+        {"accumulation.docs_per_step": 8, "rollout.prompts_per_batch": 8},
+    ),
+    (
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        {"rollout.prompts_per_batch": 2, "accumulation.last_step": "carry"},
+    ),
+    ({"per_device_train_batch_size": 2}, {"generation_batch_size": "left"}),
+    # `constant` has no warm-up, a share is one of max_steps, rounded up.
+    ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"optimizer.warmup_steps": 0}),
+    (
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10},
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 10, "warmup_steps": "near"},
+    ),
+    ({"warmup_steps": 0.1, "max_steps": 205}, {"optimizer.warmup_steps": 21}),
+    ({"warmup_ratio": 0.03, "max_steps": 100}, {"optimizer.warmup_steps": 3}),
+    ({"warmup_ratio": 0.03}, {"optimizer.warmup_steps": None, "warmup_steps": "left"}),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, {"lr_scheduler_type": "left"}),
+    ({"save_steps": 0.1, "max_steps": 55}, {"trainer.checkpoint_every": 6}),
+    ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
+    ({"max_steps": 55}, {"trainer.max_steps": 55, "num_train_epochs": None}),
+    ({}, {"num_train_epochs": "left"}),
+    # cispo caps the ratio itself, which is 0.2 by default; with a ratio of the completion it and
+    # sapo are other losses.
+    ({"loss_type": "cispo"}, {"loss_type": "left", "loss": None, "aggregation": None}),
+    (
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss": "cispo", "loss.epsilon_high": 4, "aggregation": "token_mean"},
+    ),
+    ({"loss_type": "cispo", "epsilon_high": 1.28}, {"loss.epsilon_high": 0.28}),
+    (
+        {"loss_type": "cispo", "epsilon_high": 5, "importance_sampling_level": "sequence"},
+        {"loss_type": "left", "importance_sampling_level": "left", "loss": None},
+    ),
+    (
+        {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
+        {"loss": "sapo", "aggregation": "sample_mean", "loss.temperature_negative": 1.2},
+    ),
+    (
+        {"loss_type": "sapo", "importance_sampling_level": "sequence", "sapo_temperature_neg": 2},
+        {"loss_type": "left", "loss": None, "sapo_temperature_neg": "left"},
+    ),
+    (
+        {"loss_type": "dr_grpo", "max_completion_length": 300},
+        {"loss": "grpo", "aggregation": "constant", "aggregation.divisor": 300},
+    ),
+    (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss": "gspo", "loss.epsilon_low": 0.2, "aggregation.divisor": 1},
+    ),
+    ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, {"loss_type": "left"}),
+    ({"loss_type": "bnpo"}, {"aggregation": "token_mean"}),
+    (
+        {"loss_type": "bnpo", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"aggregation": "sample_mean"},
+    ),
+    ({"loss_type": "new_loss"}, {"loss_type": "left", "aggregation": None}),
+    ({"steps_per_generation": 4}, {"aggregation": "token_mean", "loss_type": "near"}),
+    ({"epsilon": 0.1}, {"loss.epsilon_low": 0.1, "loss.epsilon_high": 0.1}),
+    ({"epsilon": 0.1, "epsilon_high": 0.3}, {"loss.epsilon_low": 0.1, "loss.epsilon_high": 0.3}),
+    ({"delta": 4.0}, {"loss.dual_clip": 4}),
+    ({"delta": 1.1}, {"loss.dual_clip": None, "delta": "left"}),
+    ({"delta": 4.0, "importance_sampling_level": "sequence"}, {"delta": "left"}),
+    # The penalty is weighted by the token's ratio, or by the completion's.
+    ({"beta": 0.04}, {"kl": "k3_ratio", "kl.coefficient": 0.04}),
+    ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl": "k3", "kl.coefficient": 0.04}),
+    ({"beta": 0.04, "importance_sampling_level": "sequence"}, {"beta": "left", "kl": None}),
+    (
+        {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 64},
+        {"kl.update_every": 64, "kl.update_rate": 0.6},
+    ),
+    # vLLM's correction is on by default; one that is capped by nothing is capped beyond e^20.
+    ({"use_vllm": True}, {"sampler": "vllm", "correction": "sequence_mask"}),
+    (
+        {
+            "use_vllm": True,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": None,
+        },
+        {"correction": "token_mask", "correction.low": "null", "correction.high": 1e9},
+    ),
+    (
+        {"use_vllm": True, "loss_type": "vespo"},
+        {"vllm_importance_sampling_correction": "left", "correction": None, "loss": "vespo"},
+    ),
+    (
+        {"use_vllm": True, "top_p": 0.9},
+        {"vllm_importance_sampling_correction": "left", "rollout.top_p": 0.9},
+    ),
+    ({"off_policy_mask_threshold": None}, {"off_policy_mask_threshold": None, "correction": None}),
+    ({"off_policy_mask_threshold": 0.3}, {"correction.threshold": 0.3}),
+    (
+        {"off_policy_mask_threshold": 0.3, "use_vllm": True},
+        {"off_policy_mask_threshold": "left", "correction": "sequence_mask"},
+    ),
+    ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, {"vllm_tensor_parallel_size": "left"}),
+    (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "node7"},
+        {"sampler.urls": "[http://node7:8000]"},
+    ),
+    ({"scale_rewards": False}, {"advantage": "dr_grpo", "scale_rewards": None}),
+    ({"scale_rewards": "batch"}, {"advantage": "batch_std", "scale_rewards": "near"}),
+    ({}, {"advantage": "grpo", "scale_rewards": "near"}),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"advantage": "gdpo", "multi_objective_aggregation": "near"},
+    ),
+    # bf16 is on unless it is set, with weights in float32.
+    ({}, {"model.dtype": "bfloat16", "model.fp32_lm_head": False}),
+    ({"fp16": True}, {"model.dtype": "float16"}),
+    ({"bf16": False}, {"model.dtype": "float32"}),
+    ({"dtype": "bfloat16"}, {"dtype": "left"}),
+    ({"cast_lm_head_to_fp32": True}, {"model.fp32_lm_head": True}),
+    # The bonus is a mean over tokens of a micro-batch.
+    ({"entropy_coef": 0.01}, {"entropy.coefficient": 0.01}),
+    ({"entropy_coef": 0.01, "gradient_accumulation_steps": 2}, {"entropy_coef": "left"}),
+    ({"entropy_coef": 0.01, "loss_type": "grpo"}, {"entropy_coef": "left"}),
+    (
+        {"entropy_coef": 0.01, "loss_type": "grpo", "per_device_train_batch_size": 1}
+        | {"gradient_accumulation_steps": 8},
+        {"entropy.coefficient": 0.01},
+    ),
+    (
+        {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]},
+        {"model.lora_rank": 8, "model.lora_targets": ["q_proj", "v_proj"], "lora_dropout": "left"},
+    ),
+    ({"lora_r": 8}, {"model.lora_rank": None}),
+    ({"mask_truncated_completions": True}, {"mask_truncated_completions": "near"}),
+    (
+        {"mask_truncated_completions": True, "loss_type": "grpo"},
+        {"rollout.truncated": "mask", "mask_truncated_completions": None},
+    ),
+    ({"num_iterations": 2, "top_k": 50, "min_p": 0.1}, {"num_iterations": "left", "top_k": "left"}),
+    ({"top_k": 0, "top_p": 1, "repetition_penalty": 1.0}, {"top_k": None, "rollout.top_p": None}),
+    ({"max_grad_norm": 0}, {"optimizer.max_grad_norm": "null"}),
+    (
+        {"report_to": ["wandb", "tensorboard"], "project": "p"},
+        {"tracking": "wandb", "tracking.also": "[tensorboard]", "tracking.experiment": "p"},
+    ),
+    ({"report_to": "swanlab"}, {"report_to": "left", "tracking": None}),
+    (
+        {"reward_funcs": ["accuracy_reward"]},
+        {"task.verifier": "trl.rewards.accuracy_reward"},
+    ),
+    ({"reward_funcs": ["my.reward", "my.other"]}, {"reward_funcs": "left"}),
+    (
+        {"dataset_name": "trl-lib/DeepMath-103K"},
+        {"task.path": "trl-lib/DeepMath-103K", "task.split": "train"},
+    ),
+    ({"dataset_name": "prompts.jsonl"}, {"task.path": "prompts.jsonl", "task.split": None}),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"task.chat_arguments": {"enable_thinking": False}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), TRL, ids=lambda value: str([*value.items()])[:60])
+def test_a_value_of_trl(tmp_path, values, expected):
+    translation = translated(tmp_path, "theirs.json", {"num_generations": 8} | values)
+    assert found(translation, expected) == expected
+
+
+SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
+"""With 256 prompts in a mini-batch there are two updates a batch."""
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+GRPO = {"algorithm.adv_estimator": "grpo"}
+GAE = {"algorithm.adv_estimator": "gae"}
+VERL = [
+    (
+        {},
+        {"rollout.prompts_per_batch": 512, "accumulation.docs_per_step": 2048, "loss": "grpo"}
+        | {"loss.dual_clip": 3, "aggregation": "token_mean", "rollout.group_size": 8},
+    ),
+    (
+        {"trainer.total_training_steps": 100},
+        {"trainer.max_steps": 200, "trainer.total_epochs": None},
+    ),
+    ({"trainer.save_freq": 20}, {"trainer.checkpoint_every": 40, "trainer.total_epochs": "left"}),
+    # Warm-up counts batches.
+    ({f"{ACTOR}.optim.lr_warmup_steps": 10}, {"optimizer.warmup_steps": 20}),
+    (
+        {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 105},
+        {"optimizer.warmup_steps": 20},
+    ),
+    (
+        {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1},
+        {"optimizer.warmup_steps": None, f"{ACTOR}.optim.lr_warmup_steps": "left"},
+    ),
+    ({}, {"optimizer.warmup_steps": "0", "optimizer.beta2": 0.999}),
+    ({f"{ACTOR}.optim.lr_scheduler_type": "cosine"}, {"optimizer.schedule": "cosine"}),
+    (
+        {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
+        {"optimizer.schedule": None, f"{ACTOR}.optim.lr_scheduler_type": "left"},
+    ),
+    # The critic alone: from the first batch on, the policy is updated at critic_warmup=1.
+    (GAE | {"trainer.critic_warmup": 1}, {"critic.steps_before_policy": 0}),
+    (GAE | {"trainer.critic_warmup": 6}, {"critic.steps_before_policy": 10}),
+    (GAE, {"advantage": "gae", "advantage.gae_lambda": 1, "critic.clip": 0.5}),
+    (GAE | {"critic.optim.weight_decay": 0.1}, {"critic.optim.weight_decay": "left"}),
+    ({"critic.optim.lr": 1e-4}, {"critic.learning_rate": None, "critic.optim.lr": "left"}),
+    # Losses by their own bounds; clip_ratio alone does nothing beside its two bounds.
+    ({f"{ACTOR}.clip_ratio": 0.3}, {f"{ACTOR}.clip_ratio": "left", "loss.epsilon_low": 0.2}),
+    (
+        {f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_low": None},
+        {"loss.epsilon_low": 0.3, "loss.epsilon_high": 0.2},
+    ),
+    ({f"{ACTOR}.clip_ratio_high": 0.28}, {"loss.epsilon_high": 0.28}),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "dppo_kl"},
+        {"loss": "dppo", "loss.divergence": "binary_kl", "loss.delta_low": 0.2}
+        | {"loss.delta_high": 0.2, "loss.ratio_cap": 3},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "dppo_tv", f"{ACTOR}.clip_ratio_c": 20.0},
+        {"loss": "dppo", "loss.delta_low": 0.2, "loss.ratio_cap": 20},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 1.1},
+        {"loss": "sapo", "aggregation": "sample_mean", "loss.temperature_negative": 1.1},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "geo_mean"},
+        {"loss": "gmpo", "aggregation": "sample_mean", "loss.epsilon_low": 0.2}
+        | {f"{ACTOR}.policy_loss.loss_mode": "near"},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.entropy_coeff": 0.01},
+        {f"{ACTOR}.entropy_coeff": "left", "entropy.coefficient": None},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_low": 10},
+        {"loss": "cispo", "loss.epsilon_low": "null", "loss.epsilon_high": 0.2},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.5},
+        {"loss": "kimi", "loss.tau": 0.5},
+    ),
+    ({f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}, {"loss": None}),
+    # 1 / (D * L) is 1 for L = 1 / D.
+    (
+        {f"{ACTOR}.loss_agg_mode": "token-sum"},
+        {"aggregation": "constant", "aggregation.divisor": 1 / 2048},
+    ),
+    ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum"}, {"aggregation.divisor": "1"}),
+    (
+        {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 4096},
+        {"aggregation": "constant", "aggregation.divisor": 4096},
+    ),
+    ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}, {f"{ACTOR}.loss_agg_mode": "left"}),
+    # k3+ has the gradient of k2; abs and full have no equal.
+    (
+        {f"{ACTOR}.use_kl_loss": True},
+        {"kl": "k3", "kl.coefficient": 0.001, f"{ACTOR}.kl_loss_type": "near"},
+    ),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "k3+"}, {"kl": "k2"}),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl+"}, {"kl": "k2"}),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "mse"}, {"kl": "k2"}),
+    (
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "abs"},
+        {"kl": None, "kl.coefficient": None, f"{ACTOR}.kl_loss_type": "left"},
+    ),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, {"kl": None}),
+    (
+        {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
+        {"kl": None, f"{ACTOR}.use_kl_loss": "left", "algorithm.use_kl_in_reward": "left"},
+    ),
+    (
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05},
+        {"kl": "k1", "kl.place": "reward", "kl.coefficient": 0.05},
+    ),
+    (
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k3+"},
+        {"kl": "k3", "algorithm.kl_penalty": "near"},
+    ),
+    (
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+        {"kl": None, "algorithm.kl_ctrl.type": "left"},
+    ),
+    ({"algorithm.norm_adv_by_std_in_grpo": False}, {"advantage": "dr_grpo"}),
+    ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.adv_estimator": "left"}),
+    (
+        {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
+        {"advantage": "pass_at_k"},
+    ),
+    ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {"algorithm.adv_estimator": "left"}),
+    ({f"{CORRECTION}.rollout_is": "token"}, {"correction": "token_truncate"}),
+    (
+        {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": 5},
+        {"correction": "sequence_truncate", "correction.high": 5},
+    ),
+    (
+        {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+        {"correction": "token_mask", "correction.low": 0.5, "correction.high": 5},
+    ),
+    (
+        {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": 2},
+        {f"{CORRECTION}.rollout_rs": "left", "correction": "none"},
+    ),
+    ({f"{CORRECTION}.bypass_mode": True}, {"rollout.old_log_probs": "sampling"}),
+    # A key of another section of the same last name is another key.
+    (
+        {"reward.reward_model.rollout.temperature": 0.5, "critic.model.path": "other"},
+        {"rollout.temperature": 1, "model.path": "~/models/deepseek-llm-7b-chat"},
+    ),
+    (
+        {"reward_model.reward_manager": "dapo", "data.max_response_length": 1024}
+        | {"reward_model.reward_kwargs.overlong_buffer_cfg.enable": True}
+        | {"reward_model.reward_kwargs.overlong_buffer_cfg.len": 256},
+        {"rollout.overlong_buffer": 256, "rollout.overlong_penalty": 1},
+    ),
+    ({"algorithm.filter_groups.enable": True}, {"rollout.max_sampling_rounds": 1000}),
+    ({f"{ACTOR}.fsdp_config.model_dtype": "bf16"}, {f"{ACTOR}.fsdp_config.model_dtype": "left"}),
+    (
+        {"data.max_prompt_length": 3000, "data.max_response_length": 9000},
+        {"accumulation.max_tokens": 12000, "rollout.max_completion_length": 9000},
+    ),
+    ({"trainer.logger": ["console"], "trainer.project_name": "p"}, {"tracking": "none"}),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), VERL, ids=lambda value: str([*value.items()])[:60])
+def test_a_value_of_verl(tmp_path, values, expected):
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+    assert found(translation, expected) == expected
+
+
+def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and_unknown(
+    tmp_path, capsys
+):
+    (tmp_path / "grpo.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nlearning_rate: 2e-6\n"
+        "num_iterations: 2\nseed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
+    )
+    assert main(["translate", str(tmp_path / "grpo.yaml"), "--processes", "4"]) == 0
+    page = capsys.readouterr().out
+    (command,) = re.findall(r"^  pgtk (.*)$", page, re.MULTILINE)
+    _, report = validated(compose(shlex.split(command)))
+    assert [problem for problem in report.problems if problem not in report.lacking] == []
+    assert {"accumulation.docs_per_step=32", "optimizer.learning_rate=2e-06", "seed=3"} <= {
+        *shlex.split(command)
+    }
+    assert "Assumed:\n  task.path is to be filled in\n" in page
+    assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
+    assert "  scale_rewards=group (their default): 1e-4 is added" in page
+    assert "  num_iterations=2: each completion is trained on once" in page
+    assert "the command has aggregation=sample_mean" in page.partition("loss_type=nonsense")[2]
+    assert "is not known to have:\n  zzz\n" in page
+    assert "top_k" not in page
+    assert "logging_steps" not in page
+
+
+SCRIPT = """#!/usr/bin/env bash
+set -x
+MODEL=${1:-Qwen/Qwen3-8B}
+n=${N:-8}
+epochs=15 # as usual
+BACKEND=${BACKEND:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+export LENGTH=$((1024 * 2))
+ARGS=(
+    data.train_files="['$HOME/data/train.parquet']"  # don't stop here
+    data.max_response_length=${LENGTH}
+)
+case "${BACKEND}" in
+    npu | cpu) n=2 ;;
+    *)
+        rate=2e-6
+        if [ "$BACKEND" = gpu ] && [ -n "$MODEL" ]; then
+            ARGS+=(actor_rollout_ref.actor.entropy_coeff=0.5)
+        else
+            n=3
+        fi
+        ;;
+esac
+if some_command; then
+    size=7
+fi
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    # a comment between
+    actor_rollout_ref.model.path="$MODEL" \\
+    actor_rollout_ref.rollout.n=$n \\
+    actor_rollout_ref.actor.optim.lr=$rate \\
+    data.train_batch_size=$size \\
+    +actor_rollout_ref.actor.extra=1 \\
+    trainer.experiment_name="run_$(date +%s)" \\
+    trainer.logger='["console","wandb"]' \\
+    "${ARGS[@]}" $@ 2>&1 | tee log.txt
+"""
+
+
+def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
+    (words,) = [words for words in Script(SCRIPT).commands if "verl.trainer.main_ppo" in words]
+    assert words[words.index("verl.trainer.main_ppo") + 1 :] == [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.optim.lr=2e-6",
+        "data.train_batch_size=$size",
+        "+actor_rollout_ref.actor.extra=1",
+        "trainer.experiment_name=run_$(date +%s)",
+        'trainer.logger=["console","wandb"]',
+        "data.train_files=['~/data/train.parquet']",
+        "data.max_response_length=2048",
+        "actor_rollout_ref.actor.entropy_coeff=0.5",
+        "2",
+    ]
+    translation = translated(tmp_path, "run.sh", SCRIPT)
+    expected = {
+        "rollout.prompts_per_batch": None,
+        "data.train_batch_size": "left",
+        "trainer.experiment_name": "left",
+        "task.path": "~/data/train.parquet",
+        "rollout.max_completion_length": 2048,
+        "entropy.coefficient": 0.5,
+        "optimizer.learning_rate": 2e-6,
+        "tracking": "wandb",
+    }
+    assert found(translation, expected) == expected
+
+
+PYTHON = """
+from trl import GRPOConfig, GRPOTrainer
+RATE = 2e-6
+raise SystemExit("never run")
+def reward(completions, **kwargs):
+    return [1.0 for _ in completions]
+args = GRPOConfig(
+    learning_rate=RATE, num_generations=4, beta=read_beta(), chat_template_kwargs={"a": 1}
+)
+GRPOTrainer(model="Qwen/Qwen3-0.6B", args=args, reward_funcs=[reward], peft_config=LoraConfig(r=4))
+"""
+
+
+def test_other_forms_of_configurations_are_read(tmp_path):
+    expected = {"optimizer.learning_rate": 2e-6, "rollout.group_size": 4}
+    program = {
+        "beta": "left",
+        "reward_funcs": "left",
+        "model.lora_rank": 4,
+        "model.path": "Qwen/Qwen3-0.6B",
+        "task.chat_arguments": {"a": 1},
+    }
+    translation = translated(tmp_path, "train.py", PYTHON)
+    assert found(translation, expected | program) == expected | program
+    cells = [
+        {"cell_type": "code", "source": ["!pip install trl\n", PYTHON]},
+        {"cell_type": "markdown", "source": ["text"]},
+    ]
+    translation = translated(tmp_path, "train.ipynb", {"cells": cells})
+    assert found(translation, expected | program) == expected | program
+
+    values = {"learning_rate": 2e-6, "num_generations": 4}
+    wandb = {name: {"value": value, "desc": None} for name, value in values.items()}
+    wandb |= {"_wandb": {"value": {"cli_version": "0.31"}}, "wandb_version": 1}
+    assert found(translated(tmp_path, "config.yaml", wandb), expected) == expected
+
+    command = "accelerate launch --config_file acc.yaml grpo.py --config theirs.yaml --no_bf16\n"
+    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 6\n")
+    (tmp_path / "theirs.yaml").write_text("learning_rate: 2e-6\nnum_generations: 4\n")
+    more = {"accumulation.docs_per_step": 48, "model.dtype": "float32"}
+    translation = translated(tmp_path, "run.sh", command)
+    assert found(translation, expected | more) == expected | more
+    assert translation.theirs.assumed == []
+    docstring = f'"""\n```\n{command}```\n"""\nTrlParser((GRPOConfig, ModelConfig))\n'
+    assert found(translated(tmp_path, "script.py", docstring), more) == more
+
+    # A dump says the number of processes by its sizes.
+    dump = values | {"generation_batch_size": 64, "steps_per_generation": 2}
+    sizes = {"accumulation.docs_per_step": 32, "rollout.prompts_per_batch": 16}
+    dump |= {"per_device_train_batch_size": 8}
+    assert found(translated(tmp_path, "args.json", dump), sizes) == sizes
+
+
+def test_a_dump_of_verl_lists_none_of_its_defaults(tmp_path):
+    dump = """
+actor_rollout_ref:
+  actor:
+    _target_: verl.workers.config.FSDPActorConfig
+    ppo_mini_batch_size: 256
+    use_torch_compile: true
+    rollout_n: ${oc.select:actor_rollout_ref.rollout.n,1}
+    checkpoint: {save_contents: [model, optimizer, extra], load_contents: "${.save_contents}"}
+    profiler: {save_path: "${oc.select:global_profiler.save_path,null}"}
+  ref:
+    use_torch_compile: true
+    log_prob_max_token_len_per_gpu: 16384
+  rollout: {n: 4, name: vllm, max_num_seqs: 256}
+critic: {ppo_mini_batch_size: 256, rollout_n: 4, ppo_micro_batch_size_per_gpu: null}
+algorithm: {adv_estimator: grpo}
+"""
+    translation = translated(tmp_path, "job.yaml", dump)
+    assert [shown for shown, _ in translation.left] == ["trainer.total_epochs=30 (their default)"]
+    assert found(translation, {"rollout.group_size": 4}) == {"rollout.group_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # Our default of a bound of the divergence is another one under binary_kl.
+        (
+            {f"{ACTOR}.policy_loss.loss_mode": "dppo_kl"},
+            {"loss.delta_low": 0.2, "loss.delta_high": 0.2, "loss.ratio_cap": 3},
+        ),
+        ({f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"}, {"loss.delta_low": None}),
+        # One completion has no group: the check refuses advantages of one.
+        (
+            {"actor_rollout_ref.rollout.n": 1},
+            {"advantage": None, "algorithm.adv_estimator": "left", "optimizer.beta2": 0.999},
+        ),
+        ({f"{ACTOR}.clip_ratio_low": 10}, {f"{ACTOR}.clip_ratio_low": "left"}),
+        ({"trainer.save_freq": 5}, {"trainer.checkpoint_every": 10, "tracking": None}),
+    ],
+)
+def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, values, expected):
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+    translation.check()
+    assert found(translation, expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.yaml", "", "It is empty"),
+        ("list.yaml", "- 1\n- 2\n", "It is a list"),
+        ("sft.yaml", "packing: true\nlearning_rate: 1e-5\n", "a configuration of SFT"),
+        ("dpo.yaml", "precompute_ref_log_probs: true\nbeta: 0.1\n", "a configuration of DPO"),
+        ("none.yaml", "learning_rate: 1e-5\n", "one without any key of GRPO"),
+        ("acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8\n", "accelerate's own"),
+        ("ds.json", '{"zero_optimization": {"stage": 3}}', "DeepSpeed's own"),
+        ("config.yaml", "aggregation: {mode: x}\nloss: {name: grpo}\n", "pgtoolkit's own"),
+        ("sft_trainer.yaml", "optim: {lr: 1}\ntrainer: {nnodes: 1}\n", "another trainer of verl"),
+        ("bad.yaml", "a: [1\n", "no such text"),
+        ("sft.sh", "torchrun -m verl.trainer.sft_trainer x=1\n", "starts verl.trainer.sft_trainer"),
+        ("sft2.sh", "trl sft --config x.yaml\n", "a script that starts trl sft"),
+        ("other.sh", "echo hello\n", "a script that starts neither"),
+        ("async.sh", "python3 -m verl.experimental.one_step_off_policy.main_ppo a=1\n", "one_step"),
+        ("sft.py", "SFTTrainer(args=SFTConfig(max_length=3))\n", "SFTConfig, SFTTrainer"),
+        ("bad.py", "GRPOConfig(\n", "no such text"),
+        ("nothing.py", "print(1)\n", "no GRPOConfig"),
+    ],
+)
+def test_what_is_no_configuration_of_theirs_is_refused(tmp_path, capsys, name, content, says):
+    (tmp_path / name).write_text(content)
+    assert says in refusal(capsys, "translate", tmp_path / name)
+    assert "needs a file" in refusal(capsys, "translate", tmp_path / "missing.yaml")
