@@ -15,6 +15,7 @@ processes      ranks as processes
 terminals      a terminal, and the text on its screen
 browser        a real browser
 vllm_server    a small server with vLLM's protocol, and other_server with SGLang's
+served_models  GPT-2 and Llama by torch alone, for these servers
 vllm_servers   the command that starts it, and its living processes
 shared_servers servers that the tests of a file share
 """

@@ -70,20 +70,17 @@ class Engine:
         self.cached: dict[tuple, object] = {}
         """The weights that first saw a prompt, by its cache salt and its tokens."""
         torch.set_num_threads(1)
-        config = AutoConfig.from_pretrained(options.folder)
-        longest = config.max_position_embeddings
+        longest = positions_of(options.folder)
         options.max_model_len = options.max_model_len or longest
         if options.max_model_len > longest:
             sys.exit(
                 f"Value error, User-specified max_model_len ({options.max_model_len}) is greater "
                 "than the derived one"
             )
-        self.tokenizer = (
-            None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
-        )
-        self.model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, options.dtype)
-        ).eval()
+        self.tokenizer = None
+        if not options.skip_tokenizer_init:
+            self.tokenizer = Tokenizer.from_file(f"{options.folder}/tokenizer.json")
+        self.model = model_of(options.folder, getattr(torch, options.dtype))
         self._load(self._weights_in(options.folder))
         self.worker = self._worker()
 
@@ -162,8 +159,7 @@ class Engine:
     def score(self, body: dict) -> list[dict | None]:
         """Return the log-probs of a prompt's tokens, in the form of vLLM's answer."""
         tokens = body["prompt"]
-        with torch.no_grad():
-            log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        log_probs = self.model(torch.tensor(tokens)).float().log_softmax(-1)
         rows = zip(log_probs, tokens[1:], strict=False)
         return [
             None,
@@ -189,7 +185,8 @@ class Engine:
 
     def _text(self, tokens: list[int]) -> str:
         """Return the text of tokens; some decoders know that of a token only after the next one."""
-        return self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None])
+        known = tokens[: -1 if self.failing("late_stop") else None]
+        return self.tokenizer.decode(known, skip_special_tokens=False)
 
     def _choice(self, body: dict, model, generator) -> dict:
         """Sample a completion, token by token, until a stop or the limit."""
@@ -198,14 +195,12 @@ class Engine:
         reason = "length"
         stop_reason = None
         while len(tokens) < body["max_tokens"]:
-            with torch.no_grad():
-                row = torch.tensor([[*body["prompt"], *tokens]])
-                logits = model(row, use_cache=False).logits[0, -1].float()
+            logits = model(torch.tensor([*body["prompt"], *tokens]))[-1].float()
             greedy = body["temperature"] == 0
             scaled = logits / (1.0 if greedy else body["temperature"])
             top_p = body.get("top_p", 1.0)
             if top_p < 1:
-                scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
+                scaled = within(scaled, top_p)
             probabilities = scaled.softmax(-1)
             if greedy:
                 token = int(probabilities.argmax())
@@ -381,6 +376,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def within(logits, top_p: float):
+    """Return logits of which only the likeliest tokens of this probability together are finite."""
+    ordered, places = logits.sort(descending=True)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    return logits.index_fill(-1, places[before >= top_p], -float("inf"))
+
+
 def mark(options: argparse.Namespace, line: str) -> None:
     if options.marks:
         with open(options.marks, "a") as file:
@@ -421,11 +424,11 @@ def main(handler: type[Handler] = Handler) -> None:
             f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'."
         )
     # Imported here, since they take seconds, and most faults of a start need none of them.
-    global torch, load_file, AutoConfig, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
+    global torch, load_file, Tokenizer, model_of, positions_of
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.generation import TopPLogitsWarper
+    from served_models import model_of, positions_of  # in the same folder
+    from tokenizers import Tokenizer
 
     engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
