@@ -24,7 +24,7 @@ from pgtoolkit.system.imports import import_metrics
 from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.report import Report, refusal, text
 from pgtoolkit.tracking.settings import TrackingSettings
-from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
+from pgtoolkit.tracking.store_address import absolute_uri, experiment_of, sqlite_path
 from pgtoolkit.tracking.store_file import problem_of_store
 from pgtoolkit.tracking.wandb_settings import ignored_files, problem_of_settings
 from pgtoolkit.training.settings import Device, KernelSettings
@@ -157,9 +157,9 @@ def _check_places(rollout: RolloutSettings, tracking: TrackingSettings, report: 
                 "~/.config/wandb/settings are."
             )
     if tracking.name == "mlflow":
-        assert tracking.experiment is not None
         store = sqlite_path(absolute_uri(tracking.uri))
-        problem = problem_of_store(store, tracking.experiment) if store else None
+        experiment = experiment_of("mlflow", tracking.experiment)
+        problem = problem_of_store(store, experiment) if store else None
         if problem:
             report.problems.append(problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pgtoolkit.assembly.run_description import description_of
@@ -15,6 +16,7 @@ from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
+from pgtoolkit.tracking.store_address import STORE_VARIABLE, experiment_of
 
 
 def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -> str:
@@ -30,6 +32,8 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     config, _ = read_config(run_dir)
     status = read_status(run_dir)
     tracking = config.get("tracking", {})
+    if uri is None and tracking.get("name", "mlflow") != "mlflow":
+        uri = os.environ.get(STORE_VARIABLE)
     if uri is None and tracking.get("name", "mlflow") != "mlflow":
         raise ConfigError(
             f"pgtk sync {run_dir} needs a store (got tracking={tracking['name']}). The run was "
@@ -53,7 +57,8 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         read_metrics(run.metrics_path, ())  # raises StorageError if they are damaged
         check_rows(run.path)
         state = status.get("state", "failed")
-        record = MlflowRecord(uri, experiment or tracking.get("experiment") or "pgtoolkit")
+        experiment = experiment_of("mlflow", experiment or tracking.get("experiment"))
+        record = MlflowRecord(uri, experiment)
         record.start(
             run.path,
             description_of(run.path),

@@ -47,6 +47,7 @@ from pgtoolkit.tracking.mlflow_run import MlflowRecord
 from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.settings import TrackingSettings
 from pgtoolkit.tracking.signals import StopSignal
+from pgtoolkit.tracking.store_address import experiment_of
 from pgtoolkit.training.callbacks import own_parts
 from pgtoolkit.training.checkpoint import reading_checkpoint
 from pgtoolkit.training.fit import run_steps
@@ -243,10 +244,10 @@ def _start_records(settings: TrackingSettings, run: RunDirectory, started: list[
 def _record_in(tracker: str, settings: TrackingSettings) -> Record:
     if tracker == "tensorboard":
         return TensorBoardRecord()
-    assert settings.experiment is not None
+    experiment = experiment_of(tracker, settings.experiment)
     if tracker == "wandb":
-        return WandbRecord(settings.experiment, settings.system_metrics)
-    return MlflowRecord(settings.uri, settings.experiment, settings.system_metrics)
+        return WandbRecord(experiment, settings.system_metrics)
+    return MlflowRecord(settings.uri, experiment, settings.system_metrics)
 
 
 def _finish(

@@ -14,7 +14,7 @@ from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.settings import is_data_set_name
-from pgtoolkit.tracking.store_address import absolute_uri
+from pgtoolkit.tracking.store_address import EXPERIMENT_VARIABLES, absolute_uri, experiment_of
 
 NO_FOLDER = ("initial", "recorded")
 """Values of kl.reference that name no model: the run's first weights, and log-probs recorded with
@@ -23,7 +23,10 @@ the rollouts."""
 
 def absolute_paths(config: Config) -> Config:
     """Return a run's configuration with absolute paths, which mean the same files from every
-    directory; relative ones are seen from this directory."""
+    directory; relative ones are seen from this directory.
+
+    So does the record of its metrics: what the variables of trackers name becomes a value.
+    """
     values: dict[str, object] = {}
     for key in keys_of(config):
         value = value_of(config, key.name)
@@ -37,6 +40,11 @@ def absolute_paths(config: Config) -> Config:
     values["evaluation.sets"] = sets
     if config.tracking.name == "mlflow":
         values["tracking.uri"] = absolute_uri(config.tracking.uri)
+    # Where two trackers have two names, each reads its variable when the run starts.
+    trackers = {config.tracking.name, *config.tracking.also} & EXPERIMENT_VARIABLES.keys()
+    experiments = {experiment_of(name, config.tracking.experiment) for name in trackers}
+    if len(experiments) == 1:
+        values["tracking.experiment"] = experiments.pop()
     return with_values(config, values)
 
 

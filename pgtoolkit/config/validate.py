@@ -38,7 +38,6 @@ RULES: tuple[Check, ...] = (
     run.kernel,
     step.parallelism,
     *table.PARALLELISM,
-    *table.TRACKING,
     tracking.tracking,
     task.evaluation,
     run.optimizer,

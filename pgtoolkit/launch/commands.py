@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,7 @@ from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, refusal, say, shell_path
+from pgtoolkit.tracking.store_address import STORE_VARIABLE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -224,7 +226,9 @@ def _ui(parser: _Parser, argv: list[str]) -> int:
         help="port on 127.0.0.1 (default: 5000)",
     )
     parser.add_argument(
-        "--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)"
+        "--uri",
+        metavar="URI",
+        help="another store (default: MLFLOW_TRACKING_URI, else sqlite:///outputs/mlflow.db)",
     )
     args = parser.parse_args(argv)
     _check_store(args.uri)
@@ -239,8 +243,11 @@ def _check_store(uri: str | None) -> None:
     from pgtoolkit.config.rules.tracking import address_of_store
 
     problems = Report()
+    of_environment = os.environ.get(STORE_VARIABLE)
     if uri is not None:
         address_of_store("--uri", uri, problems)
+    elif of_environment:
+        address_of_store(STORE_VARIABLE, of_environment, problems)
     if problems.problems:
         raise ConfigError(problems.problems[0])
 

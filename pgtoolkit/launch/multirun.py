@@ -25,6 +25,7 @@ from pgtoolkit.launch.sweep_line import SweepLine
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
+from pgtoolkit.tracking.store_address import experiment_of
 
 _ENDING_SIGNALS = (signal.SIGKILL, *STOP_SIGNALS)
 """Signals that somebody sends to end a process; those that are not among them come from its own
@@ -283,8 +284,8 @@ def _publish(sweep: Sweep, config: Config) -> None:
         return
     from pgtoolkit.comparison.sweep_summary import publish
 
-    assert config.tracking.experiment is not None
     try:
-        publish(sweep.folder, config.tracking.uri, config.tracking.experiment)
+        experiment = experiment_of("mlflow", config.tracking.experiment)
+        publish(sweep.folder, config.tracking.uri, experiment)
     except PgtoolkitError as error:
         say(f"pgtk: warning: {error}", error=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.records import read_config, read_evaluations
 from pgtoolkit.runs.series import final, read_metrics, values
-from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.report import key_of, shell_path
 from pgtoolkit.tracking.description import Description, Point
 from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.wandb_settings import OFFLINE, settings_of_user
@@ -63,7 +63,7 @@ class LoggerRecord(Record):
 class WandbRecord(LoggerRecord):
     """A run of Weights & Biases, with the id of the run directory.
 
-    wandb's own settings apply, such as WANDB_MODE, WANDB_ENTITY and WANDB_BASE_URL. It does not
+    wandb's own settings apply, such as WANDB_MODE, WANDB_NAME and WANDB_BASE_URL. It does not
     collect the command, which may have secrets, the code and the terminal: provenance.json has
     these, redacted.
 
@@ -98,7 +98,7 @@ class WandbRecord(LoggerRecord):
         try:
             self._run = wandb.init(
                 project=self._project,
-                name=description.run_name,
+                name=self._name(description),
                 id=description.tags["pgtk.id"],
                 group=description.tags.get("sweep"),
                 resume="allow",
@@ -129,6 +129,13 @@ class WandbRecord(LoggerRecord):
                 shutil.rmtree(earlier)
         self.shown_by = f"wandb sync {shell_path(folder)}"
         return 0, {}
+
+    def _name(self, description: Description) -> str:
+        """Return the run's name: as typed, else that of WANDB_NAME."""
+        _, overrides = read_config(self._run_dir)
+        is_typed = any(key_of(override) == "tracking.run_name" for override in overrides)
+        of_environment = None if is_typed else os.environ.get("WANDB_NAME")
+        return of_environment or description.run_name
 
     def _send(self, points: list[Point]) -> None:
         # Steps are wandb's only axis.

@@ -29,12 +29,13 @@ class TrackingSettings:
     uri: str | None = key(
         default=None,
         help="Address of the MLflow store: sqlite:///FILE, http://HOST:PORT or a database; null: "
-        "SQLite in outputs/mlflow.db.",
+        "that of MLFLOW_TRACKING_URI, else SQLite in outputs/mlflow.db.",
         **_NEEDS_MLFLOW,
     )
     experiment: str | None = key(
-        default="pgtoolkit",
-        help="The MLflow experiment, or project of Weights & Biases, that collects the runs.",
+        default=None,
+        help="The MLflow experiment, or project of Weights & Biases, that collects the runs; null: "
+        "that of MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT, else pgtoolkit.",
         **_NEEDS_PROJECT,
     )
     run_name: str | None = key(
@@ -74,7 +75,6 @@ OPTIONS = {
             TrackingSettings,
             help="Metrics go to the run directory alone: metrics.jsonl and curves.png.",
             base="mlflow",
-            changes={"experiment": None},
         ),
     },
 }

@@ -21,7 +21,7 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import imports_skipping
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shortest_path, text
-from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
+from pgtoolkit.tracking.store_address import DEFAULT_STORE, absolute_uri, sqlite_path
 from pgtoolkit.tracking.store_file import (
     deleted_experiment,
     has_other_tables,
@@ -133,7 +133,7 @@ def open_store(uri: str, experiment: str) -> tuple[MlflowClient, str]:
     if not uri.startswith("http"):
         folder = path.parent if path else Path("outputs").resolve()
         artifact_location = (folder / "artifacts").as_uri()
-    is_default = uri == absolute_uri(None)
+    is_default = uri == absolute_uri(DEFAULT_STORE)
     if is_default and path and path.exists() and has_other_tables(path):
         raise StorageError(other_tables(f"tracking.uri=sqlite:///{shortest_path(path)}"))
     with _creation_lock(path):

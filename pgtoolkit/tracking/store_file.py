@@ -17,7 +17,7 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.system.plain_files import cannot_hold_files
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import program, refusal, shell_path, shortest_path
-from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
+from pgtoolkit.tracking.store_address import DEFAULT_STORE, sqlite_path
 
 
 def problem_of_store(path: Path, experiment: str) -> str | None:
@@ -61,7 +61,7 @@ def problem_of_store(path: Path, experiment: str) -> str | None:
             use=other_store,
         )
     uri = f"sqlite:///{path}"
-    if path == sqlite_path(absolute_uri(None)) and has_other_tables(path):
+    if path == sqlite_path(DEFAULT_STORE) and has_other_tables(path):
         return other_tables(setting)
     if revision is not None and _newest_revision() not in (None, revision):
         return out_of_date(setting, uri, revision)

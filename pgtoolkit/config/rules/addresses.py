@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
@@ -14,7 +13,7 @@ from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.runs.records import leaves, read_status
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, text
-from pgtoolkit.tracking.store_address import absolute_uri, sqlite_path
+from pgtoolkit.tracking.store_address import DEFAULT_STORE, absolute_uri, sqlite_path
 
 
 def addresses_not_typed(
@@ -60,10 +59,8 @@ def may_be_used(uri: str | None, run_dir: Path) -> bool:
     that has the run already: so somebody has typed it before.
     """
     address = absolute_uri(uri)
-    of_environment = os.environ.get("MLFLOW_TRACKING_URI")
-    if address == absolute_uri(None):
-        return True
-    if of_environment and address.rstrip("/") == absolute_uri(of_environment).rstrip("/"):
+    named = {absolute_uri(DEFAULT_STORE), absolute_uri(None).rstrip("/")}
+    if address.rstrip("/") in named:
         return True
     path = sqlite_path(address)
     return path is not None and _has_run(path, run_dir)

@@ -21,6 +21,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say, text
+from pgtoolkit.tracking.store_address import STORE_VARIABLE, absolute_uri
 
 
 def commands_not_typed(config: Config, typed: Iterable[tuple[str, object]]) -> list[str]:
@@ -127,10 +128,12 @@ def credentials(config: Config) -> list[str]:
     """Return a line for each kind of credentials of this machine that the run sends somewhere."""
     lines = []
     tracking = config.tracking
-    if tracking.name != "none" and tracking.uri is not None and is_server(tracking.uri):
+    uri = absolute_uri(tracking.uri)
+    if tracking.name == "mlflow" and is_server(uri):
         names = mlflow_credentials()
         if names:
-            lines.append(f"sends {names} to {redact(tracking.uri)} (tracking.uri)")
+            source = STORE_VARIABLE if tracking.uri is None else "tracking.uri"
+            lines.append(f"sends {names} to {redact(uri)} ({source})")
     uses_wandb = "wandb" in (tracking.name, *tracking.also)
     if uses_wandb:
         lines += _wandb_credentials()

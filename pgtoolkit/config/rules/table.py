@@ -338,21 +338,6 @@ SAMPLING = (
     ),
 )
 
-TRACKING = (
-    Rule(
-        "tracking=mlflow",
-        needs="tracking.experiment!=null",
-        because="MLflow keeps runs in experiments.",
-        use="tracking.experiment=pgtoolkit",
-    ),
-    Rule(
-        "tracking=wandb",
-        needs="tracking.experiment!=null",
-        because="Weights & Biases keeps runs in projects.",
-        use="tracking.experiment=pgtoolkit",
-    ),
-)
-
 EVALUATION = (
     Rule(
         "evaluation.temperature=0",
@@ -370,7 +355,6 @@ TABLE = (
     *ACCUMULATION,
     *PARALLELISM,
     *SAMPLING,
-    *TRACKING,
     *EVALUATION,
 )
 """All rows, in the order of the table in docs/configuration.md."""
