@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens import Inspected
 from pgtoolkit.comparison.tokens_losses import CLIPS, LossOnStep
+from pgtoolkit.document import Document
 from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.assembly.build import accelerator, build, loader_of
-from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
+from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.schema import Config, Rollout
+from pgtoolkit.document import Document, have_old_log_probs
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.model.settings import ParallelismSettings

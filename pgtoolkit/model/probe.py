@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import pack_sampled
+from pgtoolkit.document import SampledDocument
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.generate import generate
@@ -50,10 +51,10 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
         first = _document(size // 7, size // 5, size // 3)
         second = _document(size // 2)
         hidden, plain = _handed_to_head(policy, first.tokens)
-        rows = policy.in_rows(pack([first, second]))
-        one_row = policy.in_one_row(pack([first, second, second]))
+        rows = policy.in_rows(pack_sampled([first, second]))
+        one_row = policy.in_one_row(pack_sampled([first, second, second]))
         apart = _same(one_row[3:], rows[[3, 3]], _TO_PACK)
-        causal = apart or _same(policy.hidden_states(pack([second])), rows[3:])
+        causal = apart or _same(policy.hidden_states(pack_sampled([second])), rows[3:])
     if not plain:
         needs = "a plain linear LM head"
         got = f"{type(policy.head).__name__} whose output is not the logits"
@@ -148,22 +149,19 @@ def _continues(policy: Policy, prompts: list[list[int]]) -> bool:
     generate(policy, prompts, settings, choose)
     for row, prompt in enumerate(prompts):
         document = _document(*prompt, *new[row].tolist())
-        states = policy.hidden_states(pack([document]))[len(prompt) - 1 : -1]
+        states = policy.hidden_states(pack_sampled([document]))[len(prompt) - 1 : -1]
         seen = torch.stack([step[row] for step in logits])
         if not _same(seen.to(states.dtype), policy.head(states), _TO_PACK):
             return False
     return True
 
 
-def _document(*tokens: int) -> Document:
-    nothing = torch.zeros(0)
-    return Document(
-        torch.tensor(tokens),
-        torch.zeros(len(tokens), dtype=torch.bool),
-        nothing,
-        nothing,
-        0,
-        "a document",
+def _document(*tokens: int) -> SampledDocument:
+    return SampledDocument(
+        tokens=torch.tensor(tokens),
+        loss_mask=torch.zeros(len(tokens), dtype=torch.bool),
+        group=0,
+        name="a document",
     )
 
 
@@ -184,7 +182,7 @@ def _handed_to_head(policy: Policy, tokens: Tensor) -> tuple[Tensor, bool]:
         return outputs[0]
 
     if type(policy.head) is not nn.Linear:
-        return policy.hidden_states(pack([_document(*tokens.tolist())])), False
+        return policy.hidden_states(pack_sampled([_document(*tokens.tolist())])), False
     handle = policy.head.register_forward_hook(replace)
     try:
         logits = policy.model(input_ids=tokens[None], use_cache=False).logits

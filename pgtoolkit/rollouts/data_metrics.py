@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgtoolkit.batch import Document, trajectories_of
+from pgtoolkit.document import Document, trajectories_of
 from pgtoolkit.rollouts.settings import OldLogProbs, PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.rollouts.source import Outline
 

@@ -7,14 +7,14 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
 
-from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
+from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
@@ -270,10 +270,10 @@ def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float
     return [0.0 if attempt.reward is None else next(following, 0.0) for attempt in group]
 
 
-def with_advantages(
+def advantages_of(
     groups: list[list[Document]], estimator: Estimator, prompt_of: Callable[[Document], Prompt]
-) -> list[Document]:
-    """Return the documents of a batch, an attempt each, with advantages.
+) -> list[torch.Tensor]:
+    """Return the (N,) advantages of each document of a batch, which is an attempt.
 
     Raises DataError that names the prompt of the first group that has none.
     """
@@ -292,6 +292,6 @@ def with_advantages(
     advantages = itertools.chain.from_iterable(estimator.advantages(attempts, refuse))
     documents = itertools.chain.from_iterable(groups)
     return [
-        replace(document, advantages=torch.full((document.num_trained,), advantage))
+        torch.full((document.num_trained,), advantage)
         for document, advantage in zip(documents, advantages, strict=True)
     ]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
+from pgtoolkit.document import SampledDocument
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -124,7 +124,7 @@ class Evaluator:
         completions = complete_all(task, self.sampler, requests, self.layout)
         groups = scored_groups(task, requests, completions, self.rollout)
 
-        def answer(document: Document, prompt: Prompt) -> _Answer:
+        def answer(document: SampledDocument, prompt: Prompt) -> _Answer:
             score = Score(
                 document.reward,
                 document.exact_match,

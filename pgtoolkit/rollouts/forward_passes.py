@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch, cut, pack
+from pgtoolkit.batch import MicroBatch, pack_sampled
+from pgtoolkit.document import Document, SampledDocument, cut
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.group_rollouts import in_groups
 from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
     LastStep,
@@ -29,6 +29,17 @@ from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 
 _Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of a document's trained tokens, as fields of `Document`."""
+
+    old_log_probs: Tensor | None
+    sampling_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    on_policy: bool = False
+    anchor_version: int | None = None
 
 
 @dataclass(eq=False)
@@ -53,50 +64,57 @@ class ForwardPasses:
     has_kl_reward: bool
     reference_moves: bool
 
-    def with_old_log_probs(
-        self, groups: list[list[Document]], recompute: bool = True, tolerance: float | None = None
-    ) -> list[list[Document]]:
-        """Return the groups with old log-probs of the present policy, beside the sampler's.
+    def log_probs(
+        self,
+        documents: Sequence[SampledDocument],
+        recompute: bool = True,
+        tolerance: float | None = None,
+    ) -> list[LogProbs]:
+        """Return the log-probs of each document of a batch, by the present policy.
 
-        recompute: False keeps the sampler's log-probs as the old ones.
+        recompute: False takes the sampler's log-probs as the old ones.
         tolerance: the largest difference that is allowed between these and the trainer's. At least
             some documents go through a forward pass then; SamplerLost if they differ by more.
 
         Micro-batches that are wholly on_policy need no pass.
         """
-        rank = self.layout.rank_in("data_parallel")
-        size = self.layout.size("data_parallel")
-        if recompute:
-            groups = self._with_on_policy(groups)
-        shares = [
-            [document for group in groups[first::size] for document in group]
-            for first in range(size)
-        ]
-        parts = [self._parts_to_recompute(share) if recompute else [] for share in shares]
-        is_needed = any(parts)
-        versions = {document.model_version for document in shares[0]}
+        num_on_policy = self._num_on_policy(documents) if recompute else 0
+        first_computed = num_on_policy if recompute else len(documents)
+        log_probs = [self._on_policy(document) for document in documents[:num_on_policy]]
+        log_probs += [LogProbs(_sampled(document)) for document in documents[num_on_policy:]]
+        shares = self._shares(len(documents))
+        to_compute = [[place for place in share if place >= first_computed] for share in shares]
+        max_tokens = self.accumulation.max_tokens
+        parts = [cut([documents[place] for place in places], max_tokens) for places in to_compute]
+        versions = {documents[place].model_version for place in shares[0]}
         is_current = versions == {self.trained.num_updates}
-        if not is_needed and tolerance is not None and is_current:
-            parts = [[self._some(share)] for share in shares]
+        if not any(parts) and tolerance is not None and is_current:
+            parts = [[self._some([documents[place] for place in share])] for share in shares]
         if any(parts):
-            documents = self._computed_and_checked(parts[rank], max(map(len, parts)), tolerance)
-            if is_needed:
-                # on_policy documents are the first of each share, and stay.
-                unchanged = shares[rank][: len(shares[rank]) - len(documents)]
-                shares = self._gathered(unchanged + documents)
-                groups = _groups_of_shares(shares, len(groups), self.rollout.group_size)
-        return groups
+            part = parts[self.layout.rank_in("data_parallel")]
+            of_this_rank = self._computed_and_checked(part, max(map(len, parts)), tolerance)
+            if any(to_compute):
+                of_ranks = self._gathered(of_this_rank)
+                for places, of_rank in zip(to_compute, of_ranks, strict=True):
+                    for place, of_document in zip(places, of_rank, strict=True):
+                        log_probs[place] = of_document
+        return log_probs
 
     def with_kl_reward(self, documents: list[Document], penalty: KL) -> list[Document]:
         """Return the documents with the reference's log-probs, and the sum that the penalty adds to
         their rewards."""
-        if any(document.ref_log_probs is None for document in documents):
+        known = [document.ref_log_probs for document in documents]
+        ref_log_probs = [vector for vector in known if vector is not None]
+        if len(ref_log_probs) < len(documents):
             ref_log_probs = self.measured(documents, self.trained.ref_log_probs)
-            documents = [
-                replace(document, ref_log_probs=reference)
-                for document, reference in zip(documents, ref_log_probs, strict=True)
-            ]
-        return [_with_kl_reward(document, penalty) for document in documents]
+        return [
+            replace(
+                document,
+                ref_log_probs=reference,
+                kl_reward=_kl_reward(document, reference, penalty),
+            )
+            for document, reference in zip(documents, ref_log_probs, strict=True)
+        ]
 
     def measured(
         self, documents: list[Document], measure: Callable[[MicroBatch], Tensor]
@@ -117,29 +135,29 @@ class ForwardPasses:
         of_ranks = self._gathered(vectors)
         return [of_ranks[place % size][place // size] for place in range(len(documents))]
 
-    def _parts_to_recompute(self, share: list[Document]) -> list[list[Document]]:
-        """Return the micro-batches of a rank's documents, but for those entirely on_policy."""
-        parts = cut(share, self.accumulation.max_tokens)
-        # on_policy documents come first, so the last one decides.
-        return [part for part in parts if not part[-1].on_policy]
+    def _shares(self, count: int) -> list[list[int]]:
+        """Return the places of each data-parallel rank's documents: its groups of all `count`."""
+        size = self.layout.size("data_parallel")
+        shares: list[list[int]] = [[] for _ in range(size)]
+        for place in range(count):
+            shares[place // self.rollout.group_size % size].append(place)
+        return shares
 
     def _computed_and_checked(
-        self, parts: list[list[Document]], num_passes: int, tolerance: float | None
-    ) -> list[Document]:
-        """Return the documents of this rank's parts with the trainer's log-probs."""
+        self, parts: list[list[SampledDocument]], num_passes: int, tolerance: float | None
+    ) -> list[LogProbs]:
+        """Return the trainer's log-probs of the documents of this rank's parts."""
         with failing_together(self.layout):
             with self.stopwatch.timed("old_log_probs"):
-                documents = self._with_training_log_probs(parts, num_passes)
-            if tolerance is not None and documents:
-                sampled = torch.cat([_sampled(document) for document in documents])
-                trainer = torch.cat([_old(document) for document in documents])
+                computed = self._computed(parts, num_passes)
+            if tolerance is not None and computed:
+                sampled = torch.cat([_known(of_one.sampling_log_probs) for of_one in computed])
+                trainer = torch.cat([_known(of_one.old_log_probs) for of_one in computed])
                 check_batch(sampled, trainer, tolerance, self.rollout.top_p)
-        return documents
+        return computed
 
-    def _with_training_log_probs(
-        self, parts: list[list[Document]], num_passes: int
-    ) -> list[Document]:
-        """Return the documents with old log-probs from the forward pass that training uses.
+    def _computed(self, parts: list[list[SampledDocument]], num_passes: int) -> list[LogProbs]:
+        """Return the documents' log-probs from the forward pass that training uses.
 
         The first ratio is then 1. The sampler's log-probs are kept beside them. Rewards with a KL
         penalty get the reference's from the same micro-batches: sums of floats depend on how they
@@ -149,12 +167,8 @@ class ForwardPasses:
         for part, numbers in _passes(parts, num_passes, self._log_probs):
             for document, columns in zip(part, numbers, strict=True):
                 old, *reference = columns.unbind(1)
-                document = replace(
-                    document, old_log_probs=old, sampling_log_probs=_sampled(document)
-                )
-                if reference:
-                    document = replace(document, ref_log_probs=reference[0])
-                result.append(document)
+                ref_log_probs = reference[0] if reference else None
+                result.append(LogProbs(old, _sampled(document), ref_log_probs))
         return result
 
     def _log_probs(self, micro_batch: MicroBatch) -> Tensor:
@@ -170,28 +184,10 @@ class ForwardPasses:
         is_late = self.is_ahead and self.rollout.old_log_probs == OldLogProbs.training
         return not is_late or not self.reference_moves
 
-    def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
-        """Mark the documents whose old log-probs the forward pass of their update can give.
-
-        These are documents of the batch's first update, where it is made of the same micro-batches
-        as a pass before it, or where it is the batch's only update.
-        """
-        if self._needs_old_log_probs_before():
-            return groups
-        documents = [document for group in groups for document in group]
-        num_first = self._num_in_first_update(documents)
+    def _on_policy(self, document: SampledDocument) -> LogProbs:
+        """Return the log-probs of a document whose old ones its update's forward pass gives."""
         version = self.trained.num_updates
-        documents[:num_first] = [
-            replace(
-                document,
-                on_policy=True,
-                old_log_probs=None,
-                anchor_version=version,
-                sampling_log_probs=_sampled(document),
-            )
-            for document in documents[:num_first]
-        ]
-        return in_groups(documents, self.rollout.group_size)
+        return LogProbs(None, _sampled(document), on_policy=True, anchor_version=version)
 
     def _needs_old_log_probs_before(self) -> bool:
         """Return whether old log-probs are read before the first update's forward pass, or that
@@ -208,9 +204,15 @@ class ForwardPasses:
         drops = rollout.uninformative == Uninformative.drop
         return self.reads_early or is_late or is_carried or drops
 
-    def _num_in_first_update(self, documents: list[Document]) -> int:
-        """Return how many documents, from the first on, are sure to be in whole micro-batches of
-        the batch's first update."""
+    def _num_on_policy(self, documents: Sequence[SampledDocument]) -> int:
+        """Return how many documents, from the first on, are on_policy: the forward pass of their
+        update can give their old log-probs.
+
+        These are documents of the batch's first update, where it is made of the same micro-batches
+        as a pass before it, or where it is the batch's only update.
+        """
+        if self._needs_old_log_probs_before():
+            return 0
         docs_per_step = self.accumulation.docs_per_step
         if docs_per_step >= self._batch_size:
             return len(documents)
@@ -224,7 +226,7 @@ class ForwardPasses:
     def _batch_size(self) -> int:
         return self.rollout.prompts_per_batch * self.rollout.group_size
 
-    def _some(self, documents: list[Document]) -> list[Document]:
+    def _some(self, documents: list[SampledDocument]) -> list[SampledDocument]:
         """Return documents at equal distances, as many as fit a micro-batch.
 
         They are enough to check the sampler.
@@ -246,8 +248,10 @@ class ForwardPasses:
 
 
 def _passes(
-    parts: Sequence[list[Document]], num_passes: int, measure: Callable[[MicroBatch], Tensor]
-) -> Iterator[tuple[list[Document], list[Tensor]]]:
+    parts: Sequence[Sequence[SampledDocument]],
+    num_passes: int,
+    measure: Callable[[MicroBatch], Tensor],
+) -> Iterator[tuple[Sequence[SampledDocument], list[Tensor]]]:
     """Yield each part with the numbers that `measure` gives the trained tokens of its documents:
     (N,) each, or (N, columns) where it returns (T, columns).
 
@@ -255,35 +259,28 @@ def _passes(
     """
     for place in range(num_passes):
         part = parts[place] if place < len(parts) else []
-        micro_batch = pack(part)
+        micro_batch = pack_sampled(part)
         values = measure(micro_batch).cpu()[micro_batch.labels >= 0]
         by_document = values.split([document.num_trained for document in part])
         yield part, [vector.clone() for vector in by_document]
 
 
-def _with_kl_reward(document: Document, penalty: KL) -> Document:
-    assert document.ref_log_probs is not None
-    terms = penalty.of_samples(_old(document).double(), document.ref_log_probs.double())
-    kl_reward = None if document.reward is None else -math.fsum(terms.tolist())
-    return replace(document, kl_reward=kl_reward)
+def _kl_reward(document: Document, ref_log_probs: Tensor, penalty: KL) -> float | None:
+    """Return what the penalty adds to a document's reward; None without a reward."""
+    if document.reward is None:
+        return None
+    old_log_probs = _known(document.old_log_probs)
+    terms = penalty.of_samples(old_log_probs.double(), ref_log_probs.double())
+    return -math.fsum(terms.tolist())
 
 
-def _groups_of_shares(
-    shares: list[list[Document]], num_groups: int, group_size: int
-) -> list[list[Document]]:
-    """Return the groups in their order, of which consecutive ones lie in consecutive shares."""
-    groups = []
-    for number in range(num_groups):
-        start = number // len(shares) * group_size
-        groups.append(shares[number % len(shares)][start : start + group_size])
-    return groups
+def _sampled(document: SampledDocument) -> Tensor:
+    """Return the sampler's log-probs: a document's old ones, until others take their place."""
+    if document.sampling_log_probs is None and isinstance(document, Document):
+        return _known(document.old_log_probs)
+    return _known(document.sampling_log_probs)
 
 
-def _sampled(document: Document) -> Tensor:
-    """Return the sampler's log-probs: the old ones, until others take their place."""
-    return _old(document) if document.sampling_log_probs is None else document.sampling_log_probs
-
-
-def _old(document: Document) -> Tensor:
-    assert document.old_log_probs is not None
-    return document.old_log_probs
+def _known(log_probs: Tensor | None) -> Tensor:
+    assert log_probs is not None
+    return log_probs

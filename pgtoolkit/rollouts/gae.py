@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.rollouts.advantages import reward_problem

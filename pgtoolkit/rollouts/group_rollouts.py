@@ -4,13 +4,13 @@ a signal."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Message, Prompt, Request
+from pgtoolkit.document import AnyDocument, Document, SampledDocument
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
@@ -155,8 +155,8 @@ def scored_groups(
     completions: Sequence[Completion],
     rollout: PolicyRolloutSettings,
     answers: Sequence[Answer] | None = None,
-) -> list[list[Document]]:
-    """Return the documents of each request: its completions with their scores. Advantages are 0.
+) -> list[list[SampledDocument]]:
+    """Return the documents of each request: its completions with their scores.
 
     answers: of the completions (`TokenizedTask.answers`), where they are known.
     """
@@ -193,7 +193,7 @@ def _document(
     score: Score,
     rollout: PolicyRolloutSettings,
     reference_prompt: Tensor | None,
-) -> Document:
+) -> SampledDocument:
     """Return a completion as a scored document. start: the tokens of its prompt."""
     written = completion.tokens
     drawn = completion.drawn
@@ -213,13 +213,12 @@ def _document(
     reference_tokens = None
     if reference_prompt is not None:
         reference_tokens = torch.cat([reference_prompt, written])
-    return Document(
+    return SampledDocument(
         tokens=torch.cat([start, written]),
         loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
-        old_log_probs=completion.log_probs,
-        advantages=torch.zeros(len(completion.log_probs)),
         group=group,
         name=name,
+        sampling_log_probs=completion.log_probs,
         reward=reward,
         exact_match=score.exact_match,
         truncated=completion.finish_reason == "length",
@@ -237,7 +236,7 @@ def _prompt_of(request: Request) -> Prompt:
     return request.prompt
 
 
-def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
+def in_groups(documents: list[AnyDocument], size: int) -> list[list[AnyDocument]]:
     """Split documents into consecutive groups of `size`."""
     return [documents[start : start + size] for start in range(0, len(documents), size)]
 
@@ -283,12 +282,13 @@ def resample_uninformative(
     rounds: int,
     estimator: Estimator,
     mixed: Mixed = Mixed.reward,
-) -> list[list[Document]]:
+) -> tuple[list[list[Document]], float | None]:
     """Replace groups without a signal by further ones, as long as the rounds last.
 
-    This is DAPO's dynamic sampling (arXiv 2503.14476, equation 11).
+    This is DAPO's dynamic sampling (arXiv 2503.14476, equation 11). Return (the groups that are
+    kept, the share of the sampled ones that are dropped: None if nothing can be).
 
-    groups: of the first round, in the order of their prompts, as is the result.
+    groups: of the first round, in the order of their prompts, as are those that are kept.
     sample: takes a number of further prompts, and returns their groups.
     rounds: how often prompts are sampled at most, the first time included; with 1 nothing is
         dropped.
@@ -298,7 +298,7 @@ def resample_uninformative(
     follows from the groups alone, so ranks that hold the same groups decide the same.
     """
     if rounds == 1:
-        return groups
+        return groups, None
     wanted = len(groups)
     missing = wanted - sum(has_signal(group, estimator, mixed) for group in groups)
     for _ in range(rounds - 1):
@@ -310,26 +310,11 @@ def resample_uninformative(
         place for place, group in enumerate(groups) if not has_signal(group, estimator, mixed)
     ]
     dropped = set(without[max(0, missing) :])
-    share = len(dropped) / len(groups)
-    return [
-        [replace(document, dropped_prompt_fraction=share) for document in group]
-        for place, group in enumerate(groups)
-        if place not in dropped
-    ]
+    kept = [group for place, group in enumerate(groups) if place not in dropped]
+    return kept, len(dropped) / len(groups)
 
 
-def without_uninformative(groups: list[list[Document]], estimator: Estimator) -> list[Document]:
-    """Return the documents of all groups; those of groups without a signal are marked left out."""
-    is_left_out = [not has_signal(group, estimator) for group in groups]
-    share = sum(is_left_out) / len(groups)
-    return [
-        replace(document, left_out=left_out, dropped_group_fraction=share)
-        for group, left_out in zip(groups, is_left_out, strict=True)
-        for document in group
-    ]
-
-
-def is_solved(group: list[Document], least: float) -> bool:
+def is_solved(group: Sequence[SampledDocument], least: float) -> bool:
     """Return whether at least this share of the completions is right, of those on which the first
     verifier has decided."""
     scored = [
@@ -341,7 +326,9 @@ def is_solved(group: list[Document], least: float) -> bool:
     return bool(scored) and right / len(scored) >= least
 
 
-def has_signal(group: list[Document], estimator: Estimator, mixed: Mixed = Mixed.reward) -> bool:
+def has_signal(
+    group: Sequence[SampledDocument], estimator: Estimator, mixed: Mixed = Mixed.reward
+) -> bool:
     """Return whether the task's rewards give a group advantages by the estimator or, by `mixed`,
     whether only some of its completions are right.
 

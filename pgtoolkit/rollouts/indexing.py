@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.batch import OPTIONAL_VECTORS
+from pgtoolkit.document import OPTIONAL_VECTORS
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.conversations import has_texts
 from pgtoolkit.rollouts.estimator import Attempt, Estimator

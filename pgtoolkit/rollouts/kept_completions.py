@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
+from pgtoolkit.document import Document, SampledDocument
 from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.runs.completion_files import (
     FOLDER,
@@ -92,7 +92,7 @@ class KeptCompletions:
 
 def row_of(
     step: int,
-    document: Document,
+    document: SampledDocument,
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,
     advantage: float | None = None,

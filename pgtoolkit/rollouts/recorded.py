@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, Document
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import Conversations, LoadTokenizer

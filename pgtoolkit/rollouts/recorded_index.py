@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from pgtoolkit.batch import OPTIONAL_VECTORS
+from pgtoolkit.document import OPTIONAL_VECTORS
 from pgtoolkit.errors import DataError
 from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing

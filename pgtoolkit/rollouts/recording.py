@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, RecordedRow

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, Document
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations

@@ -9,27 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.batch import Document
+import torch
+
 from pgtoolkit.completion import Completion, Prompt, Request
+from pgtoolkit.document import Document
 from pgtoolkit.errors import VerifierLost
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before
-from pgtoolkit.rollouts.estimator import Estimator, with_advantages
+from pgtoolkit.rollouts.estimator import Estimator, advantages_of
 from pgtoolkit.rollouts.forward_passes import ForwardPasses
 from pgtoolkit.rollouts.gae import with_gae
 from pgtoolkit.rollouts.group_rollouts import (
     check_scores,
     complete_all,
+    has_signal,
     in_groups,
     is_solved,
     requests_of,
     resample_uninformative,
     scored_groups,
     small_rewards_note,
-    without_uninformative,
 )
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.saved_batches import STATE
@@ -267,9 +269,11 @@ class SampledRollouts(Source):
             return  # Every prompt is retired.
         batches = {kept: batch for kept, batch in self._batches.items() if kept >= number}
         if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
-            groups = in_groups(batches[number], self._rollout.group_size)
-            groups = self._passes.with_old_log_probs(groups)
-            batches[number] = [document for group in groups for document in group]
+            log_probs = self._passes.log_probs(batches[number])
+            batches[number] = [
+                replace(document, **vars(of_document))
+                for document, of_document in zip(batches[number], log_probs, strict=True)
+            ]
         if self._makes_advantages_late:
             batches[number] = self._with_late_advantages(batches[number])
         self._batches = batches
@@ -294,7 +298,11 @@ class SampledRollouts(Source):
             values = self._passes.measured(documents, self.trained.values)
             return with_gae(documents, values, self.gae, self.penalty)
         groups = in_groups(documents, self._rollout.group_size)
-        return with_advantages(groups, self.estimator, self.prompt)
+        advantages = advantages_of(groups, self.estimator, self.prompt)
+        return [
+            replace(document, advantages=of_document)
+            for document, of_document in zip(documents, advantages, strict=True)
+        ]
 
     def _begin_sampling(self, number: int) -> None:
         """Begin to sample a batch from the present policy, unless every prompt is retired.
@@ -357,9 +365,18 @@ class SampledRollouts(Source):
             shares = gather_objects(groups, self.layout.world_group)
             # Rank r has completed the prompts at the places r, r + size, r + 2 size, ...
             in_order = [shares[i % size][i // size] for i in range(len(prompt_numbers))]
-            return self._passes.with_old_log_probs(
-                in_order, self._recomputes_when_sampled, self.sampler.tolerance
+            sampled = [document for group in in_order for document in group]
+            log_probs = self._passes.log_probs(
+                sampled, self._recomputes_when_sampled, self.sampler.tolerance
             )
+            documents = [
+                Document(
+                    **vars(document) | vars(of_document),
+                    advantages=torch.zeros(document.num_trained),
+                )
+                for document, of_document in zip(sampled, log_probs, strict=True)
+            ]
+            return in_groups(documents, self._rollout.group_size)
 
         return wait_for_groups
 
@@ -455,7 +472,7 @@ class SampledRollouts(Source):
             sampled_groups.extend(further_groups)
             return further_groups
 
-        groups = resample_uninformative(
+        groups, dropped_prompt_fraction = resample_uninformative(
             first_round,
             sample_further,
             self._rollout.max_sampling_rounds,
@@ -468,29 +485,48 @@ class SampledRollouts(Source):
             if note:
                 self._may_note_small_rewards = False
                 log.warning("note: %s", note)
-        if self._makes_advantages_late:
-            documents = [document for group in groups for document in group]
-        else:
-            documents = with_advantages(groups, self.estimator, self.prompt)
-        if self._rollout.uninformative == Uninformative.drop:
-            groups = in_groups(documents, self._rollout.group_size)
-            documents = without_uninformative(groups, self.estimator)
-        self._unscored = {}
+        retired = self._retired | self._solved(sampled_groups)
+        documents = self._completed(groups, dropped_prompt_fraction, len(retired))
         # The state changes only from here on. If sampling fails above, a resumed run asks the same
         # prompts again.
-        if self._rollout.retire_at is not None:
-            self._retire_solved(sampled_groups, self._rollout.retire_at)
-            documents = [
-                replace(document, retired_prompts=len(self._retired)) for document in documents
-            ]
+        self._unscored = {}
+        self._retired = retired
         self._batches[pending.number] = documents
         self._next_prompt = prompt_numbers[-1] + 1
 
-    def _retire_solved(self, groups: list[list[Document]], share: float) -> None:
-        """Retire the prompt of each group in which at least this share of completions is right."""
-        for group in groups:
-            if is_solved(group, share):
-                self._retired.add(self.task.task.row(group[0].group))
+    def _completed(
+        self,
+        groups: list[list[Document]],
+        dropped_prompt_fraction: float | None,
+        retired_prompts: int,
+    ) -> list[Document]:
+        """Return the documents of a batch with their advantages, unless these come late, and with
+        the numbers of the batch."""
+        documents = [document for group in groups for document in group]
+        advantages = [document.advantages for document in documents]
+        if not self._makes_advantages_late:
+            advantages = advantages_of(groups, self.estimator, self.prompt)
+        drops = self._rollout.uninformative == Uninformative.drop
+        left_out = [drops and not has_signal(group, self.estimator) for group in groups]
+        return [
+            replace(
+                document,
+                advantages=advantages[place],
+                left_out=left_out[place // self._rollout.group_size],
+                dropped_prompt_fraction=dropped_prompt_fraction,
+                dropped_group_fraction=sum(left_out) / len(groups) if drops else None,
+                retired_prompts=None if self._rollout.retire_at is None else retired_prompts,
+            )
+            for place, document in enumerate(documents)
+        ]
+
+    def _solved(self, groups: list[list[Document]]) -> set[int]:
+        """Return the rows of the prompts to retire: at least `retire_at` of their completions are
+        right."""
+        share = self._rollout.retire_at
+        if share is None:
+            return set()
+        return {self.task.task.row(group[0].group) for group in groups if is_solved(group, share)}
 
 
 def _saved(completion: Completion) -> dict[str, object]:

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outline(Document):
     """A document that this rank has not read: all that a rank needs of the others' documents.
 
@@ -25,6 +25,10 @@ class Outline(Document):
 
     def __post_init__(self):
         """Check nothing, unlike a document, since there are no numbers."""
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.advantages)  # The mask has no numbers.
 
 
 class Source(Protocol):

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pgtoolkit.batch import Document, Step, cut, known_vectors, vectors_of_critic
+from pgtoolkit.batch import Step, known_vectors
+from pgtoolkit.document import Document, cut, vectors_of_critic
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack, trajectories_of
+from pgtoolkit.batch import Step, StepTotals, known_vectors, pack
+from pgtoolkit.document import Document, cut, trajectories_of
 
 
 def make_step(

@@ -8,7 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import pack_sampled
+from pgtoolkit.document import SampledDocument
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import LOST
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
@@ -101,16 +102,13 @@ class Proof:
 
         They come from the forward pass that training uses. All ranks call this together.
         """
-        count = len(self.text) - 1
-        document = Document(
+        document = SampledDocument(
             tokens=torch.tensor(self.text),
             loss_mask=torch.arange(len(self.text)) >= 1,
-            old_log_probs=torch.zeros(count),
-            advantages=torch.zeros(count),
             group=0,
             name="the proof of a version",
         )
-        micro_batch = pack([document])
+        micro_batch = pack_sampled([document])
         return self._trained.log_probs(micro_batch, 1.0).cpu()[micro_batch.labels >= 0].double()
 
 

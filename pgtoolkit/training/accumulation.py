@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import MicroBatch, Step, StepTotals, have_old_log_probs, known_vectors
+from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
+from pgtoolkit.document import have_old_log_probs
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums

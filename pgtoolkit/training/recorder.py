@@ -10,7 +10,8 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from pgtoolkit.batch import Document, Step
+from pgtoolkit.batch import Step
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.kept_completions import KeptCompletions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.data_metrics import mismatch_note, sampling_note
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 

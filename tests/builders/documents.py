@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 
 
 def document_of(

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 from pgtoolkit.rollouts.settings import RecordedRolloutSettings, TrainedTurns, Truncated

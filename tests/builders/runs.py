@@ -14,10 +14,10 @@ import torch
 from builders.documents import document_of
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.runs.directory import RunDirectory

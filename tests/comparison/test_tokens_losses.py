@@ -10,9 +10,9 @@ from builders.documents import document_of
 from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
 from torch import Tensor
 
-from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
+from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference, reference_families
 from pgtoolkit.losses.aggregation import aggregation_of

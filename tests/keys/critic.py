@@ -12,7 +12,7 @@ from builders.runs import module_and_loader
 
 from keys import key_test
 from keys.small_runs import settings
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.gae import gae, whitened
 
 

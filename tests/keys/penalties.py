@@ -13,7 +13,7 @@ from builders.runs import module_and_loader
 
 from keys import key_test
 from keys.small_runs import labels_of, loss_as_specified, rows_file, settings, some_documents
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.rollouts.steps import make_step
 

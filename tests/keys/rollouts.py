@@ -20,8 +20,8 @@ from keys.small_runs import (
 )
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.assembly.make_task import make_task
-from pgtoolkit.batch import Document
 from pgtoolkit.config.counts import copies_of
+from pgtoolkit.document import Document
 from pgtoolkit.system.report import Report
 from pgtoolkit.training.module import PolicyGradientModule
 

@@ -14,8 +14,9 @@ from builders.runs import config_of, module_and_loader
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pgtoolkit.batch import Document, Step
+from pgtoolkit.batch import Step
 from pgtoolkit.config.validate import validate
+from pgtoolkit.document import Document
 from pgtoolkit.losses import reference
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step

@@ -23,7 +23,8 @@ from keys.small_runs import (
     some_documents,
     step_of,
 )
-from pgtoolkit.batch import Document, StepTotals
+from pgtoolkit.batch import StepTotals
+from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo

@@ -14,7 +14,8 @@ from builders.models import small_policy
 from builders.runs import CLOCK_COLUMNS
 from torch.distributed.tensor import DTensor
 
-from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, known_vectors, pack
+from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors, pack
+from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import correction_of

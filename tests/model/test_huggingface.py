@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from pgtoolkit.assembly.train import build, train
-from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema import Config
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
 from pgtoolkit.model.policy import Policy

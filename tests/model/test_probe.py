@@ -13,8 +13,9 @@ from builders.models import model_config, save_with_tokenizer
 from builders.runs import config_of, sampler_of, with_model
 
 from pgtoolkit.assembly.build import build
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import pack
 from pgtoolkit.completion import Request
+from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.setup import build_policy

@@ -15,9 +15,9 @@ def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
     return right("dr_grpo" if estimator == "rloo" else estimator, rewards, lengths)
 
 
-@mutant("rollouts.group_rollouts:without_uninformative")
-def uninformative_groups_are_not_left_out(right, groups, estimator):
-    return [replace(document, left_out=False) for document in right(groups, estimator)]
+@mutant("rollouts.sampled:SampledRollouts._completed")
+def uninformative_groups_are_not_left_out(right, self, *arguments):
+    return [replace(document, left_out=False) for document in right(self, *arguments)]
 
 
 @mutant("rollouts.group_rollouts:is_solved")
@@ -216,11 +216,10 @@ def a_resume_begins_with_the_first_prompt(right, self):
     return right(self) | {"next_prompt": 0}
 
 
-@mutant("rollouts.forward_passes:ForwardPasses._with_training_log_probs")
+@mutant("rollouts.forward_passes:ForwardPasses._computed")
 def old_log_probs_stay_those_of_the_sampler(right, self, parts, passes):
-    documents = [document for part in parts for document in part]
-    rescored = zip(right(self, parts, passes), documents, strict=True)
-    return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
+    computed = right(self, parts, passes)
+    return [replace(vectors, old_log_probs=vectors.sampling_log_probs) for vectors in computed]
 
 
 @mutant("rollouts.sampled:SampledRollouts._use")
@@ -238,9 +237,9 @@ def sampling_log_probs_are_zero_beside_proximal_ones(right, document):
     return right(document) * 0
 
 
-@mutant("rollouts.forward_passes:ForwardPasses._with_on_policy")
-def on_policy_documents_get_a_second_forward_pass(right, self, groups):
-    return groups
+@mutant("rollouts.forward_passes:ForwardPasses._num_on_policy")
+def on_policy_documents_get_a_second_forward_pass(right, self, documents):
+    return 0
 
 
 @mutant("losses.objective:Objective.at")

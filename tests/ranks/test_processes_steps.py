@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import RankLost
 from pgtoolkit.ranks import gradients
 from pgtoolkit.ranks.agreement import largest, losing_ranks

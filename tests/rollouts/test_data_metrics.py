@@ -6,7 +6,7 @@ import torch
 from builders.documents import document_of
 from builders.rollout_rows import recorded_config
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
 
 

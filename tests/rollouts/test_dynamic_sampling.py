@@ -8,8 +8,7 @@ import pytest
 from builders.documents import document_of
 from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, run
 
-from pgtoolkit.batch import Document
-from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.document import Document
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.group_rollouts import (
     overlong_penalty,
@@ -58,7 +57,7 @@ ROUNDED = (0.3, 0.1 + 0.2)
 def test_groups_of_equal_rewards_are_replaced_until_the_rounds_are_over(
     rewards, further, rounds, kept, asked, dropped
 ):
-    """asked: the number of groups sampled in each further round. dropped: the metric."""
+    """asked: the number of groups sampled in each further round. dropped: the share."""
     groups = [group(number, *pair) for number, pair in enumerate([*rewards, *further])]
     remaining = groups[len(rewards) :]
     counts = []
@@ -67,19 +66,18 @@ def test_groups_of_equal_rewards_are_replaced_until_the_rounds_are_over(
         counts.append(count)
         return [remaining.pop(0) for _ in range(count)]
 
-    result = resample_uninformative(groups[: len(rewards)], sample, rounds, DR_GRPO)
+    result, share = resample_uninformative(groups[: len(rewards)], sample, rounds, DR_GRPO)
 
     assert numbers_of(result) == kept
     assert counts == asked
-    metrics = data_metrics([document for documents in result for document in documents], 0)
-    assert metrics.get("dropped_prompt_fraction") == pytest.approx(dropped)
+    assert share == pytest.approx(dropped)
 
 
 def test_a_penalty_for_length_does_not_make_a_group_informative():
     wrong = group(0, -1.0, -0.5, task_rewards=[0.0, 0.0])
     right = group(1, 0.5, 0.5, task_rewards=[1.0, 0.5])
     further = group(2, 0.0, 1.0, task_rewards=[0.0, 1.0])
-    kept = resample_uninformative([wrong, right], lambda count: [further], 2, DR_GRPO)
+    kept, _ = resample_uninformative([wrong, right], lambda count: [further], 2, DR_GRPO)
     assert numbers_of(kept) == [1, 2]
 
 
@@ -95,7 +93,7 @@ def test_mixed_chooses_between_rewards_and_exact_matches(mixed, kept):
         ]
         for documents, group_matches in zip(groups, matches, strict=True)
     ]
-    result = resample_uninformative(groups[:2], lambda count: groups[2:], 2, DR_GRPO, mixed)
+    result, _ = resample_uninformative(groups[:2], lambda count: groups[2:], 2, DR_GRPO, mixed)
     assert numbers_of(result) == kept
 
 

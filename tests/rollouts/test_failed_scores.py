@@ -12,7 +12,7 @@ from builders.rollout_rows import all_documents, good_row, recorded_rollouts, wr
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_loader
 
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import ESTIMATORS, group_advantages, over_batch
 from pgtoolkit.rollouts.data_metrics import data_metrics

@@ -8,7 +8,7 @@ import torch
 from builders.documents import document_of
 from torch import Tensor
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.kl import KL
 from pgtoolkit.losses import reference_terms

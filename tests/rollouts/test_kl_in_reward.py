@@ -12,8 +12,8 @@ from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.runs import SHORT, config_of, module_and_loader, with_model
 from torch import Tensor
 
-from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
+from pgtoolkit.document import Document
 from pgtoolkit.kl import KL
 from pgtoolkit.losses.reference_terms import OF_TOKEN
 from pgtoolkit.rollouts.estimator import Estimator

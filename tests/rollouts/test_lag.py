@@ -25,8 +25,8 @@ from builders.runs import (
 )
 from torch import Tensor
 
-from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Request
+from pgtoolkit.document import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.batch_counts import steps_before, steps_of
 from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep

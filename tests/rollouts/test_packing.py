@@ -8,7 +8,8 @@ from builders.documents import document_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgtoolkit.batch import OPTIONAL_VECTORS, Document, cut, pack
+from pgtoolkit.batch import pack
+from pgtoolkit.document import OPTIONAL_VECTORS, Document, cut
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
 

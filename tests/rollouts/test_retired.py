@@ -20,7 +20,7 @@ from builders.runs import (
 )
 
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import is_solved
 from pgtoolkit.rollouts.sampled import SampledRollouts

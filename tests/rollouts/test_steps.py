@@ -10,7 +10,7 @@ import torch
 from builders.documents import document_of
 from builders.threads import on_ranks
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep

@@ -11,7 +11,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, last_of_each_key, metrics_of, module_and_loader, some_documents
 from torch import Tensor
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.module import PolicyGradientModule

@@ -23,10 +23,11 @@ from builders.runs import (
 from builders.vllm_servers import COMMAND
 
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import pack
 from pgtoolkit.comparison.tokens_step import make_again
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.validate import validate
+from pgtoolkit.document import Document
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler

@@ -6,7 +6,7 @@ import torch
 from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, module_and_loader
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.estimator import Estimator

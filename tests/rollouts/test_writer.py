@@ -15,7 +15,7 @@ from builders.rollout_rows import (
     recorded_rollouts,
 )
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.rollouts.recording import recording_folder, write_batch
 

@@ -21,8 +21,9 @@ from builders.shared_servers import SharedServers, save_guesser
 from sampling.server_checks import update
 from transformers import AutoModelForCausalLM
 
-from pgtoolkit.batch import Document, pack
+from pgtoolkit.batch import pack
 from pgtoolkit.completion import Prompt
+from pgtoolkit.document import Document
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_api import Choice
 from pgtoolkit.sampling.vllm import Vllm

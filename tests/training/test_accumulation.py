@@ -17,7 +17,8 @@ from builders.runs import CLOCK_COLUMNS
 from torch import nn
 
 import pgtoolkit
-from pgtoolkit.batch import Document, MicroBatch, StepTotals, pack
+from pgtoolkit.batch import MicroBatch, StepTotals, pack
+from pgtoolkit.document import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses import reference

@@ -27,8 +27,9 @@ from builders.runs import (
     with_model,
 )
 
-from pgtoolkit.batch import Document, MicroBatch, StepTotals
+from pgtoolkit.batch import MicroBatch, StepTotals
 from pgtoolkit.config.validate import validate
+from pgtoolkit.document import Document
 from pgtoolkit.losses import reference_terms
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step

@@ -13,10 +13,10 @@ from builders.parallel_runs import run_on_ranks
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.assembly.train import train
-from pgtoolkit.batch import Document
 from pgtoolkit.comparison.samples import facts
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import digest, plain_config
+from pgtoolkit.document import Document
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.rollouts import kept_completions
 from pgtoolkit.rollouts.kept_completions import chosen

@@ -9,7 +9,7 @@ from builders.documents import document_of
 from builders.processes import layout, world
 from torch import nn
 
-from pgtoolkit.batch import Document
+from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import Computation, loss_of_logits
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks

@@ -1,0 +1,216 @@
+"""Documents: what was sampled, and what training adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self, TypeVar
+
+from torch import Tensor
+from torch.nn import functional
+
+from pgtoolkit.errors import DataError
+
+OPTIONAL_VECTORS = ("old_log_probs", "sampling_log_probs", "ref_log_probs")
+"""Numbers of each trained token that not every source knows.
+
+A step has those that all its documents have. Old log-probs are an exception: each micro-batch has
+them unless it is on_policy.
+"""
+
+CRITIC_VECTORS = ("values", "returns")
+"""Numbers of each trained token that the documents of a run with a critic have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledDocument:
+    """One prompt with one completion, as it was sampled and scored.
+
+    tokens: (S,) int64, prompt followed by completion.
+    loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before
+        it. The first token has nothing before it and is never trained.
+    group: number of the document's prompt group, unique within the run's data.
+    name: the name in messages, such as `rollouts.jsonl:12`.
+    trajectory: number of the attempt at the prompt that it is a part of, unique in the same way;
+        None: it is an attempt by itself.
+    sampling_log_probs: (N,) float32 or None, log-prob of each trained token, in order, as the
+        sampler gave it.
+    reward, exact_match, truncated, model_version: as far as the source knows them, or None.
+    score_failed: True where no verifier could score it. Without a reward it is then left out: see
+        `is_excluded`.
+    task_reward: the reward before a deduction for the completion's length; None where there is no
+        such deduction.
+    measures: further numbers by name, such as reward/format; their means over a step are metrics of
+        these names.
+    logged: texts that reward functions have logged, by name, to be shown with the completion.
+    reference_tokens: (R,) int64, read by the reference instead of tokens: another prompt, then the
+        same trained tokens; None where it reads tokens.
+
+    Raises ValueError where the numbers do not belong to these tokens.
+    """
+
+    _vectors: ClassVar[tuple[str, ...]] = ("sampling_log_probs",)
+    """The fields that have a number for each trained token, or are None."""
+
+    tokens: Tensor
+    loss_mask: Tensor
+    group: int
+    name: str
+    trajectory: int | None = None
+    sampling_log_probs: Tensor | None = None
+    reward: float | None = None
+    exact_match: bool | None = None
+    truncated: bool | None = None
+    model_version: int | None = None
+    score_failed: bool = False
+    task_reward: float | None = None
+    measures: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, str] = field(default_factory=dict)
+    reference_tokens: Tensor | None = None
+
+    def __post_init__(self):
+        # A GPU waits while a batch's documents are made, so this asks torch for little.
+        trained = self.num_trained
+        fits = self.loss_mask.shape == self.tokens.shape
+        for name in self._vectors:
+            vector = getattr(self, name)
+            fits = fits and (vector is None or vector.shape[0] == trained)
+        if not fits:
+            lengths = {
+                name: len(getattr(self, name))
+                for name in ("loss_mask", *self._vectors)
+                if getattr(self, name) is not None
+            }
+            raise ValueError(
+                f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and "
+                f"{lengths}"
+            )
+        if trained and self.loss_mask[0]:
+            raise ValueError(f"{self.name} trains its first token, which nothing stands before")
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the room that the document takes in a micro-batch, in tokens, trained or not.
+
+        It is the longer one of tokens and reference_tokens.
+        """
+        if self.reference_tokens is None:
+            return len(self.tokens)
+        return max(len(self.tokens), len(self.reference_tokens))
+
+    @property
+    def num_trained(self) -> int:
+        """Return N_d, the number of trained tokens."""
+        return int(self.loss_mask.count_nonzero())
+
+    @property
+    def is_excluded(self) -> bool:
+        """Return True if the document has weight 0 and no part in a baseline.
+
+        It is counted all the same, with its tokens.
+        """
+        return self.score_failed and self.reward is None
+
+    def as_the_reference_reads_it(self) -> Self:
+        """Return the document with `reference_tokens` as its tokens.
+
+        The trained tokens are the last ones of both.
+        """
+        assert self.reference_tokens is not None
+        mask = functional.pad(self.loss_mask, (len(self.reference_tokens) - len(self.tokens), 0))
+        return replace(self, tokens=self.reference_tokens, loss_mask=mask, reference_tokens=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document(SampledDocument):
+    """A sampled document with what training adds to it.
+
+    advantages: (N,) float32, of each trained token; 0 until they are made.
+    old_log_probs: (N,) float32, log-prob of each trained token under the policy that ratios are
+        anchored at: the one that generated it, or the one that training on its batch began with.
+        None where the document is on_policy, or where they are unknown and the loss does not need
+        them. Where they are the sampler's, sampling_log_probs is None.
+    on_policy: True where that policy is the one that its step begins with, after `anchor_version`
+        updates: its old log-probs are the new ones, which the step's forward pass gives, and every
+        ratio is 1.
+    ref_log_probs: (N,) float32 or None, log-prob of each trained token under a frozen reference.
+    kl_reward: added to the reward for the distance from the reference, before advantages are made;
+        0 or less in the mean. None where there is no such term, or no score.
+    values: (N,) float32 or None, the critic's value of the state in which each trained token was
+        drawn, when training on the document's batch begins.
+    returns: (N,) float32 or None, the values that the critic learns.
+    left_out: True where it takes no part in any step, since its group has no signal.
+    dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped; None
+        where the run drops none.
+    dropped_group_fraction: share of its batch's groups that are left out; None where the run leaves
+        out none.
+    retired_prompts: number of prompts that are not asked again once its batch is scored; None where
+        the run retires none.
+    """
+
+    _vectors: ClassVar[tuple[str, ...]] = ("advantages", *OPTIONAL_VECTORS, *CRITIC_VECTORS)
+
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    on_policy: bool = False
+    anchor_version: int | None = None
+    ref_log_probs: Tensor | None = None
+    kl_reward: float | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    left_out: bool = False
+    dropped_prompt_fraction: float | None = None
+    dropped_group_fraction: float | None = None
+    retired_prompts: int | None = None
+
+    @property
+    def reward_for_advantage(self) -> float | None:
+        """Return the reward with the term for the distance from the reference."""
+        if self.reward is None or self.kl_reward is None:
+            return self.reward
+        return self.reward + self.kl_reward
+
+
+AnyDocument = TypeVar("AnyDocument", bound=SampledDocument)
+"""One class of documents, for what takes and returns documents of either."""
+
+
+def vectors_of_critic(documents: Sequence[Document]) -> tuple[str, ...]:
+    """Return the names in CRITIC_VECTORS that the documents of a step have: all or none."""
+    return CRITIC_VECTORS if documents and documents[0].values is not None else ()
+
+
+def have_old_log_probs(documents: list[Document]) -> bool:
+    """Return True if each document has old log-probs or is on_policy, so that ratios exist."""
+    return all(document.old_log_probs is not None or document.on_policy for document in documents)
+
+
+def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
+    """Return a key of each document's trajectory; a document that names none is one by itself."""
+    keys = []
+    for index, document in enumerate(documents):
+        is_alone = document.trajectory is None
+        keys.append((is_alone, index if document.trajectory is None else document.trajectory))
+    return keys
+
+
+def cut(documents: Sequence[AnyDocument], max_tokens: int) -> list[list[AnyDocument]]:
+    """Cut the documents in their order into parts of at most max_tokens; each takes all that fit.
+
+    Raises DataError for a document that is longer, since documents are never split.
+    """
+    parts: list[list[AnyDocument]] = []
+    free = 0
+    for document in documents:
+        if document.num_tokens > max_tokens:
+            raise DataError(
+                f"{document.name} has {document.num_tokens} tokens and does not fit a micro-batch "
+                f"of {max_tokens}. Documents are never split. Use "
+                f"accumulation.max_tokens={document.num_tokens} or more."
+            )
+        if not parts or document.num_tokens > free:
+            parts.append([])
+            free = max_tokens
+        parts[-1].append(document)
+        free -= document.num_tokens
+    return parts
