@@ -104,7 +104,8 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
     notes = keep_copies(run.path / "code", modules | evaluation_modules)
     if checkpoint is not None:
-        schedule_note = _schedule_note(config.optimizer, drift, checkpoint)
+        steps_before = config.critic.steps_before_policy
+        schedule_note = _schedule_note(config.optimizer, steps_before, drift, checkpoint)
         if schedule_note:
             notes = [*notes, schedule_note]
     run.drop_metrics_after(step, kept_bytes)
@@ -193,18 +194,19 @@ def _named_modules(config: Row) -> tuple[set[str], set[str]]:
 
 
 def _schedule_note(
-    optimizer: OptimizerSettings, drift: dict[str, list], checkpoint: dict
+    optimizer: OptimizerSettings, steps_before: int, drift: dict[str, list], checkpoint: dict
 ) -> str | None:
     """Return a note on a decaying learning rate that a resume's trainer.max_steps changes.
 
+    steps_before: critic.steps_before_policy, for which the schedule waits.
     drift: the changed keys, as {key: [old, new]}. None where nothing is to be noted.
     """
     if "trainer.max_steps" not in drift or optimizer.schedule == Schedule.constant:
         return None
     old_steps, new_steps = drift["trainer.max_steps"]
     updates = checkpoint["num_updates"]
-    old_rate = learning_rate(optimizer, updates, old_steps)
-    new_rate = learning_rate(optimizer, updates, new_steps)
+    old_rate = learning_rate(optimizer, updates, old_steps - steps_before)
+    new_rate = learning_rate(optimizer, updates, new_steps - steps_before)
     return (
         f"optimizer.schedule={optimizer.schedule.value} decays to 0 at trainer.max_steps, "
         f"which is {new_steps} now and was {old_steps}: the next update has the learning rate "

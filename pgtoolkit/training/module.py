@@ -114,7 +114,10 @@ class PolicyGradientModule(DynamicAccumulation):
         if self.critic is not None:
             self.critic.make_optimizer()
         optimizer = make_optimizer(self.model, self._optimizer_settings)
-        self._schedule = LearningRate(optimizer, self._optimizer_settings, self.max_steps)
+        updates = self.max_steps
+        if self.critic is not None:
+            updates -= self.critic.settings.steps_before_policy
+        self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:

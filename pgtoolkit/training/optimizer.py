@@ -74,7 +74,8 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
 def learning_rate(settings: OptimizerSettings, num_updates: int, max_steps: int) -> float:
     """Return the learning rate of update number `num_updates` (from 0).
 
-    It rises linearly during the warm-up. Then it stays, or decays to 0 at `max_steps`.
+    It rises linearly during the warm-up. Then it stays, or decays to 0 at `max_steps`, the number
+    of updates that the weights get in the run.
     """
     if num_updates < settings.warmup_steps:
         return settings.learning_rate * (num_updates + 1) / settings.warmup_steps

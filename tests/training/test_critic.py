@@ -28,7 +28,8 @@ from builders.runs import (
 )
 
 from pgtoolkit.batch import MicroBatch, StepTotals
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.document import Document
 from pgtoolkit.losses import reference_terms
 from pgtoolkit.rollouts.step_loader import StepLoader
@@ -293,6 +294,81 @@ def test_the_critic_trains_alone_in_its_steps_before_the_policy():
         assert [name for name, weight in trained.items() if not weight.equal(critic[name])]
     assert (module.num_updates, module.critic.num_updates, module.num_skipped_steps) == (1, 4, 0)
     assert not copied_weights(module.model)["lm_head.weight"].equal(policy["lm_head.weight"])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_decaying_rate_of_the_policy_ends_with_the_run_after_steps_of_the_critic_alone(schedule):
+    """Two of six steps are the critic's: the policy has one update of warm-up and three at rates
+    that go down to 0 at step 6, as in a run of four steps."""
+    overrides = (
+        "optimizer.warmup_steps=1",
+        f"optimizer.schedule={schedule}",
+        "optimizer.learning_rate=0.01",
+        "trainer.max_steps=6",
+        "critic.steps_before_policy=2",
+    )
+    module, loader = module_with_critic(*overrides)
+    steps = itertools.islice(loader, 6)
+    metrics = [module.training_step(step, i)["metrics"] for i, step in enumerate(steps)]
+    linear = (1.0, 1.0, 2 / 3, 1 / 3)
+    shares = linear if schedule == "linear" else (1.0, 1.0, 0.75, 0.25)
+    rates = [row["learning_rate"] for row in metrics if "learning_rate" in row]
+    assert rates[-4:] == pytest.approx([0.01 * share for share in shares], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["trainer.max_steps=12", "critic.steps_before_policy=2"],
+            ["optimizer.warmup_steps=10 WITH: the run ends during warm-up."],
+        ),
+        (["trainer.max_steps=13", "critic.steps_before_policy=2"], []),
+        (
+            [
+                "trainer.max_steps=9",
+                "critic.steps_before_policy=2",
+                "optimizer.warmup_steps=7",
+                "optimizer.schedule=cosine",
+            ],
+            [
+                "optimizer.warmup_steps=7 WITH: the run ends during warm-up, and never decays "
+                "(cosine)."
+            ],
+        ),
+        (
+            [
+                "trainer.max_steps=20",
+                "critic.steps_before_policy=2",
+                "kl=k3",
+                "kl.update_every=18",
+                "rollout.lag=18",
+            ],
+            [
+                "kl.update_every=18 WITH: no step has a reference that has moved.",
+                "rollout.lag=18 WITH: the first weights sample every completion.",
+            ],
+        ),
+        (
+            [
+                "trainer.max_steps=20",
+                "critic.steps_before_policy=2",
+                "kl=k3",
+                "kl.update_every=17",
+                "rollout.lag=17",
+            ],
+            [],
+        ),
+    ],
+)
+def test_counts_of_steps_that_the_policy_does_not_reach_are_noted(overrides, expected):
+    steps = overrides[0].partition("=")[2]
+    _, report = validated(compose(["advantage=gae", "loss=grpo", *overrides]))
+    assert report.problems == []
+    with_steps = f"with trainer.max_steps={steps} and critic.steps_before_policy=2"
+    words = ("optimizer.warmup_steps", "kl.update_every", "rollout.lag")
+    notes = [note for note in report.notes if note.startswith(words)]
+    assert notes == [note.replace("WITH", with_steps) for note in expected]
 
 
 def test_a_step_whose_value_loss_is_not_finite_changes_neither_model():

@@ -251,9 +251,21 @@ def optimizer(c: Config, report: Report) -> None:
     rate = c.optimizer.learning_rate
     warmup = c.optimizer.warmup_steps
     steps = c.trainer.max_steps
-    if warmup >= steps:
-        settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
-        report.note(f"{settings}: the run ends during warm-up.")
+    settings = f"with trainer.max_steps={steps}"
+    if c.critic.steps_before_policy:
+        settings += f" and critic.steps_before_policy={c.critic.steps_before_policy}"
+    updates = steps - c.critic.steps_before_policy
+    if warmup >= updates:
+        schedule = c.optimizer.schedule.value
+        never = "" if schedule == "constant" else f", and never decays ({schedule})"
+        settings_of_warmup = f"optimizer.warmup_steps={warmup} {settings}"
+        report.note(f"{settings_of_warmup}: the run ends during warm-up{never}.")
+    if c.kl.update_every is not None and c.kl.update_every >= updates:
+        update_every = f"kl.update_every={c.kl.update_every} {settings}"
+        report.note(f"{update_every}: no step has a reference that has moved.")
+    lag = getattr(c.rollout, "lag", 0)
+    if lag and lag >= updates:
+        report.note(f"rollout.lag={lag} {settings}: the first weights sample every completion.")
     if is_number(default_rate) and rate >= 100 * default_rate:
         report.note(
             f"optimizer.learning_rate={text(rate)} is {rate / default_rate:,.0f} times the "
