@@ -19,7 +19,7 @@ from pgtoolkit import __version__
 from pgtoolkit.config.files import OWN_FOLDER, sweep_file
 from pgtoolkit.errors import ConfigError, ExitStatus, PgtoolkitError, as_storage_error
 from pgtoolkit.launch.commands import REPORTS, report
-from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
+from pgtoolkit.launch.help import TRAINING, complete, help_page, training_help, unknown_command
 from pgtoolkit.system.own_end import end, refuse_silent_ends
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.process_state import print_warnings
@@ -213,26 +213,10 @@ def _for_hydra(argv: list[str]) -> list[str]:
 
 
 COMMANDS = {
-    "sweep": (
-        "NAME [OVERRIDES]",
-        "train what a file in sweeps/ describes; repeated, it continues",
-        _sweep,
-    ),
-    "check": (
-        "[OVERRIDES]",
-        "print the plan and every problem; also: pgtk check sweep NAME",
-        _check,
-    ),
-    "resume": (
-        "RUN_DIR [OVERRIDES]",
-        "continue a run; with --step N hydra.run.dir=NEW as a new one",
-        _resume,
-    ),
-    "continue": (
-        "DIR [OVERRIDES]",
-        "start a run there, or continue it: a job script can repeat it",
-        _continue,
-    ),
+    "sweep": (*TRAINING["sweep"], _sweep),
+    "check": (*TRAINING["check"], _check),
+    "resume": (*TRAINING["resume"], _resume),
+    "continue": (*TRAINING["continue"], _continue),
     **REPORTS,
 }
 """Name -> its words, its purpose, and its function; `report` calls the functions of `REPORTS`."""

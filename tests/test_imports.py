@@ -43,6 +43,7 @@ ALSO_LIGHT = (
     "losses.kl",
     "ranks.environment",
     "tasks.settings",
+    "tasks.signatures",
     "model.architectures",
     "model.misfits",
     "model.settings",

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
@@ -84,30 +82,6 @@ def _shipped(folder: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / folder
     return inside if inside.is_dir() else package.parent / folder
-
-
-def docs_page(name: str) -> str:
-    """Return the text of a page of docs/ that comes with pgtoolkit: pyproject.toml names these."""
-    return (_shipped("docs") / name).read_text(encoding="utf-8")
-
-
-def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield (heads, cells) for every row of the tables in a page of docs/."""
-    heads = None
-    before = ""
-    for line in docs_page(page).splitlines():
-        if re.fullmatch(r"\|[-|]+\|", line):
-            heads = _cells(before)
-        elif line.startswith("|") and heads is not None:
-            yield heads, _cells(line)
-        elif not line.startswith("|"):
-            heads = None
-        before = line
-
-
-def _cells(line: str) -> list[str]:
-    cells = re.split(r"(?<!\\)\|", line)[1:-1]
-    return [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).strip() for cell in cells]
 
 
 def options() -> dict[str, list[str]]:
@@ -189,6 +163,13 @@ def _taken_name(file: Path, name: str) -> str:
         "that one.",
         use=use,
     )
+
+
+def option_file(group: str, name: str) -> Path:
+    """Return the file of an option: of the user's own folder, or of conf/."""
+    folders = [folder for folder in (own_folder(), config_directory()) if folder]
+    files = [folder / group / f"{name}.yaml" for folder in folders]
+    return next(file for file in files if file.is_file())
 
 
 def leading_comment(file: Path) -> str:

@@ -49,7 +49,7 @@ _COMPUTED = (
 )
 """Keys that Hydra or pgtk itself sets, whatever a file says."""
 
-_INSTEAD = {
+INSTEAD = {
     "hydra.output_subdir": (
         "A run directory has its configuration in config.yaml; Hydra's copies are not written.",
         "config.yaml and overrides.yaml in the run directory",
@@ -112,7 +112,7 @@ def _does_nothing(key: str, value: object) -> str:
         reason = "It comes with its option."
         use = f"{group}={value}"
     else:
-        for name, instead in _INSTEAD.items():
+        for name, instead in INSTEAD.items():
             if is_inside(key, name):
                 reason, use = instead
     return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)

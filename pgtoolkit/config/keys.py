@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pgtoolkit.config.across import CONDITIONS, DEFAULTS
 from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.defaults import ByCondition, Computed
-from pgtoolkit.config.files import config_directory, leading_comment, own_folder
+from pgtoolkit.config.files import leading_comment, option_file
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.declared import REQUIRED, Dictionary, Key
@@ -305,9 +305,7 @@ def option_help(group: str, name: str) -> str:
     """
     if name in OPTIONS.get(group, {}):
         return OPTIONS[group][name].help
-    folders = [folder for folder in (own_folder(), config_directory()) if folder]
-    files = [folder / group / f"{name}.yaml" for folder in folders]
-    return leading_comment(next(file for file in files if file.is_file()))
+    return leading_comment(option_file(group, name))
 
 
 def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | None:

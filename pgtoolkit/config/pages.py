@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.config.defaults import Computed, SameAs, number
-from pgtoolkit.config.explain import entries
+from pgtoolkit.config.entries import entries
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
 from pgtoolkit.config.schema import OPTIONS, default_options

@@ -8,9 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pgtoolkit.config.elsewhere import Theirs, flat
+from pgtoolkit.config.elsewhere import NONE, Theirs, flat
 from pgtoolkit.config.elsewhere import tables as tables_of_trainers
+from pgtoolkit.config.option_tables import OptionTable, option_tables
 from pgtoolkit.config.rules.table import TABLE as RULES
+from pgtoolkit.config.word import Word
+from pgtoolkit.config.words import HYDRA, OF_CODE, OF_EQUATIONS, TAGS, VARIABLES
+from pgtoolkit.config.words_of_files import (
+    COLUMNS,
+    FILES,
+    KEYS_OF_SETS,
+    OF_CHECKPOINTS,
+    OF_COMPLETIONS,
+    PARAMETERS,
+    PARAMETERS_OF_BATCHES,
+    PARAMETERS_OF_LOSSES,
+    PARAMETERS_OF_VERL,
+)
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import METRICS
 from pgtoolkit.runs.declared_metrics import TABLES as METRICS_BY_TABLE
@@ -25,6 +39,21 @@ Table = list[Sequence[str]]
 def tables() -> dict[str, Table]:
     """Return every table by its mark."""
     return {
+        "words of the equations": words("word", OF_EQUATIONS),
+        "words of the code": words("word", OF_CODE),
+        "files of a run": words("`file`", FILES),
+        "files of a checkpoint": words("`file`", OF_CHECKPOINTS),
+        "columns of completions": words("`column`", OF_COMPLETIONS),
+        "tags in MLflow": words("`tag`", TAGS),
+        "environment variables": words("`variable`", VARIABLES),
+        "columns of rollouts": words("`field`", COLUMNS),
+        "parameters": words("`parameter`", PARAMETERS),
+        "parameters of batches": words("`parameter`", PARAMETERS_OF_BATCHES),
+        "parameters of verl": words("`parameter`", PARAMETERS_OF_VERL),
+        "parameters of losses": words("`parameter`", PARAMETERS_OF_LOSSES),
+        "keys of a set": words("`key of a set`", KEYS_OF_SETS),
+        "keys of Hydra": words("`key`", HYDRA),
+        **{name: options(table) for name, table in option_tables().items()},
         "rules": rules(),
         "exit statuses": exit_statuses(),
         "line of a step": line_of_step(),
@@ -56,7 +85,31 @@ def as_text(table: Table) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     line = " | ".join(cell.replace("|", "\\|") for cell in cells)
+    line = re.sub(r"arXiv (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", line)
     return re.sub(r"(?<=\|) +(?=\|)", " ", f"| {line} |")
+
+
+def _link(see: str) -> str:
+    """Return a link to a section of a page; empty without one."""
+    return f" ([{see.partition('#')[0]}]({see}))" if see else ""
+
+
+def words(head: str, declared: Iterable[Word]) -> Table:
+    """Return a table of words. head: that of their column, in backticks if the words are code."""
+    mark = "`" if head.startswith("`") else ""
+    rows = [
+        (f"{mark}{word.name}{mark}", word.type, word.help + _link(word.see)) for word in declared
+    ]
+    return [(head.strip("`"), "type", "is"), *rows]
+
+
+def options(table: OptionTable) -> Table:
+    """Return a table on the options of a group."""
+    rows = [
+        (", ".join(f"`{setting}`" for setting in settings), *(cell or NONE for cell in cells))
+        for settings, cells in table.rows
+    ]
+    return [(f"`{table.group}=`", *table.heads), *rows]
 
 
 def rules() -> Table:
@@ -78,11 +131,9 @@ def metrics(group: Iterable[Metric]) -> Table:
 
 
 def _row_of_metric(metric: Metric) -> Sequence[str]:
-    page, _, _ = metric.see.partition("#")
-    see = f" ([{page}]({metric.see}))" if page else ""
     return (
         f"`{metric.name}`",
-        metric.help + see,
+        metric.help + _link(metric.see),
         metric.formula,
         metric.over,
         metric.measured(),
@@ -115,7 +166,7 @@ def keys_of_trainer(trainer: str) -> Table:
         for name, value in block.get("keys", {}).items():
             inner = [key for key, _ in flat(value)] if isinstance(value, dict) and value else []
             names.append(f"`{name}`" + (f": {', '.join(inner)}" if inner else ""))
-        rows.append(("; ".join(names), "", "–", block["reason"]))  # noqa: RUF001
+        rows.append(("; ".join(names), "", NONE, block["reason"]))
     return [(trainer, "default there", "here", "remark"), *rows]
 
 

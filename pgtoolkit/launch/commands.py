@@ -1,4 +1,5 @@
-"""The sub-commands that train nothing: their arguments, and the page or file that each writes."""
+"""The sub-commands that train nothing, with the page or file that each writes. Their arguments are
+in `command_arguments.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.launch.command_arguments import ARGUMENTS, COMPARISON_FILES
 from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
@@ -37,33 +39,18 @@ class _Parser(argparse.ArgumentParser):
 
 def report(name: str, argv: list[str]) -> int:
     """Run the sub-command with the words after its name; return the exit status."""
-    command = REPORTS[name][2]
-    return command(_Parser(name, argv), argv) or 0
+    parser = _Parser(name, argv)
+    ARGUMENTS[name](parser)
+    args, flags = parser.parse_known_intermixed_args(argv)
+    if name == "explain":
+        args.words += flags  # of other commands
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    return REPORTS[name][2](args, parser) or 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
-    return int(text)
-
-
-_COMPARISON_FILES = {
-    "html": "report in one page",
-    "csv": "row for each configuration: mean, interval, n, verdict",
-    "runs_csv": "row for each run",
-    "latex": "table for a paper, by booktabs",
-    "png": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
-    "svg": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
-    "pdf": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
-}
-"""Kind of file that a comparison can be written as -> its content in words."""
-
-
-def _compare(parser: _Parser, argv: list[str]) -> None:
-    _add_arguments_of_compare(parser)
-    args = parser.parse_args(argv)
-
-    files = {kind: getattr(args, kind) for kind in _COMPARISON_FILES if getattr(args, kind)}
+def _compare(args: argparse.Namespace, parser: _Parser) -> None:
+    files = {kind: getattr(args, kind) for kind in COMPARISON_FILES if getattr(args, kind)}
     refuse_unwritable(
         {f"--{kind.replace('_', '-')}": path for kind, path in files.items()},
         pictures=("--png", "--svg", "--pdf"),
@@ -105,54 +92,6 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
             say(f"{kind:<8} {shell_path(path)}", error=args.json)
 
 
-def _add_arguments_of_compare(parser: _Parser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
-    )
-    measure = parser.add_mutually_exclusive_group()
-    measure.add_argument(
-        "--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)"
-    )
-    measure.add_argument(
-        "--reach",
-        metavar="METRIC=X",
-        help="compare the documents it takes until METRIC is X or more",
-    )
-    parser.add_argument(
-        "--best-of", metavar="KEY", help="of runs that differ in this key alone, keep the best"
-    )
-    parser.add_argument(
-        "--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is"
-    )
-    parser.add_argument(
-        "--against",
-        nargs="?",
-        const="",
-        metavar="KEY=VALUE",
-        help="the base of the planned contrasts; KEY or nothing: the first of the sweep's values",
-    )
-    parser.add_argument(
-        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"
-    )
-    parser.add_argument(
-        "--ignore",
-        choices=("code",),
-        help="code: runs that differ only in the user's own modules count as seeds of one",
-    )
-    parser.add_argument(
-        "--label",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE=NAME",
-        help="a value's name in tables and pictures, such as loss=mine.Squared=ours; repeatable",
-    )
-    for kind, content in _COMPARISON_FILES.items():
-        parser.add_argument(
-            f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}"
-        )
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
-
-
 def _refuse_overrides(words: list[str]) -> None:
     """Raise ConfigError for overrides, with the folder of the sweep that they probably mean."""
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
@@ -175,32 +114,7 @@ def _refuse_overrides(words: list[str]) -> None:
     )
 
 
-def _samples(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
-    parser.add_argument(
-        "--set",
-        metavar="NAME",
-        help="training, or an evaluation set (default: an evaluation set)",
-    )
-    parser.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="completions of this step (default: the last; with --html all)",
-    )
-    parser.add_argument(
-        "--since", type=int, metavar="N", help="changes since this step (default: the first)"
-    )
-    parser.add_argument(
-        "--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)"
-    )
-    parser.add_argument(
-        "--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)"
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page to search and sort all completions"
-    )
-    args = parser.parse_args(argv)
+def _samples(args: argparse.Namespace, parser: _Parser) -> None:
     if args.html:
         refuse_unwritable({"--html": args.html})
 
@@ -217,20 +131,7 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         say(f"\nhtml  {shell_path(args.html)}")
 
 
-def _ui(parser: _Parser, argv: list[str]) -> int:
-    parser.add_argument(
-        "--port",
-        type=_positive,
-        default=5000,
-        metavar="N",
-        help="port on 127.0.0.1 (default: 5000)",
-    )
-    parser.add_argument(
-        "--uri",
-        metavar="URI",
-        help="another store (default: MLFLOW_TRACKING_URI, else sqlite:///outputs/mlflow.db)",
-    )
-    args = parser.parse_args(argv)
+def _ui(args: argparse.Namespace, parser: _Parser) -> int:
     _check_store(args.uri)
 
     from pgtoolkit.comparison.ui import show_store
@@ -252,18 +153,7 @@ def _check_store(uri: str | None) -> None:
         raise ConfigError(problems.problems[0])
 
 
-def _sync(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run directory, or a folder with runs such as a sweep",
-    )
-    parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
-    parser.add_argument(
-        "--experiment", metavar="NAME", help="another experiment than the run's own"
-    )
-    args = parser.parse_args(argv)
+def _sync(args: argparse.Namespace, parser: _Parser) -> None:
     _check_store(args.uri)
 
     from pgtoolkit.assembly.sync import sync
@@ -281,16 +171,7 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
         raise type(worst)("\n".join(dict.fromkeys(map(str, errors)))) from worst
 
 
-def _export(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
-    parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="the checkpoint with the highest evaluation.best instead",
-    )
-    args = parser.parse_args(argv)
-
+def _export(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.assembly.export import export
 
     step = export(args.run, args.folder, args.best)
@@ -300,49 +181,13 @@ def _export(parser: _Parser, argv: list[str]) -> None:
     )
 
 
-def _solutions(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new .jsonl file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="the task, with its keys, and the seed"
-    )
-    parser.add_argument(
-        "--count", type=_positive, default=10_000, metavar="N", help="rows (default: 10000)"
-    )
-    args = parser.parse_intermixed_args(argv)
-
+def _solutions(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.launch.solutions import write_solutions
 
     say(write_solutions(args.out, args.overrides, args.count))
 
 
-def _evaluate(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="[RUN_OR_FOLDER] [OVERRIDES]",
-        help="run, or Hugging Face folder",
-    )
-    checkpoint = parser.add_mutually_exclusive_group()
-    checkpoint.add_argument(
-        "--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step"
-    )
-    checkpoint.add_argument(
-        "--best", action="store_true", help="of a run, its best checkpoint instead of the newest"
-    )
-    parser.add_argument(
-        "--training-prompts",
-        action="store_true",
-        help="allow prompts that the run was trained on",
-    )
-    parser.add_argument(
-        "--on",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="prompts to evaluate on instead of the run's: a file, a folder, or OWNER/NAME on the "
-        "hub; repeatable",
-    )
-    args = parser.parse_intermixed_args(argv)
+def _evaluate(args: argparse.Namespace, parser: _Parser) -> None:
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
     if len(named) > 1:
         parser.error(f"one model is evaluated at a time (got {' '.join(named)})")
@@ -354,22 +199,7 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     say(evaluate_command(source, args.step, args.best, overrides, args.training_prompts, args.on))
 
 
-def _tokens(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side"
-    )
-    parser.add_argument(
-        "--step",
-        type=_positive,
-        metavar="N",
-        help="default: the last step on its batch of rollouts, soon after a checkpoint",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)"
-    )
-    args = parser.parse_intermixed_args(argv)
-
+def _tokens(args: argparse.Namespace, parser: _Parser) -> None:
     refuse_unwritable({"--html": args.html or Path(f"tokens-{Path(args.run).name}.html")})
 
     from pgtoolkit.comparison.tokens import inspect, tokens_summary
@@ -381,49 +211,24 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
     say(tokens_summary(inspected, page))
 
 
-def _explain(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="WORD",
-        help="or a sentence of pgtk's, whose words are explained",
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    args = parser.parse_args(argv)
-
+def _explain(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.config.explain import explain, explain_as_json
+    from pgtoolkit.launch.command_pages import pages_on_commands
 
+    if not args.words:
+        parser.error("the following arguments are required: WORD")
     words = " ".join(args.words)
-    say(explain_as_json(words) if args.json else explain(words))
+    commands = pages_on_commands(REPORTS)
+    say(explain_as_json(words, commands) if args.json else explain(words, commands))
 
 
-def _doctor(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    args = parser.parse_args(argv)
-
+def _doctor(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.comparison.doctor import diagnose
 
     say(diagnose(args.runs, args.json))
 
 
-def _translate(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "file",
-        type=Path,
-        metavar="FILE",
-        help="YAML, JSON, a shell script or a program of TRL's GRPOTrainer or of verl",
-    )
-    parser.add_argument(
-        "--processes",
-        type=_positive,
-        metavar="N",
-        help="processes that TRL trains on, where its file does not say so (default: 1)",
-    )
-    args = parser.parse_args(argv)
-
+def _translate(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.config.translate import translate
 
     say(translate(args.file, args.processes))
@@ -445,7 +250,11 @@ REPORTS = {
         "avg and pass@k of a run, a folder or an initial model",
         _evaluate,
     ),
-    "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
+    "explain": (
+        "WORD",
+        "what a key, option, metric, command or other word means",
+        _explain,
+    ),
     "export": (
         "RUN_DIR DIR",
         "the newest checkpoint, or --best, as a Hugging Face folder",
@@ -471,11 +280,19 @@ REPORTS = {
         "what losses do to each token of a step, side by side, as a page",
         _tokens,
     ),
-    "translate": ("FILE", "a configuration of TRL or verl as a command here", _translate),
-    "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
+    "translate": (
+        "FILE",
+        "a configuration of TRL or verl as a command here",
+        _translate,
+    ),
+    "ui": (
+        "",
+        "MLflow's pages of the runs tracked from this directory; --port N",
+        _ui,
+    ),
 }
 """Name -> its words, its purpose, and its function.
 
-The function takes a parser and the words after the name, and returns an exit status other than 0
-or nothing.
+The function takes the arguments and their parser, and returns an exit status other than 0 or
+nothing.
 """

@@ -76,6 +76,46 @@ def training_help(command: str, words: str, purpose: str) -> str:
     return "\n".join(page)
 
 
+TRAINING = {
+    "sweep": (
+        "NAME [OVERRIDES]",
+        "train what a file in sweeps/ describes; repeated, it continues",
+    ),
+    "check": (
+        "[OVERRIDES]",
+        "print the plan and every problem; also: pgtk check sweep NAME",
+    ),
+    "resume": (
+        "RUN_DIR [OVERRIDES]",
+        "continue a run; with --step N hydra.run.dir=NEW as a new one",
+    ),
+    "continue": (
+        "DIR [OVERRIDES]",
+        "start a run there, or continue it: a job script can repeat it",
+    ),
+}
+"""Command whose words Hydra reads -> its words, and its purpose."""
+
+FLAGS = {
+    "-m": "values separated by commas make a sweep, as --multirun does",
+    "--multirun": "values separated by commas make a sweep",
+    "--fail-fast": "start no further job of a sweep once one has failed",
+    "--config-dir": "the folder with options of your own, laid out as conf/ is; PGTK_CONFIG_DIR "
+    "says it once for all",
+    "--cfg": "job prints the configuration as YAML, without checking that its keys fit together",
+    "--resolve": "with --cfg job: values in the place of what they follow from",
+    "--package": "with --cfg job: one group alone",
+    "--info": "what Hydra has read: defaults, defaults-tree, config, plugins or searchpath",
+    **dict.fromkeys(
+        ("--config-path", "--config-name", "--experimental-rerun"),
+        "refused: options of your own lie in the folder that --config-dir names",
+    ),
+    "--help": "the commands, groups and options; after a command its flags",
+    "--version": "the version",
+    "--shell-completion": "install=bash or install=fish prints what makes the Tab key complete",
+}
+"""Flag of `pgtk` itself -> its meaning."""
+
 _CONFIG_DIR = {"--config-dir FOLDER": "options of your own, in files laid out as conf/ is"}
 
 TRAINING_FLAGS = {

@@ -15,7 +15,7 @@ class Metric:
     """
 
     name: str
-    """As it is written. NAME, SET, `k` after pass@ and `...` stand for a part that varies."""
+    """The written name. NAME, SET and the k of pass@k stand for a part that varies."""
     help: str
     """What it is, without a full stop."""
     formula: str = ""
