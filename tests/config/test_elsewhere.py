@@ -105,7 +105,7 @@ def names_in(formula: str) -> set[str]:
     }
 
 
-def test_the_tables_hold_no_key_twice_and_no_date():
+def test_the_tables_hold_no_key_twice():
     for file in ("trl.yaml", "verl.yaml"):
         content = plain_yaml((TABLES / file).read_bytes())
         assert content == tables()[content["trainer"]].content

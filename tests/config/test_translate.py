@@ -404,22 +404,15 @@ MODEL=${1:-Qwen/Qwen3-8B}
 n=${N:-8}
 epochs=15 # as usual
 BACKEND=${BACKEND:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+rate=${RATE:-${OTHER_RATE:-2e-6}}
 export LENGTH=$((1024 * 2))
 ARGS=(
     data.train_files="['$HOME/data/train.parquet']"  # don't stop here
     data.max_response_length=${LENGTH}
 )
-case "${BACKEND}" in
-    npu | cpu) n=2 ;;
-    *)
-        rate=2e-6
-        if [ "$BACKEND" = gpu ] && [ -n "$MODEL" ]; then
-            ARGS+=(actor_rollout_ref.actor.entropy_coeff=0.5)
-        else
-            n=3
-        fi
-        ;;
-esac
+if [ "$BACKEND" = npu ]; then
+    ARGS+=(actor_rollout_ref.actor.entropy_coeff=0.5)
+fi
 if some_command; then
     size=7
 fi
@@ -450,7 +443,7 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
         'trainer.logger=["console","wandb"]',
         "data.train_files=['~/data/train.parquet']",
         "data.max_response_length=2048",
-        "actor_rollout_ref.actor.entropy_coeff=0.5",
+        "actor_rollout_ref.actor.entropy_coeff=$ARGS",
         "2",
     ]
     translation = translated(tmp_path, "run.sh", SCRIPT)
@@ -460,7 +453,8 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
         "trainer.experiment_name": "left",
         "task.path": "~/data/train.parquet",
         "rollout.max_completion_length": 2048,
-        "entropy.coefficient": 0.5,
+        "entropy.coefficient": None,
+        "actor_rollout_ref.actor.entropy_coeff": "left",
         "optimizer.learning_rate": 2e-6,
         "tracking": "wandb",
     }
