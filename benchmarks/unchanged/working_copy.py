@@ -134,7 +134,10 @@ class Tree:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of the tensors of a safetensors file, in the order of their names."""
+    """Return a digest of the tensors of a safetensors file, with their names.
+
+    Those of a checkpoint's state are numbered as they come, so that their names mean nothing.
+    """
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -149,13 +152,16 @@ def digest_of(path: Path) -> str:
         "U8": "uint8",
         "BOOL": "bool",
     }
-    content = hashlib.sha256()
+    contents = []
     for name, tensor in sorted(header.items()):
         begin, end = tensor["data_offsets"]
         kind = kinds.get(tensor["dtype"], tensor["dtype"])
-        content.update(f"{name} torch.{kind} {tuple(tensor['shape'])} ".encode())
-        content.update(data[8 + size + begin : 8 + size + end])
-    return content.hexdigest()[:16]
+        label = "" if path.name == "state.safetensors" else name
+        described = f"{label} torch.{kind} {tuple(tensor['shape'])} ".encode()
+        contents.append(described + data[8 + size + begin : 8 + size + end])
+    if path.name == "state.safetensors":
+        contents.sort()
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def cpu_seconds() -> float:

@@ -55,7 +55,8 @@ class Composed:
     overrides: the overrides as the run directory records them; empty for a saved run.
     name: the name of the run; None for a saved run.
     is_sweep: whether the configuration itself asks for a sweep.
-    directory: the run directory; None for a saved run, and if its name is refused.
+    directory: the run directory, of a job the one in its sweep's folder; None for a saved run, and
+        if its name is refused.
     problems_of_directory: the reason why the name of the directory is refused.
     saved: the configuration of the run that is continued; None for a new run.
     """

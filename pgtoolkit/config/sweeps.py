@@ -18,19 +18,6 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.system.report import key_of, refusal
 
 
-@dataclass(frozen=True)
-class ComposedJob:
-    """The configuration of a job.
-
-    composed: the configuration with its problems. directory: the job's, in the sweep's folder; None
-    if its name does not resolve. digest: of the configuration.
-    """
-
-    composed: Composed
-    directory: str | None = None
-    digest: str = ""
-
-
 @dataclass
 class SweepConfig:
     """A sweep as a whole, as a command describes it.
@@ -55,30 +42,28 @@ class SweepConfig:
     of_hydra: list[str] = field(default_factory=list)
     sweep_file: Path | None = None
 
-    def compose_job(self, overrides: list[str], number: int) -> ComposedJob:
+    def compose_job(self, overrides: list[str], number: int) -> Composed:
         """Return the configuration of a job, by its overrides and its number, with the job's name
-        and its directory."""
+        and its directory in the sweep's folder: None if that does not resolve."""
         node = compose_node([*self.of_hydra, *overrides], self.sweep_file)
-        composed = composed_of(node)
-        if node.config is None or composed.config is None or composed.problems:
-            return ComposedJob(composed)
+        composed = replace(composed_of(node), directory=None, problems_of_directory=[])
+        config = composed.config
+        if node.config is None or config is None or composed.problems:
+            return composed
         hydra = node.config.hydra
         with open_dict(hydra):
             hydra.job.num = number
             hydra.job.id = str(number)
         hydra.job.config.override_dirname.exclude_keys = list(self.unnamed)
         name = hydra_keys.name_in(node.config)
-        digest_of_job = digest(plain_config(composed.config))
         composed = replace(composed, name=name)
         if self.folder is None:
-            return ComposedJob(composed, None, digest_of_job)
+            return composed
         hydra.sweep.dir = str(self.folder)
         directory, problems = hydra_keys.directory_of_job(
-            node.config, name, digest_of_job, self.unnamed
+            node.config, name, digest(plain_config(config)), self.unnamed
         )
-        if problems:
-            composed = replace(composed, problems=[*composed.problems, *problems])
-        return ComposedJob(composed, directory, digest_of_job)
+        return replace(composed, directory=directory, problems=[*composed.problems, *problems])
 
 
 def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> SweepConfig:

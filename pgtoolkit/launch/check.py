@@ -159,18 +159,18 @@ class _JobCheck:
 
     def __call__(self, overrides: list[str], number: int) -> PlannedRun:
         """Check the job of these overrides, and add it to the jobs of the sweep's folder."""
-        composed_job = self._sweep_config.compose_job(overrides, number)
-        run = check_run(composed_job.composed, overrides)
+        composed = self._sweep_config.compose_job(overrides, number)
+        run = check_run(composed, overrides)
         if run.config is None:
             return run
         if not run.report.problems:
             announce(run.config, self._announced)
         self._check_machine(run.config, run.report)
         sweep = self._checked.sweep
-        directory = composed_job.directory
+        directory = composed.directory
         if sweep is not None and directory is not None and not run.report.problems:
             assert run.name is not None
-            job = sweep.plan(run.config, run.recorded, run.name, directory, composed_job.digest)
+            job = sweep.plan(run.config, run.recorded, run.name, directory)
             _add_job(sweep, run, job)
         return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from pgtoolkit.assembly.continuing import going_on_command
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
-from pgtoolkit.config.names import changed, plain_config
+from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
@@ -142,17 +142,14 @@ class Sweep:
     def name(self) -> str:
         return self.folder.name
 
-    def plan(
-        self, config: Config, overrides: list[str], run_name: str, directory: str, digest: str
-    ) -> Job:
+    def plan(self, config: Config, overrides: list[str], run_name: str, directory: str) -> Job:
         """Return the job of a configuration, without adding it to `jobs`.
 
         directory: the one that its name asks for.
-        digest: that of the configuration.
         """
         if not (self.folder / directory).exists():
             # A sweep over other keys gave the same configuration another name.
-            directory = self._by_digest.get(digest, directory)
+            directory = self._by_digest.get(digest(plain_config(config)), directory)
         return Job(directory, overrides, config, run_name)
 
     @functools.cached_property

@@ -115,9 +115,7 @@ def test_a_sweep_file_chooses_code_of_the_user_and_sweeps_over_it(tmp_path):
     )
     sweep = compose_sweep([], sweep_file=file)
     assert sweep.varying == {"advantage": ["dr_grpo", "mine.shifted"]}
-    jobs = [
-        sweep.compose_job(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
-    ]
+    jobs = [sweep.compose_job(overrides, number) for number, overrides in enumerate(sweep.jobs)]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.config.advantage.path for job in jobs] == [None, "mine.shifted"]
     assert [dict(job.config.loss.options) for job in jobs] == [{"tau": 0.3}] * 2
@@ -140,9 +138,7 @@ def test_a_target_of_hydra_among_the_parameters_of_a_class_is_refused(tmp_path):
 
 def test_a_sweep_over_options_and_a_class_refuses_a_key_that_an_option_lacks(mine):
     sweep = compose_sweep(["loss=grpo,mine.Squared", "loss.tau=0.3"])
-    jobs = [
-        sweep.compose_job(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
-    ]
+    jobs = [sweep.compose_job(overrides, number) for number, overrides in enumerate(sweep.jobs)]
     assert [
         "loss.tau=0.3 needs loss=kimi (got loss=grpo)" in " ".join(job.problems) for job in jobs
     ] == [True, False]
@@ -151,9 +147,7 @@ def test_a_sweep_over_options_and_a_class_refuses_a_key_that_an_option_lacks(min
 
 def test_a_parameter_that_a_class_does_not_take_is_refused_when_it_is_tried(mine):
     sweep = compose_sweep(["loss=gspo,mine.Squared", "loss.epsilon_low=0.1", "tracking=none"])
-    jobs = [
-        sweep.compose_job(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
-    ]
+    jobs = [sweep.compose_job(overrides, number) for number, overrides in enumerate(sweep.jobs)]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.name for job in jobs] == ["gspo", "Squared"]
     (wrong,) = problems(check(["loss=mine.Squared", "loss.epsilon_low=0.1", "tracking=none"]))
