@@ -43,14 +43,14 @@ class _UnreadError(ValueError):
 class Translation:
     """What a configuration of theirs is here.
 
-    typed: what the command has. left: (key with its value, why it has no equal). differing: what is
-    not quite the same. lacking: problems with what this machine lacks.
+    typed: what the command has. left: (key with its value, why it has no equal, its row if other
+    values have one). differing: what is not quite the same. lacking: what this machine lacks.
     """
 
     def __init__(self, theirs: TheirConfig, processes: int | None = None):
         self.theirs = theirs
         self.typed: Typed = {}
-        self.left: list[tuple[str, str]] = []
+        self.left: list[tuple[str, str, Theirs | None]] = []
         self.differing: list[str] = []
         self.lacking: list[str] = []
         self._table = theirs.table
@@ -115,14 +115,14 @@ class Translation:
                 return
             typed = self._case(row)
             if typed is None:
-                self._leave(row.name, row.reason, also_by_default=True)
+                self._leave_row(row, row.reason)
                 return
             self.typed |= {key: (value, row) for key, value in self._overrides(typed, row.name)}
             for condition, sentence in row.differs.items():
                 if self._evaluate(condition):
                     self.differing.append(f"{self._shown(row.name)}: {sentence}")
         except (TypeError, ValueError, ZeroDivisionError) as error:
-            self._leave(row.name, str(error), also_by_default=True)
+            self._leave_row(row, str(error))
 
     def _case(self, row: Theirs) -> str | None:
         """Return what is to be typed for a key; None where its value has no equal."""
@@ -149,15 +149,22 @@ class Translation:
         by_default = "" if name in self.theirs.values else " (their default)"
         return f"{name}={text(self._as_written(name))}{by_default}"
 
-    def _leave(self, name: str, reason: str, also_by_default: bool = False) -> None:
-        """List a key as one without an equal."""
+    def _leave(self, name: str, reason: str) -> None:
+        """List a key as one without an equal, unless it has their default."""
         written = self._as_written(name)
         default = self._default(name)
         is_default = text(written) == text(default) or (
             text(self._resolved(written, name)) == text(self._resolved(default, name))
         )
-        if also_by_default or not is_default:
-            self.left.append((self._shown(name), reason))
+        if not is_default:
+            self.left.append((self._shown(name), reason, None))
+
+    def _leave_row(self, row: Theirs, reason: str) -> None:
+        """List a key that has equals here as one whose value has none, also where it is their
+        default: the keys that are set, of it and of those that its row is about."""
+        about = [name for name, other in self._table.rows.items() if other.see == row.name]
+        names = [name for name in (row.name, *about) if name in self.theirs.values] or [row.name]
+        self.left += [(self._shown(name), reason, row) for name in names]
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses."""
@@ -178,9 +185,7 @@ class Translation:
             value, row = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
             assert row is not None
-            reason = f"{key}={text(value)} is refused here: {problems[0]}"
-            self.left.append((self._shown(row.name), reason))
-        self.left = [(shown, self._with_instead(shown, reason)) for shown, reason in self.left]
+            self._leave_row(row, f"{key}={text(value)} is refused here: {problems[0]}")
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""
@@ -197,9 +202,8 @@ class Translation:
             return default_options()[key]
         return text(default(self._config, key, self._choices))
 
-    def _with_instead(self, shown: str, reason: str) -> str:
-        """Return a reason with what the command has in the place of a key without an equal."""
-        row = self._table.rows.get(re.split("[= ]", shown)[0])
+    def _with_instead(self, reason: str, row: Theirs | None) -> str:
+        """Return a reason with what the command has in the place of what has no equal."""
         keys = [] if row is None else [key for key in row.typed_keys if key not in self.typed]
         keys = [key for key in dict.fromkeys(keys) if key_named(key, self._config) is not None]
         keys = [key for key in keys if key in default_options()] or keys
@@ -219,8 +223,8 @@ class Translation:
         ]
         to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
         names_by_reason: dict[str, list[str]] = {}
-        for shown, reason in self.left:
-            names_by_reason.setdefault(reason, []).append(shown)
+        for shown, reason, row in self.left:
+            names_by_reason.setdefault(self._with_instead(reason, row), []).append(shown)
         left = [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
         unknown = [name for name in self.theirs.values if self._table.row(name) is None]
         sections = {

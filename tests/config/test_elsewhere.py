@@ -63,7 +63,7 @@ def test_the_defaults_of_verl_are_those_of_the_installed_file():
     assert len(defaults) > 800
     assert differing("verl", defaults) == {}
     translation = Translation(TheirConfig(tables()["verl"], defaults))
-    assert [shown for shown, _ in translation.left] == ["trainer.total_epochs=30"]
+    assert [shown for shown, *_ in translation.left] == ["trainer.total_epochs=30"]
 
 
 @pytest.mark.parametrize("trainer", ["TRL", "verl"])

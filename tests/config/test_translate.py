@@ -30,7 +30,7 @@ def found(translation: Translation, expected: dict[str, object]) -> dict[str, ob
     "near" for keys of theirs that are listed, and None for those that are nowhere."""
     result: dict[str, object] = {key: value for key, (value, _) in translation.typed.items()}
     result |= dict.fromkeys((line.partition("=")[0] for line in translation.differing), "near")
-    result |= dict.fromkeys((re.split("[= ]", shown)[0] for shown, _ in translation.left), "left")
+    result |= dict.fromkeys((re.split("[= ]", shown)[0] for shown, *_ in translation.left), "left")
     for key, value in expected.items():
         if key in result and text(result[key]) == text(value):
             result[key] = value
@@ -61,7 +61,7 @@ TRL = [
     ),
     ({"warmup_steps": 0.1, "max_steps": 205}, {"optimizer.warmup_steps": 21}),
     ({"warmup_ratio": 0.03, "max_steps": 100}, {"optimizer.warmup_steps": 3}),
-    ({"warmup_ratio": 0.03}, {"optimizer.warmup_steps": None, "warmup_steps": "left"}),
+    ({"warmup_ratio": 0.03}, {"optimizer.warmup_steps": None, "warmup_ratio": "left"}),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, {"lr_scheduler_type": "left"}),
     ({"save_steps": 0.1, "max_steps": 55}, {"trainer.checkpoint_every": 6}),
     ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
@@ -233,7 +233,7 @@ VERL = [
     ),
     (
         {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1},
-        {"optimizer.warmup_steps": None, f"{ACTOR}.optim.lr_warmup_steps": "left"},
+        {"optimizer.warmup_steps": None, f"{ACTOR}.optim.lr_warmup_steps_ratio": "left"},
     ),
     ({}, {"optimizer.warmup_steps": "0", "optimizer.beta2": 0.999}),
     ({f"{ACTOR}.optim.lr_scheduler_type": "cosine"}, {"optimizer.schedule": "cosine"}),
@@ -357,6 +357,14 @@ VERL = [
         | {"reward_model.reward_kwargs.overlong_buffer_cfg.len": 256},
         {"rollout.overlong_buffer": 256, "rollout.overlong_penalty": 1},
     ),
+    (
+        {"reward_model.reward_manager": "dapo", "reward_model.overlong_buffer.enable": True}
+        | {
+            "reward_model.overlong_buffer.len": 64,
+            "reward_model.overlong_buffer.penalty_factor": 2,
+        },
+        {"rollout.overlong_buffer": 64, "rollout.overlong_penalty": 2},
+    ),
     ({"algorithm.filter_groups.enable": True}, {"rollout.max_sampling_rounds": 1000}),
     ({f"{ACTOR}.fsdp_config.model_dtype": "bf16"}, {f"{ACTOR}.fsdp_config.model_dtype": "left"}),
     (
@@ -379,6 +387,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     (tmp_path / "grpo.yaml").write_text(
         "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nlearning_rate: 2e-6\n"
         "num_iterations: 2\nseed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
+        "warmup_ratio: 0.1\nsave_steps: 0.1\n"
     )
     assert main(["translate", str(tmp_path / "grpo.yaml"), "--processes", "4"]) == 0
     page = capsys.readouterr().out
@@ -393,6 +402,9 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
     assert "  num_iterations=2: each completion is trained on once" in page
     assert "the command has aggregation=sample_mean" in page.partition("loss_type=nonsense")[2]
+    share = "a share of the steps, whose number follows from the data there; the command has "
+    assert f"  warmup_ratio=0.1: {share}optimizer.warmup_steps=10\n" in page
+    assert f"  save_steps=0.1: {share}trainer.checkpoint_every=100\n" in page
     assert "is not known to have:\n  zzz\n" in page
     assert "top_k" not in page
     assert "logging_steps" not in page
@@ -532,7 +544,7 @@ critic: {ppo_mini_batch_size: 256, rollout_n: 4, ppo_micro_batch_size_per_gpu: n
 algorithm: {adv_estimator: grpo}
 """
     translation = translated(tmp_path, "job.yaml", dump)
-    assert [shown for shown, _ in translation.left] == ["trainer.total_epochs=30 (their default)"]
+    assert [shown for shown, *_ in translation.left] == ["trainer.total_epochs=30 (their default)"]
     assert found(translation, {"rollout.group_size": 4}) == {"rollout.group_size": 4}
 
 
