@@ -5,7 +5,9 @@
 
 import os
 from collections import Counter
+from multiprocessing import forkserver
 
+import psutil
 import pytest
 
 STARTED = pytest.StashKey[float]()
@@ -26,9 +28,14 @@ def pytest_configure(config):
 
 
 def spent() -> float:
-    """Return the CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process, of its children that have ended, and of the server
+    that forks processes for tests, with those of its processes that have ended."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    seconds = times.user + times.system + times.children_user + times.children_system
+    server = forkserver._forkserver._forkserver_pid
+    if server is not None:
+        seconds += sum(psutil.Process(server).cpu_times()[:4])
+    return seconds
 
 
 def pytest_runtest_setup(item):

@@ -11,7 +11,7 @@ stores         run directories, and the MLflow stores that follow them
 studies        run directories of a small study
 rollout_rows   rows of recorded rollouts, and files of them
 threads        ranks as threads of this process
-processes      ranks as processes
+processes      ranks, and `pgtk`, as processes that are forked after their imports
 terminals      a terminal, and the text on its screen
 browser        a real browser
 vllm_server    a small server with vLLM's protocol, and other_server with SGLang's

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from builders.processes import ForkedProcess
 from builders.runs import SHORT, last_of_each_key
 
 PGTK = Path(sys.executable).with_name("pgtk")
@@ -26,20 +27,21 @@ class Command:
     words: overrides of a run, or a sub-command. environment: variables besides ENVIRONMENT.
     """
 
+    process: subprocess.Popen | ForkedProcess
+
     def __init__(self, folder: Path, *words: str, environment: dict[str, str] | None = None):
         folder.mkdir(exist_ok=True)
         self.directory = folder / "run"
         self.log = folder / "terminal"
         if "=" in words[0]:
             words = [*last_of_each_key(*words), f"hydra.run.dir={self.directory}"]
+        self._start(list(words), folder, ENVIRONMENT | (environment or {}))
+
+    def _start(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "pgtoolkit.cli", *words]
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=ENVIRONMENT | (environment or {}),
-                stdout=file,
-                stderr=file,
+                command, cwd=folder, env=environment, stdout=file, stderr=file
             )
 
     def steps(self) -> int:
@@ -72,6 +74,13 @@ class Command:
     @property
     def status(self) -> dict:
         return json.loads((self.directory / "status.json").read_text())
+
+
+class ForkedCommand(Command):
+    """`pgtk` as a process that needs no imports: for tests of what happens after them."""
+
+    def _start(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
+        self.process = ForkedProcess(words, folder, environment, self.log)
 
 
 @contextlib.contextmanager

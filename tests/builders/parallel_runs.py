@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from builders.processes import RUN_SECONDS, layout, world
-from builders.runs import SHORT, config_of, metrics_of
+from builders.runs import SHORT, at_step, config_of, metrics_of
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.train import train
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import Interrupted, SamplerLost
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
 
@@ -27,6 +30,28 @@ DEPENDS_ON_CUT = ("num_micro_batches",)
 
 def train_on_rank(config: Config, folder: Path, sizes: dict[str, int], resume: bool) -> None:
     train(config, folder, resume=resume, layout=layout(**sizes))
+
+
+def resume_until_signal(config: Config, folder: Path, step: int) -> str:
+    """Resume a run of two ranks, of which the second alone gets SIGTERM once the step is recorded.
+
+    Returns the message with which this rank has stopped.
+    """
+    ranks = layout(data_parallel=2)
+    processes = [0, 0]
+    dist.all_gather_object(processes, os.getpid())
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, lambda: os.kill(processes[1], signal.SIGTERM))
+        with pytest.raises(Interrupted) as stop:
+            train(config, folder, resume=True, layout=ranks)
+    return str(stop.value)
+
+
+def lost_sampler_of_rank(config: Config, folder: Path) -> tuple[str, bool]:
+    """Train with servers of which one fails; return the error, and whether all ranks raise it."""
+    with pytest.raises(SamplerLost) as lost:
+        train(config, folder, layout=layout(data_parallel=2))
+    return str(lost.value), lost.value.on_all_ranks
 
 
 def run_on_ranks(

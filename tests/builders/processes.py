@@ -1,8 +1,11 @@
-"""Ranks as real processes for the tests: workers with gloo, started once per session.
+"""Real processes for the tests that need no seconds for imports: forked from a server that has
+loaded torch. They are ranks, or `pgtk`.
 
 `world(2).run(function, *arguments)` calls the function in two workers at the same time, with
-torch.distributed initialised, and returns the list of their results. The function must be
-importable: at the top level of a module.
+torch.distributed initialised, and returns the list of their results. The workers are started once
+per session. The function must be importable: at the top level of a module.
+
+`ForkedProcess` is `pgtk` with words of its own, an environment of its own and a log.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import functools
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -29,8 +34,19 @@ RUN_SECONDS = 60
 PRELOADED = [
     "torch.distributed.tensor",
     "pgtoolkit.assembly.train",
+    "pgtoolkit.cli",
     "transformers.models.gpt2.modeling_gpt2",
 ]
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forked from a server that has loaded torch.
+
+    This process cannot be forked itself: it may have threads.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class World:
@@ -60,10 +76,7 @@ class World:
         self._workers = []
 
     def _start(self) -> None:
-        # A child forked from a server that has loaded torch starts quickly. This process cannot be
-        # forked itself: it may have threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
@@ -104,6 +117,58 @@ class World:
             self.stop()
             raise AssertionError("\n".join(failures))
         return results
+
+
+class ForkedProcess:
+    """`pgtk` in a process that has the imports of a run done, with the methods of a Popen.
+
+    words: its arguments.
+    cwd: its current directory.
+    environment: its variables.
+    log: receives what it prints.
+    """
+
+    def __init__(self, words: list[str], cwd: Path, environment: dict[str, str], log: Path):
+        arguments = (words, str(cwd), environment, str(log))
+        # A daemon is ended at the end of the session.
+        self._process = fork_server().Process(target=_become_pgtk, args=arguments, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("pgtk", timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _become_pgtk(words: list[str], cwd: str, environment: dict[str, str], log: str) -> None:
+    """Run `pgtk` in this process, which ends with its exit status."""
+    from pgtoolkit.cli import run
+
+    os.environ.clear()
+    os.environ |= environment
+    tempfile.tempdir = None  # which the server has looked up in its own environment
+    os.chdir(cwd)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.argv = ["pgtk", *words]
+    run()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from builders.commands import Command
+from builders.commands import Command, ForkedCommand
 from builders.runs import SHORT, last_of_each_key, metrics_of
 
 from pgtoolkit.assembly import train
@@ -119,7 +119,7 @@ def test_a_signal_during_the_imports_leaves_a_run_that_resumes(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
-    command = Command(
+    command = ForkedCommand(
         tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256"
     )
     command.wait_for_steps(2)
@@ -136,7 +136,7 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_with_each_row_once(tmp_path, monkeypatch):
     # SIGKILL leaves rows after the last checkpoint, which the resumed run writes again.
-    command = Command(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
+    command = ForkedCommand(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
     command.wait_for_steps(6)
     command.kill()
     assert read_status(tmp_path / "run")["state"] == "running"

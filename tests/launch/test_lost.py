@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-from builders.commands import PGTK, wait_until
+from builders.commands import ENVIRONMENT, wait_until
+from builders.processes import ForkedProcess
 from builders.refusals import refusal
 from builders.runs import SHORT, at_step, last_of_each_key, metrics_of, run
 from builders.stores import free_port
@@ -38,21 +39,18 @@ def test_a_lost_node_is_named_in_the_log_and_the_status_of_the_run(tmp_path):
             "MASTER_PORT": port,
         }
         ranks.append(
-            subprocess.Popen(
-                [PGTK, *overrides, f"hydra.run.dir={tmp_path / 'run'}"],
-                cwd=tmp_path,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {name: str(value) for name, value in place.items()},
+            ForkedProcess(
+                [*overrides, f"hydra.run.dir={tmp_path / 'run'}"],
+                tmp_path,
+                ENVIRONMENT | {name: str(value) for name, value in place.items()},
+                tmp_path / f"rank-{rank}",
             )
         )
     rows = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, 120)
     ranks[0].send_signal(signal.SIGKILL)
-    _, errors = ranks[1].communicate(timeout=60)
-    assert ranks[1].returncode == 5
-    ranks[0].communicate()
+    assert ranks[1].wait(60) == 5
+    errors = (tmp_path / "rank-1").read_text()
     reason = "rank 1 waited for another process, which ended or did not answer within"
     assert errors.count("pgtk: error: ") == errors.count(reason) == 1
     status = read_status(tmp_path / "run")

@@ -1,22 +1,22 @@
 """A run of several processes of which one is killed, stopped, frozen or started wrongly ends in
 time, with the reason in its status.
 
-Every case is the installed command with real processes.
+Every case is the command with real processes.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from builders.commands import PGTK, Command
-from builders.runs import SHORT, last_of_each_key, metrics_of
+from builders.commands import ENVIRONMENT, ForkedCommand
+from builders.parallel_runs import resume_until_signal
+from builders.processes import ForkedProcess, world
+from builders.runs import SHORT, config_of, last_of_each_key, metrics_of
 from builders.stores import free_port
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ LONG = (
 )
 
 
-class Run(Command):
+class Run(ForkedCommand):
     """A command that trains on two ranks."""
 
     def workers(self) -> list[psutil.Process]:
@@ -70,25 +70,25 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_can_be_resumed(start):
-    """The signal goes to one rank alone, and in the resumed run to the command."""
+    """The signal goes to the command, and in the resumed run to one rank alone."""
     run = start(*SHORT, *LONG)
-    os.kill(run.rank(1).pid, signal.SIGTERM)
-    shown = run.end(60)
-    assert run.process.returncode == 75, shown
-    assert "pgtk: stopped as asked (SIGTERM) after step" in shown
-    assert "Continue with:" in shown
-    assert "Traceback" not in shown
-    assert (run.status["state"], run.status["reason"]) == ("interrupted", "SIGTERM")
-    first = run.status["step"]
-    assert (run.directory / "checkpoints" / f"step-{first:06d}" / "manifest.json").exists()
-
-    run = start("resume", "run", steps=first + 2)
     run.process.send_signal(signal.SIGINT)
     shown = run.end(60)
     assert run.process.returncode == 75, shown
-    assert run.status["reason"] == "SIGINT"
+    assert "pgtk: stopped as asked (SIGINT) after step" in shown
+    assert "Continue with:" in shown
+    assert "Traceback" not in shown
+    assert (run.status["state"], run.status["reason"]) == ("interrupted", "SIGINT")
+    first = run.status["step"]
+    assert (run.directory / "checkpoints" / f"step-{first:06d}" / "manifest.json").exists()
+
+    config = config_of(*SHORT, *LONG)
+    messages = world(2).run(resume_until_signal, config, run.directory, first + 2)
+    last = run.status["step"]
+    assert (run.status["state"], run.status["reason"]) == ("interrupted", "SIGTERM")
+    assert [message.count(f"(SIGTERM) after step {last};") for message in messages] == [1, 1]
     rows = metrics_of(run.directory)
-    assert len(rows) == run.status["step"] >= first + 2
+    assert len(rows) == last >= first + 2
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert [row["documents_seen"] for row in rows] == [
         8 * number for number in range(1, len(rows) + 1)
@@ -149,8 +149,9 @@ def test_workers_whose_command_was_killed_save_and_end(start):
     assert (run.status["state"], run.status["reason"]) == ("interrupted", "the end of its launcher")
 
 
-def start_rank(folder: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
-    """Start a rank of two that train in folder/run, as torchrun starts it."""
+def start_rank(folder: Path, rank: int, world_size: int, port: int) -> ForkedProcess:
+    """Start a rank of two that train in folder/run, as torchrun starts it; it prints into
+    folder/rank-N."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -159,29 +160,19 @@ def start_rank(folder: Path, rank: int, world_size: int, port: int) -> subproces
         "MASTER_PORT": port,
     }
     overrides = last_of_each_key(*SHORT, "parallelism=ddp", "trainer.max_steps=2")
-    return subprocess.Popen(
-        [PGTK, *overrides, f"hydra.run.dir={folder / 'run'}"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {name: str(value) for name, value in variables.items()},
+    return ForkedProcess(
+        [*overrides, f"hydra.run.dir={folder / 'run'}"],
+        folder,
+        ENVIRONMENT | {name: str(value) for name, value in variables.items()},
+        folder / f"rank-{rank}",
     )
-
-
-def run_two_ranks(folder: Path) -> tuple[list[int], list[tuple[str, str]]]:
-    """Return the exit statuses of two ranks, and output and errors of each."""
-    port = free_port()
-    ranks = [start_rank(folder, rank, 2, port) for rank in range(2)]
-    printed = [rank.communicate(timeout=120) for rank in ranks]
-    return [rank.returncode for rank in ranks], printed
 
 
 def test_a_wrong_number_of_ranks_is_refused(tmp_path):
     rank = start_rank(tmp_path, 0, 3, free_port())
-    _, errors = rank.communicate(timeout=60)
-    assert rank.returncode == 2
-    assert "WORLD_SIZE=3 needs the product of the parallel sizes, 2 = " in errors
+    assert rank.wait(60) == 2
+    printed = (tmp_path / "rank-0").read_text()
+    assert "WORLD_SIZE=3 needs the product of the parallel sizes, 2 = " in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -190,8 +181,11 @@ def test_ranks_of_a_launcher_refuse_a_directory_that_has_a_run(tmp_path):
     launcher that train together."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    statuses, ((_, errors), others) = run_two_ranks(tmp_path)
-    assert statuses == [2, 2], errors + others[1]
-    assert "needs a directory without a run (got one with config.yaml)" in errors
-    assert others == ("", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    port = free_port()
+    ranks = [start_rank(tmp_path, rank, 2, port) for rank in range(2)]
+    statuses = [rank.wait(120) for rank in ranks]
+    printed = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert statuses == [2, 2], printed
+    assert "needs a directory without a run (got one with config.yaml)" in printed[0]
+    assert printed[1] == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1", "run"]

@@ -145,6 +145,10 @@ def test_the_store_of_local_workers_is_reached_from_this_machine_alone():
     store = loopback_store()
     store.set("key", "value")
     assert TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
+    # Of two jobs at a time, each has its own.
+    other_store = loopback_store()
+    other_client = TCPStore("127.0.0.1", other_store.port, is_master=False)
+    assert not other_client.check(["key"])
     others = {
         address.address
         for addresses in psutil.net_if_addrs().values()

@@ -1,23 +1,59 @@
-"""Sweeps as real processes: after kills, signals and failures the same command skips finished jobs,
-resumes the others, and ends bit-equal to runs without interruption."""
+"""Sweeps whose jobs are real processes: after kills, signals and failures the same command skips
+finished jobs, resumes the others, and ends bit-equal to runs without interruption.
+
+Where only the jobs matter, the command runs in this process, and all jobs are forked from one.
+"""
 
 import json
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from builders.commands import has_steps, job_directory, run_sweep, running_sweep, wait_until
-from builders.runs import assert_equal, checkpoint_of, metrics_of
+from builders.commands import ENVIRONMENT, has_steps, job_directory, running_sweep, wait_until
+from builders.runs import SHORT, assert_equal, checkpoint_of, last_of_each_key, metrics_of
 from builders.runs import run as train_short
 
+from pgtoolkit.cli import main
+from pgtoolkit.launch import engines
+from pgtoolkit.launch.forks import Forks
 from pgtoolkit.runs.records import read_sweep
 
 pytestmark = pytest.mark.slow
 STEPS = 80
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Start the process that forks the jobs of all sweeps of this process."""
+    shared = Forks(ENVIRONMENT)
+    yield shared
+    shared._process.end(60)
+
+
+@pytest.fixture
+def run_sweep(
+    forks: Forks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs a sweep in tmp_path/sweep, and returns its exit status and what
+    it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engines, "Forks", lambda environment: forks)
+
+    def run(*overrides: str) -> tuple[int, str]:
+        status = main(["-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)])
+        printed = capfd.readouterr()
+        return status, printed.out + printed.err
+
+    return run
 
 
 def jobs_of(folder: Path) -> dict[str, dict]:
@@ -46,7 +82,7 @@ def times_of_jobs(folder: Path) -> dict[str, int]:
 
 
 def test_a_sweep_whose_job_and_launcher_were_killed_resumes_bit_equal_to_uninterrupted_runs(
-    tmp_path,
+    tmp_path, run_sweep
 ):
     command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
     with running_sweep(tmp_path, *command) as launcher:
@@ -64,7 +100,7 @@ def test_a_sweep_whose_job_and_launcher_were_killed_resumes_bit_equal_to_uninter
     rows_before = first_rows(tmp_path, 10)
 
     # The second job may still be saving, since it sees that its launcher has ended.
-    status, output = run_sweep(tmp_path, *command)
+    status, output = run_sweep(*command)
     assert status == 0, output
     assert len(re.findall(r"continues after step \d+", output)) == 2
     assert first_rows(tmp_path, 10) == rows_before
@@ -83,26 +119,26 @@ def test_a_sweep_whose_job_and_launcher_were_killed_resumes_bit_equal_to_uninter
     assert len(re.findall(summary, output, re.MULTILINE)) == 2
 
     before = times_of_jobs(tmp_path)
-    status, output = run_sweep(tmp_path, *command)
+    status, output = run_sweep(*command)
     assert status == 0, output
     assert "sweep sweep: 2 jobs, 2 done" in output
     assert times_of_jobs(tmp_path) == before
 
 
-def test_a_failing_job_is_named_and_stops_the_others_only_with_fail_fast(tmp_path):
+def test_a_failing_job_is_named_and_stops_the_others_only_with_fail_fast(tmp_path, run_sweep):
     overrides = (
         "optimizer.learning_rate=1e5,1e-3",
         "optimizer.warmup_steps=0",
         "optimizer.weight_decay=10",
     )
-    status, output = run_sweep(tmp_path, *overrides, "--fail-fast")
+    status, output = run_sweep(*overrides, "hydra.launcher.fail_fast=true")
     assert status == 1, output
     assert "no further job is started" in output
     assert {name: job["status"] for name, job in jobs_of(tmp_path).items()} == {
         "learning-rate-100000.0": "failed",
         "learning-rate-0.001": "pending",
     }
-    status, output = run_sweep(tmp_path, *overrides)
+    status, output = run_sweep(*overrides)
     assert status == 1, output
     assert "Traceback" not in output
     assert re.search(
@@ -116,14 +152,17 @@ def test_a_failing_job_is_named_and_stops_the_others_only_with_fail_fast(tmp_pat
     assert len(list((tmp_path / "sweep").glob("learning-rate-*"))) == 2
 
 
-def test_ctrl_c_lets_the_running_jobs_save_and_prints_the_command_that_continues(tmp_path):
-    with running_sweep(
-        tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000"
-    ) as launcher:
+def test_ctrl_c_lets_the_running_jobs_save_and_prints_the_command_that_continues(
+    tmp_path, run_sweep
+):
+    def interrupt() -> None:
         wait_until(has_steps(tmp_path, "seed-0", 3))
-        launcher.send_signal(signal.SIGINT)
-        output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 75, output
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    endless = ("trainer.max_steps=100000", "trainer.checkpoint_every=100000")
+    status, output = run_sweep("seed=0,1", *endless)
+    assert status == 75, output
     assert "Traceback" not in output
     assert re.search(r"Continue with: .*pgtk -m .* seed=0,1", output)
     first, second = jobs_of(tmp_path).values()
@@ -151,15 +190,17 @@ def test_a_signal_before_training_has_begun_ends_a_job_which_stays_pending(tmp_p
     assert (tmp_path / "sweep" / jobs["seed-0"]["log"]).read_text() == ""
 
 
-def test_two_data_parallel_jobs_at_a_time_do_not_exchange_ranks(tmp_path):
-    overrides = ("parallelism=ddp", "seed=1,2", "trainer.max_steps=4", "hydra.launcher.n_jobs=2")
-    status, output = run_sweep(tmp_path, *overrides)
+def test_a_data_parallel_job_beside_another_learns_what_one_process_does(tmp_path, run_sweep):
+    """test_ranks_start.py has the stores of two jobs, in which their ranks find each other."""
+    status, output = run_sweep(
+        "parallelism.data_parallel=1,2", "trainer.max_steps=4", "hydra.launcher.n_jobs=2"
+    )
     assert status == 0, output
     assert "2 jobs, 2 done" in output
-    rows = [metrics_of(job_directory(tmp_path, name)) for name in ("seed-1", "seed-2")]
-    assert [[row["step"] for row in of_job] for of_job in rows] == [[1, 2, 3, 4]] * 2
-    assert [row["reward"] for row in rows[0]] != [row["reward"] for row in rows[1]]
-    assert all(
-        (job_directory(tmp_path, name) / "checkpoints" / "step-000004").is_dir()
-        for name in ("seed-1", "seed-2")
-    )
+    folders = [job_directory(tmp_path, f"data-parallel-{size}") for size in (1, 2)]
+    one, two = (metrics_of(folder) for folder in folders)
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [1, 2, 3, 4]
+    for row, other in zip(one, two, strict=True):
+        for key in ("reward", "loss", "grad_norm"):
+            assert row[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
+    assert all((folder / "checkpoints" / "step-000004").is_dir() for folder in folders)

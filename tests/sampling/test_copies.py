@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from builders.commands import Command, wait_until
+from builders.commands import ForkedCommand, wait_until
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
 from builders.runs import (
@@ -191,7 +191,7 @@ def copies_below(pid: int) -> list[psutil.Process]:
     return [child for child in children if "copy_process" in " ".join(child.cmdline())]
 
 
-class CopyCommand(Command):
+class CopyCommand(ForkedCommand):
     """A run without end, with a process that samples."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:

@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.parallel_runs import run_on_ranks
+from builders.commands import ForkedCommand
+from builders.parallel_runs import lost_sampler_of_rank, run_on_ranks
+from builders.processes import world
 from builders.runs import (
     SHORT,
     assert_equal,
     at_step,
     checkpoint_of,
+    config_of,
     copy_as_of,
     last_of_each_key,
     metrics_of,
@@ -153,8 +156,12 @@ def test_ctrl_c_ends_the_run_after_its_step_and_the_server(tmp_path, monkeypatch
     assert processes_of(folder) == []
 
 
+class ForkedServerCommand(ServerCommand, ForkedCommand):
+    """The same as a process that needs no imports."""
+
+
 def test_a_server_ends_with_its_guard_and_the_run_reports_it(tmp_path):
-    command = start_run(tmp_path, *ENDLESS)
+    command = ForkedServerCommand(tmp_path, *SHORT, *VLLM, *ENDLESS)
     command.wait_for_steps(3)
     guard, *server = command.server_processes()
     guard.kill()
@@ -194,10 +201,13 @@ def test_two_ranks_share_two_servers(uninterrupted, tmp_path):
 
 
 def test_a_fault_that_a_rank_meets_ends_all_ranks_with_one_message(tmp_path):
+    """Rank 0 prints an error that all ranks raise, see test_ranks_start.py."""
     faulty = f"sampler.executable={COMMAND} --fault foreign_token --after 6"
-    command = start_run(tmp_path, "parallelism=ddp", faulty)
-    assert command.process.wait(200) == 5
-    log = command.log.read_text()
-    assert log.count("it sampled token") == 1
-    assert "Continue with: " in log
-    assert processes_of(command.directory) == []
+    config = config_of(*SHORT, *VLLM, "parallelism=ddp", faulty)
+    errors = world(2).run(lost_sampler_of_rank, config, tmp_path / "run", seconds=200)
+    for message, on_all_ranks in errors:
+        assert message == errors[0][0]
+        assert on_all_ranks
+    assert errors[0][0].count("it sampled token") == 1
+    assert "Continue with: " in errors[0][0]
+    assert processes_of(tmp_path / "run") == []
