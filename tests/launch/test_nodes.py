@@ -1,5 +1,5 @@
-"""Runs over several nodes, as docs/rollouts.md types them: they pass the checks, and two nodes
-train like one process, also with a server that runs already."""
+"""Runs over several nodes: two nodes train like one process, also with a server that runs
+already."""
 
 import contextlib
 import os
@@ -12,59 +12,13 @@ from pathlib import Path
 
 import pytest
 from builders.commands import ENVIRONMENT
-from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks
 from builders.runs import last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
 from builders.stores import free_port
 from builders.vllm_servers import COMMAND
 
-from pgtoolkit.config.compose import compose
-from pgtoolkit.launch.check import check_run
-
 PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
-
-
-def documented_runs() -> list[tuple[str, ...]]:
-    """Return the overrides of each run on the page, also of those under torchrun and srun, with the
-    page's variables replaced."""
-    commands = []
-    variables = {"HOME": "/home/user"}
-    for block in re.findall(r"```(?:bash)?\n(.*?)```", PAGE, flags=re.DOTALL):
-        block = block.replace("\\\n", " ")
-        for name, value in re.findall(
-            r'^(JOB|VLLM)="(.*?)"', block, flags=re.DOTALL | re.MULTILINE
-        ):
-            variables[name] = " ".join(value.split()).replace("$HOME", variables["HOME"])
-        for line in re.sub(r'^\w+=".*?"', "", block, flags=re.DOTALL | re.MULTILINE).splitlines():
-            for name, value in variables.items():
-                line = line.replace(f"${name}", value)
-            words = shlex.split(line, comments=True)
-            places = [
-                place for place, word in enumerate(words) if word in ("pgtk", "pgtoolkit.cli")
-            ]
-            overrides = [word for word in words[places[0] + 1 :] if "=" in word] if places else []
-            if overrides:
-                commands.append(tuple(overrides))
-    return commands
-
-
-@pytest.mark.slow
-def test_every_run_on_the_page_passes_the_checks(tmp_path, monkeypatch):
-    """GPUs and vLLM are not looked for, and math_verify, which may be missing, is replaced."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "10=", "answer": "2"}\n')
-    save_with_tokenizer(small_llama(num_attention_heads=4, num_hidden_layers=2), tmp_path / "qwen")
-    commands = documented_runs()
-    sizes = [
-        tuple(re.findall(r"(\w+)_parallel=(\d+)", " ".join(overrides))) for overrides in commands
-    ]
-    assert {(), (("data", "8"),), (("tensor", "4"),), (("data", "16"),), (("data", "32"),)} <= {
-        *sizes
-    }
-    for overrides in commands:
-        typed = [override.replace("math_verify", "exact_match") for override in overrides]
-        assert check_run(compose(typed), typed).report.problems == [], overrides
 
 
 def train_on_two_nodes(folder: Path, *overrides: str) -> Path:

@@ -1,0 +1,98 @@
+"""The shell blocks of a page, run with stand-ins that record what they are asked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+STAND_INS = (
+    *("pgtk", "srun", "sbatch", "scontrol", "torchrun", "nohup", "docker"),
+    *("python", "python3", "pip", "hf", "make", "vllm", "git", "source"),
+)
+"""Programs that the scripts call, in place of which a script writes down their arguments."""
+
+_RECORDS = """#!/bin/bash
+{ printf '%s\\0' "${0##*/}" "$@"; printf '\\1\\0'; } >> "$CALLS"
+"""
+
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(
+    rf"^(#!|([A-Z_0-9]+=\S* +)*(~\S*/)?({'|'.join(STAND_INS)}|export|eval) |[A-Z]+=)"
+)
+
+
+def scripts_of(page: Path) -> list[str]:
+    """Return the scripts of a page: each block that begins as a file does, then one of all others,
+    which are typed into one shell."""
+    files = []
+    typed = []
+    for indent, language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        block = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
+        # What a command prints is indented below it.
+        block = re.sub(r"(?<=[^\\]\n)  +(l_t|w_t|rho_t|\+) .*\n", "", block)
+        if language or not _COMMAND.match(block) or "fish" in block:
+            continue
+        block = re.sub(r"<(\w+)>", r"\1", block)  # a placeholder such as <date>
+        (files if block.startswith("#!") else typed).append(block)
+    return [*files, *(["\n".join(typed)] if typed else [])]
+
+
+def calls_of(script: str, folder: Path) -> list[list[str]]:
+    """Return the programs that a script has called, each with its arguments.
+
+    It runs by bash, in an empty folder, without variables but those of SLURM. Everything that bash
+    itself complains about, such as a variable that is not set, is an error.
+    """
+    work = folder / "work"
+    (work / "outputs/day/warm/checkpoints/step-000060").mkdir(parents=True)  # of an earlier line
+    return _calls(["bash", "-u", "-c", script], folder, work)
+
+
+def calls_of_file(file: Path, folder: Path) -> list[list[str]]:
+    """Return the programs that a script in a file calls, as `calls_of` does."""
+    return _calls(["bash", "-u", str(file)], folder, folder)
+
+
+def _calls(command: list[str], folder: Path, work: Path) -> list[list[str]]:
+    """Run a command in the folder `work`, and return the calls of stand-ins, which lie in
+    `folder`."""
+    programs = folder / "programs"
+    home = folder / "home"
+    for place in (programs, home / "vllm/bin"):
+        place.mkdir(parents=True)
+    for name in STAND_INS:
+        for place in (programs, home / "vllm/bin"):
+            (place / name).write_text(_RECORDS)
+            (place / name).chmod(0o755)
+    variables = {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(home),
+        "CALLS": str(folder / "calls"),
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True)
+    assert done.stderr == "", f"{done.stderr}\n{command}"
+    assert done.returncode == 0, command
+    calls = (folder / "calls").read_text().split("\1\0")
+    return [call.split("\0")[:-1] for call in calls if call]
+
+
+def pgtk_arguments(calls: list[list[str]]) -> list[list[str]]:
+    """Return the arguments of each call of pgtk, also of those that a launcher makes."""
+    found = []
+    for words in calls:
+        names = [word for word in ("pgtk", "pgtoolkit.cli") if word in words]
+        if names:
+            found.append(words[words.index(names[0]) + 1 :])
+    return found
+
+
+def pages() -> list[Path]:
+    """Return the pages that have scripts."""
+    names = ["README.md", "CONTRIBUTING.md", "sweeps/README.md", "study/README.md"]
+    found = [ROOT / name for name in names]
+    found += sorted((ROOT / "docs").glob("*.md"))
+    return [page for page in found if scripts_of(page)]
