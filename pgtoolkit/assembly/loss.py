@@ -17,7 +17,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS, Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
@@ -48,7 +48,7 @@ def loss_of(config: Config) -> Loss:
     loss = config.loss
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
-        if isinstance(family, FunctionLoss) and family.level == "step":
+        if isinstance(family, FunctionFamily) and family.level == "step":
             setting = f"loss={loss.path}"
             _check_whole_step(
                 setting, family, config.accumulation, config.rollout, config.correction
@@ -145,7 +145,7 @@ def _of_function(
 
 def _check_whole_step(
     setting: str,
-    family: FunctionLoss,
+    family: FunctionFamily,
     accumulation: AccumulationSettings,
     rollout: RolloutSettings,
     correction: CorrectionSettings,

@@ -12,7 +12,7 @@ from torch import Tensor
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import clips
 from pgtoolkit.losses.objective import Loss
@@ -168,7 +168,7 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
             "kl=k3_ratio, or kl=none."
         )
     family = loss.family
-    if isinstance(family, FunctionLoss) and family.level == "step":
+    if isinstance(family, FunctionFamily) and family.level == "step":
         raise ConfigError(
             f"pgtk tokens needs a loss of tokens or of documents (got loss={family.name}, which "
             "asks for groups or step). A token's part in it depends on all documents of the step. "
@@ -182,7 +182,7 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
         missing["sampling_log_probs"] = ["correction=none"]
     if loss.kl is not None and tokens.ref_log_probs is None:
         missing["ref_log_probs"] = ["kl=none"]
-    if isinstance(family, FunctionLoss):
+    if isinstance(family, FunctionFamily):
         for name in sorted(family.asked & {"rewards", "group_rewards"} - family.may_lack):
             if tokens.rewards is None:  # only the run's own loss has asked for them
                 missing[name] = ["loss=grpo"]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import Family, parameter
+from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.group_families import Lpo, Tpo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -465,7 +467,7 @@ class Reinforce(Family):
         return -advantages * log_probs, -advantages
 
 
-_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce)
+_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce, Tpo, Lpo)
 FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
 """Name in `loss=` -> family."""
 
@@ -486,8 +488,6 @@ def family_of(loss: str | Family | Callable, **parameters: float | str | None) -
             )
         return loss
     if not isinstance(loss, str) and callable(loss) and not isinstance(loss, type):
-        from pgtoolkit.losses.function import FunctionLoss  # which imports torch
-
         return FunctionLoss(loss, parameters)
     check_name("loss", loss, FAMILIES)
     assert isinstance(loss, str)

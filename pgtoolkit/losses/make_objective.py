@@ -10,7 +10,7 @@ from pgtoolkit.losses.corrections import Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.family import over_scope, scope_mean
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import Penalties
 from pgtoolkit.losses.objective import Loss, Objective
 
@@ -128,7 +128,7 @@ def _known_before(
     weights: (T,), without the factors of a correction.
     """
     family = loss.family
-    if not isinstance(family, FunctionLoss):
+    if not isinstance(family, FunctionFamily):
         return {}
     asked = family.asked
     known = {}
@@ -160,7 +160,7 @@ def _means_of_groups(rewards: Tensor, group_index: Tensor, is_member: Tensor) ->
 def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:
     """Raise ValueError for a loss of the whole step that is to be computed from a piece."""
     family = loss.family
-    if not isinstance(family, FunctionLoss) or family.level != "step":
+    if not isinstance(family, FunctionFamily) or family.level != "step":
         return
     if tokens.coefficients is None and not is_whole_step:
         raise ValueError(
@@ -206,7 +206,7 @@ def _gradient_weights(
     equal_within_documents = loss.aggregation.equal_within_documents and tokens.factors is None
     if correction is not None and not correction.of_policy:
         equal_within_documents &= correction.equal_within_documents
-    if isinstance(family, FunctionLoss) or tokens.coefficients is not None:
+    if isinstance(family, FunctionFamily) or tokens.coefficients is not None:
         return torch.ones_like(weights)  # the slope includes the weights
     if family.slope_of != "log_ratio":
         return weights

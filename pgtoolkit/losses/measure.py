@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.losses.family import clamped, over_scope
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.metrics import CLIP_METRICS, MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -118,7 +118,7 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
 
 def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
     """Return the sums with those of the loss's own metrics, if it is a function that has some."""
-    if not isinstance(objective.family, FunctionLoss):
+    if not isinstance(objective.family, FunctionFamily):
         return sums
     if objective.coefficients_of_step is not None:
         return replace(sums, absent=CLIP_METRICS)  # the first pass has these metrics

@@ -20,8 +20,9 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.evaluate import evaluate
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
@@ -79,7 +80,7 @@ class Loss:
     @property
     def needs_whole_groups(self) -> bool:
         """Return True if the documents of a group must be in one step."""
-        of_function = isinstance(self.family, FunctionLoss) and "groups" in self.family.asked
+        of_function = isinstance(self.family, FunctionFamily) and "groups" in self.family.asked
         return self.aggregation.needs_groups or of_function
 
     @property
@@ -230,7 +231,7 @@ class Objective:
             return self._last_terms[1]
         if self.coefficients_of_step is not None:
             terms = self._terms_of_known(self.coefficients_of_step, log_probs)
-        elif isinstance(self.family, FunctionLoss):
+        elif isinstance(self.family, FunctionFamily):
             terms = self._terms_of_function(self.family, log_probs)
         else:
             terms = self._terms_of_class(log_probs)
@@ -294,7 +295,7 @@ class Objective:
             token_log_ratio=token_log_ratio,
         )
 
-    def _terms_of_function(self, family: FunctionLoss, log_probs: Tensor) -> TokenTerms:
+    def _terms_of_function(self, family: FunctionFamily, log_probs: Tensor) -> TokenTerms:
         """Return the terms of each token by a function of the user's own.
 
         `slope` then includes the weights.
@@ -313,7 +314,8 @@ class Objective:
             return vector if rows is None else zeros.to(vector.dtype).index_copy(0, rows, vector)
 
         vectors = {"advantages": self.advantages, **self._log_probs_of_data(), **self.known_before}
-        evaluated = family.evaluate(
+        evaluated = evaluate(
+            family,
             seen(log_probs),
             seen(weights),
             {name: seen(vector) for name, vector in vectors.items()},
@@ -337,7 +339,7 @@ class Objective:
         )
 
     def _seen_by(
-        self, family: FunctionLoss
+        self, family: FunctionFamily
     ) -> tuple[Tensor | None, tuple[DocumentView | None, GroupView | None, StepView | None]]:
         """Return (rows, (documents, groups, step)) as a function gets them.
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.evaluate import evaluate
+from pgtoolkit.losses.function import KNOWN_BEFORE, OF_DATA, FunctionFamily
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
 
 _LENGTHS = (5, 1, 7, 3, 6, 4, 2, 8)
@@ -29,7 +30,7 @@ _WHAT_TO_ASK_FOR = {
 }
 
 
-def check_function(family: FunctionLoss) -> None:
+def check_function(family: FunctionFamily) -> None:
     """Raise ValueError for a function whose numbers of a token depend on the cut of the step.
 
     It is called with made-up documents in float64, near to and far from their old log-probs, and
@@ -62,7 +63,23 @@ def check_function(family: FunctionLoss) -> None:
                     )
 
 
-def _evaluate(family: FunctionLoss, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+def measured_by(family: FunctionFamily) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the function gives bounds, and the names of its metrics."""
+    log_probs = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
+    sums = DocumentSums.of_tokens(torch.tensor([0, 0, 1]), log_probs < 0, 2)
+    evaluated = evaluate(
+        family,
+        log_probs,
+        torch.ones_like(log_probs),
+        dict.fromkeys((*OF_DATA, *KNOWN_BEFORE), log_probs),
+        DocumentView(sums),
+        GroupView(torch.zeros(2, dtype=torch.int64), 1),
+        StepView(3, 2, 1),
+    )
+    return evaluated.bounds is not None, tuple(evaluated.metrics)
+
+
+def _evaluate(family: FunctionFamily, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what the function computes for each of these tokens, by name, (T,) each."""
     vectors = dict(vectors)
     log_probs = vectors.pop("log_probs")
@@ -73,7 +90,8 @@ def _evaluate(family: FunctionLoss, vectors: dict[str, Tensor]) -> dict[str, Ten
     )
     of_documents = torch.tensor(_GROUPS)[present]
     group_numbers, group_index = of_documents.unique(return_inverse=True)
-    evaluated = family.evaluate(
+    evaluated = evaluate(
+        family,
         log_probs,
         torch.ones_like(log_probs),
         vectors,

@@ -96,11 +96,15 @@ class GroupView:
         """Return (G,), the mean of (D,) values over each group."""
         return self.sum(values) / self.sum(torch.ones_like(values))
 
+    def max(self, values: Tensor) -> Tensor:
+        """Return (G,), the largest of (D,) values of each group."""
+        self._check("max", values)
+        start = values.new_full((self._num_groups,), -torch.inf)
+        return start.scatter_reduce(0, self._index, values, "amax")
+
     def logsumexp(self, values: Tensor) -> Tensor:
         """Return (G,), the logarithm of the sum of exp of (D,) values over each group."""
-        self._check("logsumexp", values)
-        largest = values.detach().new_full((self._num_groups,), -torch.inf)
-        largest = largest.scatter_reduce(0, self._index, values.detach(), "amax")
+        largest = self.max(values.detach())
         return self.sum((values - self.spread(largest)).exp()).log() + largest
 
     def softmax(self, values: Tensor) -> Tensor:

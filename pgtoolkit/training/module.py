@@ -20,7 +20,7 @@ from pgtoolkit.kernels.losses import (
     loss_of_hidden,
 )
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
@@ -207,7 +207,7 @@ class PolicyGradientModule(DynamicAccumulation):
         """Return the step with its coefficients, where the loss depends on the whole step."""
         self._first_pass = None
         family = self.loss.family
-        if isinstance(family, FunctionLoss) and family.level == "step":
+        if isinstance(family, FunctionFamily) and family.level == "step":
             step, self._first_pass = with_coefficients(step, self.loss, self.log_probs, self.layout)
         return step
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, Tokens, known_vectors
 from pgtoolkit.kernels.losses import coefficients_of_step
-from pgtoolkit.losses.function import FunctionLoss
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -53,7 +53,7 @@ def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
     document has no reward, though one should have been made, the step has none.
     """
     family = loss.family
-    if not isinstance(family, FunctionLoss) or not family.asked & {"rewards", "group_rewards"}:
+    if not isinstance(family, FunctionFamily) or not family.asked & {"rewards", "group_rewards"}:
         return step
     here = {}
     for micro_batch in step.micro_batches:

@@ -1,0 +1,147 @@
+"""Evaluates a loss that is a function: its losses, and the coefficients c_t by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.losses.checks import shown
+from pgtoolkit.losses.family import clamped
+from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.views import DocumentView, GroupView, Ratio, StepView
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The results of a function for T tokens, (T,) each.
+
+    losses: l_t.
+    coefficients: c_t, the derivative of the sum of w_t l_t by each log-prob; it includes the
+        weights.
+    log_ratio: s_t, whose exp is the ratio of the metrics: the argument of the first call of
+        `ratio`, or the token's own log-ratio.
+    clamped: bool, True where the clamp of a `ratio` acted.
+    ratio_by_document: True if that is the ratio of a document.
+    metrics: the function's own, by name.
+    bounds: those of the ratio, or None.
+    """
+
+    losses: Tensor
+    coefficients: Tensor
+    log_ratio: Tensor
+    clamped: Tensor
+    ratio_by_document: bool
+    metrics: dict[str, Tensor]
+    bounds: tuple[float, float] | None
+
+
+def evaluate(
+    family: FunctionFamily,
+    log_probs: Tensor,
+    weights: Tensor,
+    vectors: Mapping[str, Tensor],
+    documents: DocumentView | None = None,
+    groups: GroupView | None = None,
+    step: StepView | None = None,
+) -> Evaluated:
+    """Return the function's results for T trained tokens.
+
+    log_probs: (T,), the new ones.
+    weights: (T,), w_t times the factors of a correction.
+    vectors: (T,) each, by names of OF_DATA and KNOWN_BEFORE.
+    documents, groups, step: what the function asks for. At the level of tokens there is none of
+        them.
+    Raises ValueError for a vector that the function needs and the data do not have, and for a
+    result of another shape.
+    """
+    ratio = Ratio()
+    spread = _Spread(len(log_probs), documents, groups)
+    with torch.enable_grad():
+        leaf = log_probs.detach().requires_grad_()
+        given: dict[str, object] = {"log_probs": leaf, **vectors}
+        if "old_log_probs" in vectors:
+            given["log_ratio"] = leaf - vectors["old_log_probs"]
+        given |= {"ratio": ratio, "documents": documents, "groups": groups, "step": step}
+        losses, further = _call(family, given)
+        losses = spread(f"the loss function {family.name}", losses)
+        coefficients = None
+        if losses.requires_grad:
+            (coefficients,) = torch.autograd.grad((weights * losses).sum(), leaf)
+    # The function may have hidden a number that is not finite, as by a clip.
+    read = {"old_log_probs" if name == "log_ratio" else name for name in family.asked}
+    finite = torch.isfinite(leaf.detach())
+    for name in read & vectors.keys():
+        finite = finite & torch.isfinite(vectors[name])
+    log_ratio = torch.zeros_like(log_probs)
+    if ratio.arguments:
+        log_ratio = spread("ratio", ratio.arguments[0])
+    elif "old_log_probs" in vectors:
+        log_ratio = log_probs.detach() - vectors["old_log_probs"]
+    return Evaluated(
+        losses=torch.where(finite, losses.detach(), torch.nan),
+        coefficients=torch.zeros_like(log_probs) if coefficients is None else coefficients,
+        log_ratio=torch.where(finite, clamped(log_ratio), torch.nan),
+        clamped=ratio.was_clamped(lambda values: spread("ratio", values), log_probs),
+        ratio_by_document=any(len(x) != len(leaf) for x in ratio.arguments[:1]),
+        bounds=further.pop("bounds", None),
+        metrics={
+            name: spread(f"the metric {name} of {family.name}", values).detach().to(log_probs)
+            for name, values in further.items()
+        },
+    )
+
+
+def _call(family: FunctionFamily, given: Mapping[str, object]) -> tuple[Tensor, dict]:
+    """Call the function with what it asks for; return its loss, and its dictionary or {}.
+
+    Raises ValueError for a vector that the data do not have.
+    """
+    arguments = {name: given[name] for name in family.asked if given.get(name) is not None}
+    missing = sorted(family.asked - arguments.keys() - family.may_lack)
+    if missing:
+        raise ValueError(
+            f"the loss function {family.name} asks for {', '.join(missing)}, which these "
+            "documents do not have"
+        )
+    returned = family.function(**arguments, **family.options)
+    if not isinstance(returned, tuple):
+        return returned, {}
+    if len(returned) != 2 or not isinstance(returned[1], dict):
+        raise ValueError(
+            f"the loss function {family.name} needs to return its loss, or its loss and a "
+            f"dictionary of metrics (got a tuple of {len(returned)})"
+        )
+    return returned[0], dict(returned[1])
+
+
+class _Spread:
+    """Makes (T,) of one number per token, document or group."""
+
+    def __init__(self, num_tokens: int, documents: DocumentView | None, groups: GroupView | None):
+        self._num_tokens = num_tokens
+        self._documents = documents
+        self._groups = groups
+
+    def __call__(self, name: str, values: object) -> Tensor:
+        """Return the values at each token.
+
+        name: of what has the values, in the message. Raises ValueError for another shape.
+        """
+        sizes = {"token": self._num_tokens}
+        if self._documents is not None:
+            sizes["document"] = len(self._documents)
+        if self._groups is not None:
+            sizes["group"] = len(self._groups)
+        if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in sizes.values():
+            needed = " or ".join(f"per {one}, {(size,)}" for one, size in sizes.items())
+            raise ValueError(f"{name} needs to return one number {needed} (got {shown(values)})")
+        if len(values) == self._num_tokens:
+            return values
+        if self._documents is not None and len(values) != len(self._documents):
+            assert self._groups is not None
+            values = self._groups.spread(values)
+        assert self._documents is not None
+        return self._documents.spread(values)
