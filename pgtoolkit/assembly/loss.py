@@ -22,13 +22,12 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.losses.trial import check_function
-from pgtoolkit.rollouts.settings import AccumulationSettings, RolloutSettings, Truncated
+from pgtoolkit.rollouts.settings import Truncated
+from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.process_state import ProcessState
-from pgtoolkit.system.report import refusal
 from pgtoolkit.system.safe_text import shortened
 from pgtoolkit.training.loss_settings import (
-    CorrectionSettings,
     CustomLossSettings,
     KLKind,
     KLPlace,
@@ -48,11 +47,16 @@ def loss_of(config: Config) -> Loss:
     loss = config.loss
     if isinstance(loss, CustomLossSettings):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
-        if isinstance(family, FunctionFamily) and family.level == "step":
-            setting = f"loss={loss.path}"
-            _check_whole_step(
-                setting, family, config.accumulation, config.rollout, config.correction
+        if isinstance(family, FunctionFamily):
+            misfits = misfits_of_function(
+                f"loss={loss.path}",
+                family,
+                config.accumulation.docs_per_step,
+                config.rollout.group_size or 1,
+                config.correction.name,
             )
+            if misfits:
+                raise ConfigError("\n".join(misfits))
     else:
         family = configured(loss, FAMILIES)
         assert family is not None  # every option of loss has a family
@@ -141,56 +145,6 @@ def _of_function(
     finally:
         state.restore(setting)
     return replace(family, function=_blamed(function, setting))
-
-
-def _check_whole_step(
-    setting: str,
-    family: FunctionFamily,
-    accumulation: AccumulationSettings,
-    rollout: RolloutSettings,
-    correction: CorrectionSettings,
-) -> None:
-    """Raise ConfigError for settings under which a loss of the whole step cannot be right."""
-    problems = []
-    docs = accumulation.docs_per_step
-    if docs == 0:
-        problems.append(
-            refusal(
-                setting=setting,
-                needs="accumulation.docs_per_step > 0",
-                got=0,
-                reason="It depends on all documents of a step, and a fixed number of micro-batches "
-                "holds others from step to step.",
-                use="accumulation=dynamic",
-            )
-        )
-    if "groups" in family.asked:
-        group_size = rollout.group_size or 1
-        if docs % group_size:
-            multiple = max(1, round(docs / group_size)) * group_size
-            problems.append(
-                refusal(
-                    setting=setting,
-                    needs="accumulation.docs_per_step to be a multiple of the group size "
-                    f"{group_size}",
-                    got=docs,
-                    reason="It depends on all completions of a prompt, which one step has to hold.",
-                    use=f"accumulation.docs_per_step={multiple}",
-                )
-            )
-        if correction.name != "none":
-            problems.append(
-                refusal(
-                    setting=f"correction={correction.name}",
-                    needs="a loss that does not ask for groups",
-                    got=setting,
-                    reason="The factor of one document would scale the others. The function may "
-                    "read sampling_log_probs itself.",
-                    use="correction=none",
-                )
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def _blamed(function: Callable, setting: str) -> Callable:

@@ -79,7 +79,7 @@ class Tpo(FunctionFamily):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return l_g, (G,), and the largest probability of a group's completion."""
         of_document = documents.sum if self.log_prob == "sum" else documents.mean
-        reward = documents.mean(rewards)
+        reward = documents.first(rewards)
         centred = reward - groups.spread(groups.mean(reward))
         deviation = groups.spread(groups.mean(centred * centred).sqrt())
         has_signal = groups.spread(groups.max(reward) > -groups.max(-reward))
@@ -134,7 +134,7 @@ class Lpo(FunctionFamily):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return l_g, (G,), and the largest probability of a group's completion."""
         sampled = old_log_probs if sampling_log_probs is None else sampling_log_probs
-        reward = documents.mean(rewards)
+        reward = documents.first(rewards)
         tilt = reward / self._temperatures(reward, groups)
         log_target = tilt + documents.sum(old_log_probs - sampled)
         log_target = log_target - groups.spread(groups.logsumexp(log_target))

@@ -60,6 +60,15 @@ class DocumentView:
         """Return (D,), the mean of (T,) values over each document."""
         return self._sums.mean(self._of_tokens("mean", values))
 
+    def first(self, values: Tensor) -> Tensor:
+        """Return (D,), of (T,) values that of each document's first token, exactly.
+
+        A mean of equal numbers, such as a document's rewards, may round.
+        """
+        values = self._of_tokens("first", values)
+        is_first = self._sums.before(torch.ones_like(values)) == 0
+        return self._sums.sum(torch.where(is_first, values, 0.0))
+
     def before(self, values: Tensor) -> Tensor:
         """Return (T,), the sum of (T,) values over the document's tokens before this one."""
         return self._sums.before(self._of_tokens("before", values))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
+from pgtoolkit.losses.group_families import Direction, OfDocument, Scale  # noqa: F401  (as above)
 from pgtoolkit.system.declared import (
     REQUIRED,
     Dictionary,
@@ -210,8 +211,8 @@ OPTIONS = {
         **{name: _option_of(family, LossSettings) for name, family in FAMILIES.items()},
         "custom": Option(
             CustomLossSettings,
-            help="A loss family of your own, which loss=my_module.MyFamily chooses (docs/losses.md "
-            "shows one).",
+            help="A loss of your own, which loss=my_module.my_loss chooses (docs/losses.md shows "
+            "one).",
         ),
     },
     "aggregation": {

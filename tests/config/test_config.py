@@ -151,7 +151,7 @@ GROUPS = {
 }
 
 
-def test_an_experiment_can_change_every_top_level_key(tmp_path):
+def test_an_experiment_can_change_every_top_level_key(tmp_path, monkeypatch):
     mine = tmp_path / "experiment" / "mine.yaml"
     other = {
         group: next(option for option in names if option != default_options()[group])
@@ -170,7 +170,8 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     mine.parent.mkdir()
     mine.write_text("# @package _global_\n" + yaml.safe_dump(body, sort_keys=False))
 
-    composed = compose(["experiment=mine"], tmp_path)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    composed = compose(["experiment=mine"])
     assert [problem.partition(" ")[0] for problem in composed.problems] == [
         "model.path",
         "task.environment",
@@ -183,7 +184,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
         single
     )
     assert config.seed == 17
-    assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
+    assert compose(["experiment=mine", "seed=3"]).config.seed == 3
 
 
 def test_conf_and_tables_of_docs_are_written_from_declarations():

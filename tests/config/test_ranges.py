@@ -58,12 +58,13 @@ def test_both_ends_of_a_range_are_accepted_and_values_beyond_it_refused(key):
         assert not fits(key, value)
 
 
-def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path):
+def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path, monkeypatch):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(
         "# @package _global_\noptimizer:\n  learning_rate: 1e38\n"
     )
-    composed = compose(["experiment=mine"], tmp_path)
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    composed = compose(["experiment=mine"])
     (problem,) = validated(composed)[1].problems
     assert problem.startswith(
         "optimizer.learning_rate=1e+38 needs a number from 1e-12 to 100000 (got 1e+38). "

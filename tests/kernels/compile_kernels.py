@@ -23,9 +23,13 @@ from pgtoolkit.kernels import (
     triton_two_pass,
 )
 from pgtoolkit.losses.families import FAMILIES, Dppo, Grpo
+from pgtoolkit.losses.function import FunctionFamily
 
 VOCABULARY = 151936
-LOSSES = {name: family() for name, family in FAMILIES.items()} | {
+CLASSES = {
+    name: family() for name, family in FAMILIES.items() if not issubclass(family, FunctionFamily)
+}
+LOSSES = CLASSES | {
     "dual_clip": Grpo(dual_clip=3.0),
     "binary_kl": Dppo(divergence="binary_kl"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from losses import group_formulas
 from torch import Tensor, nn
 
 from keys import key_test
@@ -23,14 +24,21 @@ from keys.small_runs import (
     some_documents,
     step_of,
 )
+from pgtoolkit import step_coefficients
+from pgtoolkit.assembly.loss import loss_of
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.config.compose import compose
 from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo
+from pgtoolkit.losses.function import FunctionFamily
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKEN_FAMILIES = [name for name, family in FAMILIES.items() if family.scope == "token"]
+CLASSES = {
+    name: family for name, family in FAMILIES.items() if not issubclass(family, FunctionFamily)
+}
+TOKEN_FAMILIES = [name for name, family in CLASSES.items() if family.scope == "token"]
 
 
 def typed(value: object) -> str:
@@ -38,10 +46,10 @@ def typed(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-@key_test(*(f"loss/{name}.name" for name in FAMILIES))
+@key_test(*(f"loss/{name}.name" for name in CLASSES))
 def each_family_has_the_loss_of_the_specification():
     losses = []
-    for name, family in FAMILIES.items():
+    for name, family in CLASSES.items():
         losses.append(loss_as_specified([f"loss={name}"], loss=name, **vars(family())))
     assert len({round(loss, 4) for loss in losses}) == len(losses)
 
@@ -77,7 +85,7 @@ def parameters_that_let_others_act(family: str, parameter: str) -> dict[str, Any
 
 
 @key_test(
-    *(f"loss/{name}.{field.name}" for name, family in FAMILIES.items() for field in fields(family))
+    *(f"loss/{name}.{field.name}" for name, family in CLASSES.items() for field in fields(family))
 )
 def each_parameter_of_a_family_changes_the_loss_as_specified(key: str):
     option, parameter = key.split(".")
@@ -89,6 +97,43 @@ def each_parameter_of_a_family_changes_the_loss_as_specified(key: str):
         loss = loss_as_specified([f"loss={family}", *overrides], loss=family, **parameters)
         losses.add(round(loss, 8))
     assert len(losses) == len(FAMILY_VALUES[parameter])
+
+
+GROUP_VALUES: dict[str, tuple] = {
+    "tpo.name": ("tpo",),
+    "tpo.temperature": (0.3, 2.0),
+    "tpo.log_prob": ("mean",),
+    "lpo.name": ("lpo",),
+    "lpo.divergence": ("reverse",),
+    "lpo.scale": ("mean", "none"),
+    "lpo.temperature": (0.3, 2.0),
+}
+"""Values of each key of a family over groups."""
+
+
+@key_test(*(f"loss/{key}" for key in GROUP_VALUES))
+def each_key_of_a_family_over_groups_has_the_loss_of_the_loops(key: str):
+    name, _, parameter = key.removeprefix("loss/").partition(".")
+    for value in GROUP_VALUES[f"{name}.{parameter}"]:
+        parameters = {} if parameter == "name" else {parameter: value}
+        overrides = [f"loss.{key}={typed(number)}" for key, number in parameters.items()]
+        loss = loss_of(compose([f"loss={name}", "advantage=none", *overrides]).config)
+        old = [torch.tensor(v, dtype=torch.float64) for v in ([-1.0, -2.0], [-0.5], [-3.0, -0.1])]
+        new = [tokens - 0.1 * (1 + number) for number, tokens in enumerate(old)]
+        rewards = [1.0, 0.0, 0.25]
+        made = step_coefficients(
+            torch.cat(new),
+            torch.cat(old),
+            torch.zeros(5, dtype=torch.float64),
+            torch.tensor([0, 0, 1, 2, 2]),
+            torch.ones(5, dtype=torch.bool),
+            loss=loss.family,
+            aggregation="prompt_mean",
+            group_index=torch.zeros(3, dtype=torch.int64),
+            rewards=torch.tensor(rewards, dtype=torch.float64),
+        )
+        by_loops = getattr(group_formulas, name)(new, old, old, rewards, **parameters)
+        assert float(made.loss) == pytest.approx(float(by_loops), rel=1e-10)
 
 
 @dataclass(frozen=True)
@@ -244,18 +289,25 @@ def loss_and_logits(*overrides: str, vocabulary: int = VOCABULARY) -> tuple[Poli
         head = nn.Linear(8, vocabulary, bias=False, dtype=torch.float64)
         module.model.set_output_embeddings(head)
     step = step_of(some_documents())
+    micro_batch = step.micro_batches[0]
+    if isinstance(module.loss.family, FunctionFamily):
+        # These are what the first pass over the step gives.
+        coefficients = torch.ones(len(micro_batch.labels), dtype=torch.float64)
+        micro_batch = replace(micro_batch, coefficients=coefficients)
     with LogitsMade(vocabulary) as logits:
-        out = module.micro_batch_loss(step.micro_batches[0], step.totals)
+        out = module.micro_batch_loss(micro_batch, step.totals)
     return out, logits
 
 
-@key_test(*(f"loss/{name}.num_splits" for name in (*TOKEN_FAMILIES, "custom")))
+@key_test(*(f"loss/{name}.num_splits" for name in (*TOKEN_FAMILIES, "tpo", "lpo", "custom")))
 def with_three_splits_no_more_than_a_third_of_the_logits_are_made_at_once(key: str):
     """Logits of tokens that are not trained are not made at all."""
     family = key.split(".")[0].removeprefix("loss/")
     overrides = ["kernel=torch", f"loss={family}"]
     if family == "custom":
         overrides.append("loss.path=keys.step.Scaled")
+    if family in ("tpo", "lpo"):
+        overrides.append("advantage=none")
     num_tokens = sum(document.num_tokens for document in some_documents())
     out, logits = loss_and_logits(*overrides)
     assert logits.rows == [num_tokens]

@@ -88,7 +88,13 @@ def correction(c: Config, report: Report) -> Config:
 
 def advantage(c: Config, report: Report) -> None:
     estimator = c.advantage.estimator
-    surrogate = ("kimi", "custom", "reinforce")  # those that advantages of 0 do not make 0
+    surrogate = (
+        "kimi",
+        "custom",
+        "reinforce",
+        "tpo",
+        "lpo",
+    )  # those that advantages of 0 do not make 0
     if estimator == "none" and c.loss.name not in surrogate:
         effect = f"loss={c.loss.name} is 0 and trains nothing; penalties alone do"
         report.note(f"advantage=none: {effect}.")
@@ -204,7 +210,8 @@ def needs_teacher(c: Config) -> bool:
     has_advantage = c.advantage.estimator != "none"
     has_entropy = c.entropy.coefficient != 0
     has_own_prompt = c.kl.reference_prompt is not None
-    return not (has_advantage or has_entropy or has_own_prompt)
+    reads_rewards = c.loss.name in ("tpo", "lpo")
+    return not (has_advantage or reads_rewards or has_entropy or has_own_prompt)
 
 
 def other_vocabulary(c: Config, needs: str, got: object) -> str:

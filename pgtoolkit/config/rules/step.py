@@ -7,9 +7,11 @@ from pgtoolkit.config.models import shape, vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.model.misfits import misfits
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.rollouts.batch_counts import documents_per_batch, samples_ahead
+from pgtoolkit.rollouts.whole_steps import misfits_of_function, misfits_of_groups
 from pgtoolkit.system.report import Report
 
 
@@ -25,13 +27,20 @@ def accumulation(c: Config, report: Report) -> None:
             "one.",
             better=longest,
         )
-    if AGGREGATIONS[c.aggregation.mode].needs_groups:
-        _whole_groups(c, report)
     docs = c.accumulation.docs_per_step
+    group_size = c.rollout.group_size or 1
+    if AGGREGATIONS[c.aggregation.mode].needs_groups:
+        reason = "A prompt's mean needs all its completions in one step."
+        setting = f"aggregation={c.aggregation.mode}"
+        report.problems += misfits_of_groups(setting, docs, group_size, reason)
+    family = family_of_config(c)
+    if isinstance(family, FunctionFamily):
+        report.problems += misfits_of_function(
+            f"loss={c.loss.name}", family, docs, group_size, c.correction.name
+        )
     batch = documents_per_batch(c.rollout)
     if batch is not None and docs > 0:
         _steps_per_batch(c, batch, docs, c.accumulation.last_step, report)
-        family = family_of_config(c)
         has_no_ratio = family is not None and not family.reads_old_log_probs
         is_off_policy = docs < batch or samples_ahead(c.rollout)
         if has_no_ratio and is_off_policy and c.advantage.estimator != "none":
@@ -53,22 +62,6 @@ def _size_of_step(c: Config, report: Report) -> None:
             got=docs,
             reason="A step then has that many documents.",
             use="accumulation=dynamic or accumulation.docs_per_step=0",
-        )
-
-
-def _whole_groups(c: Config, report: Report) -> None:
-    """Refuse steps that do not hold whole groups."""
-    setting = f"aggregation={c.aggregation.mode}"
-    docs = c.accumulation.docs_per_step
-    group_size = c.rollout.group_size or 1
-    if docs % group_size:
-        multiple = max(1, round(docs / group_size)) * group_size
-        report.refuse(
-            setting=setting,
-            needs=f"accumulation.docs_per_step to be a multiple of the group size {group_size}",
-            got=docs,
-            reason="A prompt's mean needs all its completions in one step.",
-            use=f"accumulation.docs_per_step={multiple}",
         )
 
 

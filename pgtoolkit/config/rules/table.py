@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from pgtoolkit.config.rules.rule import Rule
 
-_ONLY_DISTANCE = "advantage=none and entropy.coefficient=0 and kl.reference_prompt=null"
+_READS_NO_REWARDS = "loss!=custom and loss!=tpo and loss!=lpo"
+"""Holds for losses that are 0 where advantages are: the others may read rewards themselves."""
+
+_ONLY_DISTANCE = (
+    "advantage=none and loss!=tpo and loss!=lpo and entropy.coefficient=0 and "
+    "kl.reference_prompt=null"
+)
 """Only the distance from a reference trains, which reads the same prompt."""
 
 _NOT_RECORDED_YET = (
@@ -21,7 +27,8 @@ _COMPARED_WITH_OTHERS = (
     "prompt whose completions all score the same teaches, too."
 )
 _PENALTIES_ALONE = (
-    "Only penalties train then, and they do on every prompt, however its completions score."
+    "Without advantages no prompt is told to have no signal: every one trains, however its "
+    "completions score."
 )
 _ONE_COMPLETION = "A single completion scores like itself: every prompt would be taken out."
 _REPEATED = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
@@ -35,7 +42,13 @@ _ONE_TOKEN_RECORDED = (
 def _more_than_distance(condition: str) -> str:
     """Return a condition under which something else trains, too, than the distance from a
     reference."""
-    others = ("advantage!=none", "entropy.coefficient!=0", "kl.reference_prompt!=null")
+    others = (
+        "advantage!=none",
+        "loss=tpo",
+        "loss=lpo",
+        "entropy.coefficient!=0",
+        "kl.reference_prompt!=null",
+    )
     return " or ".join(f"{condition} and {other}" for other in others)
 
 
@@ -60,6 +73,26 @@ CORRECTION = (
     ),
 )
 
+GROUP_LOSS = (
+    Rule(
+        "loss=tpo or loss=lpo",
+        needs="advantage=none",
+        because="It compares the rewards of a prompt's completions itself, and reads no "
+        "advantages.",
+    ),
+    Rule(
+        "loss=tpo or loss=lpo",
+        needs="rollout.group_size!=1",
+        because="A prompt's only completion has all of the softmax, so it teaches nothing.",
+        use="rollout.group_size=8",
+    ),
+    Rule(
+        "loss=lpo and rollout.max_staleness>0 or loss=lpo and rollout.lag>0",
+        needs="rollout.old_log_probs=proximal",
+        because="Its target is anchored at the policy that training on the batch begins with.",
+    ),
+)
+
 ADVANTAGE = (
     Rule(
         "advantage=given",
@@ -68,7 +101,7 @@ ADVANTAGE = (
         use="advantage=dr_grpo",
     ),
     Rule(
-        "advantage=none and loss!=custom",
+        f"advantage=none and {_READS_NO_REWARDS}",
         needs="kl!=none and kl!=k1 or entropy.coefficient!=0",
         because="Advantages of 0 teach nothing, nor does k1, whose gradient is free of the "
         "reference.",
@@ -81,7 +114,7 @@ ADVANTAGE = (
         use="kl.reference=FOLDER",
     ),
     Rule(
-        "advantage=none and loss!=kimi and loss!=custom",
+        f"advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
         needs="correction=none",
         because="It multiplies the surrogate, which is 0, and no penalty.",
         use="correction=none or advantage=dr_grpo",
@@ -99,7 +132,7 @@ ADVANTAGE = (
         use="advantage=grpo",
     ),
     Rule(
-        "advantage=none",
+        f"advantage=none and {_READS_NO_REWARDS}",
         needs="rollout.overlong_buffer=null",
         because=_NO_REWARD_READ,
         use="rollout.overlong_buffer=null or advantage=dr_grpo",
