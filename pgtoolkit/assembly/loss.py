@@ -21,9 +21,10 @@ from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
-from pgtoolkit.losses.trial import check_function
+from pgtoolkit.losses.trial import check_function, measured_by
 from pgtoolkit.rollouts.settings import Truncated
 from pgtoolkit.rollouts.whole_steps import misfits_of_function
+from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.safe_text import shortened
@@ -132,6 +133,11 @@ def _of_function(
     try:
         family = FunctionLoss(function, options)
         check_function(family)
+        taken = [name for name in measured_by(family)[1] if metric_named(name) is not None]
+        if taken:
+            raise ValueError(
+                f"{family.name} returns a metric named {', '.join(taken)}, which each run has"
+            )
         if family.by_document and num_splits != 1:
             raise ValueError(
                 f"loss.num_splits={num_splits} would cut documents, which this function needs whole"

@@ -248,13 +248,14 @@ PARAMETERS_OF_LOSSES = (
     ),
     Word(
         "documents",
-        "`sum(x)`, `mean(x)`: (T,) to (D,); `before(x)`: (T,), the sum over the document's tokens "
-        "before this one; `spread(y)`: (D,) to (T,)",
+        "`sum(x)`, `mean(x)`, `first(x)` (that of the first token, exactly): (T,) to (D,); "
+        "`before(x)`: (T,), the sum over the document's tokens before this one; `spread(y)`: (D,) "
+        "to (T,)",
     ),
     Word(
         "groups",
-        "over the documents of a prompt: `sum`, `mean`, `logsumexp`: (D,) to (G,); `softmax`: "
-        "(D,); `spread(z)`: (G,) to (D,)",
+        "over the documents of a prompt: `sum`, `mean`, `max`, `logsumexp`: (D,) to (G,); "
+        "`softmax`: (D,); `spread(z)`: (G,) to (D,)",
     ),
     Word(
         "step",

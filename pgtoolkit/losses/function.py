@@ -8,7 +8,7 @@ The names of its parameters say what it wants, and from that follows its level:
 
 It returns a number for each token, document or group. A document's value stands for each of its
 trained tokens, and a group's for each of its documents, so that the loss of a step is the sum over
-tokens of w_t l_t here, too. `losses.evaluate` calls it. No torch is imported here, so that
+tokens of w_t l_t here, too. `losses.function_values` calls it. No torch is imported here, so that
 `pgtk check` reads equations and defaults without it.
 """
 
@@ -73,17 +73,6 @@ class FunctionFamily(Family):
     @property
     def reads_old_log_probs(self) -> bool:
         return bool(self.asked & {"log_ratio", "old_log_probs"} - self.may_lack)
-
-    @cached_property
-    def measured(self) -> tuple[bool, tuple[str, ...]]:
-        """Return whether the function gives bounds, and the names of its metrics.
-
-        They are those of a call on made-up documents. A piece of a step without a trained token has
-        to have the same metrics as the others.
-        """
-        from pgtoolkit.losses.trial import measured_by  # which imports torch
-
-        return measured_by(self)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pgtoolkit.losses.family import clamped, over_scope
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.metrics import CLIP_METRICS, MetricSums
 from pgtoolkit.losses.objective import Objective
+from pgtoolkit.losses.trial import measured_by
 
 
 def evaluate_objective(
@@ -122,15 +123,17 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         return sums
     if objective.coefficients_of_step is not None:
         return replace(sums, absent=CLIP_METRICS)  # the first pass has these metrics
-    has_bounds, names = objective.family.measured
-    own = objective.token_terms(log_probs).own
-    if own.keys() != {*names}:
-        raise ValueError(
-            f"the loss function {objective.family.name} needs to return the same metrics at each "
-            f"call (got {sorted(own)}, and {sorted(names)} before)"
-        )
+    if len(objective.mask):
+        terms = objective.token_terms(log_probs)
+        has_bounds = terms.bounds is not None
+        names = tuple(sorted(terms.own))
+    else:
+        # A piece without tokens has to have the same metrics as the others.
+        has_bounds, names = measured_by(objective.family)
+        terms = None
     if names:
-        further = _sums(objective, [own[name] for name in names])
+        vectors = [log_probs if terms is None else terms.own[name] for name in names]
+        further = _sums(objective, vectors)
         sums = replace(sums, sums=torch.cat([sums.sums, further]), own=names)
     return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 

@@ -20,9 +20,9 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.evaluate import evaluate
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.function_values import evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
@@ -301,6 +301,9 @@ class Objective:
         `slope` then includes the weights.
         """
         zeros = torch.zeros_like(log_probs)
+        if not len(zeros) and self.documents.group is None:
+            # A function may take the maximum of what it gets.
+            return TokenTerms(zeros, zeros, zeros, zeros, zeros.bool(), zeros)
         assert self.old_log_probs is not None
         token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)
         factors = self._off_policy_factors(log_probs.detach(), token_log_ratio)

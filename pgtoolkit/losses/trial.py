@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.evaluate import evaluate
 from pgtoolkit.losses.function import KNOWN_BEFORE, OF_DATA, FunctionFamily
+from pgtoolkit.losses.function_values import evaluate
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
 
 _LENGTHS = (5, 1, 7, 3, 6, 4, 2, 8)
@@ -76,7 +76,7 @@ def measured_by(family: FunctionFamily) -> tuple[bool, tuple[str, ...]]:
         GroupView(torch.zeros(2, dtype=torch.int64), 1),
         StepView(3, 2, 1),
     )
-    return evaluated.bounds is not None, tuple(evaluated.metrics)
+    return evaluated.bounds is not None, tuple(sorted(evaluated.metrics))
 
 
 def _evaluate(family: FunctionFamily, vectors: dict[str, Tensor]) -> dict[str, Tensor]:

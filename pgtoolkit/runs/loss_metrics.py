@@ -122,6 +122,16 @@ OF_THE_LOSS = (
         least=0.01,
     ),
     _basic(
+        "largest_group_probability",
+        "the largest probability of a completion in the policy's softmax over its prompt's "
+        "completions",
+        formula="Σ u max_d softmax(s)_d / D",
+        over="documents",
+        where="with `loss=tpo` and `lpo`",
+        healthy="between 1 / completions and 1; at 1 the others teach nothing",
+        see="losses.md",
+    ),
+    _basic(
         "kl_ref",
         "how far the policy is from the reference, f the log-prob under it; never negative. With "
         "`kl=full_reverse` and `full_forward` it is Σ u k / D of the full KL",

@@ -44,6 +44,9 @@ def of_groups(log_probs, rewards, documents, groups):
 def centred(log_probs, advantages):
     return -(advantages - advantages.mean()) * log_probs
 
+def named_as_ours(log_probs, advantages):
+    return -advantages * log_probs, {"reward": log_probs}
+
 def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return mask.double() / (2 * totals.num_tokens)
 """
@@ -301,6 +304,7 @@ def test_a_function_is_a_loss_with_keys_of_its_own(mine):
             ["loss=mine.soft_clip", "loss.hardness=0.1"],
             "soft_clip has no hardness; its parameters with a default are softness",
         ),
+        (["loss=mine.named_as_ours"], "returns a metric named reward, which each run has"),
         (["loss=mine.centred"], "it depends on other tokens. Ask for `documents`"),
         (
             ["loss=mine.of_groups", "accumulation.docs_per_step=12"],
