@@ -169,6 +169,18 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
     return []
 
 
+def words_used(row: Theirs) -> str:
+    """Return what the words are that the conditions of a row use."""
+    formulas = [row.acts, *row.differs, *row.typed, *(where for where, _ in row.cases)]
+    written = " ".join(formulas)
+    used = []
+    for word, formula in reversed(tables()[row.trainer].content["words"].items()):
+        if re.search(rf'(?<![\w."]){word}(?![\w."])', written):  # each is made of earlier ones
+            written = f"{written} {formula}"
+            used.append(f"{word} is {formula}")
+    return "; ".join(used)
+
+
 def keys_called(name: str) -> list[str]:
     """Return our keys for another trainer's key, if they take the same value.
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from pgtoolkit.config.elsewhere import NONE, Theirs, keys_called, known_as
+from pgtoolkit.config.elsewhere import NONE, Theirs, keys_called, known_as, words_used
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
 from pgtoolkit.config.own_code import PARAMETERS
@@ -158,6 +158,7 @@ def _rows_of_trainers(word: str) -> list[Page]:
 def _page_on_theirs(row: Theirs) -> Page:
     here = "there is none" if row.here == NONE else row.here
     parts = {"default there": text(row.default), "here": here, "": row.remark}
+    parts["where"] = words_used(row)
     return Page("row", f"{row.name}: a key of {row.trainer}, see docs/trl_and_verl.md", parts)
 
 

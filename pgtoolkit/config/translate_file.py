@@ -28,6 +28,14 @@ _OTHERS = {
 """Key of a file -> what the file is."""
 
 
+_CALLS = (
+    ("GRPOTrainer", "", ("model", "reward_funcs", "args", "train_dataset")),
+    ("GRPOConfig", "", ("output_dir",)),
+    ("LoraConfig", "peft_config.", ()),
+)
+"""Call in a program, what begins the names of its arguments in the table, and those without one."""
+
+
 class Unread(str):
     """The text of a value that is made when a program runs."""
 
@@ -117,21 +125,24 @@ def _config(trainer: str, values: dict[str, Any], processes: object = None) -> T
 
 def _shell(content: str, path: Path) -> TheirConfig:
     """Return the configuration of the first command in a script that starts verl or TRL."""
+    found = []
     what = "a script that starts neither"
+    signs = {f"--{name}" for name in tables()["TRL"].content["signs"]}
     for words in Script(content).commands:
         modules = [after for word, after in pairwise(words) if word == "-m"]
-        for module in modules:
-            if module in tables()["verl"].content["modules"]:
-                return _overrides(words[words.index(module) :])
-            what = f"a script that starts {module}"
-        signs = {f"--{name}" for name in tables()["TRL"].content["signs"]} & {*words}
-        if signs or any(re.search(r"(grpo|gspo)\w*\.py$", word) for word in words):
-            return _options(words, path)
-        if words[:1] == ["trl"] and words[1:]:
-            if words[1] == "grpo":
-                return _options(words, path)
-            what = f"a script that starts trl {words[1]}"
-    raise _not_theirs(path, what)
+        theirs = [name for name in modules if name in tables()["verl"].content["modules"]]
+        is_script = any(re.search(r"(grpo|gspo)\w*\.py$", word) for word in words)
+        if theirs:
+            found.append(_overrides(words[words.index(theirs[0]) :]))
+        elif is_script or signs & {*words} or words[:2] == ["trl", "grpo"]:
+            found.append(_options(words, path))
+        elif modules or words[:1] == ["trl"]:
+            what = f"a script that starts {' '.join(modules[:1] or words[:2])}"
+    if not found:
+        raise _not_theirs(path, what)
+    if len(found) > 1:
+        found[0].assumed.append(f"the first of its {len(found)} commands is meant")
+    return found[0]
 
 
 def _value(content: str) -> Any:
@@ -184,13 +195,13 @@ def _python(content: str, path: Path) -> TheirConfig:
     command in its docstring where it takes its arguments from there."""
     tree = ast.parse(content)
     names: dict[str, ast.expr | None] = {}
-    calls: dict[str, ast.Call] = {}
+    calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             names[name] = None if name in names else node.value  # None: assigned twice
         elif isinstance(node, ast.Call):
-            calls.setdefault(ast.unparse(node.func).rpartition(".")[2], node)
+            calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
     if "GRPOConfig" not in calls:
         if "TrlParser" in content and "GRPOConfig" in content:
             return _shell((ast.get_docstring(tree) or "").replace("`", ""), path)
@@ -210,8 +221,16 @@ def _python(content: str, path: Path) -> TheirConfig:
             return Unread(ast.unparse(node))
 
     values: dict[str, Any] = {"peft_config": True} if "LoraConfig" in calls else {}
-    for call, prefix in (("GRPOTrainer", ""), ("GRPOConfig", ""), ("LoraConfig", "peft_config.")):
-        for keyword in calls[call].keywords if call in calls else ():
-            if keyword.arg not in (None, "args", "peft_config"):
-                values[f"{prefix}{keyword.arg}"] = value(keyword.value)
-    return _config("TRL", values)
+    assumed = []
+    for call, prefix, positional in _CALLS:
+        for node in calls.get(call, [])[:1]:
+            given = [*zip(positional, node.args, strict=False)]
+            given += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
+            given = [(name, item) for name, item in given if name not in ("args", "peft_config")]
+            values |= {f"{prefix}{name}": value(item) for name, item in given if name != "**"}
+            assumed += [f"{call} has no other arguments" for name, _ in given if name == "**"]
+        if len(calls.get(call, [])) > 1:
+            assumed.append(f"the first {call} of {len(calls[call])} is meant")
+    config = _config("TRL", values)
+    config.assumed += assumed
+    return config

@@ -526,6 +526,24 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     assert found(translated(tmp_path, "args.json", dump), sizes) == sizes
 
 
+def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
+    program = (
+        "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\nGRPOTrainer('m', my.reward)\n"
+    )
+    translation = translated(tmp_path, "train.py", program)
+    assert translation.theirs.assumed == [
+        "GRPOConfig has no other arguments",
+        "the first GRPOConfig of 2 is meant",
+        "1 process trains: --processes N says another number",
+    ]
+    expected = {"rollout.group_size": 4, "model.path": "m", "reward_funcs": "left", "kl": "none"}
+    assert found(translation, expected) == expected
+    command = "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n={}\n"
+    translation = translated(tmp_path, "run.sh", command.format(3) + command.format(4))
+    assert translation.theirs.assumed == ["the first of its 2 commands is meant"]
+    assert found(translation, {"rollout.group_size": 3}) == {"rollout.group_size": 3}
+
+
 def test_a_dump_of_verl_lists_none_of_its_defaults(tmp_path):
     dump = """
 actor_rollout_ref:
