@@ -316,10 +316,11 @@ def test_hydra_ends_where_the_configuration_is_composed():
 
 
 @pytest.mark.slow
-def test_a_run_and_a_job_of_a_sweep_load_no_hydra():
+def test_a_run_and_a_job_of_a_sweep_load_no_hydra_and_may_find_transformers_imported():
     code = (
-        "import sys, pgtoolkit.assembly.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, "
-        "pgtoolkit.launch.forks;print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
+        "import sys, transformers, pgtoolkit.assembly.train, pgtoolkit.launch.worker, "
+        "pgtoolkit.launch.ranks, pgtoolkit.launch.forks;"
+        "print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -357,15 +358,6 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *names]))
     expected = [["lightning", "mlflow"], True, True, "torchmetrics.aggregation", "FastAPI"]
     assert json.loads(done.stdout) == expected, done.stderr
     assert done.stderr == ""
-
-
-@pytest.mark.slow
-def test_transformers_may_be_imported_before_the_package():
-    script = "import transformers, pgtoolkit.assembly.train"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_lightning_is_imported_for_training_and_for_its_loggers():

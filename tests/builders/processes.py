@@ -1,11 +1,11 @@
 """Real processes for the tests that need no seconds for imports: forked from a server that has
-loaded torch. They are ranks, or `pgtk`.
+loaded torch. They are ranks, `pgtk`, or another program.
 
 `world(2).run(function, *arguments)` calls the function in two workers at the same time, with
 torch.distributed initialised, and returns the list of their results. The workers are started once
 per session. The function must be importable: at the top level of a module.
 
-`ForkedProcess` is `pgtk` with words of its own, an environment of its own and a log.
+`ForkedProcess` is a program with words of its own, an environment of its own and a log.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import functools
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,12 @@ PRELOADED = [
     "pgtoolkit.cli",
     "transformers.models.gpt2.modeling_gpt2",
 ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def fork_server() -> ForkServerContext:
@@ -126,12 +134,20 @@ class ForkedProcess:
     cwd: its current directory.
     environment: its variables.
     log: receives what it prints.
+    program: `pgtk`, or a file of Python.
     """
 
-    def __init__(self, words: list[str], cwd: Path, environment: dict[str, str], log: Path):
-        arguments = (words, str(cwd), environment, str(log))
+    def __init__(
+        self,
+        words: list[str],
+        cwd: Path,
+        environment: dict[str, str],
+        log: Path,
+        program: str = "pgtk",
+    ):
+        arguments = (program, words, str(cwd), environment, str(log))
         # A daemon is ended at the end of the session.
-        self._process = fork_server().Process(target=_become_pgtk, args=arguments, daemon=True)
+        self._process = fork_server().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
@@ -156,8 +172,10 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
 
-def _become_pgtk(words: list[str], cwd: str, environment: dict[str, str], log: str) -> None:
-    """Run `pgtk` in this process, which ends with its exit status."""
+def _become(
+    program: str, words: list[str], cwd: str, environment: dict[str, str], log: str
+) -> None:
+    """Run a program in this process, which ends with its exit status."""
     from pgtoolkit.cli import run
 
     os.environ.clear()
@@ -167,8 +185,10 @@ def _become_pgtk(words: list[str], cwd: str, environment: dict[str, str], log: s
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
-    sys.argv = ["pgtk", *words]
-    run()
+    sys.argv = [program, *words]
+    if program == "pgtk":
+        run()
+    runpy.run_path(program, run_name="__main__")
 
 
 @functools.cache

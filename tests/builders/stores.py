@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 from mlflow import MlflowClient
@@ -50,9 +49,3 @@ def start_tracker(
     )
     run.set_status("running", 0, mlflow=tracker.info)
     return tracker
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

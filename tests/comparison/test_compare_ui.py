@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from builders.processes import free_port
 from builders.refusals import refusal
-from builders.stores import free_port
 
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.runs.directory import RunDirectory

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from builders.processes import free_port
 from builders.runs import config_of
-from builders.stores import append_steps, free_port, metric_history
+from builders.stores import append_steps, metric_history
 from builders.threads import on_ranks
 from mlflow import MlflowClient
 

@@ -12,10 +12,9 @@ import sys
 
 import pytest
 from builders.commands import ENVIRONMENT, wait_until
-from builders.processes import ForkedProcess
+from builders.processes import ForkedProcess, free_port
 from builders.refusals import refusal
 from builders.runs import SHORT, at_step, last_of_each_key, metrics_of, run
-from builders.stores import free_port
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main

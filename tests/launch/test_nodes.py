@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from builders.commands import ENVIRONMENT
 from builders.parallel_runs import run_on_ranks
+from builders.processes import free_port
 from builders.runs import last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
-from builders.stores import free_port
 from builders.vllm_servers import COMMAND
 
 PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()

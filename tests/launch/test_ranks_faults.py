@@ -15,9 +15,8 @@ import psutil
 import pytest
 from builders.commands import ENVIRONMENT, ForkedCommand
 from builders.parallel_runs import resume_until_signal
-from builders.processes import ForkedProcess, world
+from builders.processes import ForkedProcess, free_port, world
 from builders.runs import SHORT, config_of, last_of_each_key, metrics_of
-from builders.stores import free_port
 
 pytestmark = pytest.mark.slow
 LONG = (

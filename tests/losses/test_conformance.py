@@ -4,8 +4,6 @@ the message names the fault of each wrong one. The examples in examples/ run."""
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.losses import AGGREGATIONS, CORRECTIONS, FAMILIES
+from builders.processes import ForkedProcess, free_port
 from torch import Tensor
 
 from pgtoolkit import StepTotals, from_padded, log_prob_loss, policy_loss
@@ -223,22 +222,26 @@ def test_torch_compile_changes_neither_loss_nor_gradient():
     assert results[0][1].norm() > 0
 
 
-def losses_of_example(*command: str) -> list[float]:
-    """Run an example, and return the losses that it prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, *command]
-    process = subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return [float(value) for value in re.findall(r"update \d: loss (\S+)", process.stdout)]
+def losses_of_example(file: str, folder: Path, count: int = 1) -> list[float]:
+    """Run an example in processes with the variables of torchrun; return the losses that they
+    print."""
+    place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [folder / f"rank-{rank}" for rank in range(count)]
+    processes = [
+        ForkedProcess([], REPOSITORY, os.environ | place | {"RANK": str(rank)}, log, file)
+        for rank, log in enumerate(logs)
+    ]
+    statuses = [process.wait(300) for process in processes]
+    printed = "".join(log.read_text() for log in logs)
+    assert statuses == [0] * count, printed
+    return [float(value) for value in re.findall(r"update \d: loss (\S+)", printed)]
 
 
 @pytest.mark.slow
-def test_the_padded_example_prints_the_expected_losses():
+def test_the_padded_example_prints_the_expected_losses(tmp_path):
     """The first loss, on policy, is minus the mean advantage over tokens, which follows from the
     seed."""
-    losses = losses_of_example("examples/padded.py")
+    losses = losses_of_example("examples/padded.py", tmp_path)
     torch.manual_seed(0)
     torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32))
     tokens = torch.randint(0, 32, (8, 12))
@@ -251,10 +254,8 @@ def test_the_padded_example_prints_the_expected_losses():
 
 
 @pytest.mark.slow
-def test_the_ddp_example_prints_the_expected_losses():
-    losses = losses_of_example(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/ddp.py"
-    )
+def test_the_ddp_example_prints_the_expected_losses(tmp_path):
+    losses = losses_of_example("examples/ddp.py", tmp_path, count=2)
     total = 0.0
     count = 0
     for rank in range(2):

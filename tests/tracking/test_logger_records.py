@@ -6,13 +6,12 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from builders.stores import CONFIG, append_steps, free_port
+from builders.processes import ForkedProcess, free_port
+from builders.stores import CONFIG, append_steps
 
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.config.compose import compose
@@ -61,11 +60,15 @@ def record_of(kind: str) -> WandbRecord | TensorBoardRecord:
     return WandbRecord("a project", False) if kind == "wandb" else TensorBoardRecord()
 
 
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that does not use the service of wandb that this one has started."""
+def run_python(code: str, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run code in a process that does not use the service of wandb that this one has started;
+    return its exit status and what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    program = folder / "program.py"
+    program.write_text(code)
+    log = folder / "printed"
+    process = ForkedProcess([*arguments], Path.cwd(), environment, log, str(program))
+    return process.wait(200), log.read_text()
 
 
 def start_record(
@@ -219,7 +222,7 @@ def assert_no_secret_and_no_link(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_that_are_trained_again_after_a_kill_are_recorded_once(kind, run):
+def test_steps_that_are_trained_again_after_a_kill_are_recorded_once(kind, run, tmp_path):
     start_and_die = (
         "import os, sys, time; sys.path.insert(0, 'tests')\n"
         "from builders.stores import append_steps\n"
@@ -229,7 +232,7 @@ def test_steps_that_are_trained_again_after_a_kill_are_recorded_once(kind, run):
         "append_steps(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
     )
     run.close()
-    assert run_python(start_and_die, kind, str(run.path)).returncode == -signal.SIGKILL
+    assert run_python(start_and_die, tmp_path, kind, str(run.path))[0] == -signal.SIGKILL
 
     run.drop_metrics_after(6)
     record = record_of(kind)
@@ -256,7 +259,7 @@ def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
 
 
 @pytest.mark.slow
-def test_a_run_whose_tracker_breaks_continues_after_one_note(run):
+def test_a_run_whose_tracker_breaks_continues_after_one_note(run, tmp_path):
     pytest.importorskip("wandb")
     kill_wandb = (
         "import logging, sys, time, psutil; sys.path.insert(0, 'tests')\n"
@@ -271,10 +274,10 @@ def test_a_run_whose_tracker_breaks_continues_after_one_note(run):
         "print(record.finish('done'))"
     )
     run.close()
-    process = run_python(kill_wandb, str(run.path))
-    assert process.stdout == "[]\n", process.stderr
-    assert process.stderr.count("WARNING wandb failed: ") == 1
-    assert process.stderr.count("It gets no more rows of this run. Nothing is lost") == 1
+    _, printed = run_python(kill_wandb, tmp_path, str(run.path))
+    assert "[]" in printed.splitlines(), printed
+    assert printed.count("WARNING wandb failed: ") == 1
+    assert printed.count("It gets no more rows of this run. Nothing is lost") == 1
     assert len(run.metrics_path.read_text().splitlines()) == 12
 
 

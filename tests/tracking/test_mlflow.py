@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders.processes import free_port
 from builders.rights import without_rights_of_root
 from builders.runs import run as train_run
-from builders.stores import CONFIG, append_steps, free_port, metric_history, start_tracker
+from builders.stores import CONFIG, append_steps, metric_history, start_tracker
 from mlflow import MlflowClient
 
 from pgtoolkit.assembly.run_description import flatten
