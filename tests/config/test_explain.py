@@ -11,6 +11,8 @@ from pgtoolkit.config.explain import explain
 from pgtoolkit.config.explained import explanations
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.option_tables import option_tables
+from pgtoolkit.config.schema import OPTIONS
 from pgtoolkit.errors import ExitStatus, PgtoolkitError
 from pgtoolkit.runs.declared_metrics import TABLES
 from pgtoolkit.system.redaction import redact
@@ -28,6 +30,17 @@ def test_every_key_and_option_is_explained():
         (page,) = [page for page in known[group] if page.kind == "group"]
         assert [name for name in names if f"{group}={name}" not in page.text] == []
         assert [name for name in names if f"{group}={name}" not in known] == []
+
+
+def test_every_option_with_a_formula_has_a_row_in_the_tables_of_docs():
+    rows: dict[str, set[str]] = {}
+    for table in option_tables().values():
+        assert {len(cells) for _, cells in table.rows} == {len(table.heads)}
+        rows.setdefault(table.group, set()).update(settings[0] for settings, _ in table.rows)
+    assert rows.keys() == {"loss", "advantage", "aggregation", "correction", "kl"}
+    for group, names in rows.items():
+        without = {"loss": {"custom"}, "correction": {"none"}, "kl": {"none"}}.get(group, set())
+        assert names == {*OPTIONS[group]} - without, group
 
 
 def test_every_metric_and_exit_status_is_explained():
