@@ -10,10 +10,9 @@ from pathlib import Path
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
-from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.models import compilation
-from pgtoolkit.config.paths import absolute_paths, problems_of_folder
+from pgtoolkit.config.paths import problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.launcher import launcher
@@ -22,41 +21,12 @@ from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
-from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.launch.sweep import Job, PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
-
-
-@dataclass
-class PlannedRun:
-    """One run, with the findings of its checks.
-
-    overrides: as they were typed for it.
-    config: None if nothing could be composed.
-    recorded: the overrides that its run directory records.
-    name: the name of the run.
-    directory: of a single run; None if its name does not resolve.
-    job: the job of its sweep.
-    refused_anywhere: True if it has problems on every machine, not only on this one.
-    """
-
-    overrides: list[str]
-    report: Report
-    config: Config | None = None
-    recorded: list[str] = field(default_factory=list)
-    name: str | None = None
-    directory: Path | None = None
-    job: Job | None = None
-    refused_anywhere: bool = False
-
-    @property
-    def named_config(self) -> Config:
-        """Return the configuration that the run begins with: with its name, and absolute paths."""
-        assert self.config is not None
-        return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
 
 
 @dataclass
@@ -169,9 +139,7 @@ class _JobCheck:
         sweep = self._checked.sweep
         directory = composed.directory
         if sweep is not None and directory is not None and not run.report.problems:
-            assert run.name is not None
-            job = sweep.plan(run.config, run.recorded, run.name, directory)
-            _add_job(sweep, run, job)
+            _add_job(sweep, run, sweep.plan(run, directory))
         return run
 
     def _check_machine(self, config: Config, report: Report) -> None:
@@ -188,7 +156,7 @@ class _JobCheck:
 def _add_job(sweep: Sweep, run: PlannedRun, job: Job) -> None:
     """Add a job to those of the sweep, and read how far it has come before."""
     run.job = sweep.jobs.setdefault(job.directory, job)
-    if run.job is not job and run.job.config != job.config:
+    if run.job is not job and run.job.run.named_config != run.named_config:
         run.report.refuse(
             setting="hydra.sweep.subdir",
             needs="a name of its own for each job",

@@ -213,8 +213,8 @@ class Jobs:
             "command": self._sweep.command,
             "sweep": self._sweep.name,
             "directory": str(directory),
-            "overrides": job.overrides,
-            "config": plain_config(job.config),
+            "overrides": job.run.recorded,
+            "config": plain_config(job.run.named_config),
         }
         file = directory / ".job.json"
         write_atomically(file, json.dumps(content, indent=1) + "\n")

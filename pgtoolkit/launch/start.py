@@ -18,9 +18,10 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
-from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
+from pgtoolkit.launch.check import check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
+from pgtoolkit.launch.sweep import PlannedRun
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts

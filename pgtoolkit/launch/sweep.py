@@ -1,4 +1,5 @@
-"""A sweep's folder: its jobs, their status, and the files sweep.json and sweep.jsonl."""
+"""A checked run, a job of a sweep with its status, and the sweep's folder with its files sweep.json
+and sweep.jsonl."""
 
 from __future__ import annotations
 
@@ -20,16 +21,44 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import Report, text
+
+
+@dataclass
+class PlannedRun:
+    """One run, with the findings of its checks.
+
+    overrides: as they were typed for it.
+    config: None if nothing could be composed.
+    recorded: the overrides that its run directory records.
+    name: the name of the run.
+    directory: of a single run; None if its name does not resolve.
+    job: the job of its sweep.
+    refused_anywhere: True if it has problems on every machine, not only on this one.
+    """
+
+    overrides: list[str]
+    report: Report
+    config: Config | None = None
+    recorded: list[str] = field(default_factory=list)
+    name: str | None = None
+    directory: Path | None = None
+    job: Job | None = None
+    refused_anywhere: bool = False
+
+    @property
+    def named_config(self) -> Config:
+        """Return the configuration that the run begins with: with its name, and absolute paths."""
+        assert self.config is not None
+        return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
 
 
 @dataclass
 class Job:
-    """One job of a sweep.
+    """One job of a sweep: where its run lies, and how far it has come.
 
     directory: its run directory, relative to the sweep's folder; also its name.
-    checked: the configuration as it was checked.
-    run_name: the name of its run.
+    run: the first run that is this job; others may have the same configuration.
     status: pending, running, done, failed or interrupted.
     reason: why it failed or was interrupted.
     step: the last step that is saved.
@@ -37,18 +66,17 @@ class Job:
     """
 
     directory: str
-    overrides: list[str]
-    checked: Config
-    run_name: str | None = None
+    run: PlannedRun
     status: str = "pending"
     reason: str | None = None
     step: int = 0
     seconds: float = 0.0
 
     @property
-    def config(self) -> Config:
-        """Return the configuration that the run begins with: with its name, and absolute paths."""
-        return absolute_paths(with_values(self.checked, {"tracking.run_name": self.run_name}))
+    def checked(self) -> Config:
+        """Return the configuration of its run, as it was checked."""
+        assert self.run.config is not None
+        return self.run.config
 
     @property
     def row(self) -> dict[str, object]:
@@ -57,7 +85,7 @@ class Job:
             "name": self.directory,
             "log": self.log,
             "directory": self.directory,
-            "overrides": self.overrides,
+            "overrides": self.run.recorded,
             "status": self.status,
             "reason": self.reason,
             "step": self.step,
@@ -79,7 +107,7 @@ class Job:
         self.reason = None
         self.step = 0
         if (directory / "config.yaml").is_file():
-            refuse_another(directory, plain_config(self.config))
+            refuse_another(directory, plain_config(self.run.named_config))
             status = read_status(directory)
             self.status = status.get("state", "interrupted")
             self.reason = status.get("reason")
@@ -142,15 +170,16 @@ class Sweep:
     def name(self) -> str:
         return self.folder.name
 
-    def plan(self, config: Config, overrides: list[str], run_name: str, directory: str) -> Job:
-        """Return the job of a configuration, without adding it to `jobs`.
+    def plan(self, run: PlannedRun, directory: str) -> Job:
+        """Return the job of a run, without adding it to `jobs`.
 
         directory: the one that its name asks for.
         """
+        assert run.config is not None
         if not (self.folder / directory).exists():
             # A sweep over other keys gave the same configuration another name.
-            directory = self._by_digest.get(digest(plain_config(config)), directory)
-        return Job(directory, overrides, config, run_name)
+            directory = self._by_digest.get(digest(plain_config(run.config)), directory)
+        return Job(directory, run)
 
     @functools.cached_property
     def _by_digest(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch.check import check, problems, render_plan
+from pgtoolkit.launch.check import check, check_run, problems, render_plan
 from pgtoolkit.launch.ranks import train_job
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory
@@ -36,7 +36,7 @@ def test_a_configuration_has_the_same_digest_after_it_was_saved_and_read(tmp_pat
 
 
 def job_with(*overrides: str) -> Job:
-    return Job("job", list(overrides), compose(list(overrides)).config)
+    return Job("job", check_run(compose(list(overrides)), list(overrides)))
 
 
 def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
@@ -47,7 +47,7 @@ def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
     with RunDirectory(folder) as run:
         job.update_from(tmp_path)
         assert job.status == "running"
-        run.write_config(plain_config(job.config), [])
+        run.write_config(plain_config(job.run.named_config), [])
         run.set_status("running", 3, saved=2)
         job.update_from(tmp_path)
         assert job.status == "running"
@@ -64,12 +64,16 @@ def test_another_or_a_damaged_configuration_in_the_directory_of_a_job_is_refused
     job = job_with("seed=1")
     with RunDirectory(tmp_path / "job") as run:
         run.write_config(
-            plain_config(job_with("seed=1", "tracking=none", "trainer.checkpoint_every=3").config),
+            plain_config(
+                job_with("seed=1", "tracking=none", "trainer.checkpoint_every=3").run.named_config
+            ),
             [],
         )
     job.update_from(tmp_path)
     with RunDirectory(tmp_path / "job") as run:
-        run.write_config(plain_config(job_with("seed=1", "trainer.max_steps=900").config), [])
+        run.write_config(
+            plain_config(job_with("seed=1", "trainer.max_steps=900").run.named_config), []
+        )
     with pytest.raises(ConfigError, match=r"got one with trainer\.max_steps=900, not 300"):
         job.update_from(tmp_path)
     (tmp_path / "job" / "config.yaml").write_text("seed: [")
@@ -172,7 +176,7 @@ def test_the_folder_of_a_sweep_is_named_by_its_file_and_its_overrides(overrides,
 def test_directories_of_jobs_are_named_by_what_varies_whatever_the_order_of_overrides():
     jobs = check(["aggregation=constant", "seed=1,2", "loss=grpo"], True).sweep.jobs
     assert all(re.fullmatch(r"seed-\d-[0-9a-f]{8}", name) for name in jobs)
-    assert [job.config.tracking.run_name for job in jobs.values()] == ["seed-1", "seed-2"]
+    assert [job.run.name for job in jobs.values()] == ["seed-1", "seed-2"]
     reordered = check(["loss=grpo", "aggregation=constant", "seed=2,1,3"], True).sweep.jobs
     assert set(jobs) < set(reordered)
 
@@ -183,7 +187,7 @@ def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
         ["seed=1", "loss=gspo", "trainer.max_steps=9", place], True
     ).sweep.jobs.values()
     with RunDirectory(tmp_path / first.directory) as run:
-        run.write_config(plain_config(first.config), [])
+        run.write_config(plain_config(first.run.named_config), [])
         run.set_status("done", 9)
     jobs = check(["seed=1,2", "trainer.max_steps=9", place], True).sweep.jobs
     assert [(name == first.directory, job.status) for name, job in jobs.items()] == [
@@ -288,7 +292,7 @@ def test_the_page_of_check_shows_the_values_and_the_state_of_each_job(
     sweep = check(arguments[2:], True).sweep
     for (name, job), state in zip(sweep.jobs.items(), ("done", "failed", "running"), strict=False):
         with RunDirectory(sweep.folder / name) as run:
-            run.write_config(plain_config(job.config), [])
+            run.write_config(plain_config(job.run.named_config), [])
             run.set_status(state, 10)
     assert main(arguments) == 0
     shown = capsys.readouterr().out
@@ -345,7 +349,7 @@ def test_each_job_of_a_sweep_has_the_configuration_that_hydra_composes(tmp_path)
         config, report = validated(compose(run.overrides))
         assert run.config == config
         assert (run.report.notes, run.report.problems) == (report.notes, report.problems)
-        assert run.job.config.tracking.run_name == f"a-{config.seed}"
+        assert run.job.run.name == f"a-{config.seed}"
 
 
 def test_a_typed_value_replaces_the_swept_values_of_its_key():

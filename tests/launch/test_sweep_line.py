@@ -11,11 +11,12 @@ JOBS = """
 import time
 from pathlib import Path
 from pgtoolkit.config.compose import compose
+from pgtoolkit.launch.check import check_run
 from pgtoolkit.launch.sweep import Job
 from pgtoolkit.launch.sweep_line import SweepLine
 
-config = compose(["trainer.max_steps=10"]).config
-done, running, failing, waiting = jobs = [Job(f"job-{number}", [], config) for number in range(4)]
+run = check_run(compose(["trainer.max_steps=10"]), [])
+done, running, failing, waiting = jobs = [Job(f"job-{number}", run) for number in range(4)]
 done.status = "done"
 waiting.status = "failed"  # in an earlier launch: it waits to be continued
 waiting.step = 1
