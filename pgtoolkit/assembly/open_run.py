@@ -95,6 +95,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     if checkpoint is not None:
         _refuse_another(plain_config(config), run.path, checkpoint)
     num_rows, kept_bytes = _read_record(run.path, checkpoint)
+    run.keep_finished()
     record_data(run.path, config, None if checkpoint is None else step)
     plain_values = plain_config(config)
     drift = run.write_config(plain_values, overrides, step)

@@ -75,6 +75,7 @@ def train(
     records: list[Record] = []
     outcome = "failed"
     reason = None
+    has_restored = False
     with contextlib.ExitStack() as opened:
         run, checkpoint = open_run(config, run_dir, resume, overrides, layout, opened)
         folder = Path(run_dir) if run is None else run.path
@@ -117,7 +118,10 @@ def train(
         finally:
             if run is not None:
                 with _ignoring_sigterm(layout):
-                    _finish(run, recorder, records, outcome, reason)
+                    if outcome != "done" and recorder.step == recorder.first_step:
+                        has_restored = _restore(run, records)
+                    if not has_restored:
+                        _finish(run, recorder, records, outcome, reason)
         if outcome == "interrupted":
             raise Interrupted(
                 f"stopped as asked ({reason}) after step {recorder.step}; saved up to step "
@@ -248,6 +252,21 @@ def _record_in(tracker: str, settings: TrackingSettings) -> Record:
     if tracker == "wandb":
         return WandbRecord(experiment, settings.system_metrics)
     return MlflowRecord(settings.uri, experiment, settings.system_metrics)
+
+
+def _restore(run: RunDirectory, records: list[Record]) -> bool:
+    """Give a finished run that could make no further step its record back; return whether it is
+    one."""
+    try:
+        has_restored = run.restore_finished()
+    except OSError as error:
+        log.warning(f"{run.path}: the record of the finished run is not restored: {error}")
+        return False
+    if has_restored:
+        for record in records:
+            record.finish("done")
+        log.warning(f"note: {run.path} made no step, and stays the finished run that it was")
+    return has_restored
 
 
 def _finish(

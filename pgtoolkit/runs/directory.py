@@ -56,6 +56,17 @@ def occupied(setting: str, run_dir: Path, by: str) -> str:
     )
 
 
+_RECORD = (
+    "config.yaml",
+    "overrides.yaml",
+    "drift.jsonl",
+    "provenance.json",
+    "data.json",
+    "status.json",
+)
+"""Files that say what a run was and how it ended."""
+
+
 class RunDirectory:
     """The directory of one run, held by one process at a time.
 
@@ -76,6 +87,7 @@ class RunDirectory:
         self.evaluations_path = self.path / "evaluations.jsonl"
         # Checksums of the files of rows, as this process has left them.
         self._written: dict[Path, dict[str, int]] = {}
+        self._finished: dict[str, str | None] = {}
         with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             reason = "Two processes would mix their metrics and checkpoints."
@@ -99,6 +111,22 @@ class RunDirectory:
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         self._lock_file.close()
+
+    def keep_finished(self) -> None:
+        """Keep the record of a finished run in memory, for `restore_finished`."""
+        if records.read_status(self.path).get("state") == "done":
+            for name in _RECORD:
+                path = self.path / name
+                self._finished[name] = path.read_text("utf-8") if path.exists() else None
+
+    def restore_finished(self) -> bool:
+        """Write the record of a finished run back; return whether there is one."""
+        for name, content in self._finished.items():
+            if content is None:
+                (self.path / name).unlink(missing_ok=True)
+            else:
+                write_atomically(self.path / name, content)
+        return bool(self._finished)
 
     def write_config(self, resolved: dict, overrides: list[str], step: int = 0) -> dict[str, list]:
         """Write config.yaml and overrides.yaml; return what a resume changed, {key: [old, new]}.

@@ -139,6 +139,21 @@ def test_the_printed_command_trains_on_with_other_values_as_a_run_of_its_own(
     assert f"hydra.run.dir={copied}-6-2" in second
 
 
+def test_a_finished_run_that_cannot_go_on_stays_as_it_was(copied, capsys):
+    """MLflow's server does not answer, after the configuration was written."""
+    before = hashes_of_files(copied)
+    words = ["resume", str(copied), "trainer.max_steps=7"]
+    assert main([*words, "tracking=mlflow", "tracking.uri=http://127.0.0.1:9"]) == 6
+    printed = capsys.readouterr()
+    assert "Training has not started." in printed.err
+    assert f"note: {copied} made no step, and stays the finished run that it was" in printed.out
+    now = hashes_of_files(copied)
+    assert {name for name in now if now[name] != before.get(name)} <= {".lock", "run.log"}
+    assert before.keys() == now.keys()
+    assert main(words) == 0
+    assert (read_status(copied)["state"], read_status(copied)["step"]) == ("done", 7)
+
+
 @pytest.mark.slow
 def test_a_later_change_of_the_parent_holds_for_a_branch_from_its_first_step(copied, tmp_path):
     """The parent's rate was changed at step 6; the branch of step 4 has it from step 4 on."""
