@@ -16,6 +16,7 @@ from importlib.util import find_spec
 
 from pgtoolkit.config.elsewhere import NONE, Theirs, keys_called, known_as, words_used
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
+from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
 from pgtoolkit.config.own_code import PARAMETERS
 from pgtoolkit.config.refusals import ALSO_CALLED
@@ -45,7 +46,9 @@ def explain(words: str, commands: Known | None = None) -> str:
     if len(pages) <= _MOST_PAGES or " " in words:
         return "\n\n".join(page.text for page in pages)
     lines = [f"{words} may be", *(f"  {page.title}" for page in pages)]
-    return "\n".join([*lines, f"pgtk explain {pages[0].title.partition(':')[0]} says more of one."])
+    names = [page.title.partition(":")[0] for page in pages]
+    other = next((name for name in names if name != words), words)
+    return "\n".join([*lines, f"pgtk explain {other} says more of one."])
 
 
 def explain_as_json(words: str, commands: Known | None = None) -> str:
@@ -88,18 +91,27 @@ def _known(words: str, known: Known) -> list[Page]:
         pages = [*known.get(ALSO_CALLED.get(word, ""), ()), *known.get(word, ())]
         pages = pages or _varied(word, known)
         is_ours = any(page.kind != "row" for page in pages)
-        if is_ours and all(key.endswith(f".{word}") for key in keys_called(word)):
-            return pages  # other trainers call the same keys so
-        pages += _rows_of_trainers(word)
+        # Other trainers may call the same keys so.
+        if not is_ours or not all(key.endswith(f".{word}") for key in keys_called(word)):
+            pages += _rows_of_trainers(word)
+        pages += _meant(word, known)
         if pages:
             return pages
     return []
 
 
+def _meant(word: str, known: Known) -> list[Page]:
+    """Return the pages on the keys and groups that the field calls so."""
+    pages = []
+    for name in FIELD_WORDS.get(word, ()):
+        pages += [page for page in known[name] if page.kind in ("key", "group", "word")][:1]
+    return pages
+
+
 def _spellings(words: str) -> Iterator[str]:
     """Yield the ways in which a word may be written here, the likeliest first."""
     word = words.strip().removeprefix("pgtk ")
-    for spelling in (word, word.replace("-", "_"), word.replace(" ", "_"), word.replace(" ", "-")):
+    for spelling in (word, word.replace(" ", "-"), word.replace("-", "_"), word.replace(" ", "_")):
         for form in (spelling, spelling.partition("=")[0]):
             yield form
             yield form.lower()

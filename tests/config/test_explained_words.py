@@ -8,6 +8,8 @@ from builders.refusals import refusal
 
 from pgtoolkit.cli import COMMANDS, main
 from pgtoolkit.config.explain import explain, pages_on
+from pgtoolkit.config.explained import explanations
+from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import options
 from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ConfigError
@@ -76,6 +78,15 @@ def test_every_word_that_the_docs_tell_to_type_is_explained():
     assert unknown == []
 
 
+def test_every_word_of_the_field_means_keys_or_groups_that_there_are():
+    for names in FIELD_WORDS.values():
+        assert [name for name in names if not known_kinds(name) & {"key", "group", "word"}] == []
+
+
+def known_kinds(name: str) -> set[str]:
+    return {page.kind for page in explanations().get(name, ())}
+
+
 def test_declared_words_are_those_of_the_parts():
     names = {kind: [word.name for word in words] for kind, words in KINDS.items()}
     assert {*names["a column of recorded rollouts"]} == {*rows.COLUMNS}
@@ -110,6 +121,19 @@ def test_declared_words_are_those_of_the_parts():
         ("hydra.verbose", ["hydra.verbose: a key of Hydra's"]),
         ("conf/kl/k3.yaml", ["kl=k3: an option"]),
         ("clip_range", ["clip_range: a sweep"]),
+        ("batch_size", ["accumulation.docs_per_step: a key"]),
+        (
+            "clip",
+            [
+                "loss.epsilon_low: a key",
+                "loss.epsilon_high: a key",
+                "clip: on the line",
+                "clipped_ratio_fraction: a metric",
+                "critic.clip: a key",
+            ],
+        ),
+        ("epochs", ["rollout.epochs: a key", "trainer.max_steps: a key"]),
+        ("lora-r", ["model.lora_rank: a key"]),
         ("geo_mean", ["loss=gmpo: verl loss_mode"]),
     ],
 )
