@@ -83,11 +83,12 @@ def _dispatch(argv: list[str]) -> int:
     if "--version" in argv:
         say(f"pgtk {__version__}")
         return status_of_output(0)
-    if command is None:
-        return _start(argv)
-    if command not in COMMANDS:
-        raise unknown_command(command, COMMANDS)
-    return COMMANDS[command][2](argv[1:])
+    if command in COMMANDS:
+        return COMMANDS[command][2](argv[1:])
+    refused = None if command is None else unknown_command(command, argv[1:], COMMANDS)
+    if refused is not None:
+        raise refused
+    return _start(argv)
 
 
 def _with_own_folder(argv: list[str]) -> list[str]:

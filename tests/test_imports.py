@@ -306,6 +306,10 @@ DOOR = {
     "config/resolve.py": "resolves what was composed",
     "config/overrides.py": "reads overrides in Hydra's grammar",
     "config/refusals.py": "says what is wrong with them",
+    "config/refused_keys.py": "says what is wrong with the keys that they name",
+    "config/meant_keys.py": "finds the keys that are meant in a composed configuration",
+    "config/repaired_words.py": "finds the overrides that are meant in one",
+    "config/own_files.py": "reads files of the user's before Hydra does",
 }
 """Files that import Hydra or OmegaConf, and why. They return a frozen Config or plain values."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pgtoolkit.config.defaults import ByScores, ByWeights, Computed, SameAs
+from pgtoolkit.config.defaults import ByWeights, Computed, SameAs
 from pgtoolkit.system.declared import Declared
 
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -98,10 +98,6 @@ CONDITIONS: Mapping[str, Declared] = {
         "only_if": "advantage.estimator=given",
         "why": "The advantages of a group change if one of its completions is left out.",
     },
-    # A pass that ends the run makes a short step of what would be carried into the next pass.
-    "rollout/recorded.epochs": {
-        "last_counts": "accumulation.docs_per_step>0 and accumulation.last_step!=carry"
-    },
     "trainer.max_steps": {"last_counts": "optimizer.schedule=constant"},
     "trainer.stop_at": {
         "only_if": "evaluation.every>0 and evaluation.best!=null",
@@ -116,10 +112,9 @@ DEFAULTS: Mapping[str, Computed] = {
     "accumulation.max_tokens": ByWeights(random=512, trained=4096),
     "rollout/policy.max_completion_length": ByWeights(random=7, trained=256),
     "sampler.answer_seconds": SameAs("parallelism.timeout_seconds"),
-    "evaluation.best": ByScores(),
 }
 """Key, or key of an option, -> its default, which follows other groups. In Python such a key has to
-be given, or has the default that holds without the other groups."""
+be given."""
 
 CHANGES: Mapping[str, Mapping[str, Computed]] = {
     "aggregation/constant": {"divisor": SameAs("rollout.max_completion_length")},

@@ -7,9 +7,9 @@ are used up to here, and nothing after it knows them.
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,23 +19,25 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import hydra_keys, refusals
+from pgtoolkit.config import hydra_keys, refusals, refused_keys
 from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
-from pgtoolkit.config.hydra_files import compose_choices, register
+from pgtoolkit.config.hydra_files import compose_choices, compose_files, register
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
+from pgtoolkit.config.meant_keys import option_meant
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse
 from pgtoolkit.config.own_code import parameter_key, with_path
+from pgtoolkit.config.own_files import RefusedFilesError, unknown_hydra_option
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.resolve import choices_of, default_in, in_range, resolve
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.rules.addresses import addresses_not_typed
 from pgtoolkit.config.saved import cannot_change, saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.records import read_data
+from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.runs.records import leaves, read_data
 from pgtoolkit.system.report import key_of, refusal
 
 Evaluated = Literal["run", "model"]
@@ -78,10 +80,12 @@ class Node:
 
     config: has Hydra's own keys in its node `hydra`; None if nothing could be composed.
     problems: the problems with overrides and files.
+    problems_of_files: those with files.
     """
 
     config: DictConfig | None
     problems: list[str]
+    problems_of_files: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -92,14 +96,25 @@ class _Overrides:
     choices: those that choose the option of a group.
     values: those that set keys.
     of_hydra: those that set Hydra's own keys.
-    problems: the problems that reading and sorting have found.
+    problems: the problems that reading and sorting have found. A function says what is wrong of a
+        configuration, whose keys it compares.
     """
 
     parsed: list[Override]
     choices: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
     of_hydra: list[Override] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str | Callable[[DictConfig], str]] = field(default_factory=list)
+
+    def problems_in(self, config: DictConfig | None) -> list[str]:
+        """Return the problems. config: what the other overrides give; None where they give none."""
+        needs_config = any(callable(problem) for problem in self.problems)
+        if config is None and needs_config:
+            config = compose_choices([])
+        return [
+            problem(config) if callable(problem) else problem  # type: ignore[arg-type]
+            for problem in self.problems
+        ]
 
 
 def compose(
@@ -134,17 +149,30 @@ def compose_node(
         return Node(None, taken)
     groups = options()
     by_effect = _sort_by_effect(overrides, groups, evaluate)
-    problems = [*by_effect.problems]
+    problems: list[str] = []
     for_hydra = [hydra_form(refusals.as_typed(override)) for override in by_effect.choices]
+    values_of_hydra = []
     for override in by_effect.of_hydra:
         without_effect = [*hydra_keys.without_effect(override)]
         problems += without_effect
-        if not without_effect:
+        if without_effect:
+            continue
+        key = override.key_or_group
+        if "/" not in key:
+            values_of_hydra += leaves({key: override.value()})
+            continue
+        problem = unknown_hydra_option(key, override.value())
+        if problem is None:
             for_hydra.append(refusals.as_typed(override))
+        else:
+            problems.append(problem)
     config, problems_of_files = _compose_files(for_hydra, sweep_file)
-    problems += problems_of_files
+    problems = [*by_effect.problems_in(config), *problems, *problems_of_files]
     if config is None:
         return Node(None, problems)
+    for key, value in values_of_hydra:
+        problem = hydra_keys.set_typed(config, key, value)
+        problems += [] if problem is None else [problem]
     values, problems_of_values = _set_values(config, by_effect.values, groups)
     problems += problems_of_values
     # Hydra has recorded only the overrides that it got. Record all accepted ones, since the names
@@ -156,7 +184,7 @@ def compose_node(
         if override in accepted
     ]
     hydra_keys.name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
-    return Node(config, problems)
+    return Node(config, problems, problems_of_files)
 
 
 def composed_of(node: Node) -> Composed:
@@ -204,7 +232,7 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | 
     values = [(override.key_or_group, override.value()) for override in by_effect.parsed]
     problems = [
         *(taken_names() if by_effect.choices else ()),
-        *by_effect.problems,
+        *by_effect.problems_in(node),
         *problems_of_values,
         *executed.commands_not_typed(config, values),
         *addresses_not_typed(config, run_dir, values),
@@ -250,16 +278,22 @@ def _sort_by_effect(
     groups: group -> its options.
     is_saved: whether the overrides are set on a saved run.
     """
-    parsed, problems = parse(overrides)
-    problems = problems + refusals.given_twice(parsed)
+    parsed, unreadable = parse(overrides)
+    by_effect = _Overrides(parsed)
+    for words in unreadable:
+        by_effect.problems.append(functools.partial(refused_keys.unreadable, words, groups=groups))
+    by_effect.problems += refusals.given_twice(parsed)
     parsed = [override for override in parsed if refusals.as_typed(override) not in NO_CHOICE]
-    by_effect = _Overrides(parsed, problems=problems)
+    by_effect.parsed = parsed
     for override in parsed:
         key = override.key_or_group
         is_choice = key in groups and not isinstance(override.value(), dict)
-        problem = _problem_of_key(override, groups, is_choice, evaluate, is_saved)
+        problem = _problem_of_key(override, evaluate, is_saved)
+        refuse = _refusal_by_keys(override, groups, is_choice)
         if problem is not None:
             by_effect.problems.append(problem)
+        elif refuse is not None:
+            by_effect.problems.append(functools.partial(refuse, override, groups=groups))
         elif is_choice:
             by_effect.choices.append(override)
         elif key.split(".")[0].split("/")[0] == "hydra":
@@ -269,16 +303,10 @@ def _sort_by_effect(
     return by_effect
 
 
-def _problem_of_key(
-    override: Override,
-    groups: dict[str, list[str]],
-    is_choice: bool,
-    evaluate: Evaluated | None,
-    is_saved: bool,
-) -> str | None:
+def _problem_of_key(override: Override, evaluate: Evaluated | None, is_saved: bool) -> str | None:
     """Return what is wrong with an override before its value is looked at; None if nothing is."""
     key = override.key_or_group
-    problem = refusals.wrong_form(override, groups, is_saved)
+    problem = refusals.wrong_form(override, is_saved)
     if problem is not None:
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
@@ -297,7 +325,21 @@ def _problem_of_key(
             reason="A run is continued as it was: these are chosen when it starts.",
             use="a new run",
         )
-    return refusals.unknown_option(override, groups) if is_choice else None
+    return None
+
+
+def _refusal_by_keys(
+    override: Override, groups: dict[str, list[str]], is_choice: bool
+) -> Callable[..., str] | None:
+    """Return what says, of a configuration, what is wrong with an override; None if nothing is."""
+    if override.is_delete():
+        return refused_keys.removal
+    if override.is_sweep_override():
+        return refused_keys.several_values
+    key = override.key_or_group
+    if is_choice and refused_keys.unknown_options(key, override.value(), groups):
+        return refused_keys.unknown_option
+    return None
 
 
 def _compose_files(
@@ -309,24 +351,24 @@ def _compose_files(
     in the user's files, which set only some of them.
     """
     try:
-        config = compose_choices(choices, sweep_file)
+        config, problems = compose_files(choices, sweep_file)
         hydra_without_files = None
         if own_folder() or sweep_file:
             hydra_without_files = compose_choices(_hydra_choices(config, choices)).hydra
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]
-    except Exception as error:
-        # Hydra refuses odd values of its own keys with many types of exceptions. Two mistakes in an
-        # override are OSErrors, too: an option that does not exist, and a name that is too long for
-        # a file.
-        is_of_hydra = isinstance(error, HydraException)
-        if isinstance(error, OSError) and not is_of_hydra and error.errno != errno.ENAMETOOLONG:
-            raise  # a file that is there and cannot be read
-        return None, [refusals.composition_problem(error)]
-    problems = refusals.incomplete(config)
-    if problems:
-        return None, problems
-    return config, hydra_keys.set_by_files(config.hydra, hydra_without_files)
+    except RefusedFilesError as error:
+        return None, error.problems
+    except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
+        # What else Hydra cannot put together, such as files that include each other.
+        return None, [
+            f"the configuration cannot be composed: {first_line(error)}. Use the files in conf/ "
+            "and sweeps/ as examples."
+        ]
+    incomplete = refusals.incomplete(config)
+    if incomplete:
+        return None, problems or incomplete
+    return config, [*problems, *hydra_keys.set_by_files(config.hydra, hydra_without_files)]
 
 
 def _hydra_choices(config: DictConfig, choices: list[str]) -> list[str]:
@@ -393,7 +435,7 @@ def set_value(
             )
         ]
     if key is None:
-        return [refusals.unknown_key(config, name, value, groups)]
+        return [refused_keys.unknown_key(config, name, value, groups)]
     if name == f"{key.group}.name":
         return [
             refusal(
@@ -401,7 +443,7 @@ def set_value(
                 needs="to be left alone",
                 got=value,
                 reason=f"The other keys of {key.group} come with their option.",
-                use=f"{key.group}={value}",
+                use=option_meant(config, key.group, value, groups),
             )
         ]
     if value == "" and key.type.startswith("str") and not is_free:
@@ -414,8 +456,9 @@ def set_value(
         assert isinstance(value, int)
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
-        problem = refusals.unresolvable(name, value, error) if is_free else None
-        return [problem or refusals.wrong_type(key, value, default_in(config, key.name))]
+        if is_free:
+            return [refusals.unresolvable(name, value, error)]
+        return [refused_keys.wrong_type(config, key, value)]
     return []
 
 

@@ -18,8 +18,8 @@ from pgtoolkit.config.elsewhere import NONE, Theirs, keys_called, known_as, word
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
+from pgtoolkit.config.meant_keys import OPTIONS_ALSO_CALLED
 from pgtoolkit.config.own_code import PARAMETERS
-from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.family import Family
 from pgtoolkit.runs.declared_metrics import OF_EVALUATIONS, OF_TRACKERS, metric_named
@@ -88,7 +88,7 @@ def _known(words: str, known: Known) -> list[Page]:
     """Return the pages on a word in the first of its spellings that is known, and what other
     trainers call so."""
     for word in dict.fromkeys(_spellings(words)):
-        pages = [*known.get(ALSO_CALLED.get(word, ""), ()), *known.get(word, ())]
+        pages = [*known.get(OPTIONS_ALSO_CALLED.get(word, ""), ()), *known.get(word, ())]
         pages = pages or _varied(word, known)
         is_ours = any(page.kind != "row" for page in pages)
         # Other trainers may call the same keys so.

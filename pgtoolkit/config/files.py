@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import nearest, refusal, shortest_path
+from pgtoolkit.system.report import nearest, refusal, shell_path, shortest_path
 from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
@@ -51,15 +52,17 @@ def sweep_file(name: str = "") -> Path:
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
     near = nearest(path.stem, shipped, 0.6)
-    use = f"one of {', '.join(shipped)}, or path/to/file.yaml"
-    if near is not None:
-        use = f"pgtk sweep {near}"
+    use = f"pgtk sweep {near or next(iter(shipped))}"
+    if "=" in name:
+        use = f"pgtk -m {name}"
+    if path.is_file():
+        use = f"mv {shell_path(path)} {shell_path(path.with_suffix('.yaml'))}"
     raise ConfigError(
         refusal(
             setting="pgtk sweep",
             needs="a sweep that exists",
             got=name or "none",
-            reason="The sweeps are files in sweeps/, or your own file ending in .yaml.",
+            reason=f"There are {', '.join(shipped)}, or your own file ending in .yaml.",
             use=use,
         )
     )
@@ -91,7 +94,8 @@ def options() -> dict[str, list[str]]:
     own = own_folder()
     if own is not None:
         for group, names in _options_in(own).items():
-            options_by_group.setdefault(group, set()).update(names)
+            if group in options_by_group:
+                options_by_group[group] |= names
     return {group: sorted(names) for group, names in options_by_group.items()}
 
 
@@ -182,3 +186,28 @@ def leading_comment(file: Path) -> str:
         if not sentence.startswith(("@package", "pgtk ")):
             sentences.append(sentence)
     return " ".join(sentences)
+
+
+def misplaced(group: str, word: str) -> tuple[str, str] | None:
+    """Return why an option of the user's is not found, and what to type; None where there is no
+    file of its name."""
+    if not re.fullmatch(r"[\w-]+", word):
+        return None
+    own = own_folder()
+    if own is not None:
+        right = own / group / f"{word}.yaml"
+        near = [*own.glob(f"{group}*/{word}.y*ml"), *own.glob(f"{group}/{word}.*")]
+        near += [*own.glob(f"{word}.y*ml")]
+        for file in near:
+            move = f"mkdir -p {shell_path(right.parent)}; mv {shell_path(file)} {shell_path(right)}"
+            if file.parent == right.parent:
+                move = f"mv {shell_path(file)} {shell_path(right)}"
+            return f"{shell_path(file)} is not {shell_path(right)}.", move
+    here = [file for file in Path().glob(f"*/{group}/{word}.yaml") if file.parts[0] != "conf"]
+    if own is None and here:
+        folder = shell_path(here[0].parents[1])
+        return (
+            f"{shell_path(here[0])} is in a folder that was not named.",
+            f"--config-dir={folder} {group}={word}",
+        )
+    return None

@@ -3,6 +3,7 @@ Tab key."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
@@ -26,8 +27,11 @@ def hydra_arguments(argv: list[str]) -> Namespace:
     Raises ConfigError for flags of Hydra's that would bypass what is checked.
     """
     parser = get_args_parser()
+    parser.allow_abbrev = False
     parser.error = _not_understood
-    args = parser.parse_intermixed_args(argv)  # overrides may stand on both sides of a flag
+    words = [word if _is_flag(word, parser) else f"{_OVERRIDE}{word}" for word in argv]
+    args = parser.parse_intermixed_args(words)  # overrides may stand on both sides of a flag
+    args.overrides = [word.removeprefix(_OVERRIDE) for word in args.overrides]
     for flag in ("config_path", "config_name", "experimental_rerun"):
         value = getattr(args, flag)
         if value is not None:
@@ -46,11 +50,23 @@ def hydra_arguments(argv: list[str]) -> Namespace:
     return args
 
 
+_OVERRIDE = "\0"
+"""Marks words that are no flags of Hydra's, even if they begin with a dash; no word has it."""
+
+
+def _is_flag(word: str, parser: argparse.ArgumentParser) -> bool:
+    """Return whether a word is a flag of Hydra's, or no word with a dash at all."""
+    flag, equals, _ = word.partition("=")
+    actions = parser._option_string_actions
+    takes_value = flag in actions and actions[flag].nargs != 0
+    return not word.startswith("-") or (flag in actions and (not equals or takes_value))
+
+
 def _not_understood(message: str) -> NoReturn:
-    reason = ""
-    if message.startswith("unrecognized"):
-        reason = "Overrides are written without dashes: loss=grpo. "
-    raise ConfigError(f"{message}. {reason}Use pgtk --help.")
+    use = "pgtk --help"
+    if "--cfg" in message or "--info" in message:
+        use = "pgtk --cfg job"
+    raise ConfigError(f"{message}. Use {use}.")
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:

@@ -3,46 +3,72 @@ they are plain YAML."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.conditions import value_of
-from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
-from pgtoolkit.config.files import config_directory, options, own_folder, read_options
+from pgtoolkit.config.defaults import ByCondition, ByWeights
+from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
 from pgtoolkit.config.own_code import PARAMETERS, with_path
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.own_files import (
+    HYDRA_OPTIONS,
+    OwnFile,
+    Reading,
+    RefusedFilesError,
+    is_of_user,
+    schemas_chosen,
+)
+from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import refusal
 
 
-def compose_choices(choices: list[str], sweep_file: Path | None = None) -> DictConfig:
+def compose_choices(choices: list[str]) -> DictConfig:
     """Return the files of the chosen options, put together by Hydra; raises its exceptions."""
-    return copy.deepcopy(_compose_cached(tuple(choices), own_folder(), sweep_file))
+    return compose_files(choices)[0]
+
+
+def compose_files(
+    choices: list[str], sweep_file: Path | None = None
+) -> tuple[DictConfig, list[str]]:
+    """Return the files of the chosen options, put together by Hydra, and what is wrong in those of
+    the user's, which is left out.
+
+    sweep_file: the primary configuration, in place of the one in conf/.
+    Raises Hydra's exceptions, ConfigError for a file that cannot be read, and RefusedFilesError
+    where nothing can be put together without what is left out.
+    """
+    config, problems = _compose_cached(tuple(choices), own_folder(), sweep_file)
+    return copy.deepcopy(config), [*problems]
 
 
 @functools.cache
 def _compose_cached(
     choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
-) -> DictConfig:
+) -> tuple[DictConfig, tuple[str, ...]]:
     # The runs of a sweep often choose the same files, and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
@@ -52,10 +78,52 @@ def _compose_cached(
     if places:
         folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
         overrides.insert(0, f"hydra.searchpath=[{folders}]")
-    with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
-        config = hydra.compose(primary.stem, overrides=overrides, return_hydra_config=True)
+    reading = None
+    if places or any(choice.startswith(OPTIONAL) for choice in choices):
+        main, _ = _compose_cached((), None, None)
+        reading = Reading([primary.parent, *places], main)
+    try:
+        if reading is not None:
+            _find_choices(reading, primary, overrides)
+        with _hydra_reads(reading, primary):
+            config = hydra.compose(primary.stem, overrides=overrides, return_hydra_config=True)
+    except Exception as error:
+        if reading is not None and reading.problems:
+            raise RefusedFilesError([*reading.problems]) from error
+        raise
     _gather_parameters(config)
-    return config
+    return config, tuple(reading.problems if reading is not None else ())
+
+
+def _find_choices(reading: Reading, primary: Path, overrides: list[str]) -> None:
+    """Have Hydra expand the lists of defaults, whose options decide which keys there are."""
+    with _hydra_reads(reading, primary):
+        loader = GlobalHydra.instance().config_loader()
+        listed = loader.compute_defaults_list(primary.stem, overrides, RunMode.RUN)
+    hydra_choices = []
+    for group, names in HYDRA_OPTIONS.items():
+        option = listed.overrides.known_choices.get(group)
+        if option in names:
+            hydra_choices.append(f"{group}={option}")
+    reading.hydra = copy.deepcopy(_compose_cached(tuple(hydra_choices), None, None)[0])
+    reading.own_options = {
+        group
+        for group, option in listed.overrides.known_choices.items()
+        if group in OPTIONS and option not in OPTIONS[group]
+    }
+    reading.chosen = schemas_chosen([default.config_path for default in listed.defaults])
+
+
+@contextlib.contextmanager
+def _hydra_reads(reading: Reading | None, primary: Path) -> Iterator[None]:
+    """Inside the block, Hydra finds files beside the primary one, and what is wrong in those of the
+    user's is added to `reading`."""
+    UserFiles.reading = reading
+    try:
+        with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
+            yield
+    finally:
+        UserFiles.reading = None
 
 
 @dataclass
@@ -71,12 +139,16 @@ class _LocalLauncher:
 class UserFiles(FileConfigSource):
     """The reader of files of options.
 
+    reading: gets what is wrong in files of the user's; None where there are none.
+
     A file without a list `defaults` has the keys of its group's schema, with their types. The
     dotted path of own code in the place of an option counts as a file, too, see `own_code`.
 
-    Raises ConfigError for a file of the user's that is no YAML without aliases, makes Hydra import
-    packages, or sets options as keys.
+    Raises ConfigError for a file of the user's that is no YAML without aliases, or makes Hydra
+    import packages.
     """
+
+    reading: ClassVar[Reading | None] = None
 
     def is_config(self, config_path: str) -> bool:
         return super().is_config(config_path) or self._is_own_code(config_path)
@@ -93,21 +165,22 @@ class UserFiles(FileConfigSource):
                 self.provider, place, _own_option(group, name), header={"package": None}
             )
         file = Path(self.path, self._normalize_file_name(config_path))
-        is_of_user = file.is_file() and not file.is_relative_to(config_directory())
-        if is_of_user:
+        is_own = is_of_user(file)
+        if is_own:
             values = read_options(file)
             if value_of(values, "hydra.searchpath"):
                 raise ConfigError(refusals.SEARCH_PATH)
-            problem = None
-            if "/" not in config_path:
-                problem = refusals.options_as_keys(values, options())
-            if problem is not None:
-                raise ConfigError(problem)
         result = super().load_config(config_path)
         keys = result.config
         group = config_path.rpartition("/")[0]
-        if is_of_user and isinstance(keys, DictConfig):
+        if is_own and isinstance(keys, DictConfig):
             keys = result.config = _without_targets(keys, group)
+            if self.reading is not None:
+                own = OwnFile(self.reading, file, group, result.header)
+                own.check(keys)
+                result.header["package"] = own.package
+        elif group in OPTIONAL and self.reading is not None and isinstance(keys, DictConfig):
+            OwnFile(self.reading, file, group, result.header).check_options(keys)
         is_group = group in Config.__annotations__
         if is_group and isinstance(keys, DictConfig) and "defaults" not in keys:
             schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
@@ -234,7 +307,6 @@ def register() -> None:
         "sweep_name": _sweep_name,
         "divide": _divide,
         "by_weights": _by_weights,
-        "by_scores": _by_scores,
         "if": _if,
         "digest": _digest,
     }
@@ -274,10 +346,6 @@ def _divide(dividend: float, divisor: float) -> float:
 
 def _if(condition: str, value: float, otherwise: float, *, _root_: DictConfig) -> float:
     return ByCondition(condition, value, otherwise).resolve(_root_)
-
-
-def _by_scores(*, _root_: DictConfig) -> str:
-    return ByScores().resolve(_root_)
 
 
 def _by_weights(

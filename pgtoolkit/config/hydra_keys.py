@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
@@ -10,7 +11,7 @@ from pathlib import PurePath
 from hydra._internal.config_loader_impl import get_overrides_dirname
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.keys import is_inside
@@ -21,7 +22,7 @@ from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.declared import Dictionary
-from pgtoolkit.system.report import key_of, refusal, text
+from pgtoolkit.system.report import key_of, nearest, refusal, text
 
 _ACTING = (
     "hydra.mode",
@@ -39,6 +40,9 @@ _ACTING = (
 
 _OF_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra.sweeper")
 """Keys of Hydra that only a sweep reads, with the keys inside them."""
+
+_PARAMS = "hydra.sweeper.params"
+"""The key whose value is a dictionary: key of a job -> its values."""
 
 _COMPUTED = (
     "hydra.runtime",
@@ -104,7 +108,8 @@ def without_effect(override: Override) -> Iterator[str]:
 def _does_nothing(key: str, value: object) -> str:
     """Refuse a key of Hydra that has no effect here."""
     reason = "pgtk does not read it."
-    use = f"one of {', '.join(_ACTING)}"
+    near = nearest(key, _ACTING, 0.8)
+    use = f"{near}={text(value)}" if near else "pgtk --cfg hydra, which prints Hydra's keys"
     if key.endswith("._target_"):
         reason, use = _NO_CODE
     elif key in ("hydra.launcher.kind", "hydra.sweeper.kind"):
@@ -116,6 +121,70 @@ def _does_nothing(key: str, value: object) -> str:
             if is_inside(key, name):
                 reason, use = instead
     return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)
+
+
+def set_typed(config: DictConfig, name: str, value: object) -> str | None:
+    """Set one of Hydra's own keys in a composed configuration; return what is wrong with it, None
+    where nothing is.
+
+    name: of a key that has an effect here.
+    """
+    if is_inside(name, _PARAMS):
+        key = name.removeprefix(_PARAMS).removeprefix(".")
+        before = OmegaConf.select(config, _PARAMS) or {}
+        with open_dict(config):
+            config.hydra.sweeper.params = {**before, key: text(value)} if key else value
+        return None
+    if isinstance(OmegaConf.select(config, name), DictConfig) and not isinstance(value, dict):
+        return refusal(
+            setting=f"{name}={text(value)}",
+            needs="its keys one by one",
+            got=text(value),
+            reason="It is a group of keys.",
+            use="pgtk --cfg hydra, which prints them",
+        )
+    with contextlib.suppress(OmegaConfBaseException):
+        OmegaConf.update(config, name, value)
+        return None
+    parent, _, leaf = name.rpartition(".")
+    rest = ""
+    siblings = OmegaConf.select(config, parent)
+    while not isinstance(siblings, DictConfig):
+        rest = f".{leaf}{rest}"
+        parent, _, leaf = parent.rpartition(".")
+        siblings = OmegaConf.select(config, parent)
+    names = [str(sibling) for sibling in siblings]
+    if leaf not in names:
+        near = nearest(leaf, names)
+        use = "pgtk --cfg hydra, which prints them"
+        if near is not None:
+            use = f"{parent}.{near}{rest}={text(value)}"
+        return f"Unknown key {name!r}. Use {use}."
+    default = OmegaConf.to_container(siblings, resolve=False)[leaf]  # type: ignore[index,call-overload]
+    if default is None:  # of hydra.mode, and of keys that take any value
+        default = RunMode.MULTIRUN.name
+    needs = {int: "a whole number", bool: "true or false"}.get(type(default), "another value")
+    return refusal(
+        setting=f"{name}={text(value)}",
+        needs=needs,
+        got=text(value),
+        reason="It has another type.",
+        use=f"{name}={text(default)}",
+    )
+
+
+def wrong_in_file(config: DictConfig, name: str, value: object) -> str | None:
+    """Return what is wrong with one of Hydra's own keys in a file of the user's, before Hydra reads
+    it; None where nothing is.
+
+    config: a composed one, which is changed.
+    """
+    if "_target_" in name.split("."):
+        return refusal(name, "to be left out", value, *_NO_CODE)
+    problem = set_typed(config, name, value)
+    if problem is not None and not any(is_inside(name, acting) for acting in _ACTING):
+        return _does_nothing(name, value)
+    return problem
 
 
 def keys_of_sweeps(overrides: Sequence[str]) -> list[str]:

@@ -92,7 +92,8 @@ def _of_chosen_options(keys: Sequence[Key], config: object) -> Iterator[Key]:
 
 def is_own_code(group: str, name: object) -> bool:
     """Return whether a name that stands for an option is the dotted path of the user's own code."""
-    return group in OWN_CODE and isinstance(name, str) and is_dotted_path(name)
+    is_path = group in OWN_CODE and isinstance(name, str) and is_dotted_path(name)
+    return is_path and not str(name).endswith((".yaml", ".yml", ".json", ".jsonl", ".py"))
 
 
 def option_called(group: str, name: object) -> object:

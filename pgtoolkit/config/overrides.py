@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,7 +13,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from pgtoolkit.config import refusals
-from pgtoolkit.config.files import OPTIONAL, options
+from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.launchers import Axis
 
@@ -20,15 +22,50 @@ NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)
 overrides."""
 
 
-def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the overrides in Hydra's grammar, and a problem for each text that is no override."""
+PROGRAMS = ("pgtk", "pgtoolkit", "python", "python3", "train", "run", "start", "check")
+"""Words that belong before the overrides, or nowhere."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Words that are no override that pgtk takes.
+
+    error: of the parser; None where it has not read them.
+    pattern: the override, where it is one whose value is a pattern.
+    """
+
+    words: str
+    error: Exception | None = None
+    pattern: Override | None = None
+
+
+def units(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, each with those that belong to it: `loss = grpo` is one
+    override, and `grpo gspo` after `loss=` are two values."""
+    joined: list[str] = []
+    for word in words:
+        before = joined[-1] if joined else ""
+        is_bare = "=" not in word and not word.startswith(("-", "~"))
+        is_second_half = word.startswith("=") and "=" not in before
+        if joined and (is_bare or is_second_half or before in PROGRAMS):
+            joined[-1] = f"{before} {word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def parse(overrides: list[str]) -> tuple[list[Override], list[Unreadable]]:
+    """Return the overrides in Hydra's grammar, and the words that are none."""
     parsed = []
-    problems = []
-    for typed in overrides:
+    unreadable = []
+    for words in units(overrides):
+        if words not in overrides:  # several words
+            unreadable.append(Unreadable(words))
+            continue
         try:
-            override = _parsed(typed)
+            override = _parsed(words)
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-                problems.append(refusals.pattern(override, options()))
+                unreadable.append(Unreadable(words, pattern=override))
                 continue
             value = override.value()
             if isinstance(value, RangeSweep):
@@ -36,8 +73,8 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:
             # Thousands of digits raise ValueError, and lists in lists RecursionError.
-            problems.append(refusals.unreadable(typed, error))
-    return parsed, problems
+            unreadable.append(Unreadable(words, error))
+    return parsed, unreadable
 
 
 def _refuse_endless(values: RangeSweep) -> None:
@@ -63,8 +100,8 @@ def jobs(overrides: list[str]) -> list[list[str]]:
     Of two overrides of one key the later counts, since a sweep's file comes before what is typed.
     An interval, from which a search draws, stands for its two ends.
     """
-    parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
-    if problems:  # `compose` reports them
+    parsed, unreadable = parse([override for override in overrides if override not in NO_CHOICE])
+    if unreadable:  # `compose` reports them
         return [overrides]
     last = {
         override.key_or_group: override for override in parsed if not override.is_hydra_override()

@@ -14,6 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import default, fits, help_of, key_named, keys_of, values_in_words
+from pgtoolkit.config.meant_values import value_meant
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.records import plain
@@ -58,7 +59,7 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
                 needs=values_in_words(key),
                 got=value,
                 reason=key.help or "Every key has a type.",
-                use=f"{key.name}={text(better)}",
+                use=f"{key.name}={text(value_meant(key, value, better))}",
             )
             problems.setdefault(key.name, problem)
         values[key.name] = better
@@ -152,7 +153,8 @@ def _resolve_node(
                 return value
             problems[path] = holds_secret(path)
     except (OmegaConfBaseException, RecursionError) as error:
-        problems[path] = unresolvable(path, node._value(), error)
+        better = text(default_in(root, path))
+        problems[path] = unresolvable(path, node._value(), error, better)
     return default_in(root, path)
 
 

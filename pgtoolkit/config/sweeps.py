@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> Sweep
     varying = _varying(described)
     keys = dict.fromkeys(key_of(override) for job in described for override in job)
     sweep = SweepConfig(
-        problems=given_twice(parse(overrides)[0]),
+        problems=[*given_twice(parse(overrides)[0]), *node.problems_of_files],
         jobs=described,
         varying=varying,
         unnamed=[key for key in keys if key not in varying] if varying else [],
@@ -126,8 +127,14 @@ def _interval(override: str) -> str:
         needs="hydra/sweeper=optuna_search",
         got="the default sweeper",
         reason="An interval is searched, not gone through value by value.",
-        use=f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B",
+        use=f"{_ends_of(override)} for its two ends, or hydra/sweeper=optuna_search",
     )
+
+
+def _ends_of(override: str) -> str:
+    """Return the override that takes the two ends of an interval."""
+    ends = re.findall(r"[-+.\de]+(?=[,)])", override.partition("=")[2])
+    return f"{key_of(override)}={','.join(ends[:2])}"
 
 
 def _varying(described: list[list[str]]) -> dict[str, list[str]]:

@@ -6,8 +6,9 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pgtoolkit.config.files import options, sweep_files
 from pgtoolkit.config.schema import default_options
@@ -150,15 +151,29 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
-def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
-    """Return the refusal of a word that is no command, with the nearest command."""
-    uses = {name: f"pgtk {name}=OPTION" for name in options()}
-    uses |= {name: f"pgtk {name}" for name in commands}
-    uses["train"] = "pgtk [OVERRIDES]"
-    closest = nearest(word, uses, 0.6)
-    use = "pgtk --help" if closest is None else uses[closest]
+_TRAINS = ("train", "run", "start", "fit", "launch", "rl", "grpo_train", "python", "pgtk")
+"""Words of other programs for what pgtk does without a command."""
+
+
+def unknown_command(word: str, rest: Sequence[str], commands: Iterable[str]) -> ConfigError | None:
+    """Return the refusal of a word that is no command, with the command that is meant; None where
+    the word is rather a part of an override.
+
+    rest: the words after it.
+    """
+    names = list(commands)
+    after = " ".join(map(shlex.quote, rest))
+    if word in _TRAINS:
+        use = f"pgtk {after}".rstrip()
+    else:
+        near = nearest(word, names, 0.6)
+        is_override = nearest(word, [*options(), *options()["loss"]], 0.7) is not None
+        if near is None or is_override:
+            return None
+        use = f"pgtk {near} {after}".rstrip()
     return ConfigError(
-        f"{word!r} is not a command. The commands are {', '.join(commands)}. Use {use}."
+        f"{word!r} is not a command. The commands are {', '.join(names)}; without one, pgtk "
+        f"trains. Use {use}."
     )
 
 

@@ -121,7 +121,7 @@ def test_odd_values_of_the_keys_of_hydra_are_answered_in_sentences():
         (
             "seed=range(1,3,0)",
             True,
-            "A range has from 1 to 10000 values. Use seed=range(FIRST,END)",
+            "A range has from 1 to 10000 values. Use pgtk -m 'seed=range(1,4)'",
         ),
         ("seed=range(3,1)", True, "A range has from 1 to 10000 values"),
         ("loss.epsilon_high=range(0,1,1e-9)", True, "A range has from 1 to 10000 values"),

@@ -30,7 +30,6 @@ def current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "check experiment=long",
         "check sweep s.yaml seed=1",
         "--cfg job experiment=long",
-        "explain experiment=long",
         "--help",
     ],
 )
@@ -55,7 +54,7 @@ def test_every_command_knows_the_folder_of_own_options_wherever_it_is_named(
     for line in lines:
         assert main(line) == 0
         printed = capsys.readouterr().out
-        assert {"--help": "  long", "explain": "Mine."}.get(typed[0], "1234") in printed
+        assert {"--help": "  long"}.get(typed[0], "1234") in printed
 
 
 def test_a_folder_of_own_options_that_is_none_is_refused(capsys, monkeypatch):

@@ -66,10 +66,9 @@ def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path, monkeypatch):
     monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
     composed = compose(["experiment=mine"])
     (problem,) = validated(composed)[1].problems
-    assert problem.startswith(
-        "optimizer.learning_rate=1e+38 needs a number from 1e-12 to 100000 (got 1e+38). "
-    )
-    assert problem.endswith(" Use optimizer.learning_rate=0.001.")
+    assert problem.startswith("optimizer.learning_rate: 1e+38 in ")
+    assert "mine.yaml needs a number from 1e-12 to 100000 (got 1e+38). " in problem
+    assert problem.endswith(" Use optimizer: {learning_rate: 0.001}.")
 
 
 def test_a_refusal_of_a_saved_number_suggests_the_default_of_the_saved_options():

@@ -127,22 +127,23 @@ def test_a_function_with_other_parameters_is_refused_with_those_that_it_needs(
         ("model=Qwen/Qwen2.5-0.5B", "model=huggingface model.path=Qwen/Qwen2.5-0.5B"),
         ("model=gpt2", "model=huggingface model.path=gpt2"),
         ("model=tinny", "model=tiny"),
-        ("model.path=~/m", "model.path=$HOME/m"),
+        ("model.path=~/m", "model=huggingface model.path=$HOME/m"),
         (
             "model.path=a,b",
-            "pgtk -m model.path=a,b, or \"model.path='a,b'\" for one value with a comma in it",
+            "pgtk -m model=huggingface model.path=a,b, or model=huggingface "
+            "\"model.path='a,b'\" for one value",
         ),
         ("trainer.max_steps=3,4", "pgtk -m trainer.max_steps=3,4"),
         (
             "task.path=my_verifier.py,prompts.jsonl",
-            "pgtk -m task.path=my_verifier.py,prompts.jsonl",
+            "pgtk -m task=prompts task.path=my_verifier.py,prompts.jsonl",
         ),
         ("loss=glob(g*)", "pgtk -m loss=gmpo,grpo,gspo"),
-        ("loss=glob(x*)", "loss=OPTION"),
+        ("loss=glob(x*)", "loss=gspo"),
         ("loss.path=my_verifier.Mine", "loss=my_verifier.Mine"),
-        ("rollout.chat=true", "task.chat=auto, or rollout=recorded rollout.chat=auto"),
-        ("rollout.epochs=2", "rollout=recorded rollout.epochs=2"),
-        ("epsilon=0.1", "loss.epsilon_low=0.1 loss.epsilon_high=0.1, or optimizer.epsilon=0.1"),
+        ("rollout.chat=true", "rollout=recorded rollout.path=rollouts.parquet rollout.chat=auto"),
+        ("rollout.epochs=2", "rollout=recorded rollout.path=rollouts.parquet rollout.epochs=2"),
+        ("epsilon=0.1", "loss.epsilon_low=0.1 loss.epsilon_high=0.1"),
         ("ppo_mini_batch_size=3", "pgtk explain ppo_mini_batch_size"),
     ],
 )
@@ -153,11 +154,15 @@ def test_a_spelling_of_another_kind_is_answered_with_ours(typed, use):
 
 def test_a_path_with_a_comma_is_answered_with_quotes(tmp_path):
     (tmp_path / "a,b").mkdir()
-    assert compose(["model.path=a,b"]).problems[0].endswith("Use \"model.path='a,b'\".")
+    assert (
+        compose(["model.path=a,b"])
+        .problems[0]
+        .endswith("Use model=huggingface \"model.path='a,b'\".")
+    )
 
 
 def test_a_word_without_a_value_is_answered_with_an_example_and_no_quotes(capsys):
-    assert problems(capsys, "aggregation").endswith("Use KEY=VALUE, such as loss=grpo.")
+    assert problems(capsys, "aggregation").endswith("Use aggregation=sample_mean.")
 
 
 @pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])
@@ -182,11 +187,8 @@ def test_the_defaults_list_that_a_refusal_of_a_sweep_file_suggests_is_accepted(c
         "defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n"
     )
     message = refusal(capsys, "sweep", "mine.yaml", "seed=1,2")
-    assert (
-        "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)"
-        in message
-    )
-    lines = re.search(r"Use (.*)\.", message)[1].replace(", ", "\n  ")
+    assert "loss: cispo in mine.yaml needs to stand in the list `defaults:` (got a key)" in message
+    lines = "\n  ".join(re.findall(r"Use (.*)\.", message))
     (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
     (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
     assert (run.config.loss.name, run.config.aggregation.mode) == ("cispo", "token_mean")

@@ -91,7 +91,7 @@ def test_a_deeply_nested_run_option_or_sweep_is_refused_in_one_sentence(tmp_path
         ("[a: b\n  - : {", "mine.yaml needs YAML that can be read (got no YAML, line 2:"),
         (
             "defaults: [config, _self_]\ntask: {verifier: exact_match}\n",
-            "task.verifier in mine.yaml needs task=prompts (got task=reverse)",
+            "task.verifier: exact_match in mine.yaml needs task=prompts (got task=reverse)",
         ),
         ("- seed\n", "must be a DictConfig, got ListConfig"),
     ],
