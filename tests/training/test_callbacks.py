@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from builders.commands import ENVIRONMENT, PGTK
+from builders.parallel_runs import run_on_ranks
+from builders.processes import ForkedProcess
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -64,6 +66,13 @@ def pgtk(folder: Path, *arguments: str) -> str:
     return result.stdout + result.stderr
 
 
+def forked_pgtk(folder: Path, *arguments: str) -> None:
+    """Run a command in a process that has Lightning imported, with torchmetrics."""
+    log = folder / "printed"
+    process = ForkedProcess([*arguments], folder, ENVIRONMENT, log)
+    assert process.wait(300) == 0, log.read_text()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a current directory with classes of the user's and prompts."""
@@ -117,13 +126,13 @@ def test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch(folde
 @pytest.mark.slow
 def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(folder):
     tell = ("callbacks.tell._target_=mine.Tell", "callbacks.tell.file=told")
-    pgtk(folder, "hydra.run.dir=whole", *SMALL, *tell, "trainer.max_steps=12")
+    forked_pgtk(folder, "hydra.run.dir=whole", *SMALL, *tell, "trainer.max_steps=12")
     whole = (folder / "told").read_text()
     assert [json.loads(line) for line in whole.splitlines()] == [[1, 0, 4], [2, 1, 8], [3, 2, 12]]
     (folder / "told").unlink()
     command = ("hydra.run.dir=run", *SMALL, *tell, "trainer.max_steps=4")
-    pgtk(folder, *command)
-    pgtk(folder, "resume", "run", "trainer.max_steps=12")
+    forked_pgtk(folder, *command)
+    forked_pgtk(folder, "resume", "run", "trainer.max_steps=12")
     assert (folder / "told").read_text() == whole
     rows = [(folder / run / "metrics.jsonl").read_text().splitlines() for run in ("whole", "run")]
     losses = [[json.loads(row)["loss"] for row in of_run] for of_run in rows]
@@ -131,19 +140,20 @@ def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(
 
 
 @pytest.mark.slow
-def test_each_of_two_ranks_has_the_callbacks_and_the_first_alone_the_loggers(folder):
-    pgtk(
-        folder,
-        "hydra.run.dir=run",
-        "parallelism=ddp",
+def test_each_of_two_ranks_has_the_callbacks_and_the_first_alone_the_loggers(folder, monkeypatch):
+    # The ranks are processes of all tests, to which a module of the user's stays known by its name.
+    (folder / "telling.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(folder)
+    settings = [
         *SMALL,
         "trainer.max_steps=4",
-        "callbacks.tell.path=mine.Tell",
-        "callbacks.tell.file=told",
+        "callbacks.tell.path=telling.Tell",
+        f"callbacks.tell.file={folder / 'told'}",
         "callbacks.rate.path=lightning.pytorch.callbacks.LearningRateMonitor",
         "callbacks.csv.path=lightning.pytorch.loggers.CSVLogger",
-        "callbacks.csv.save_dir=logs",
-    )
+        f"callbacks.csv.save_dir={folder / 'logs'}",
+    ]
+    run_on_ranks(folder / "run", settings, data_parallel=2)
     told = (folder / "told").read_text().splitlines()
     assert [json.loads(line) for line in told] == [[1, 0, 4]] * 2
     (file,) = (folder / "logs").glob("*/*/metrics.csv")
