@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from pgtoolkit.config.conditions import holds, singles
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
+from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.keys import KEYS, fits, in_words, is_own_code, key_named, keys_of
 from pgtoolkit.config.meant_values import ALSO_CALLED as VALUES_ALSO_CALLED
@@ -31,72 +32,6 @@ from pgtoolkit.system.report import nearest, text
 
 OPTIONS_ALSO_CALLED = {"ppo": "loss=grpo", "pg": "loss=reinforce", "vanilla": "loss=reinforce"}
 """Name that the field has for an option -> our name of it."""
-
-_FIELD = {
-    "rollout.group_size": (
-        "n k group groups samples rollouts completions num_samples num_rollouts num_completions "
-        "n_samples n_rollouts rollouts_per_example rollouts_per_prompt samples_per_prompt"
-    ),
-    "rollout.prompts_per_batch": "prompts num_prompts n_prompts prompts_per_step",
-    "rollout.max_completion_length": (
-        "max_len max_length max_new_tokens response_length max_response_length max_seq_len seq_len "
-        "completion_length"
-    ),
-    "rollout.temperature": "temp",
-    "rollout.lag": "max_async_level async_level staleness",
-    "accumulation.docs_per_step": (
-        "batch batch_size global_batch_size mini_batch_size minibatch_size"
-    ),
-    "accumulation.max_tokens": "micro_batch micro_batch_size microbatch_size tokens_per_batch",
-    "trainer.max_steps": (
-        "steps num_steps n_steps total_steps train_steps training_steps iterations iters max_iter "
-        "max_iters updates num_updates epochs total_epochs num_epochs n_epochs max_epochs"
-    ),
-    "trainer.checkpoint_every": (
-        "save save_every save_steps save_interval save_freq checkpoint checkpoints ckpt_every "
-        "interval checkpoint_interval ckpt_interval"
-    ),
-    "trainer.device": "cuda gpu cpu accelerator",
-    "evaluation.every": (
-        "eval eval_every eval_interval eval_freq eval_steps evaluate_every val_every test_freq"
-    ),
-    "loss.epsilon_low loss.epsilon_high": (
-        "clip clip_ratio clip_range cliprange clip_eps clip_epsilon eps_clip"
-    ),
-    "loss.epsilon_high": "eps_high clip_high clip_higher clip_ratio_high",
-    "loss.epsilon_low": "eps_low clip_low clip_ratio_low",
-    "optimizer.warmup_steps": "warmup",
-    "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
-    "optimizer.weight_decay": "wd",
-    "optimizer.max_grad_norm": "grad_clip gradient_clip clip_grad_norm max_norm grad_norm",
-    "kl.coefficient": "beta kl_coef kl_coeff kl_beta kl_weight",
-    "entropy.coefficient": "ent_coef entropy_coeff entropy_bonus entropy_weight",
-    "parallelism.data_parallel": (
-        "gpus num_gpus n_gpus nproc nproc_per_node world_size devices num_devices processes"
-    ),
-    "model.dtype": "precision torch_dtype bf16 fp16 half",
-    "model.lora_rank": "lora lora_r rank",
-    "model.path": (
-        "path model_name model_name_or_path model_path base_model pretrained name_or_path"
-    ),
-    "task.path": (
-        "dataset dataset_name data data_path train_file train_files train_data train_path"
-    ),
-    "task.verifier": "reward reward_fn reward_funcs reward_function verifier rewards",
-    "loss": "algo algorithm method loss_fn loss_type objective policy_loss type",
-    "advantage": "estimator adv_estimator advantage_estimator baseline",
-    "tracking": "wandb mlflow tensorboard tracker logger logging report_to",
-    "sampler": "vllm engine backend",
-    "tracking.run_name": "name exp_name wandb_name",
-    "tracking.experiment": "project project_name wandb_project experiment_name",
-    "hydra.run.dir": (
-        "output out dir outdir output_dir run_dir save_dir logdir log_dir exp_dir workdir "
-        "output_folder"
-    ),
-}
-"""Our keys, or our group -> the words that the field has for them."""
-
-_WORDS = {word: keys.split() for keys, words in _FIELD.items() for word in words.split()}
 
 _COUNTED_OTHERWISE = ("epochs", "micro_batch", "microbatch")
 """Parts of words whose numbers are of another unit than the key that comes nearest."""
@@ -207,7 +142,7 @@ def overrides_meant(
         if near is not None:
             return with_value(config, next(key for key in of_group if key.leaf == near), value)
     for word in (known.replace(".", "_"), "_".join(known.split(".")[-2:]), ending):
-        if word in _WORDS:
+        if word in FIELD_WORDS:
             return _of_field(config, word, value, groups)
     keys = _theirs(known, group in groups)
     if keys:
@@ -304,7 +239,7 @@ def _of_field(
 ) -> str:
     """Return the overrides for a word of the field."""
     overrides = []
-    for name in _WORDS[word]:
+    for name in FIELD_WORDS[word]:
         if name in groups:
             is_option = word in groups[name] and text(value) not in groups[name]
             overrides.append(option_meant(config, name, word if is_option else value, groups))
