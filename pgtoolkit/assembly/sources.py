@@ -16,7 +16,6 @@ from pgtoolkit.assembly.recorded_rollouts import estimator_of, recorded_rollouts
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
@@ -115,17 +114,22 @@ def _sampled_rollouts(
     folder = None
     if rollout.save_path and module.layout.rank == 0:
         folder = recording_folder(rollout.save_path, resume)
-    if module.reference is not None:
-        longest_document = min(longest_document, module.reference.max_positions)
-    asked = _Asked(
-        rollout.sampling,
-        config.sampler.name == "transformers",
-        config.model.name,
-        config.trainer.max_steps,
-    )
-    template = config.kl.reference_prompt
     with failing_together(module.layout):
-        tokenized = _tokenized_task(asked, config.task, task, module, longest_document, template)
+        if module.reference is not None:
+            longest_document = min(longest_document, module.reference.max_positions)
+        tokenized = _tokenized_task(
+            _Asked(
+                rollout.sampling,
+                config.sampler.name == "transformers",
+                config.model.name,
+                config.trainer.max_steps,
+            ),
+            config.task,
+            task,
+            module,
+            longest_document,
+            config.kl.reference_prompt,
+        )
         notes = notes_on_ends(tokenized.ends, module.policy.vocabulary_size, rollout.stop)
         notes += _notes_on_template(tokenized)
         for note in [*notes, *notes_on_rows(tokenized, config.task)]:
@@ -136,8 +140,14 @@ def _sampled_rollouts(
         _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
     )
     sampler = make_sampler(rollout.sampling, module, tokenized, longest_document, run_dir, is_async)
-    if isinstance(config.model, HuggingFaceModelSettings):
-        _note_on_ignored_settings(config.model.path, module.policy, rollout.sampling)
+    ignored = ignored_settings(module.policy, rollout.sampling)
+    if ignored and isinstance(config.model, HuggingFaceModelSettings):
+        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+        log.warning(
+            f"note: {config.model.path}/generation_config.json suggests {values}, which is "
+            "ignored: only rollout.temperature and rollout.top_p decide how completions are "
+            "sampled."
+        )
     has_critic = config.advantage.estimator == AdvantageEstimator.gae
     return SampledRollouts(
         tokenized,
@@ -154,17 +164,6 @@ def _sampled_rollouts(
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
     )
-
-
-def _note_on_ignored_settings(path: str, policy: Policy, sampling: SamplingSettings) -> None:
-    """Print a note on settings of sampling that the model's folder suggests in vain."""
-    ignored = ignored_settings(policy, sampling)
-    if ignored:
-        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
-        log.warning(
-            f"note: {path}/generation_config.json suggests {values}, which is ignored: only "
-            "rollout.temperature and rollout.top_p decide how completions are sampled."
-        )
 
 
 def evaluator_of(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import counterpart_command, going_on_command, has_counterpart
+from pgtoolkit.config.defaults import ByScores
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import (
     Row,
@@ -32,7 +33,8 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     if not any(lines):
         lines = [_rise("loss", metrics)]
     best = best_checkpoint(Path(run_dir), watched(config))
-    lines += _held_out_lines(read_evaluations(Path(run_dir)), best)
+    number = ByScores().resolve(config)
+    lines += _held_out_lines(read_evaluations(Path(run_dir)), number, best)
     lines.append(reason)
     entries = [entry("run", shell_path(run_dir))]
     parent = status.get("parent")
@@ -70,17 +72,21 @@ def _changes_to_go_on(metrics: Columns, config: dict, reason: str) -> Row:
     return {}
 
 
-def _held_out_lines(rows: list[Row], best: Row | None) -> Iterator[str]:
-    """Yield a line on the pass@1 of each set over the run. best: the row of the best checkpoint."""
+def _held_out_lines(rows: list[Row], number: str, best: Row | None) -> Iterator[str]:
+    """Yield a line on a number of each set over the run, such as pass@1.
+
+    best: the row of the best checkpoint.
+    """
     for name in dict.fromkeys(row["set"] for row in rows):
         set_rows = [row for row in rows if row["set"] == name]
-        shares = [row["pass@1"] for row in set_rows]
+        values_of_set = [row[number] for row in set_rows]
         last = set_rows[-1]
         note = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
+        span = None if number == "avg" else (0, 1)
         yield (
-            f"{name:<12} {shares[0]:.3f} -> {shares[-1]:.3f}  {sparkline(shares, span=(0, 1))}  "
-            f"(pass@1 of {last['prompts']} held-out prompts, ± {last.get('pass@1_error', 0):.3f}"
-            f"{note})"
+            f"{name:<12} {values_of_set[0]:.3f} -> {values_of_set[-1]:.3f}  "
+            f"{sparkline(values_of_set, span=span)}  ({number} of {last['prompts']} held-out "
+            f"prompts, ± {last.get(f'{number}_error', 0):.3f}{note})"
         )
 
 

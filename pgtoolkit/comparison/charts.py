@@ -180,10 +180,11 @@ def _draw_intervals(axes: Axes, compared: Compared, room: float) -> None:
 
     room: height of a group, in points.
     """
-    axes.set(
-        xlabel=legible(f"{compared.measured}\n(a line for each run, the mean, its 95 % interval)"),
-        yticks=[],
-    )
+    measures = {sample.measure for sample in compared.comparisons.samples if sample.values}
+    what = "a line for each run, the mean, its 95 % interval"
+    if len(measures) > 1:
+        what += ";\nit does not mean the same in all"
+    axes.set(xlabel=legible(f"{compared.measured}\n({what})"), yticks=[])
     axes.set_ylim(-len(compared.groups) + 0.4, 0.6)
     for place, (group, sample) in enumerate(
         zip(compared.groups, compared.comparisons.samples, strict=False)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pgtoolkit.comparison.compared_runs import learned
-from pgtoolkit.config.defaults import Computed
+from pgtoolkit.config.defaults import Computed, scores_by_own_code
 from pgtoolkit.config.evaluation_sets import (
     DEFAULT_SET,
-    scores_by_own_code,
     values_of_set,
 )
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, shown
@@ -25,7 +24,7 @@ from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.declared import REQUIRED, Alters, Dictionary
 from pgtoolkit.system.functions import is_dotted_path
-from pgtoolkit.system.report import shell_path, text
+from pgtoolkit.system.report import text
 
 _OF_DOCUMENTS = {Alters.prompts, Alters.scores, Alters.selection, Alters.sampling, Alters.age}
 """What concerns a mean over the documents of a step."""
@@ -160,7 +159,9 @@ def selects(run: Run, metric: str) -> list[Difference]:
     if metric.startswith(HELD_OUT) or not kinds_of(metric):
         return []
     if run.config.get("rollout.name") == "recorded":
-        return [Difference("rollout=recorded", _RECORDED)]
+        has_length = run.config.get("rollout.max_completion_length") is not None
+        use = "" if has_length else "evaluation.max_completion_length=256"
+        return [Difference("rollout=recorded", _RECORDED, use)]
     return [
         Difference(f"{name}={text(run.config[name])}", Alters.selection)
         for name, kinds in _KINDS.items()
@@ -222,7 +223,7 @@ def _difference(name: str, first: Run, second: Run, metric: str, value: object) 
     if group == "task" and any(run.config.get(of_set) is not None for run in (first, second)):
         return Difference(of_set, kind, None if leaf == "path" else f"{of_set}={_typed(value)}")
     if name in ("evaluation.every", "trainer.stop_at"):
-        return Difference(name, kind)
+        return Difference(name, kind, None)
     use = f"{name}={_typed(value)}" if group == "evaluation" else _use_instead(name, kind, value)
     return Difference(shown(name), kind, use)
 
@@ -262,7 +263,7 @@ def _held_out_as(run: Run, metric: str) -> dict[str, object]:
     for leaf in _ASKED_AS_IN_TRAINING:
         if values[f"evaluation.{leaf}"] is None:
             values[f"evaluation.{leaf}"] = run.config.get(f"rollout.{leaf}")
-    task, sets = (_nested(run.config, prefix) for prefix in ("task.", "evaluation.sets."))
+    task, sets = (nested(run.config, prefix) for prefix in ("task.", "evaluation.sets."))
     settings = sets.get(name, {})
     if not isinstance(settings, dict) or (name not in sets and name != DEFAULT_SET):
         return values
@@ -279,7 +280,7 @@ def _held_out_as(run: Run, metric: str) -> dict[str, object]:
     return values
 
 
-def _nested(config: Mapping[str, object], prefix: str) -> Dictionary:
+def nested(config: Mapping[str, object], prefix: str) -> Dictionary:
     """Return the keys behind a prefix as nested dictionaries."""
     nested: Dictionary = {}
     for name, value in config.items():
@@ -315,74 +316,32 @@ def is_scored_by_own_code(run: Run, metric: str = "") -> bool:
 
     metric: of the evaluation set in question; "" for training.
     """
-    task = _nested(run.config, "task.")
+    task = nested(run.config, "task.")
     if metric.startswith(HELD_OUT):
-        settings = _nested(run.config, "evaluation.sets.").get(set_of(metric), {})
+        settings = nested(run.config, "evaluation.sets.").get(set_of(metric), {})
         if isinstance(settings, dict):
             task = values_of_set(task, settings)
     return scores_by_own_code(task)
 
 
-def same_data(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the runs with one path for data of the same contents, and notes on the paths that were
-    replaced.
-
-    The digests of data.json decide, where every run that names such data has them.
-    """
-    names = dict.fromkeys(
-        name.removeprefix(CONTENTS)
-        for run in runs
-        for name in run.trained_with
-        if name.startswith(CONTENTS)
-    )
-    changed: list[dict[str, object]] = [{} for _ in runs]
-    notes = []
-    for name in names:
-        having = [run for run in runs if run.config.get(name) is not None]
-        if any(CONTENTS + name not in run.trained_with for run in having):
-            continue
-        first: dict[object, object] = {}
-        for run, values in zip(runs, changed, strict=True):
-            if run.config.get(name) is None or name in run.trained_with:
-                continue
-            path = run.config[name]
-            known = first.setdefault(run.trained_with[CONTENTS + name], path)
-            if path != known:
-                values[name] = known
-                notes.append(f"{name}={path} has the contents of {known}, and counts as the same")
-    same = [
-        replace(run, config={**run.config, **values}) if values else run
-        for run, values in zip(runs, changed, strict=True)
-    ]
-    return same, list(dict.fromkeys(notes))
-
-
 def why_unlike(
-    first: Sequence[Run], second: Sequence[Run], metric: str, ignore_code: bool
+    first: Sequence[Run],
+    second: Sequence[Run],
+    metric: str,
+    ignore_code: bool = False,
+    without: Collection[str] = (),
 ) -> list[Difference]:
     """Return why a metric means something else in the runs of two configurations, or in those of
-    one; empty where it means the same in all."""
+    one; empty where it means the same in all.
+
+    without: the --over keys, which are a reason only where there is no other.
+    """
     runs = [*first, *second]
+    of_blocks: list[Difference] = []
     for run in runs[1:]:
         found = differences(runs[0], run, metric, ignore_code)
-        if found:
-            return found
-    return []
-
-
-def what_to_run(run: Run, found: Sequence[Difference]) -> str:
-    """Return a sentence on how to measure a run and others alike, on held-out prompts."""
-    left = [why.name for why in found if why.use is None]
-    if left:
-        return f"Give all the same {' and '.join(left)}, or evaluate all on one set of prompts."
-    overrides = [why.use for why in found if why.use]
-    evaluate = ["pgtk evaluate", shell_path(str(run.path)), *overrides]
-    train = ["evaluation.every=20", *overrides]
-    path = _nested(run.config, "task.").get("path")
-    if path is not None and not _nested(run.config, "evaluation.sets."):
-        evaluate += ["--training-prompts", "--on", shlex.quote(str(path))]
-        train.append("evaluation.sets.test.path=FILE")
-    return (
-        f"Measure each of the runs alike, such as by {' '.join(evaluate)}, or train with "
-        f"{' '.join(train)}."
-    )
+        others = [why for why in found if why.name not in map(shown, without)]
+        if others:
+            return others
+        of_blocks = of_blocks or found
+    return of_blocks

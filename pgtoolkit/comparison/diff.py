@@ -7,7 +7,7 @@ from pathlib import Path
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
-from pgtoolkit.runs.records import known_provenance, leaves, read_resolved
+from pgtoolkit.runs.records import known_provenance, leaves, read_data, read_resolved
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import shell_path, text
 
@@ -16,6 +16,7 @@ def render_diff(first: Path, second: Path) -> str:
     """Return the differences for the terminal; sections without any are named below the others."""
     configs = [as_typed(dict(leaves(read_resolved(path)))) for path in (first, second)]
     sections = {"configuration": config_drift(*configs)}
+    contents = [read_data(path) for path in (first, second)]
     known = {path: known_provenance(path) for path in (first, second)}
     notes = []
     if all(known.values()):
@@ -34,13 +35,22 @@ def render_diff(first: Path, second: Path) -> str:
     for title, changes in sections.items():
         if changes:
             rows = [
-                [key, text(before), "->", text(after)] for key, (before, after) in changes.items()
+                [key, text(before), "->", text(after) + _remark(key, contents)]
+                for key, (before, after) in changes.items()
             ]
             lines += ["", title, *(f"  {line}" for line in aligned(rows))]
     same = [title for title, changes in sections.items() if not changes]
     if same:
         notes.insert(0, f"No difference in {', '.join(same)}.")
     return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def _remark(key: str, contents: list[dict]) -> str:
+    """Return a remark on a path under which both runs read the same data. contents: data.json."""
+    digests = [
+        [file["sha256"] for _, file in sorted(data.get(key, {}).items())] for data in contents
+    ]
+    return "  (the same contents)" if digests[0] and digests[0] == digests[1] else ""
 
 
 def _facts(provenance: dict) -> dict[str, dict]:

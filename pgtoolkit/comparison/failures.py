@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pgtoolkit.comparison.common_measure import is_scored_by_own_code
 from pgtoolkit.config.conditions import holds
 from pgtoolkit.runs.declared_metrics import METRICS, metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
@@ -23,7 +24,8 @@ Groups without signal and a certain policy are no failures then.
 """
 
 HELD_OUT_FALL = 0.05
-"""A larger fall of a held-out share is a failure, if it is three standard errors as well."""
+"""A larger fall of a held-out share, or of a mean score by this part of its best, is a failure, if
+it is three standard errors as well."""
 
 STEPS_OF_NOISE = 10
 """How many times its typical difference from step to step a reward must fall to be lost.
@@ -125,7 +127,12 @@ def _at_the_end(values: np.ndarray) -> float:
 
 
 def _is_solved(run: Run) -> bool:
+    """Return whether most completions are right in the end or, where code of the user's own gives
+    scores between 0 and 1, of which none may count as right, whether their mean is as high."""
     right = run.values("exact_match")
+    rewards = run.values("reward")
+    if rewards and is_scored_by_own_code(run) and min(rewards) >= 0 and max(rewards) <= 1:
+        right = rewards
     return bool(right) and _at_the_end(np.array(right)) >= SOLVED
 
 
@@ -281,7 +288,8 @@ def _reward_lost(run: Run) -> Finding | None:
 def _held_out_falls(run: Run) -> Finding | None:
     """Find a last evaluation below the best one, though training's reward has risen since then."""
     for name in sorted(run.columns):
-        if not (name.startswith(HELD_OUT) and name.endswith("/pass@1")):
+        number = "avg" if is_scored_by_own_code(run, name) else "pass@1"
+        if not (name.startswith(HELD_OUT) and name.endswith(f"/{number}")):
             continue
         steps, shares = _points(run, name)
         if len(shares) < 3:
@@ -292,7 +300,8 @@ def _held_out_falls(run: Run) -> Finding | None:
         reward_steps, rewards = _smoothed(run, "reward")
         _, measured = _points(run, "reward")
         reward_then = float(np.interp(steps[best], reward_steps, rewards))
-        has_fallen = fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0))
+        scale = 1 if number == "pass@1" else abs(float(shares[best]))
+        has_fallen = fall > max(HELD_OUT_FALL * scale, 3 * max(errors, default=0.0))
         if has_fallen and rewards[-1] > reward_then + _noise(measured):
             seen = (
                 f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; reward rose from "

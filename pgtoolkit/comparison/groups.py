@@ -1,28 +1,26 @@
-"""Gathers runs by configuration, and notes what makes them hard to compare."""
+"""Gathers runs by configuration, and compares their results."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import numpy as np
 
 from pgtoolkit.comparison import measures
+from pgtoolkit.comparison.bases import keep_best, keys_of, planned
 from pgtoolkit.comparison.common_measure import (
     altering,
     kinds_of,
     measure_of,
-    same_data,
-    what_to_run,
-    why_unlike,
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.headline import chosen_metric
-from pgtoolkit.comparison.identical import are_identical, recorded_numbers
+from pgtoolkit.comparison.identical import are_identical, recorded_numbers, same_data
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
+from pgtoolkit.comparison.notes import code_notes, is_not_configured, notes_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
 from pgtoolkit.config.own_code import as_typed
@@ -30,12 +28,8 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
-from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.runs.series import final
-from pgtoolkit.system.report import is_number, nearest, refusal, text
-
-_SCALES_APART = 2
-"""A note is made where the median gradient norms of two groups differ by more than this factor."""
+from pgtoolkit.system.report import nearest, refusal, text
 
 
 def compare(
@@ -55,7 +49,7 @@ def compare(
     best_of: a varying key; of groups that differ in it alone only the best one is compared.
     reach: METRIC=THRESHOLD, in the place of `metric`.
     over: KEY,..., varying keys that belong to a run's block, as the seed does.
-    against: the base of the planned comparisons, see `_planned`; None: every pair is planned.
+    against: the base of the planned comparisons, see `planned`; None: every pair is planned.
     margin: see `margin_of`.
     ignore_code: runs that differ in the user's own modules alone are of one configuration.
     labels: KEY=VALUE=NAME, the name to show for a value.
@@ -75,7 +69,7 @@ def compare(
     readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
     keys, following, common = _varying(readable, over_keys, ignore_code)
-    blocks = _keys_of("--over", over_keys, keys, common)
+    blocks = keys_of("--over", over_keys, keys, common)
     keys = [key for key in keys if key not in blocks]
 
     groups = _grouped(readable, keys)
@@ -108,20 +102,26 @@ def compare(
     )
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
-        _keep_best(compared, best_of)
-    primary = None if against is None else _planned(compared, against)
+        keep_best(compared, best_of)
+        _, following_best, _ = _varying([run for group in compared.groups for run in group.runs])
+        compared.following = [
+            name for name in map(shown, following_best) if name not in compared.keys
+        ]
+    primary = None if against is None else planned(compared, against)
     compared.name_groups()
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
-    measures_of_groups = _measures_of(compared, blocks)
+    numbers = recorded_numbers(compared.groups)
+    # Runs on tasks of several blocks are compared task by task.
+    only_paired = any(altering(key) & kinds_of(metric) for key in blocks)
     samples = [
-        replace(sample, measure=measured, numbers=numbers)
-        for sample, measured, numbers in zip(
-            samples, measures_of_groups, recorded_numbers(compared.groups), strict=True
+        replace(sample, measure=measured, only_paired=only_paired, numbers=numbers[place])
+        for place, (sample, measured) in enumerate(
+            zip(samples, _measures_of(compared, blocks), strict=True)
         )
     ]
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
-    compared.notes += _code_notes(compared, readable, ignore_code)
+    compared.notes += code_notes(compared, readable, ignore_code)
     return compared
 
 
@@ -165,30 +165,6 @@ def _grouped(runs: list[Run], keys: list[str]) -> list[RunGroup]:
     return list(by_values.values())
 
 
-def _keys_of(
-    option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()
-) -> list[str]:
-    """Return the keys of the names that the user typed.
-
-    keys: those that tell the runs apart; a refusal lists them.
-    Raises ConfigError for a name that is not in `keys` or `others`.
-    """
-    known = {shown(key): key for key in (*keys, *others)}
-    for name in names:
-        if name not in known:
-            if not keys:
-                raise ConfigError(
-                    f"{option}={name} needs a key that tells the runs apart. These "
-                    f"runs differ in no key. Use runs that do, or leave {option} out."
-                )
-            listing = ", ".join(map(shown, keys))
-            raise ConfigError(
-                f"{option}={name} needs a key that tells the runs apart. These are "
-                f"{listing}. Use {option}={shown(keys[0])}."
-            )
-    return [known[name] for name in names]
-
-
 def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
@@ -208,62 +184,6 @@ def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, st
         key, value = max(matches, key=lambda pair: len(pair[1]))
         names[key, value] = label.removeprefix(f"{key}={value}=")
     return names
-
-
-def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
-    """Return the pairs of each base with the groups that differ from it only in keys of `against`.
-
-    A base is a group that has all values of `against`. The bases are moved to the front of
-    `compared.groups`.
-    against: KEY=VALUE,...; a KEY alone has the value of the sweep's first configuration, and with
-        "" that configuration is the base.
-    """
-    base: dict[str, str] = {}
-    typed_first = _typed_first(compared.groups)
-    for pair in against.split(",") if against else compared.keys:
-        key, is_given, value = pair.partition("=")
-        _refuse_against(compared, against, key in compared.keys)
-        base[key] = value if is_given else text(typed_first.values[key])
-    bases = [
-        group
-        for group in compared.groups
-        if all(text(group.values[key]) == base[key] for key in base)
-    ]
-    _refuse_against(compared, against, bool(bases))
-    compared.groups = bases + [group for group in compared.groups if group not in bases]
-    others = [key for key in compared.keys if key not in (*base, compared.best_of)]
-    rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
-    after = range(len(bases), len(rests))
-    return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
-
-
-def _typed_first(groups: list[RunGroup]) -> RunGroup:
-    """Return the group of the sweep's first job; outside of a sweep that of the first run."""
-    orders: dict[Path, dict[str, int]] = {}
-
-    def place(run: Run) -> tuple[int, str]:
-        folder = Path(run.path).parent
-        if folder not in orders:
-            jobs = read_sweep(folder).get("jobs", [])
-            orders[folder] = {job["directory"]: number for number, job in enumerate(jobs)}
-        return orders[folder].get(Path(run.path).name, len(orders[folder])), str(run.path)
-
-    return min(groups, key=lambda group: min(map(place, group.runs)))
-
-
-def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
-    """Raise ConfigError, with all that --against takes, unless it is right."""
-    if is_right:
-        return
-    values = dict.fromkeys(
-        f"{key}={text(group.values[key])}" for key in compared.keys for group in compared.groups
-    )
-    if not values:
-        _keys_of("--against", [against], compared.keys)
-    raise ConfigError(
-        f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "
-        f"value of the first. These are {', '.join(values)}. Use --against={next(iter(values))}."
-    )
 
 
 def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
@@ -342,64 +262,18 @@ def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:
     """Return, for each group, what its tested values measure; a text that is equal for groups whose
     values mean the same.
 
-    blocks: the --over keys. Where one of them changes the number itself, only groups that share
-    a block measure the same.
+    blocks: the --over keys, which are left out.
     """
     metric = compared.metric
-    alters = any(altering(key.removeprefix(CONTENTS)) & kinds_of(metric) for key in blocks)
-    components = _sharing_blocks(compared.groups, blocks) if alters else [0] * len(compared.groups)
-    texts = []
-    for place, (group, component) in enumerate(zip(compared.groups, components, strict=True)):
-        measured = measure_of(group.counted, metric, compared.ignore_code, blocks)
-        texts.append(repr((place if measured is None else measured, component)))
-    return texts
-
-
-def _sharing_blocks(groups: list[RunGroup], blocks: Sequence[str]) -> list[int]:
-    """Return a number for each group, equal for groups that share blocks, or share some with a
-    third."""
-    numbers = list(range(len(groups)))
-    of_groups = [{_block(run, blocks)[:-1] for run in group.counted} for group in groups]
-    for place, of_group in enumerate(of_groups):
-        for other in range(place):
-            if of_group & of_groups[other]:
-                joined = {numbers[place], numbers[other]}
-                least = min(joined)
-                numbers = [least if number in joined else number for number in numbers]
-    return numbers
+    measured = [
+        measure_of(group.counted, metric, compared.ignore_code, blocks) for group in compared.groups
+    ]
+    return [repr(place if text is None else text) for place, text in enumerate(measured)]
 
 
 def _block(run: Run, blocks: Sequence[str]) -> tuple:
     """Return the values that pair a run with others: of the --over keys, and the seed."""
     return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
-
-
-def _keep_best(compared: Compared, best_of: str) -> None:
-    """Keep the first of the sorted groups that differ in one key; its `tried` has all."""
-    _keys_of("--best-of", [best_of], compared.keys)
-    chosen: dict[tuple, RunGroup] = {}
-    for group in compared.groups:
-        other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
-        best = chosen.setdefault(other_values, group)
-        if group.counted:
-            best.tried[text(group.values[best_of])] = group
-    compared.groups = list(chosen.values())
-    _, following, _ = _varying([run for group in compared.groups for run in group.runs])
-    compared.following = [name for name in map(shown, following) if name not in compared.keys]
-
-
-def refuse_other_measures(compared: Compared) -> None:
-    """Raise ConfigError if the compared metric means something else at each value of the --best-of
-    key, so that it cannot say which value is best."""
-    for group in compared.groups:
-        tried = [other.counted for other in group.tried.values() if other.counted]
-        for runs in tried[1:]:
-            found = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
-            if found:
-                raise ConfigError(
-                    f"--best-of={compared.best_of} needs a metric that means the same at each "
-                    f"value (got {compared.metric}). {found[0]}. {what_to_run(runs[0], found)}"
-                )
 
 
 def _varying(
@@ -423,7 +297,7 @@ def _varying(
     classes = [()] * len(runs)  # for each run its values of `keys`
     for name in names:
         values = [learned(run, name) for run in runs]
-        if _is_not_configured(name) and None in values and len({*values}) == 2:
+        if is_not_configured(name) and None in values and len({*values}) == 2:
             continue  # a run without a record of it is assumed to agree with the others
         texts = [repr(value) for value in values]
         if len({*texts}) == 1:
@@ -440,11 +314,6 @@ def _varying(
     return keys, following, common
 
 
-def _is_not_configured(name: str) -> bool:
-    """Return True for a name of the contents of data or of code, which is no key."""
-    return name.startswith((CONTENTS, CODE, EVALUATION_CODE))
-
-
 def _changes_learning(name: str, run: Run) -> bool:
     """Return True if the run would have learned something else with another value of this name."""
     if name.startswith(EVALUATION_CODE):
@@ -455,27 +324,6 @@ def _changes_learning(name: str, run: Run) -> bool:
     # The key belongs to an option that a resume has replaced by another.
     declared = [known for known in KEYS if known.name == key]
     return not declared or any(known.learns is not False for known in declared)
-
-
-def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[str]:
-    """Return a note of the user's own modules where runs have used different versions of them."""
-    if ignore_code:
-        names = dict.fromkeys(
-            name for run in runs for name in run.trained_with if name.startswith(CODE)
-        )
-        differing = [
-            name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1
-        ]
-        if not differing:
-            return []
-        return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"]
-    differing = [key for key in compared.keys if key.startswith(CODE)]
-    if not differing:
-        return []
-    return [
-        f"{' and '.join(differing)} differs, not in comments or docstrings alone, and so these "
-        "runs are not counted as seeds of one configuration; --ignore=code counts them as such"
-    ]
 
 
 def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Run, str]]:
@@ -515,92 +363,3 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
             f"{option}={metric} needs one of {', '.join(known)}. No run has recorded it. Use "
             f"{option}={near}."
         )
-
-
-def notes_of(compared: Compared) -> list[str]:
-    """Return notes on differences that make the runs hard to compare, without their full stops."""
-    notes = []
-    counted = [run for group in compared.groups for run in group.counted]
-    if len({run.code for run in counted}) > 1:
-        notes.append(
-            "the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says "
-            "what changed"
-        )
-    lengths = {run.step for run in counted if not run.collapsed}
-    if len(lengths) > 1:
-        steps = ", ".join(map(str, sorted(lengths)))
-        notes.append(
-            f"the runs are of different length ({steps} steps): their ends do not compare, the "
-            "mean does"
-        )
-    names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
-    if names:
-        notes.append(
-            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with "
-            "other settings, or at other steps"
-        )
-    if compared.best_of is not None:
-        notes += _best_of_notes(compared, compared.best_of)
-    return notes + _scale_notes(compared.groups)
-
-
-def _best_of_notes(compared: Compared, key: str) -> list[str]:
-    """Return notes on the choice by --best-of.
-
-    It flatters, and the best value of a group may be the lowest or the highest that was tried.
-    """
-    best = "fewest" if compared.by_documents else "highest"
-    notes = [
-        f"of each configuration the {key} with the {best} "
-        f"{compared.measured[0].lower()}{compared.measured[1:]} is shown. It was chosen by the "
-        "same runs that are compared, which flatters a configuration that has more values of it, "
-        "or noisier ones: further seeds of the chosen ones tell"
-    ]
-    for group in compared.groups:
-        tried = [value for value in compared.tried if value in group.tried]
-        chosen = text(group.values[key])
-        if len(tried) > 1 and is_number(group.values[key]) and chosen in (tried[0], tried[-1]):
-            end = "lowest" if chosen == tried[0] else "highest"
-            notes.append(
-                f"{group.label}: this is the {end} {key} tried, and one beyond may be better"
-            )
-    return notes
-
-
-def _evaluated_differently(runs: list[Run]) -> list[str]:
-    """Return the names of settings, data and code of the evaluation in which the runs differ."""
-    beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
-    present = {
-        name
-        for run in runs
-        for name in (*run.config, *run.trained_with)
-        if name.startswith(beginnings)
-    }
-    names = []
-    for name in sorted(present - {"evaluation.best"}):
-        values = [learned(run, name) for run in runs]
-        if _is_not_configured(name):
-            values = [value for value in values if value is not None]
-        if len({repr(value) for value in values}) > 1:
-            names.append(name)
-    return names
-
-
-def _scale_notes(groups: list[RunGroup]) -> list[str]:
-    """Return a note where the gradients of two groups differ much in length."""
-    norms = {}
-    for group in groups:
-        values = [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]
-        if values:
-            norms[group.label] = float(np.median(np.concatenate(values)))
-    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
-        return []
-    low = min(norms, key=lambda label: norms[label])
-    high = max(norms, key=lambda label: norms[label])
-    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
-    return [
-        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with "
-        f"{low} and {norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and "
-        "AdamW's epsilon then act on them differently, and one learning rate need not suit both: "
-        "docs/comparing.md"
-    ]

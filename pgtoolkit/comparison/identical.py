@@ -1,10 +1,11 @@
-"""Runs that recorded the same numbers, to the last bit."""
+"""Runs that recorded the same numbers, to the last bit, or that read the same data."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from pgtoolkit.comparison.compared_runs import RunGroup
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.runs.declared_metrics import OF_STEPS
 from pgtoolkit.runs.find import Run
+from pgtoolkit.runs.history import CONTENTS
 from pgtoolkit.runs.series import Columns, read_metrics
 
 _CLOCK = {"seconds", *(metric.name for metric in OF_STEPS if metric.over == "rank 0")}
@@ -60,3 +62,37 @@ def _digest_of(runs: Sequence[Columns]) -> str:
             digest.update(f"{name} {len(values)}".encode())
             digest.update(np.where(np.isnan(values), np.nan, values).tobytes())
     return digest.hexdigest()
+
+
+def same_data(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Return the runs with one path for data of the same contents, and notes on the paths that were
+    replaced.
+
+    The digests of data.json decide, where every run that names such data has them.
+    """
+    names = dict.fromkeys(
+        name.removeprefix(CONTENTS)
+        for run in runs
+        for name in run.trained_with
+        if name.startswith(CONTENTS)
+    )
+    changed: list[dict[str, object]] = [{} for _ in runs]
+    notes = []
+    for name in names:
+        having = [run for run in runs if run.config.get(name) is not None]
+        if any(CONTENTS + name not in run.trained_with for run in having):
+            continue
+        first: dict[object, object] = {}
+        for run, values in zip(runs, changed, strict=True):
+            if run.config.get(name) is None or name in run.trained_with:
+                continue
+            path = run.config[name]
+            known = first.setdefault(run.trained_with[CONTENTS + name], path)
+            if path != known:
+                values[name] = known
+                notes.append(f"{name}={path} has the contents of {known}, and counts as the same")
+    same = [
+        replace(run, config={**run.config, **values}) if values else run
+        for run, values in zip(runs, changed, strict=True)
+    ]
+    return same, list(dict.fromkeys(notes))

@@ -17,6 +17,7 @@ from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.charts import picture
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.measures import AXES, reached
+from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
@@ -153,7 +154,7 @@ def _latex(compared: Compared, command: str) -> str:
         f"Made by {command}",
         *text_report.definitions(compared),
         text_report.question(compared),
-        *text_report.without_verdict(
+        *without_verdict(
             compared, [pair for pairs in text_report.planned(compared) for pair in pairs]
         ),
     ]
@@ -218,7 +219,7 @@ def as_json(compared: Compared) -> str:
         "following": compared.following,
         "configurations": [_json_row(compared, row) for row in configurations(compared)],
         "pairs": [_json_pair(compared, pair) for pair in pairs],
-        "without_verdict": text_report.without_verdict(compared, pairs),
+        "without_verdict": without_verdict(compared, pairs),
         "excluded": [{"run": str(run.path), "why": why} for run, why in compared.left_out],
         "notes": compared.notes,
         "common": {key: text(value) for key, value in compared.common.items()},
@@ -358,7 +359,7 @@ def _tables_of_differences(compared: Compared) -> list[str]:
             title = f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>"
             parts.append(f"{title}\n{table}")
             shown += pairs
-    sentences = text_report.without_verdict(compared, shown) + text_report.worth(compared, shown)
+    sentences = without_verdict(compared, shown) + text_report.worth(compared, shown)
     return [*parts, _sentences(sentences)]
 
 

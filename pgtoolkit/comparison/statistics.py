@@ -5,6 +5,7 @@ One test asks whether a difference is more than noise, another whether it is les
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,12 +48,15 @@ class Sample:
     prompts: whatever else decides which prompts a run gets. Only samples with equal `prompts` are
         paired; their repr is compared.
     measure: what the values measure. Only samples with equal `measure` are tested.
+    only_paired: whether they measure the same only within a block, so that samples without a common
+        one are not tested.
     numbers: a digest of all numbers that the runs have recorded; None where it equals no other's.
     """
 
     values: dict[tuple, float]
     prompts: object = None
     measure: object = None
+    only_paired: bool = False
     numbers: str | None = None
 
     @property
@@ -188,8 +192,9 @@ class Comparisons:
         self._pairings = [_pairing_of(sample) for sample in samples]
         # Arrays over pairs of places.
         self._p, equal_p = _p_values(samples, self._values, self._pairings, margin)
+        self._is_unlike = _of_other_measures(samples)
         for p in (self._p, equal_p):
-            p[_of_other_measures(samples)] = np.nan
+            p[self._is_unlike] = np.nan
         self._is_planned = np.full(equal_p.shape, primary is None)
         for pair in primary or ():
             self._is_planned[pair] = True
@@ -207,12 +212,6 @@ class Comparisons:
     def num_adjusted(self) -> int:
         """The number of pairs for which p is adjusted: those that were planned and have a p."""
         return int(np.count_nonzero(~np.isnan(self._p[self._is_planned])))
-
-    @property
-    def num_common(self) -> int:
-        """The number of pairs that measure the same."""
-        counts = Counter(self.samples[place].measure for place in self._values)
-        return sum(count * (count - 1) // 2 for count in counts.values())
 
     @property
     def paired(self) -> set[bool]:
@@ -242,7 +241,7 @@ class Comparisons:
         pair.exploratory = not self._is_planned[first, second]
         numbers = self.samples[first].numbers
         pair.identical = numbers is not None and numbers == self.samples[second].numbers
-        pair.is_common = self.samples[first].measure == self.samples[second].measure
+        pair.is_common = not self._is_unlike[first, second]
         if not pair.is_common:
             return pair
         pair.improvement = improvement(self.samples[first], self.samples[second])
@@ -266,7 +265,12 @@ def _of_other_measures(samples: list[Sample]) -> np.ndarray:
     """Return (samples, samples) whether two samples measure different things."""
     numbers: dict[object, int] = {}
     kinds = np.array([numbers.setdefault(sample.measure, len(numbers)) for sample in samples], int)
-    return kinds[:, None] != kinds
+    is_unlike = kinds[:, None] != kinds
+    for first, second in itertools.combinations(range(len(samples)), 2):
+        if not samples[first].only_paired:
+            break
+        is_unlike[first, second] |= not _matched(samples[first], samples[second])[2]
+    return is_unlike
 
 
 def _pairing_of(sample: Sample) -> tuple:

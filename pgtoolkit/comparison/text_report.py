@@ -10,10 +10,9 @@ import numpy as np
 
 from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
-from pgtoolkit.comparison.common_measure import what_to_run, why_unlike
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.headline import in_order
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
+from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.statistics import (
     LEVEL,
     MOST_SEEDS,
@@ -217,44 +216,6 @@ def tried_rows(compared: Compared) -> list[list[str]]:
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])
     return rows
-
-
-def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
-    """Return sentences on pairs that have no measure in common: why, and what to do.
-
-    Pairs of one reason have one sentence.
-    """
-    sentences: dict[tuple[str, ...], str] = {}
-    seen: set[tuple[object, object]] = set()
-    samples = compared.comparisons.samples
-    for pair in pairs:
-        measured = (samples[pair.first].measure, samples[pair.second].measure)
-        if pair.is_common or pair.identical or measured in seen:
-            continue
-        seen.add(measured)
-        first, second = (compared.groups[place] for place in (pair.first, pair.second))
-        found = why_unlike(first.counted, second.counted, compared.metric, compared.ignore_code)
-        names = tuple(why.name for why in found)
-        if names in sentences:
-            continue
-        other = _common_metric(compared, first, second)
-        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], found)
-        sentences[names] = (
-            f"no common measure: {compared.metric} would differ for one and the same policy, since "
-            f"{' and '.join(map(str, found))}. {use}"
-        )
-    return [*sentences.values()]
-
-
-def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str:
-    """Return a metric that means the same in all runs of two groups; "" if they have none."""
-    runs = [*first.counted, *second.counted]
-    for metric in in_order(runs):
-        if all(run.values(metric) for run in runs) and not why_unlike(
-            first.counted, second.counted, metric, compared.ignore_code
-        ):
-            return metric
-    return ""
 
 
 def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pgtoolkit.config.defaults import ByWeights, Computed, SameAs
+from pgtoolkit.config.defaults import ByScores, ByWeights, Computed, SameAs
 from pgtoolkit.system.declared import Declared
 
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -112,9 +112,10 @@ DEFAULTS: Mapping[str, Computed] = {
     "accumulation.max_tokens": ByWeights(random=512, trained=4096),
     "rollout/policy.max_completion_length": ByWeights(random=7, trained=256),
     "sampler.answer_seconds": SameAs("parallelism.timeout_seconds"),
+    "evaluation.best": ByScores(),
 }
 """Key, or key of an option, -> its default, which follows other groups. In Python such a key has to
-be given."""
+be given, or has the default that holds without the other groups."""
 
 CHANGES: Mapping[str, Mapping[str, Computed]] = {
     "aggregation/constant": {"divisor": SameAs("rollout.max_completion_length")},

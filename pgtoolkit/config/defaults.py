@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgtoolkit.config.conditions import holds, value_of
+from pgtoolkit.tasks.settings import VERIFIERS
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,46 @@ class SameAs:
         return f"${{{self.key}}}"
 
 
-Computed = ByWeights | ByCondition | SameAs
+@dataclass(frozen=True)
+class ByScores:
+    """The number of an evaluation that says how good a policy is: the share of right answers, or
+    the mean score where code of the user's own gives the scores, see `scores_by_own_code`."""
+
+    def resolve(self, config: object) -> str:
+        """Return the value for the first evaluation set of a configuration, see `value_of`."""
+        task = value_of(config, "task")
+        settings = next(iter((value_of(config, "evaluation.sets") or {}).values()), None)
+        if any(value_of(settings, name) for name in ("task", "verifier", "verifiers")):
+            kind = value_of(settings, "task") or value_of(task, "name")
+            names = ("verifier", "verifiers")
+            task = {"name": kind, **{name: value_of(settings, name) for name in names}}
+        return "avg" if scores_by_own_code(task) else "pass@1"
+
+    def __str__(self) -> str:
+        return "pass@1, with a verifier or an environment of your own avg"
+
+    @property
+    def interpolation(self) -> str:
+        """The default as it stands in conf/, for OmegaConf's resolver `pgtk.by_scores`."""
+        return "${pgtk.by_scores:}"
+
+
+def scores_by_own_code(task: object) -> bool:
+    """Return whether code of the user's own decides what is right: a score of 1 or more, whatever
+    that means there.
+
+    task: its keys, see `value_of`. The first of several verifiers decides.
+    """
+    if value_of(task, "name") != "prompts":
+        return value_of(task, "name") == "conversation"
+    verifier = value_of(task, "verifier")
+    for entry in (value_of(task, "verifiers") or {}).values():
+        verifier = entry if isinstance(entry, str) else value_of(entry, "verifier")
+        break
+    return verifier not in (None, *VERIFIERS)
+
+
+Computed = ByWeights | ByCondition | ByScores | SameAs
 
 
 def number(value: float) -> str:

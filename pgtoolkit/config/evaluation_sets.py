@@ -16,7 +16,6 @@ from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import (
     QUESTIONS,
-    VERIFIERS,
     ConversationTaskSettings,
     PromptsTaskSettings,
     ReasoningGymTaskSettings,
@@ -97,20 +96,6 @@ def values_of_set(task: Mapping[str, object], settings: Mapping[str, object]) ->
         verifier = option_values("task", "prompts")["verifier"]
         values |= {"verifier": verifier, "pattern": None, "verifiers": {}}
     return values | {key: value for key, value in settings.items() if key not in OF_A_SET}
-
-
-def scores_by_own_code(task: object) -> bool:
-    """Return whether code of the user's own decides what is right, which then is a score of 1 or
-    more, whatever that means there.
-
-    task: its keys, see `value_of`.
-    """
-    verifier = value_of(task, "verifier")
-    verifiers = value_of(task, "verifiers")
-    if verifiers:
-        verifier = value_of(next(iter(verifiers.values())), "verifier")
-    is_own = value_of(task, "name") == "prompts" and verifier not in (None, *VERIFIERS)
-    return is_own or value_of(task, "name") == "conversation"
 
 
 def watched(config: object) -> tuple[str, str] | None:

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, Node, OmegaConf, open_dict
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.conditions import value_of
-from pgtoolkit.config.defaults import ByCondition, ByWeights
+from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
@@ -307,6 +307,7 @@ def register() -> None:
         "sweep_name": _sweep_name,
         "divide": _divide,
         "by_weights": _by_weights,
+        "by_scores": _by_scores,
         "if": _if,
         "digest": _digest,
     }
@@ -346,6 +347,10 @@ def _divide(dividend: float, divisor: float) -> float:
 
 def _if(condition: str, value: float, otherwise: float, *, _root_: DictConfig) -> float:
     return ByCondition(condition, value, otherwise).resolve(_root_)
+
+
+def _by_scores(*, _root_: DictConfig) -> str:
+    return ByScores().resolve(_root_)
 
 
 def _by_weights(

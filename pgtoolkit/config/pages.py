@@ -13,7 +13,7 @@ from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
 from pgtoolkit.config.schema import OPTIONS, default_options
 from pgtoolkit.config.tables import filled
-from pgtoolkit.system.declared import Key
+from pgtoolkit.system.declared import Alters, Key
 from pgtoolkit.system.report import text
 
 _WIDTH = 100
@@ -58,6 +58,8 @@ def files() -> dict[Path, str]:
     texts = {docs / "keys.md": keys_page(), conf / "config.yaml": main_file()}
     for page in sorted(docs.glob("*.md")):
         texts.setdefault(page, filled(page.read_text(encoding="utf-8")))
+    page = docs / "comparing.md"
+    texts[page] = with_measures(page.read_text(encoding="utf-8"))
     for group, options in OPTIONS.items():
         for name in options:
             texts[conf / group / f"{name}.yaml"] = option_file(group, name)
@@ -108,6 +110,28 @@ def keys_page() -> str:
         cells = [f"`{shown(entry.key.name)}`{options}", *entry.description().values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def with_measures(page: str) -> str:
+    """Return docs/comparing.md with the table of what keys change of a measured number."""
+    before, begin, rest = page.partition("<!-- measures -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    lines = ["| a key that | |", "|---|---|"]
+    for kind in Alters:
+        if kind != Alters.nothing:
+            lines.append(f"| {kind} | {', '.join(f'`{name}`' for name in _altering(kind))} |")
+    return before + begin + "\n".join(lines) + "\n" + end + after
+
+
+def _altering(kind: Alters) -> list[str]:
+    """Return the keys of a kind; in the place of all keys of a group its name."""
+    groups_with_others = {key.group for key in KEYS if key.alters != kind}
+    names = [
+        shown(key.name) if key.group in groups_with_others or not key.group else key.group
+        for key in KEYS
+        if key.alters == kind
+    ]
+    return list(dict.fromkeys(names))
 
 
 def _key_lines(key: Key, value: object) -> Iterator[str]:

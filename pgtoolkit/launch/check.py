@@ -20,6 +20,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
+from pgtoolkit.launch.final_number import check_search, number_of, why_no_common_measure
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
 from pgtoolkit.launch.sweep import Job, PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import count_jobs
@@ -83,7 +84,24 @@ def check(
     checked.plan = _JobCheck(checked, sweep_config)
     for number, job_overrides in enumerate(sweep_config.jobs):
         checked.runs.append(checked.plan(job_overrides, number))
+    _check_measure(checked, sweep_config)
     return checked
+
+
+def _check_measure(checked: Checked, sweep_config: SweepConfig) -> None:
+    """Refuse a search by a number that its own values change; note that of a sweep's runs."""
+    configs = [run.config for run in checked.runs if run.config and not run.report.problems]
+    if len(configs) < 2:
+        return
+    if sweep_config.search is not None:
+        check_search(sweep_config.search, configs, checked.report)
+        return
+    why, use = why_no_common_measure(configs)
+    if why:
+        checked.report.note(
+            f"{number_of(configs[0])} does not mean the same in all runs: {why}. "
+            + (f"Use {use} to compare all of them." if use else "Only some can be compared.")
+        )
 
 
 def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:

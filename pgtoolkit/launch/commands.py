@@ -56,7 +56,8 @@ def _compare(args: argparse.Namespace, parser: _Parser) -> None:
         pictures=("--png", "--svg", "--pdf"),
     )
 
-    from pgtoolkit.comparison.groups import compare, refuse_other_measures
+    from pgtoolkit.comparison.bases import refuse_other_measures
+    from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison

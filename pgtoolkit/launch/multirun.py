@@ -19,6 +19,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
 from pgtoolkit.launch.engines import Engine, JobHandle, engine_of
+from pgtoolkit.launch.final_number import final_value, number_of
 from pgtoolkit.launch.search import run_search
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.launch.sweep_line import SweepLine
@@ -99,7 +100,8 @@ class _Launch:
             Jobs(self._sweep, jobs, self._launcher.settings["fail_fast"]).run(self._engine)
 
     def run_drawn(self, overrides: list[list[str]], first: int) -> list[float | None]:
-        """Run jobs whose values a search has drawn; return the final reward of each.
+        """Run jobs whose values a search has drawn; return the final value of each, see
+        `number_of`.
 
         overrides: those of each job.
         first: the number of the first job.
@@ -114,13 +116,12 @@ class _Launch:
             jobs.append(run.job)
         # Jobs of one configuration share a directory, and run once.
         self.run(list({job.directory: job for job in jobs}.values()))
-        rewards = []
-        for job in jobs:
-            reward = None
-            if job.status == "done":
-                reward = sweep_report.final_objective(self._sweep.folder / job.directory)
-            rewards.append(reward)
-        return rewards
+        return [
+            final_value(self._sweep.folder / job.directory, number_of(job.checked))
+            if job.status == "done"
+            else None
+            for job in jobs
+        ]
 
 
 @dataclass

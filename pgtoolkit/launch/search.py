@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def run_search(search: Search, run: Callable[[list[list[str]], int], list[float | None]]) -> None:
     """Run the jobs of a search.
 
-    run: runs jobs, by the overrides of each and the number of the first; returns the final reward
-        of each, None for a job that failed.
+    run: runs jobs, by the overrides of each and the number of the first; returns the final value of
+        each, see `number_of`, which the search maximizes; None for a job that failed.
     """
     import optuna  # pyright: ignore[reportMissingImports]  (an extra)
 
@@ -34,11 +34,11 @@ def run_search(search: Search, run: Callable[[list[list[str]], int], list[float 
             [*search.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
             for trial in trials
         ]
-        for trial, reward in zip(trials, run(overrides, number), strict=True):
-            if reward is None:
+        for trial, value in zip(trials, run(overrides, number), strict=True):
+            if value is None:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
             else:
-                study.tell(trial, reward)
+                study.tell(trial, value)
         number += count
 
 

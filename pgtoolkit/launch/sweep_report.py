@@ -6,25 +6,17 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.launch.final_number import (
+    TRAINING,
+    final_value,
+    number_of,
+    why_no_common_measure,
+)
 from pgtoolkit.launch.sweep import Job, Sweep
-from pgtoolkit.runs.series import final, read_metrics, values
 from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking.next_commands import program
 
-OBJECTIVE = "reward"
-"""The metric that the lines and the table show, and that a search maximizes."""
-
 _STATES = ("done", "failed", "interrupted", "running", "pending")
-
-
-def final_objective(directory: Path) -> float | None:
-    """Return the objective's mean over the last tenth of the steps; None if not measured."""
-    try:
-        rewards = values(read_metrics(directory / "metrics.jsonl", {OBJECTIVE}), OBJECTIVE)
-    except PgtoolkitError:
-        return None
-    return final(rewards) if rewards else None
 
 
 def logs(sweep: Sweep) -> str:
@@ -40,11 +32,12 @@ def started(job: Job, number: int, count: int) -> str:
 
 
 def ended(job: Job, folder: Path, number: int, count: int, seconds: float) -> str:
-    """Return the line of a job that has ended, with its reward or the reason."""
+    """Return the line of a job that has ended, with its final number or the reason."""
     line = f"{_place(number, count)} {job.status:<12}{seconds:>6.0f} s {job.directory}"
     if job.status == "done":
-        value = final_objective(folder / job.directory)
-        return line + (f"  {OBJECTIVE} {value:.3f}" if value is not None else "")
+        metric = number_of(job.checked)
+        value = final_value(folder / job.directory, metric)
+        return line + (f"  {_short(metric)} {value:.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
 
@@ -52,17 +45,36 @@ def _place(number: int, count: int) -> str:
     return f"[{number:>{len(str(count))}}/{count}]"
 
 
+def _short(metric: str) -> str:
+    """Return the name of a number as it stands in a line: `held_out pass@1`, `reward`."""
+    return metric.removeprefix("evaluation/").replace("/", " ")
+
+
 def table(sweep: Sweep) -> str:
     """Return a table of all jobs, then the errors and logs of those that are not done."""
+    metrics = [number_of(job.checked) for job in sweep.jobs.values()]
+    # Jobs of which some are evaluated have the reward in common.
+    metric = metrics[0] if len(set(metrics)) == 1 else TRAINING
+    name = _short(metric)
+    width = max(9, len(name) + 2)
     lines = [
         "",
-        f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}",
+        f"{'state':<12}{'steps':>6}{'seconds':>9}{name:>{width}}  run in "
+        f"{shell_path(sweep.folder)}",
     ]
     for job in sweep.jobs.values():
-        reward = final_objective(sweep.folder / job.directory)
-        reward_text = "" if reward is None else f"{reward:.3f}"
+        value = final_value(sweep.folder / job.directory, metric)
+        value_text = "" if value is None else f"{value:.3f}"
         seconds = f"{job.seconds:.0f}" if job.seconds else ""
-        lines.append(f"{job.status:<12}{job.step:>6}{seconds:>9}{reward_text:>9}  {job.directory}")
+        lines.append(
+            f"{job.status:<12}{job.step:>6}{seconds:>9}{value_text:>{width}}  {job.directory}"
+        )
+    why, use = why_no_common_measure([job.checked for job in sweep.jobs.values()])
+    if why:
+        lines.append(
+            f"{name} does not mean the same in all of them: {why}."
+            + (f" To compare all, train with {use}." if use else "")
+        )
     for job in sweep.jobs.values():
         if job.status in ("done", "pending"):
             continue

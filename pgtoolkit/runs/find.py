@@ -41,7 +41,7 @@ _NOT_METRICS = (
 )
 """Names in a row of evaluations.jsonl that are no metrics."""
 
-_DROPPED = ("dropped_prompt_fraction", "dropped_group_fraction")
+DROPPED = ("dropped_prompt_fraction", "dropped_group_fraction")
 """Metrics of the share of a step's batch that was sampled and dropped."""
 
 _WITHOUT_RUNS = ("artifacts", "checkpoints")
@@ -253,7 +253,7 @@ def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
         columns = read_metrics(path / "metrics.jsonl")
         names = set()
     else:
-        needed = {*metrics, *_DROPPED, "time", "documents_seen", "num_tokens"}
+        needed = {*metrics, *DROPPED, "time", "documents_seen", "num_tokens"}
         columns = read_metrics(path / "metrics.jsonl", needed)
         names = metric_names(path / "metrics.jsonl")
     evaluations = records.read_evaluations(path)
@@ -325,7 +325,7 @@ def _count_dropped(columns: Columns, config: dict[str, object]) -> None:
     if seen is None:
         return
     kept = np.ones(seen.size)
-    for name in _DROPPED:
+    for name in DROPPED:
         if name in columns:
             kept *= 1 - np.nan_to_num(columns[name])
     if config.get("accumulation.last_step") == "drop":

@@ -95,5 +95,7 @@ def _code(provenance: dict) -> dict[str, Changes]:
 
 
 def _digest(files: dict[str, dict]) -> str:
-    digests = sorted((name, str(file.get("sha256"))) for name, file in files.items())
+    """Return a digest of the contents of files, in the order of their names but without these: data
+    that was copied is the same data."""
+    digests = [str(file.get("sha256")) for _, file in sorted(files.items())]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:8]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.bases import refuse_other_measures
 from pgtoolkit.comparison.common_measure import kinds_of
 from pgtoolkit.comparison.compared_runs import Compared
-from pgtoolkit.comparison.groups import compare, refuse_other_measures
+from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.reports import as_json, write
 from pgtoolkit.comparison.text_report import planned, render_comparison, verdict
 from pgtoolkit.config.keys import KEYS
@@ -207,6 +208,37 @@ def test_pairs_that_share_a_measure_keep_their_verdict_and_each_measure_has_a_ba
     with pytest.raises(ConfigError, match=r"--best-of=rollout\.temperature needs a metric that"):
         refuse_other_measures(compare(runs, best_of="rollout.temperature"))
     refuse_other_measures(compare(runs, best_of="loss"))
+
+
+def test_a_key_of_the_blocks_may_change_the_number_where_runs_share_a_block():
+    """Two losses on tasks of four and of six digits, then each loss on another task."""
+    runs = [
+        run_of(seed, level + 0.2 * (digits == 4), {"loss.name": loss, "task.num_digits": digits})
+        for loss, level in (("grpo", 0.5), ("gspo", 0.4))
+        for digits in (4, 6)
+        for seed in range(2)
+    ]
+    for place, run in enumerate(runs):
+        run.columns["exact_match"] = run.columns["exact_match"] + 1e-4 * place**2
+    both = compare(runs, "final:exact_match", over="task.num_digits")
+    assert [(pair.paired, pair.counts) for pair in both.comparisons] == [(True, (4, 4))]
+    assert verdicts(both) == ["worse"]
+    # The first loss on one task and the last on the other: they have no block in common.
+    third = [run_of(seed, 0.3, {"loss.name": "cispo", "task.num_digits": 6}) for seed in range(2)]
+    compared = compare([*runs[:2], *runs[4:], *third], "final:exact_match", over="task.num_digits")
+    labels = [group.label for group in compared.groups]
+    is_common = {
+        frozenset((labels[pair.first], labels[pair.second])): pair.is_common
+        for pair in compared.comparisons
+    }
+    assert is_common == {
+        frozenset(("grpo", "gspo")): True,
+        frozenset(("gspo", "cispo")): True,
+        frozenset(("grpo", "cispo")): False,
+    }
+    page = " ".join(render_comparison(compared).split())
+    assert "no common measure: exact_match would differ" in page
+    assert "since task.num_digits decides" in page
 
 
 def test_files_of_a_comparison_without_a_common_measure_say_why_and_give_no_difference(tmp_path):

@@ -241,7 +241,7 @@ def test_different_code_and_length_of_runs_are_noted(sweep, capsys):
     save(sweep / "9-longer", "grpo", 9, 0.5, steps=2 * STEPS)
     text = page(capsys, sweep)
     assert "Note: the runs come from different code" in text
-    assert "Note: the runs are of different length (20, 40 steps)" in text
+    assert "Note: the runs are of different length (160, 320 documents)" in text
 
 
 def test_curves_are_means_over_seeds_by_documents_and_by_time(sweep):

@@ -1,6 +1,7 @@
 """`pgtk compare` of two runs begins with their differences in configuration, code, packages and
 hardware, and with nothing else."""
 
+import json
 from pathlib import Path
 
 from builders.studies import four_losses
@@ -122,3 +123,13 @@ def test_only_a_comparison_of_two_readable_runs_begins_with_their_differences(
     printed = " ".join(capsys.readouterr().out.split())
     assert "A grpo-0" not in printed
     assert "config.yaml is damaged (no YAML, line 1:" in printed
+
+
+def test_a_path_of_the_same_contents_is_said_to_be_so(tmp_path):
+    digests = {"bytes": 3, "sha256": "a" * 64}
+    for name, file in (("a", "train.jsonl"), ("b", "copy.jsonl")):
+        save(tmp_path / name, {"seed": 0, "task": {"path": f"/{name}/{file}"}})
+        data = {"task.path": {file: digests}}
+        (tmp_path / name / "data.json").write_text(json.dumps(data))
+    page = render_diff(tmp_path / "a", tmp_path / "b")
+    assert "/a/train.jsonl  ->  /b/copy.jsonl  (the same contents)" in page

@@ -44,6 +44,23 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return unpack
 
 
+def test_scores_of_the_user_s_own_code_solve_a_task_by_their_mean():
+    """A judge gives 0.9 to every answer in the end, and no answer counts as right."""
+    steps = np.arange(1.0, 41)
+    same = np.linspace(0, 1, 40)
+    columns = {"step": steps, "reward": np.minimum(0.9, same), "exact_match": 0 * steps}
+    columns["zero_advantage_group_fraction"] = np.where(steps > 10, 0.95, 0.1)
+    for verifier, expected in (
+        ("my_module.judge", set()),
+        ("math_verify", {"groups without signal"}),
+    ):
+        config = {"seed": 0, "task.name": "prompts", "task.verifier": verifier}
+        run = Run("/", "run", "done", None, 40, config, dict(columns))
+        assert {rule.name for rule, _ in examine(run).failures} == expected
+        run.columns["reward"] = 5 * columns["reward"]  # nobody knows how high it can be
+        assert {rule.name for rule, _ in examine(run).failures} == {"groups without signal"}
+
+
 def failures(folder: Path, **config: object) -> list[set[str]]:
     """Return the names of the failures of each run below a folder whose configuration has these
     values.

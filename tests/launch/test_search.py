@@ -5,6 +5,7 @@ import pytest
 
 from pgtoolkit.config.launchers import Axis
 from pgtoolkit.config.sweeps import compose_sweep
+from pgtoolkit.launch.check import check, notes, problems
 from pgtoolkit.launch.search import run_search
 
 SEARCHED = [
@@ -75,3 +76,44 @@ def test_proposed_values_lie_within_the_axes_and_are_the_same_for_the_same_resul
             assert values["aggregation"] in ("constant", "token_mean")
             assert 2 <= int(values["rollout.group_size"]) <= 8
     assert search_by_epsilon() == batches
+
+
+SEARCH = ("hydra/sweeper=optuna_search", "tracking=none")
+
+
+@pytest.mark.parametrize(
+    ("axis", "use"),
+    [
+        ("rollout.temperature=interval(0.5,1)", "evaluation.every=20 evaluation.temperature=0.5"),
+        ("rollout.overlong_buffer=1,2", "evaluation.every=20"),
+        ("rollout.max_sampling_rounds=1,4", "evaluation.every=20"),
+        ("task.num_digits=4,6", "evaluation.every=20 task.num_digits=4"),
+        ("optimizer.learning_rate=interval(1e-4,1e-3)", None),
+        ("loss=grpo,gspo", None),
+        ("rollout.truncated=train,mask", None),
+    ],
+)
+def test_a_search_by_a_number_that_its_own_values_change_is_refused(axis, use):
+    """A search for the best temperature by the reward would find the lowest."""
+    found = [text for text in problems(check([*SEARCH, axis], multirun=True)) if "means" in text]
+    if use is None:
+        assert found == []
+        return
+    assert f"a search over {axis.partition('=')[0]} needs a number that means the same" in found[0]
+    assert found[0].endswith(f" Use {use}.")
+    held_out = [word for word in use.split() if not word.startswith("task.")]
+    common = [*held_out, *(["evaluation.sets.common.num_digits=4"] * axis.startswith("task."))]
+    again = problems(check([*SEARCH, axis, *common], multirun=True))
+    assert [text for text in again if "means" in text] == []
+
+
+def test_a_sweep_says_before_its_runs_which_number_they_will_not_have_in_common():
+    typed = ["tracking=none", "rollout.lag=0,4"]
+    assert notes(check(typed, multirun=True))[0] == (
+        "reward does not mean the same in all runs: rollout.lag decides how old the weights are "
+        "that wrote the completions of a step. Use evaluation.every=20 to compare all of them."
+    )
+    assert not any(
+        "does not mean" in note
+        for note in notes(check([*typed, "evaluation.every=20"], multirun=True))
+    )

@@ -1,0 +1,123 @@
+"""The bases of planned comparisons, and of each configuration the best value of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from pgtoolkit.comparison.common_measure import (
+    why_unlike,
+)
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup
+from pgtoolkit.comparison.no_verdict import what_to_run
+from pgtoolkit.config.keys import shown
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.find import Run
+from pgtoolkit.runs.records import read_sweep
+from pgtoolkit.system.report import text
+
+
+def keys_of(
+    option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()
+) -> list[str]:
+    """Return the keys of the names that the user typed.
+
+    keys: those that tell the runs apart; a refusal lists them.
+    Raises ConfigError for a name that is not in `keys` or `others`.
+    """
+    known = {shown(key): key for key in (*keys, *others)}
+    for name in names:
+        if name not in known:
+            if not keys:
+                raise ConfigError(
+                    f"{option}={name} needs a key that tells the runs apart. These "
+                    f"runs differ in no key. Use runs that do, or leave {option} out."
+                )
+            listing = ", ".join(map(shown, keys))
+            raise ConfigError(
+                f"{option}={name} needs a key that tells the runs apart. These are "
+                f"{listing}. Use {option}={shown(keys[0])}."
+            )
+    return [known[name] for name in names]
+
+
+def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
+    """Return the pairs of each base with the groups that differ from it only in keys of `against`.
+
+    A base is a group that has all values of `against`. The bases are moved to the front of
+    `compared.groups`.
+    against: KEY=VALUE,...; a KEY alone has the value of the sweep's first configuration, and with
+        "" that configuration is the base.
+    """
+    base: dict[str, str] = {}
+    typed_first = _typed_first(compared.groups)
+    for pair in against.split(",") if against else compared.keys:
+        key, is_given, value = pair.partition("=")
+        _refuse_against(compared, against, key in compared.keys)
+        base[key] = value if is_given else text(typed_first.values[key])
+    bases = [
+        group
+        for group in compared.groups
+        if all(text(group.values[key]) == base[key] for key in base)
+    ]
+    _refuse_against(compared, against, bool(bases))
+    compared.groups = bases + [group for group in compared.groups if group not in bases]
+    others = [key for key in compared.keys if key not in (*base, compared.best_of)]
+    rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
+    after = range(len(bases), len(rests))
+    return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
+
+
+def _typed_first(groups: list[RunGroup]) -> RunGroup:
+    """Return the group of the sweep's first job; outside of a sweep that of the first run."""
+    orders: dict[Path, dict[str, int]] = {}
+
+    def place(run: Run) -> tuple[int, str]:
+        folder = Path(run.path).parent
+        if folder not in orders:
+            jobs = read_sweep(folder).get("jobs", [])
+            orders[folder] = {job["directory"]: number for number, job in enumerate(jobs)}
+        return orders[folder].get(Path(run.path).name, len(orders[folder])), str(run.path)
+
+    return min(groups, key=lambda group: min(map(place, group.runs)))
+
+
+def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
+    """Raise ConfigError, with all that --against takes, unless it is right."""
+    if is_right:
+        return
+    values = dict.fromkeys(
+        f"{key}={text(group.values[key])}" for key in compared.keys for group in compared.groups
+    )
+    if not values:
+        keys_of("--against", [against], compared.keys)
+    raise ConfigError(
+        f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "
+        f"value of the first. These are {', '.join(values)}. Use --against={next(iter(values))}."
+    )
+
+
+def keep_best(compared: Compared, best_of: str) -> None:
+    """Keep the first of the sorted groups that differ in one key; its `tried` has all."""
+    keys_of("--best-of", [best_of], compared.keys)
+    chosen: dict[tuple, RunGroup] = {}
+    for group in compared.groups:
+        other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
+        best = chosen.setdefault(other_values, group)
+        if group.counted:
+            best.tried[text(group.values[best_of])] = group
+    compared.groups = list(chosen.values())
+
+
+def refuse_other_measures(compared: Compared) -> None:
+    """Raise ConfigError if the compared metric means something else at each value of the --best-of
+    key, so that it cannot say which value is best."""
+    for group in compared.groups:
+        tried = [other.counted for other in group.tried.values() if other.counted]
+        for runs in tried[1:]:
+            found = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
+            if found:
+                raise ConfigError(
+                    f"--best-of={compared.best_of} needs a metric that means the same at each "
+                    f"value (got {compared.metric}). {found[0]}. {what_to_run(runs[0], found)}"
+                )

@@ -1,0 +1,91 @@
+"""Why there is no verdict on two configurations, and what to run for one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from pgtoolkit.comparison.common_measure import Difference, measure_of, nested, why_unlike
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup
+from pgtoolkit.comparison.headline import in_order
+from pgtoolkit.comparison.statistics import Comparison
+from pgtoolkit.runs.find import Run
+from pgtoolkit.system.report import shell_path
+
+
+def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
+    """Return sentences on pairs that have no measure in common: why, and what to do.
+
+    Pairs of one reason have one sentence.
+    """
+    sentences: dict[tuple[str, ...], str] = {}
+    seen: set[tuple[object, object]] = set()
+    samples = compared.comparisons.samples
+    for pair in pairs:
+        measured = (samples[pair.first].measure, samples[pair.second].measure)
+        if pair.is_common or pair.identical or measured in seen:
+            continue
+        seen.add(measured)
+        first, second = (compared.groups[place] for place in (pair.first, pair.second))
+        found = why_unlike(
+            first.counted, second.counted, compared.metric, compared.ignore_code, compared.over
+        )
+        names = tuple(why.name for why in found)
+        if names in sentences:
+            continue
+        other = _common_metric(compared, first, second)
+        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], found)
+        sentences[names] = (
+            f"no common measure: {compared.metric} would differ for one and the same policy, since "
+            f"{' and '.join(map(str, found))}. {use}"
+        )
+    return [*sentences.values()]
+
+
+def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str:
+    """Return a metric that means the same in all runs of two groups; "" if they have none."""
+    runs = [*first.counted, *second.counted]
+    for metric in in_order(runs):
+        measured = [
+            measure_of(group.counted, metric, compared.ignore_code, compared.over)
+            for group in (first, second)
+        ]
+        is_common = measured[0] is not None and measured[0] == measured[1]
+        if is_common and all(run.values(metric) for run in runs):
+            return metric
+    return ""
+
+
+def what_to_run(run: Run, found: Sequence[Difference]) -> str:
+    """Return a sentence on how to measure a run and others alike, on held-out prompts."""
+    left = [why.name for why in found if why.use is None]
+    if left:
+        return f"Give all the same {' and '.join(left)}, or evaluate all on one set of prompts."
+    words = ["pgtk evaluate", shell_path(str(run.path)), *(why.use for why in found if why.use)]
+    if _reads_prompts_without_sets(run):
+        path = str(run.config["task.path"])
+        words += ["--training-prompts", "--on", shlex.quote(path)]
+    train = overrides_for_all(run, found)
+    or_train = f", or train with {train}" if train else ""
+    return f"Measure each of the runs alike, such as by {' '.join(words)}{or_train}."
+
+
+def overrides_for_all(run: Run, found: Sequence[Difference]) -> str:
+    """Return the overrides with which runs that differ in these keys are measured alike, on
+    held-out prompts; "" where no overrides do that.
+
+    run: one of them.
+    """
+    if any(why.use is None for why in found):
+        return ""
+    words = [why.use for why in found if why.use]
+    if not run.config.get("evaluation.every"):
+        words.insert(0, "evaluation.every=20")
+    if _reads_prompts_without_sets(run):
+        words.append("evaluation.sets.test.path=FILE")
+    return " ".join(words)
+
+
+def _reads_prompts_without_sets(run: Run) -> bool:
+    has_sets = bool(nested(run.config, "evaluation.sets."))
+    return run.config.get("task.path") is not None and not has_sets

@@ -1,0 +1,140 @@
+"""Notes on differences that make runs hard to compare."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
+from pgtoolkit.runs.find import DROPPED, HELD_OUT, Run
+from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.system.report import is_number, text
+
+_SCALES_APART = 2
+"""A note is made where the median gradient norms of two groups differ by more than this factor."""
+
+
+def notes_of(compared: Compared) -> list[str]:
+    """Return notes on differences that make the runs hard to compare, without their full stops."""
+    notes = []
+    counted = [run for group in compared.groups for run in group.counted]
+    if len({run.code for run in counted}) > 1:
+        notes.append(
+            "the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says "
+            "what changed"
+        )
+    notes += _length_notes([run for run in counted if not run.collapsed])
+    names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
+    if names:
+        notes.append(
+            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with "
+            "other settings, or at other steps"
+        )
+    if compared.best_of is not None:
+        notes += _best_of_notes(compared, compared.best_of)
+    return notes + _scale_notes(compared.groups)
+
+
+def _length_notes(runs: list[Run]) -> list[str]:
+    """Return a note on runs of different length, by the documents that they have seen.
+
+    Where prompts are dropped each run has sampled another number of them, and steps are counted.
+    """
+    axis = "documents_seen"
+    if any(name in run.columns for run in runs for name in DROPPED):
+        axis = "step"
+    lengths = sorted({int(run.last(axis)) for run in runs})
+    if len(lengths) < 2:
+        return []
+    unit = "steps" if axis == "step" else "documents"
+    return [
+        f"the runs are of different length ({', '.join(map(str, lengths))} {unit}): their ends do "
+        "not compare, the mean does"
+    ]
+
+
+def _best_of_notes(compared: Compared, key: str) -> list[str]:
+    """Return notes on the choice by --best-of.
+
+    It flatters, and the best value of a group may be the lowest or the highest that was tried.
+    """
+    best = "fewest" if compared.by_documents else "highest"
+    notes = [
+        f"of each configuration the {key} with the {best} "
+        f"{compared.measured[0].lower()}{compared.measured[1:]} is shown. It was chosen by the "
+        "same runs that are compared, which flatters a configuration that has more values of it, "
+        "or noisier ones: further seeds of the chosen ones tell"
+    ]
+    for group in compared.groups:
+        tried = [value for value in compared.tried if value in group.tried]
+        chosen = text(group.values[key])
+        if len(tried) > 1 and is_number(group.values[key]) and chosen in (tried[0], tried[-1]):
+            end = "lowest" if chosen == tried[0] else "highest"
+            notes.append(
+                f"{group.label}: this is the {end} {key} tried, and one beyond may be better"
+            )
+    return notes
+
+
+def _evaluated_differently(runs: list[Run]) -> list[str]:
+    """Return the names of settings, data and code of the evaluation in which the runs differ."""
+    beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
+    present = {
+        name
+        for run in runs
+        for name in (*run.config, *run.trained_with)
+        if name.startswith(beginnings)
+    }
+    names = []
+    for name in sorted(present - {"evaluation.best"}):
+        values = [learned(run, name) for run in runs]
+        if is_not_configured(name):
+            values = [value for value in values if value is not None]
+        if len({repr(value) for value in values}) > 1:
+            names.append(name)
+    return names
+
+
+def _scale_notes(groups: list[RunGroup]) -> list[str]:
+    """Return a note where the gradients of two groups differ much in length."""
+    norms = {}
+    for group in groups:
+        values = [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]
+        if values:
+            norms[group.label] = float(np.median(np.concatenate(values)))
+    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
+        return []
+    low = min(norms, key=lambda label: norms[label])
+    high = max(norms, key=lambda label: norms[label])
+    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
+    return [
+        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with "
+        f"{low} and {norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and "
+        "AdamW's epsilon then act on them differently, and one learning rate need not suit both: "
+        "docs/comparing.md"
+    ]
+
+
+def code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[str]:
+    """Return a note of the user's own modules where runs have used different versions of them."""
+    if ignore_code:
+        names = dict.fromkeys(
+            name for run in runs for name in run.trained_with if name.startswith(CODE)
+        )
+        differing = [
+            name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1
+        ]
+        if not differing:
+            return []
+        return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"]
+    differing = [key for key in compared.keys if key.startswith(CODE)]
+    if not differing:
+        return []
+    return [
+        f"{' and '.join(differing)} differs, not in comments or docstrings alone, and so these "
+        "runs are not counted as seeds of one configuration; --ignore=code counts them as such"
+    ]
+
+
+def is_not_configured(name: str) -> bool:
+    """Return True for a name of the contents of data or of code, which is no key."""
+    return name.startswith((CONTENTS, CODE, EVALUATION_CODE))

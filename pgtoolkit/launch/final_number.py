@@ -1,0 +1,77 @@
+"""The number by which the runs of a sweep are shown and searched, and whether it means the same in
+all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pgtoolkit.config.defaults import ByScores
+from pgtoolkit.config.evaluation_sets import DEFAULT_SET, is_on, watched
+from pgtoolkit.config.launchers import Search
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.runs.records import leaves, read_evaluations
+from pgtoolkit.runs.series import final, read_metrics, values
+from pgtoolkit.system.report import Report
+
+TRAINING = "reward"
+"""The number of a run without evaluations."""
+
+
+def number_of(config: Config) -> str:
+    """Return the name of a run's number: of held-out prompts where it is evaluated, by
+    `evaluation.best`; else the reward."""
+    if not is_on(config):
+        return TRAINING
+    first = next(iter(config.evaluation.sets), DEFAULT_SET)
+    return f"evaluation/{'/'.join(watched(config) or (first, ByScores().resolve(config)))}"
+
+
+def final_value(directory: Path, metric: str) -> float | None:
+    """Return the final value of a run's number, as `pgtk compare` has it; None if not measured."""
+    from pgtoolkit.comparison.measures import final_of
+
+    try:
+        if metric == TRAINING:
+            rewards = values(read_metrics(directory / "metrics.jsonl", {TRAINING}), TRAINING)
+            return final(rewards) if rewards else None
+        _, name, number = metric.split("/", 2)
+        rows = [row for row in read_evaluations(directory) if row["set"] == name]
+    except PgtoolkitError:
+        return None
+    numbers = [row[number] for row in rows if number in row]
+    return final_of(numbers, metric) if numbers else None
+
+
+def why_no_common_measure(configs: Sequence[Config]) -> tuple[str, str]:
+    """Return (why the number of these runs means something else in some of them, the overrides with
+    which all of them have one in common); empty texts where it means the same in all."""
+    from pgtoolkit.comparison.common_measure import why_unlike
+    from pgtoolkit.comparison.no_verdict import overrides_for_all
+    from pgtoolkit.runs.find import Run
+
+    runs = [
+        Run("", "", "pending", config=as_typed(dict(leaves(plain_config(config)))))
+        for config in configs
+    ]
+    found = why_unlike(runs[:1], runs[1:], number_of(configs[0]), ignore_code=True)
+    return " and ".join(map(str, found)), overrides_for_all(runs[0], found)
+
+
+def check_search(search: Search, configs: Sequence[Config], report: Report) -> None:
+    """Refuse a search over keys that change the number by which it searches.
+
+    configs: the corners of its space.
+    """
+    why, use = why_no_common_measure(configs)
+    if why:
+        report.refuse(
+            setting=f"a search over {', '.join(search.axes)}",
+            needs="a number that means the same for all values",
+            got=number_of(configs[0]),
+            reason=f"It would find what raises the number and not what is learned best: {why}.",
+            use=use or "values of other keys",
+        )
