@@ -65,21 +65,36 @@ def score(completion, answer):
 """A verifier that starts a process, which would outlive a job that is killed."""
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a current directory with both verifiers and their prompts."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(STATE_WRITING)
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    (tmp_path / "rows.jsonl").write_text(
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with both verifiers and their prompts."""
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "mine.py").write_text(STATE_WRITING)
+    (folder / "leaving.py").write_text(LEAVING)
+    (folder / "rows.jsonl").write_text(
         "".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40))
     )
+    return folder
 
 
 @pytest.fixture
-def forks(inputs: None) -> Forks:
-    """Start the process that forks jobs, beside the verifiers and their prompts."""
-    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"})
+def inputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it the current directory."""
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture(scope="module")
+def started() -> list[Forks]:
+    """Return a list for the processes that the tests share: the last one, unless it has ended."""
+    return []
+
+
+@pytest.fixture
+def forks(inputs: None, started: list[Forks]) -> Forks:
+    """Return the process that forks jobs, beside the verifiers and their prompts."""
+    if not started or started[-1].has_ended.is_set():
+        started.append(Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"}))
+    return started[-1]
 
 
 CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -124,24 +139,24 @@ def state_of_process(directory: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(tmp_path, forks):
+def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(folder, forks):
     """Also its random states, environment, threads and signals are the same."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
-    assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "seed-1" / "output.log").read_text()
+    assert [job.wait() for job in jobs] == [0, 0], (folder / "seed-1" / "output.log").read_text()
     alone = Command(
-        tmp_path,
+        folder,
         *OVERRIDES,
         "seed=2",
         environment={"OMP_NUM_THREADS": "2", CUDA_CHECK: "0"},
     )
     assert "reward" in alone.end()
-    assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory)
-    assert metrics_of(tmp_path / "seed-2") != metrics_of(tmp_path / "seed-1")
-    assert_equal(checkpoint_of(tmp_path / "seed-2", 6), checkpoint_of(alone.directory, 6))
-    forked = state_of_process(tmp_path / "seed-2")
+    assert metrics_of(folder / "seed-2") == metrics_of(alone.directory)
+    assert metrics_of(folder / "seed-2") != metrics_of(folder / "seed-1")
+    assert_equal(checkpoint_of(folder / "seed-2", 6), checkpoint_of(alone.directory, 6))
+    forked = state_of_process(folder / "seed-2")
     single = state_of_process(alone.directory)
     assert forked["draws"] == single["draws"]
-    assert forked["draws"] != state_of_process(tmp_path / "seed-1")["draws"]
+    assert forked["draws"] != state_of_process(folder / "seed-1")["draws"]
     assert forked["threads"] == [2, sorted([*single["threads"][1], "launcher"])]
     assert forked["blocked"] == single["blocked"] == []
     assert forked["sockets"] == single["sockets"] + 1  # the socket to the launcher
@@ -149,12 +164,12 @@ def test_a_forked_job_is_bit_equal_to_one_that_is_started_alone(tmp_path, forks)
 
 
 def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_when_stopped(
-    tmp_path, forks
+    folder, forks
 ):
     """A job would lack any further thread, but have the locks that it held."""
     pid = forks._process.pid
     long = start(forks, "long", "trainer.max_steps=5000", "trainer.checkpoint_every=5000")
-    wait_until(lambda: (tmp_path / "long" / "metrics.jsonl").exists())
+    wait_until(lambda: (folder / "long" / "metrics.jsonl").exists())
     (job,) = psutil.Process(pid).children()
     assert os.getsid(job.pid) == job.pid
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
@@ -162,13 +177,13 @@ def test_the_process_that_forks_has_one_thread_and_no_cuda_and_its_job_saves_whe
     assert long.poll() is None
     long.stop(signal.SIGINT)
     assert long.wait() == 75
-    status = json.loads((tmp_path / "long" / "status.json").read_text())
+    status = json.loads((folder / "long" / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
-    assert checkpoint_of(tmp_path / "long", status["step"])
+    assert checkpoint_of(folder / "long", status["step"])
 
 
 @pytest.mark.slow
-def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, inputs):
+def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, folder, inputs):
     """The job needs no MLflow, and runs where it is missing."""
     missing = tmp_path / "missing"
     missing.mkdir()
@@ -176,10 +191,10 @@ def test_the_processes_that_a_killed_job_has_started_are_ended(tmp_path, inputs)
     forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
     overrides = ("trainer.max_steps=5000", "task.verifier=leaving.score", "tracking=none")
     killed = start(forks, "killed", *overrides)
-    left = tmp_path / "left.txt"
+    left = folder / "left.txt"
     wait_until(lambda: left.exists() and left.read_text().endswith("."))
     process = psutil.Process(int(left.read_text().rstrip(".")))
-    wait_until(lambda: (tmp_path / "killed" / "metrics.jsonl").exists())
+    wait_until(lambda: (folder / "killed" / "metrics.jsonl").exists())
     psutil.Process(forks._process.pid).children()[0].kill()
     assert killed.wait() == -signal.SIGKILL
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
