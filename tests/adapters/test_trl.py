@@ -7,10 +7,6 @@ micro-batches.
 
 import json
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ pytest.importorskip("peft", reason="the extra lora")
 
 from adapters import trl_runs
 from builders.models import small_llama
+from builders.processes import ForkedProcess, free_port
 from builders.quick import with_slow_rest
 from peft import LoraConfig
 
@@ -162,22 +159,14 @@ def test_two_processes_train_as_trls_do_and_share_their_totals(folder, tmp_path)
     with_kl = small | {"beta": 0.1, "ddp_find_unused_parameters": True}
     with_kl |= {"gradient_checkpointing": False}
     tasks = [(None, with_kl), (token, with_kl), (prompt, small), (prompt, coarse)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, trl_runs.__file__]
-    command += [
+    words = [
         json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]),
         str(tmp_path / "found.pt"),
     ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((tests, str(Path(tests).parent))),
-        "WORLD_SIZE": "2",
-    }
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    log = tmp_path / "printed"
+    process = ForkedProcess(words, tmp_path, os.environ | place, log, trl_runs.__file__)
+    assert process.wait(500) == 0, log.read_text()
     results = torch.load(tmp_path / "found.pt")
     by_trl, by_token, fine_cut, coarse_cut = (weights for weights, _ in results)
     log = results[2][1]
