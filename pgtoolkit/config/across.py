@@ -98,6 +98,10 @@ CONDITIONS: Mapping[str, Declared] = {
         "only_if": "advantage.estimator=given",
         "why": "The advantages of a group change if one of its completions is left out.",
     },
+    # A pass that ends the run makes a short step of what would be carried into the next pass.
+    "rollout/recorded.epochs": {
+        "last_counts": "accumulation.docs_per_step>0 and accumulation.last_step!=carry"
+    },
     "trainer.max_steps": {"last_counts": "optimizer.schedule=constant"},
     "trainer.stop_at": {
         "only_if": "evaluation.every>0 and evaluation.best!=null",

@@ -256,7 +256,6 @@ class RecordedRolloutSettings(RolloutSettings):
         help="Passes over the files (>= 1).",
         least=1,
         most=10**6,
-        last_counts=True,
         alters=Alters.nothing,
     )
     shuffle: bool = key(

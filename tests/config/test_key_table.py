@@ -15,7 +15,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import holds, parts, singles, value_of
 from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
-from pgtoolkit.config.names import changed, digest, plain_config
+from pgtoolkit.config.names import changed, digest, plain_config, retrained
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules.executed import named_commands, named_functions
 from pgtoolkit.config.saved import cannot_change, typed
@@ -279,3 +279,28 @@ def test_conditions_of_keys_name_keys_that_exist_and_no_key_is_declared_twice():
 def test_enumerations_of_the_schema_are_the_kinds_of_kl_and_of_aggregation():
     assert tuple(KLKind) == ("none", *KINDS, *FULL_KINDS)
     assert tuple(AggregationMode) == tuple(AGGREGATIONS)
+
+
+_RECORDED = ("rollout=recorded", "rollout.path=rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("typed", "changes", "expected"),
+    [
+        ((), ("trainer.max_steps=9", "trainer.checkpoint_every=3", "tracking=none"), []),
+        ((), ("kernel=torch", "metrics=none", "trainer.device=cpu", "model.compile=false"), []),
+        ((), ("accumulation.max_tokens=64", "loss.num_splits=2"), []),
+        ((), ("parallelism=ddp", "sampler.processes=1", "evaluation.every=3"), []),
+        ((), ("loss=kimi",), ["loss"]),
+        ((), ("loss.epsilon_low=0.1", "kl=k3"), ["loss.epsilon_low", "kl"]),
+        ((), ("seed=1", "trainer.max_bad_steps=5"), ["seed"]),
+        (("optimizer.schedule=cosine",), ("trainer.max_steps=9",), ["trainer.max_steps"]),
+        (_RECORDED, ("rollout.epochs=2",), []),
+        ((*_RECORDED, "accumulation.last_step=carry"), ("rollout.epochs=2",), ["rollout.epochs"]),
+        (("accumulation=fixed",), ("accumulation.max_tokens=64",), ["accumulation.max_tokens"]),
+    ],
+)
+def test_a_run_goes_on_with_other_values_of_keys_that_leave_its_training_as_it_is(
+    typed, changes, expected
+):
+    assert [*retrained(composed(*typed), composed(*typed, *changes))] == expected
