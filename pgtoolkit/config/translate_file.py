@@ -16,7 +16,7 @@ from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.yaml_text import plain_yaml
 
-_LARGEST = 1 << 22
+_LARGEST = 1 << 20
 """Most bytes of a file."""
 
 _OTHERS = {
@@ -73,7 +73,7 @@ def read(path: Path) -> TheirConfig:
         if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or content.startswith("#!"):
             return _shell(content, path)
         return _keys(plain_yaml(data), path)
-    except (ValueError, SyntaxError, KeyError) as error:
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         raise _refused(path, "text that can be read", f"It is no such text: {error}.") from None
 
 
@@ -182,7 +182,8 @@ def _options(words: list[str], path: Path) -> TheirConfig:
     files = {}
     for name in ("config", "config_file"):
         file = path.parent / str(values.get(name, ""))
-        files[name] = plain_yaml(file.read_bytes()) if file.is_file() else {}
+        read_file = plain_yaml(file.read_bytes()) if file.is_file() else {}
+        files[name] = read_file if isinstance(read_file, dict) else {}
         if files[name]:
             del values[name]
     processes = values.pop("num_processes", values.pop("nproc_per_node", None))

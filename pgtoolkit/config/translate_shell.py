@@ -11,16 +11,17 @@ from collections.abc import Iterator
 
 from pgtoolkit.config.formulas import evaluate
 
-_CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+# Possessive repetitions (`++`, `*+`), so that no text takes long.
+_CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
+_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
 _EXPANDED = rf"{_CODE}|{_BRACED}|\$[\w#@*]+"
-_INNER = rf"""(?:\\.|{_CODE}|{_BRACED}|[^"\\])*"""
+_INNER = rf"""(?:\\.|{_CODE}|{_BRACED}|[^"\\])*+"""
 _QUOTED = rf"""'[^']*'|"{_INNER}\""""
-_SPACE = r"(?:[ \t\r]|\\\n(?:[ \t]*\#.*\n)*)+|(?<![^\s(])\#.*"
-_ARRAY = rf"""\w+\+?=\((?:{_SPACE}|{_QUOTED}|{_CODE}|{_BRACED}|\\.|[^()'"\\])*\)"""
+_SPACE = r"(?:[ \t\r]|\\\n(?:[ \t]*+\#.*\n)*+)++|(?<![^\s(])\#.*"
+_ARRAY = rf"""\w+\+?=\((?:{_SPACE}|{_QUOTED}|{_CODE}|{_BRACED}|\\.|[^()'"\\])*+\)"""
 _TOKEN = re.compile(
     rf"""(?P<space>{_SPACE})|(?P<word>{_ARRAY}|(?:\\.|{_QUOTED}|{_CODE}|{_BRACED}|`[^`]*`"""
-    r"""|[^\s;&|()<>"'\\`])+)|(?P<sign>;;|&&|\|\||[;&|()<>\n])"""
+    r"""|[^\s;&|()<>"'\\`])++)|(?P<sign>;;|&&|\|\||[;&|()<>\n])"""
 )
 _PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""", re.S)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=+])(.*))?\}|\$([\w#]+)", re.S)
@@ -81,8 +82,14 @@ class Script:
         if expression.startswith("$(("):
             names = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
             numbers = names.sub(lambda name: self._texts.get(name[1], name[0]), expression[3:-2])
-            is_plain = re.fullmatch(r"[\d\s+*/()%-]+", numbers) and "**" not in numbers
-            return str(int(evaluate(numbers.replace("/", "//")))) if is_plain else expression
+            if not re.fullmatch(r"[\d\s+*/()%-]+", numbers) or re.search(
+                r"\*\*|[\d)]\s*\(", numbers
+            ):
+                return expression
+            try:
+                return str(int(evaluate(numbers.replace("/", "//"))))
+            except (ArithmeticError, SyntaxError):
+                return expression
         match = _VARIABLE.fullmatch(expression)
         if match is None:
             return expression

@@ -4,6 +4,7 @@ read, and which are refused."""
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -471,6 +472,17 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
         "tracking": "wandb",
     }
     assert found(translation, expected) == expected
+
+
+def test_a_damaged_script_is_read_at_once():
+    """Each of these took seconds for 14 words, and doubled with every other one."""
+    for script in ("X=(" + " a b" * 300, "X=(" + " " * 600, 'X="' + "$(a " * 300, "${" * 300):
+        start = time.perf_counter()
+        Script(script)
+        assert time.perf_counter() - start < 1
+    assert Script("command $((1 / 0)) $((2 ** 99)) $((3 (4)))").commands == [
+        ["command", "$((1 / 0))", "$((2 ** 99))", "$((3 (4)))"]
+    ]
 
 
 PYTHON = """
