@@ -78,7 +78,8 @@ def overrides_for_all(run: Run, found: Sequence[Difference]) -> str:
     """
     if any(why.use is None for why in found):
         return ""
-    words = [why.use for why in found if why.use]
+    # The task of training stays as it is, and a set of its own has the common values.
+    words = [why.use.replace("task.", "evaluation.sets.test.", 1) for why in found if why.use]
     if not run.config.get("evaluation.every"):
         words.insert(0, "evaluation.every=20")
     if _reads_prompts_without_sets(run):
