@@ -77,6 +77,11 @@ def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType
         reason = "It is looked for in the current directory and where Python finds its packages."
         got = f"{type(error).__name__}: {first_line(error)}"
         use = f"{key}=package.module.{kind}"
+        place = _line_of_user(error)
+        if place is not None:
+            got += f", in {place}"
+            reason = "Importing the module runs it."
+            use = f"`python -c 'import {module_name}'`, which shows where it fails"
         if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
             use = _near_path(path, key, options) or use
         raise ConfigError(
@@ -84,6 +89,17 @@ def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType
         ) from error
     finally:
         state.restore(setting)
+
+
+def _line_of_user(error: BaseException) -> str | None:
+    """Return the file and the line of the user's code that an import fails at; None where the
+    module itself is not found."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.relpath(error.filename)}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    own = [frame for frame in outside if "importlib" not in frame.filename]
+    return f"{os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else None
 
 
 def _not_in_module(key: str, path: str, module: ModuleType) -> str:
@@ -133,7 +149,20 @@ def _check_call(
             parameters = "task.options" if key == "task.environment" else "parameters"
             use = f"{parameters} that fit {name}{signature}"
         reason = f"Python says of that call: {error}."
+        if kind == "class" and _lacks_dataclass(function, keywords):
+            needs = "a class that is a dataclass"
+            reason = (
+                "Its parameters are the fields of a dataclass, which it does not declare to be."
+            )
+            use = f"@dataclass(frozen=True) in the line above `class {name}`"
         raise ConfigError(refusal(f"{key}={path}", needs, got, reason, use)) from error
+
+
+def _lacks_dataclass(function: Callable, keywords: Sequence[str]) -> bool:
+    """Return whether a class names these parameters as a dataclass does, without being one."""
+    if not inspect.isclass(function) or "__dataclass_fields__" in vars(function):
+        return False
+    return {*keywords} <= {*inspect.get_annotations(function)}
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -93,3 +93,31 @@ def test_a_module_that_fails_as_it_is_imported_is_refused(beside):
     with pytest.raises(ConfigError, match="imported"):
         import_function("key", "explosive.f")
     assert import_function("key", "torch.sum", ["input"])(torch.ones(2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        (
+            "def f():\n    raise ValueError('no file')\nf()\n",
+            "ValueError: no file, in own.py, line 2",
+        ),
+        ("import nowhere_at_all\n", "No module named 'nowhere_at_all', in own.py, line 1"),
+        ("x = 1\ndef f(:\n", "line 2), in own.py, line 2"),
+    ],
+)
+def test_code_that_raises_on_import_is_refused_with_its_file_and_line(beside, text, got):
+    (beside / "own.py").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        import_function("loss", "own.f")
+    assert f"{got}). Importing the module runs it. Use `python -c 'import own'`" in str(
+        refused.value
+    )
+
+
+def test_a_class_of_parameters_that_is_no_dataclass_is_told_so(beside):
+    (beside / "mine.py").write_text("class Loss:\n    tau: float = 1.0\n")
+    with pytest.raises(ConfigError) as refused:
+        import_function("loss.path", "mine.Loss", (), ("tau",))
+    assert "needs a class that is a dataclass (got Loss())" in str(refused.value)
+    assert "Use @dataclass(frozen=True) in the line above `class Loss`." in str(refused.value)
