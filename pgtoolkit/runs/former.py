@@ -10,6 +10,11 @@ from pgtoolkit.errors import refused_by_disk
 _AUTO = "model.compile=auto"
 
 
+def with_later_groups(config: dict) -> dict:
+    """Return the configuration of a run, with the groups that came after it at their defaults."""
+    return {"callbacks": {"own": {}}} | config
+
+
 def without_auto_compile(config: dict, run_dir: Path) -> dict:
     """Return the configuration of a run, with whether it was compiled in place of `auto`."""
     model = config.get("model")

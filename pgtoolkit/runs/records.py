@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, TypeGuard, TypeVar
 
 from pgtoolkit.errors import StorageError, first_line, refused_by_disk
-from pgtoolkit.runs.former import overrides_without_auto_compile, without_auto_compile
+from pgtoolkit.runs.former import overrides_without_auto_compile, with_later_groups, without_auto_compile
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _Kind = TypeVar("_Kind")
@@ -40,7 +40,8 @@ def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
 
 def read_resolved(run_dir: str | Path) -> dict:
     """Return the configuration of a run, from config.yaml."""
-    return without_auto_compile(_read_yaml(Path(run_dir) / "config.yaml", dict), Path(run_dir))
+    config = _read_yaml(Path(run_dir) / "config.yaml", dict)
+    return with_later_groups(without_auto_compile(config, Path(run_dir)))
 
 
 def read_leaves(run_dir: Path) -> Row:
@@ -57,7 +58,8 @@ def read_leaves(run_dir: Path) -> Row:
         is_complete = not parts[0] and parts[-1].endswith(b"\n")
         has_repeated_key = len({part.partition(b":")[0] for part in parts}) < len(parts)
         if is_complete and not has_repeated_key:
-            return {key: value for pairs in groups for key, value in pairs}
+            of_later_groups = dict(leaves(with_later_groups({})))
+            return of_later_groups | {key: value for pairs in groups for key, value in pairs}
     except ValueError:  # read_resolved raises an error that says what is wrong with the file
         pass
     return dict(leaves(read_resolved(run_dir)))

@@ -4,10 +4,12 @@ import pytest
 from builders.runs import config_of, with_model
 
 from pgtoolkit.assembly.continuing import counterpart_command
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import compiled_as_begun, saved_config
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import leaves, read_leaves, read_resolved
 
 _TIME = "2026-11-28 16:58:26,283 INFO"
 _ON = f"{_TIME} model.compile=auto: on, since 20 % of about 121 s of updates is more\n"
@@ -49,3 +51,14 @@ def test_a_job_that_says_whether_it_is_compiled_is_continued_so(tmp_path):
     with RunDirectory(run_dir, new=True) as run:
         run.write_config(plain_config(with_values(job, {"model.compile": False})), [])
         assert compiled_as_begun(job, run_dir) == job
+
+
+def test_a_run_without_callbacks_is_one_that_had_none(tmp_path):
+    """Runs of earlier versions have no such group; they go on, and are compared, as if it were
+    empty."""
+    today = plain_config(compose(["tracking=none"]).config)
+    with RunDirectory(tmp_path / "run", new=True) as run:
+        run.write_config({key: value for key, value in today.items() if key != "callbacks"}, [])
+    assert "callbacks" not in (run.path / "config.yaml").read_text()
+    assert read_resolved(run.path) == today
+    assert read_leaves(run.path) == dict(leaves(today))
