@@ -16,7 +16,11 @@ from types import UnionType
 from typing import Any, TypeGuard, TypeVar
 
 from pgtoolkit.errors import StorageError, first_line, refused_by_disk
-from pgtoolkit.runs.former import overrides_without_auto_compile, with_later_groups, without_auto_compile
+from pgtoolkit.runs.former import (
+    overrides_without_auto_compile,
+    with_later_groups,
+    without_auto_compile,
+)
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _Kind = TypeVar("_Kind")

@@ -13,6 +13,7 @@ from builders.runs import config_of
 from pgtoolkit.assembly.continuing import counterpart_command
 from pgtoolkit.assembly.early_stop import stop_signals_recorded
 from pgtoolkit.assembly.summary import run_summary
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
@@ -91,8 +92,9 @@ def test_sparkline_averages_and_spans_the_range():
 
 
 def save_config(run_dir: Path, loss: str, overrides: list[str]) -> None:
+    config = plain_config(compose([f"loss={loss}"]).config)
     with RunDirectory(run_dir) as run:
-        run.write_config({"loss": {"name": loss}}, overrides)
+        run.write_config(config, overrides)
 
 
 def record_in_mlflow(info: dict[str, str]) -> MlflowRecord:
