@@ -4,6 +4,7 @@ the message names the fault of each wrong one. The examples in examples/ run."""
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -231,7 +232,12 @@ def losses_of_example(file: str, folder: Path, count: int = 1) -> list[float]:
         ForkedProcess([], REPOSITORY, os.environ | place | {"RANK": str(rank)}, log, file)
         for rank, log in enumerate(logs)
     ]
-    statuses = [process.wait(300) for process in processes]
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            for process in processes:  # the others may wait for the one that failed
+                process.kill()
+        time.sleep(0.02)
+    statuses = [process.returncode for process in processes]
     printed = "".join(log.read_text() for log in logs)
     assert statuses == [0] * count, printed
     return [float(value) for value in re.findall(r"update \d: loss (\S+)", printed)]
