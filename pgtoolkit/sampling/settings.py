@@ -21,7 +21,7 @@ _HAS_OWN_GPUS: Needs = {
     "only_if": "sampler.urls=[] and sampler.gpus!=null",
     "use": "sampler.urls=[] and sampler.gpus=[1,2]",
 }
-_SAMPLER_TYPE: Declared = {"learns": "sampler.dtype!=auto", "added": True}
+_SAMPLER_TYPE: Declared = {"alters": Alters.nothing, "learns": "sampler.dtype!=auto", "added": True}
 _SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}
 
 
@@ -47,7 +47,6 @@ class TransformersSamplerSettings(SamplerSettings):
         default=NumberType.auto,
         help="Number type in which completions are sampled, from a copy of the weights: auto (that "
         "of training), float32, bfloat16 or float16.",
-        alters=Alters.nothing,
         **_SAMPLER_TYPE,
     )
     static_cache: bool | None = key(
@@ -99,7 +98,6 @@ class VllmSamplerSettings(SamplerSettings):
         default=NumberType.auto,
         help="Number type of the servers' model, and of the weights that they get: auto (that of "
         "training), float32, bfloat16 or float16.",
-        alters=Alters.nothing,
         **_SERVERS_TYPE,
     )
     urls: list[str] = key(
