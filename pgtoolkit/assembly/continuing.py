@@ -14,7 +14,6 @@ from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import (
-    Row,
     checkpoint_steps,
     known_provenance,
     leaves,
@@ -22,6 +21,7 @@ from pgtoolkit.runs.records import (
     read_data,
     read_resolved,
 )
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command
@@ -36,7 +36,7 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     return pgtk_command("resume", shortest_path(run_dir), *_typed_overrides(run_dir), *overrides)
 
 
-def going_on_command(run_dir: Path, changes: Row) -> str:
+def going_on_command(run_dir: Path, changes: JsonObject) -> str:
     """Return the command with which a run goes on with other values of keys: as the run it is, or
     as one of its own."""
     before = dict(leaves(read_resolved(run_dir)))
@@ -46,7 +46,9 @@ def going_on_command(run_dir: Path, changes: Row) -> str:
     return resume_command(run_dir, overrides)
 
 
-def another_training(before: Row, now: Row, run_dir: Path, typed: list[str]) -> str | None:
+def another_training(
+    before: JsonObject, now: JsonObject, run_dir: Path, typed: list[str]
+) -> str | None:
     """Return the problem with a run that would go on with other values of keys that change what is
     learned; None where they are the same.
 

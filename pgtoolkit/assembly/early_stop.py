@@ -12,14 +12,15 @@ from pgtoolkit.assembly.continuing import resume_command
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
-from pgtoolkit.runs.records import Row, read_status
+from pgtoolkit.runs.records import read_status
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import StopSignal, answered_by, raise_stop, swallowed
 
 
 @contextlib.contextmanager
 def stop_signals_recorded(
-    config: Row, run_dir: Path, overrides: list[str], sweep: str | None = None
+    config: JsonObject, run_dir: Path, overrides: list[str], sweep: str | None = None
 ) -> Iterator[None]:
     """Record STOP_SIGNALS in a block that imports what training needs, and trains.
 

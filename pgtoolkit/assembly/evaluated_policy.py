@@ -13,14 +13,14 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.settings import TinyModelSettings
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.runs.records import Row
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.training.evaluation import evaluate_module
 from pgtoolkit.training.state import load_weights
 
 
 def evaluate_policy(
     config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
-) -> list[Row]:
+) -> list[JsonObject]:
     """Evaluate a policy on the sets of a configuration, and return the rows of evaluations.jsonl.
 
     folder: where the completions are written.

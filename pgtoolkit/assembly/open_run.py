@@ -24,7 +24,6 @@ from pgtoolkit.runs.directory import RunDirectory, config_drift
 from pgtoolkit.runs.modules import keep_copies
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import (
-    Row,
     newest_checkpoint,
     plain,
     read_config,
@@ -34,6 +33,7 @@ from pgtoolkit.runs.records import (
     read_status,
 )
 from pgtoolkit.runs.series import rows_until
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import shell_path, text
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
@@ -151,7 +151,7 @@ def _in_words(drift: dict[str, list]) -> list[str]:
     return [f"{name}={text(new)}, was {text(old)}" for name, (old, new) in changes.items()]
 
 
-def is_finished(config: Row, run_dir: Path) -> bool:
+def is_finished(config: JsonObject, run_dir: Path) -> bool:
     """Return whether a run is done, so that nothing is left to train with this configuration.
 
     config: the plain configuration. Nothing is written. Raises ConfigError or StorageError for a
@@ -184,7 +184,7 @@ def is_finished(config: Row, run_dir: Path) -> bool:
     )
 
 
-def _named_modules(config: Row) -> tuple[set[str], set[str]]:
+def _named_modules(config: JsonObject) -> tuple[set[str], set[str]]:
     """Return the modules that a configuration names: of training, and of evaluations only."""
     training_modules = set()
     evaluation_modules = set()
@@ -216,7 +216,7 @@ def _schedule_note(
     )
 
 
-def _refuse_another(config: Row, run_dir: Path, checkpoint: dict) -> None:
+def _refuse_another(config: JsonObject, run_dir: Path, checkpoint: dict) -> None:
     """Raise ConfigError where config.yaml now describes another run than the checkpoint's."""
     # Files of data may have moved: their contents are compared instead.
     movable = {*read_data(run_dir)}

@@ -8,14 +8,9 @@ from pathlib import Path
 from pgtoolkit.assembly.continuing import counterpart_command, going_on_command, has_counterpart
 from pgtoolkit.config.defaults import ByScores
 from pgtoolkit.config.evaluation_sets import watched
-from pgtoolkit.runs.records import (
-    Row,
-    best_checkpoint,
-    read_evaluations,
-    read_resolved,
-    read_status,
-)
+from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import Columns, final, first, values
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking.progress import entry, sparkline
 from pgtoolkit.tracking.record import Record
@@ -56,7 +51,7 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     return "\n".join([*filter(None, lines), *entries])
 
 
-def _changes_to_go_on(metrics: Columns, config: dict, reason: str) -> Row:
+def _changes_to_go_on(metrics: Columns, config: dict, reason: str) -> JsonObject:
     """Return the values of keys with which a finished run goes on. reason: of its end, "" for
     none."""
     if "rollout.epochs=" in reason:
@@ -72,7 +67,7 @@ def _changes_to_go_on(metrics: Columns, config: dict, reason: str) -> Row:
     return {}
 
 
-def _held_out_lines(rows: list[Row], number: str, best: Row | None) -> Iterator[str]:
+def _held_out_lines(rows: list[JsonObject], number: str, best: JsonObject | None) -> Iterator[str]:
     """Yield a line on a number of each set over the run, such as pass@1.
 
     best: the row of the best checkpoint.

@@ -20,8 +20,9 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.records import Row, leaves, plain, read_resolved
+from pgtoolkit.runs.records import leaves, plain, read_resolved
 from pgtoolkit.system.declared import Key
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import say, text
 
 FORMER_TASKS = {
@@ -55,7 +56,7 @@ def compiled_as_begun(config: Config, run_dir: Path) -> Config:
     return with_values(config, {"model.compile": read_resolved(run_dir)["model"].get("compile")})
 
 
-def typed(values: Row, file: str) -> Config:
+def typed(values: JsonObject, file: str) -> Config:
     """Return the configuration that was saved in a file.
 
     values: of the file, as `plain_config` made them.
@@ -73,7 +74,7 @@ def typed(values: Row, file: str) -> Config:
     try:
         values = _completed(values, file)
         groups = _group_names()
-        typed_values: Row = {}
+        typed_values: JsonObject = {}
         for field in fields(Config):
             name = field.name
             if name in groups:
@@ -95,7 +96,7 @@ def _group_names() -> list[str]:
     return list(dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS))
 
 
-def _schema_of(group: str, values: Row) -> type:
+def _schema_of(group: str, values: JsonObject) -> type:
     """Return the class of a group's keys.
 
     Raises KeyError for an unknown option, and for a group that is missing.
@@ -103,7 +104,7 @@ def _schema_of(group: str, values: Row) -> type:
     return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
 
 
-def _completed(values: Row, file: str) -> Row:
+def _completed(values: JsonObject, file: str) -> JsonObject:
     """Return the values with the defaults of keys that were added after the file was written.
 
     Raises KeyError for any other key that is missing.
@@ -127,7 +128,7 @@ def _completed(values: Row, file: str) -> Row:
     return complete
 
 
-def _typed_values_of_group(group: str, values: Row) -> dict[str, object]:
+def _typed_values_of_group(group: str, values: JsonObject) -> dict[str, object]:
     """Return the values of a group by their keys, in the types of these.
 
     Raises ValueError for a key that the schema of the group does not have.
@@ -161,7 +162,7 @@ def fixed_keys(config: object) -> Iterator[Key]:
             yield key
 
 
-def record_of(config: object) -> Row:
+def record_of(config: object) -> JsonObject:
     """Return the part of its configuration that a checkpoint keeps.
 
     It has the values of the fixed keys, and of the keys in their conditions.

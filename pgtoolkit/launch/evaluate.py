@@ -32,9 +32,8 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import Row
 from pgtoolkit.system.columns import aligned
-from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.system.plain_files import JsonObject, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
@@ -303,7 +302,7 @@ def _folder(name: str) -> Path:
             number += 1
 
 
-def render_evaluation(rows: list[Row], config: Config, model: str, folder: Path) -> str:
+def render_evaluation(rows: list[JsonObject], config: Config, model: str, folder: Path) -> str:
     """Return a table with a column of numbers for each set, and the paths of all results."""
     names = [
         name
@@ -325,7 +324,7 @@ def render_evaluation(rows: list[Row], config: Config, model: str, folder: Path)
     return "\n".join([*aligned(table), "", *(f"{label:<12} {value}" for label, value in entries)])
 
 
-def _cell(row: Row, name: str) -> str:
+def _cell(row: JsonObject, name: str) -> str:
     value = row.get(name)
     error = row.get(f"{name}_error")
     if value is None:

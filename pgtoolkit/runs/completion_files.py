@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.errors import StorageError, first_line
-from pgtoolkit.runs.records import Row, reading_file
-from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.runs.records import reading_file
+from pgtoolkit.system.plain_files import JsonObject, replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
@@ -164,7 +164,7 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
         ]
 
 
-def _values_with_prefix(row: Row, prefix: str) -> Row:
+def _values_with_prefix(row: JsonObject, prefix: str) -> JsonObject:
     """Return the values of a row's columns that begin with a prefix, by the rest of their names."""
     return {
         name.removeprefix(prefix): value

@@ -21,7 +21,7 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs import records
 from pgtoolkit.runs.checksums import checksum
 from pgtoolkit.runs.series import rows_until
-from pgtoolkit.system.plain_files import naming, overwrite, write_atomically
+from pgtoolkit.system.plain_files import JsonObject, naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
 from pgtoolkit.system.yaml_text import to_yaml
@@ -227,14 +227,14 @@ class RunDirectory:
                 row[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         self._append(self.metrics_path, [row])
 
-    def append_evaluations(self, rows: list[records.Row]) -> None:
+    def append_evaluations(self, rows: list[JsonObject]) -> None:
         """Add the rows of one step to evaluations.jsonl; they are on the disk once this returns.
 
         rows: see `records.read_evaluations`.
         """
         self._append(self.evaluations_path, rows, durable=True)
 
-    def _append(self, path: Path, rows: list[records.Row], durable: bool = False) -> None:
+    def _append(self, path: Path, rows: list[JsonObject], durable: bool = False) -> None:
         """Add rows to a file.
 
         durable: the rows are on the disk once this returns.

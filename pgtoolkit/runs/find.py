@@ -21,7 +21,7 @@ from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.history import trained_with
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
-from pgtoolkit.system.plain_files import refuse_links
+from pgtoolkit.system.plain_files import JsonObject, refuse_links
 from pgtoolkit.system.report import say, shell_path
 
 SWEEPS = Path("outputs/sweeps")
@@ -292,7 +292,7 @@ def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
     )
 
 
-def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[records.Row]) -> None:
+def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[JsonObject]) -> None:
     """Add the column `seconds` since the first row, if each row has a time.
 
     resumes: the times at which the run was resumed, from provenance.json.
@@ -346,7 +346,7 @@ def _kept_of_batch(config: dict[str, object]) -> float:
 
 
 def _add_evaluations(
-    columns: Columns, evaluations: list[records.Row], metrics: Collection[str] | None
+    columns: Columns, evaluations: list[JsonObject], metrics: Collection[str] | None
 ) -> set[str]:
     """Add metrics of evaluations to the rows of their steps; return the names of all of them.
 

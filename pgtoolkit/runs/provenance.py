@@ -16,7 +16,8 @@ from typing import TypedDict
 
 import pgtoolkit
 from pgtoolkit.runs.modules import module_digests
-from pgtoolkit.runs.records import TIME, Row
+from pgtoolkit.runs.records import TIME
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import SECRET_FILES, redact
 
 DIFF_LIMIT = 256 * 1024
@@ -47,7 +48,7 @@ def collect(
     step: int = 0,
     modules: Iterable[str] = (),
     evaluation_modules: Iterable[str] = (),
-) -> Row:
+) -> JsonObject:
     """Return what is needed of this process to repeat its run, as plain JSON values.
 
     argv: the command line, usually sys.argv.

@@ -21,12 +21,10 @@ from pgtoolkit.runs.former import (
     with_later_groups,
     without_auto_compile,
 )
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _Kind = TypeVar("_Kind")
-
-Row = dict[str, Any]
-"""A JSON object of a file that a run writes. Its values were checked when it was read."""
 
 Shape = type | UnionType | Callable[[object], bool] | list | dict
 """What a value has to be, see `expect`."""
@@ -48,7 +46,7 @@ def read_resolved(run_dir: str | Path) -> dict:
     return with_later_groups(without_auto_compile(config, Path(run_dir)))
 
 
-def read_leaves(run_dir: Path) -> Row:
+def read_leaves(run_dir: Path) -> JsonObject:
     """Return the configuration of a run as dotted keys with their values.
 
     Groups that runs have in common are parsed once, so the values must not be changed.
@@ -78,7 +76,7 @@ def _leaves_of_group(text: bytes) -> list[tuple[str, object]]:
     return leaves(value)
 
 
-def read_status(run_dir: str | Path) -> Row:
+def read_status(run_dir: str | Path) -> JsonObject:
     """Return a run's status.json, or {} before its first.
 
     The status of a killed run is still `running`, though its lock is free.
@@ -116,7 +114,7 @@ def read_sweep(folder: Path) -> dict:
     return sweep
 
 
-def read_evaluations(run_dir: Path) -> list[Row]:
+def read_evaluations(run_dir: Path) -> list[JsonObject]:
     """Return what a run scored on held-out prompts, the rows of evaluations.jsonl, if there are
     any.
 
@@ -144,7 +142,9 @@ def read_evaluations(run_dir: Path) -> list[Row]:
     return _read_rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
 
 
-def best_of(rows: list[Row], watched: tuple[str, str], steps: Container[int]) -> Row | None:
+def best_of(
+    rows: list[JsonObject], watched: tuple[str, str], steps: Container[int]
+) -> JsonObject | None:
     """Return the row with the highest value among those of these steps; None where there is none.
 
     Of rows with equal values, such as a pass@1 of 0 while nothing succeeds, the one with the
@@ -194,7 +194,7 @@ def read_saved_rows(checkpoint: Path) -> dict[str, dict[str, int]]:
     return _read_object(checkpoint / "manifest.json", _MANIFEST).get("rows", {})
 
 
-def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> Row | None:
+def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> JsonObject | None:
     """Return the row of the best among the steps that a run has a checkpoint of.
 
     watched: the name of the set, and of the number. None where there is no such row, or no number
@@ -205,7 +205,7 @@ def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> Row | Non
     return best_of(read_evaluations(run_dir), watched, checkpoint_steps(run_dir))
 
 
-def read_drift(run_dir: Path) -> list[Row]:
+def read_drift(run_dir: Path) -> list[JsonObject]:
     """Return the changes that resumes made to the configuration.
 
     Each has a `step`, and `changes` as {key: [old, new]}.
@@ -269,13 +269,13 @@ def _read_object(path: Path, shape: dict) -> dict:
         return _parse(path.read_bytes(), shape) if path.exists() else {}
 
 
-def parse_row(line: bytes, shape: dict, path: Path, number: int) -> Row:
+def parse_row(line: bytes, shape: dict, path: Path, number: int) -> JsonObject:
     """Return the JSON object in a line of a file, checked. number: of the line."""
     with reading_file(Path(f"{path}:{number}")):
         return _parse(line, shape)
 
 
-def _read_rows(path: Path, shape: dict) -> list[Row]:
+def _read_rows(path: Path, shape: dict) -> list[JsonObject]:
     """Return the JSON objects in the lines of a file, checked.
 
     A torn last line is left out. The list is empty where there is no file.
@@ -285,7 +285,7 @@ def _read_rows(path: Path, shape: dict) -> list[Row]:
     return [parse_row(line, shape, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(data: bytes, shape: dict) -> Row:
+def _parse(data: bytes, shape: dict) -> JsonObject:
     value = json.loads(data)
     expect(value, shape)
     return value

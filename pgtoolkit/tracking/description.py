@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.runs.records import Row
+from pgtoolkit.system.plain_files import JsonObject
 
 LONGEST_TAG = 4000
 
@@ -103,7 +103,7 @@ class RowFile:
         return _milliseconds(row), _points_of(row) if is_new else []
 
 
-def _points_of(row: Row) -> list[Point]:
+def _points_of(row: JsonObject) -> list[Point]:
     """Return the points of a row of metrics.jsonl or evaluations.jsonl that have a finite metric.
 
     Some metrics of a step are also over the documents seen.
@@ -122,7 +122,7 @@ def _points_of(row: Row) -> list[Point]:
     return [point for point in points if point.metrics]
 
 
-def _evaluation_values_of(row: Row) -> dict[str, float]:
+def _evaluation_values_of(row: JsonObject) -> dict[str, float]:
     """Return the values of a row of evaluations.jsonl, named evaluation/SET/NAME.
 
     In the names pass@k becomes pass_at_k.
@@ -136,7 +136,7 @@ def _evaluation_values_of(row: Row) -> dict[str, float]:
     }
 
 
-def _values_of(row: Row, names: Iterable[str]) -> dict[str, float]:
+def _values_of(row: JsonObject, names: Iterable[str]) -> dict[str, float]:
     """Return the finite values of these names, as far as the row has them."""
     return {
         name: row[name]
@@ -145,5 +145,5 @@ def _values_of(row: Row, names: Iterable[str]) -> dict[str, float]:
     }
 
 
-def _milliseconds(row: Row) -> int:
+def _milliseconds(row: JsonObject) -> int:
     return round(1000 * row.get("time", 0))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from pgtoolkit.runs.records import TIME, Row, read_status
+from pgtoolkit.runs.records import TIME, read_status
 from pgtoolkit.system.background import in_background
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking import next_commands, store
 from pgtoolkit.tracking.description import EVALUATION, Description, Point
@@ -99,7 +100,7 @@ class MlflowRecord(Record):
                 last_of_sets[match[1]] = step
         return max(steps.get(name, 0) for name in _IN_EACH_ROW), last_of_sets
 
-    def _open_run(self, description: Description, status: Row) -> MlflowRun:
+    def _open_run(self, description: Description, status: JsonObject) -> MlflowRun:
         """Return the directory's MLflow run, from any experiment of the store, or a new one.
 
         The tag `pgtk.id` shows which run it is, even if a killed process could not record its

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pgtoolkit.runs.records import Row
 from pgtoolkit.runs.series import mean
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.terminal import output
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def entry(label: str, text: str) -> str:
     return f"{label:<12} {text}"
 
 
-def evaluation_line(row: Row, max_steps: int, is_best: bool) -> str:
+def evaluation_line(row: JsonObject, max_steps: int, is_best: bool) -> str:
     """Return the line on an evaluation of one set of prompts. row: of evaluations.jsonl."""
     step = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
     set_name = f"{row['set']}{' (best)' if is_best else ''}:"
@@ -169,7 +169,7 @@ def evaluation_line(row: Row, max_steps: int, is_best: bool) -> str:
     return " ".join([step, set_name, *numbers, length, f"{row['seconds']:.1f} s"])
 
 
-def _with_error(name: str, row: Row) -> str:
+def _with_error(name: str, row: JsonObject) -> str:
     error = row.get(f"{name}_error")
     return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
 

@@ -9,7 +9,8 @@ import torch
 
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.records import Row, best_checkpoint, best_of, read_evaluations
+from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import TrainerSettings
@@ -33,15 +34,15 @@ class Evaluations:
         self._every = module.evaluator.every
         self._watched = module.evaluator.watched
         self._settings = settings
-        rows: list[Row] = []
-        best: Row | None = None
+        rows: list[JsonObject] = []
+        best: JsonObject | None = None
         with failing_together(module.layout):
             if run is not None:
                 rows = read_evaluations(run.path)
                 best = best_checkpoint(run.path, self._watched)
         rows, best = gather_objects((rows, best), module.layout.world_group)[0]
-        self._rows: list[Row] = rows
-        self._best: Row | None = best
+        self._rows: list[JsonObject] = rows
+        self._best: JsonObject | None = best
 
     @property
     def best_step(self) -> int | None:
@@ -87,7 +88,7 @@ class Evaluations:
         return f"trainer.stop_at={goal:g} was reached: {name}/{number} is {row[number]:.4g}"
 
 
-def evaluate_module(module: PolicyGradientModule, step: int) -> list[Row]:
+def evaluate_module(module: PolicyGradientModule, step: int) -> list[JsonObject]:
     """Evaluate a module on every set of its evaluator, and return the rows of evaluations.jsonl.
 
     step: after which the weights are. Called by every rank.

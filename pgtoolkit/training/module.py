@@ -29,8 +29,8 @@ from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.evaluator import Evaluator
-from pgtoolkit.runs.records import Row
 from pgtoolkit.sampling.settings import SamplingSettings
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss_scale import LossScale
@@ -100,7 +100,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._reference_rate = reference_rate
         self._optimizer_settings = optimizer
         self._first_pass: FirstPass | None = None
-        self.record: Row = {}
+        self.record: JsonObject = {}
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
         """Train a critic together with the policy. body: see `Critic`."""
