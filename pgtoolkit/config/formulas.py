@@ -3,21 +3,30 @@ trainer, by their dotted names."""
 
 from __future__ import annotations
 
-import ast
-import functools
+import keyword
 import math
+import re
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.tasks.settings import is_data_set_name
 
+_NAME = re.compile(r'"[^"]*"|(?<![\w.])[a-z][\w.]*')
+
 
 def evaluate(formula: str, value: Callable[[str], Any] = str, **functions: Any) -> Any:
     """Return the value of a formula. value: returns that of a key. A formula comes from a table, or
     is made of digits and signs: it is never what a user wrote."""
-    result = eval(_compiled(formula), {**_FUNCTIONS, **functions, "value": value})
+    functions |= _FUNCTIONS
+
+    def called(match: re.Match[str]) -> str:
+        name = match[0]
+        is_key = name[0] != '"' and name not in functions and not keyword.iskeyword(name)
+        return f"value({name!r})" if is_key else name
+
+    scope = {**functions, "__builtins__": {}, "value": value}
+    result = eval(_NAME.sub(called, formula.strip()), scope)
     return float(f"{result:.12g}") if isinstance(result, float) else result
 
 
@@ -28,35 +37,5 @@ def _only(value: object) -> object:
     return value[0] if len(value) == 1 else ""
 
 
-def _bound(threshold: object, index: int) -> float | None:
-    """Return a bound of `low_high`, and None where there is only one."""
-    bounds = str(threshold).split("_")
-    return float(bounds[index]) if len(bounds) == 2 else None
-
-
-_FUNCTIONS = {
-    "__builtins__": {},
-    **{"ceil": math.ceil, "int": int, "max": max, "str": str},
-    **{"only": _only, "bound": _bound},
-    **{"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name},
-}
-
-
-@functools.cache
-def _compiled(formula: str) -> CodeType:
-    tree = _Keys().visit(ast.parse(formula.strip(), mode="eval"))
-    return compile(ast.fix_missing_locations(tree), formula, "eval")
-
-
-class _Keys(ast.NodeTransformer):
-    """Puts the value of a key in the place of its dotted name."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        node.args = [self.visit(argument) for argument in node.args]
-        return node
-
-    def visit_Name(self, node: ast.Name | ast.Attribute) -> ast.AST:
-        call = ast.Name("value", ast.Load())
-        return ast.Call(call, [ast.Constant(ast.unparse(node))], [])
-
-    visit_Attribute = visit_Name
+_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str, "only": _only}
+_FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}

@@ -36,10 +36,6 @@ def translate(path: Path, processes: int | None) -> str:
     return "\n".join(translation.page(path))
 
 
-class _UnreadError(ValueError):
-    """A value is needed that is made when a program runs."""
-
-
 class Translation:
     """What a configuration of theirs is here.
 
@@ -49,17 +45,16 @@ class Translation:
 
     def __init__(self, theirs: TheirConfig, processes: int | None = None):
         self.theirs = theirs
-        self.typed: Typed = {}
         self.left: list[tuple[str, str, Theirs | None]] = []
         self.differing: list[str] = []
         self.lacking: list[str] = []
         self._table = theirs.table
+        self._words = theirs.table.content["words"]
         self._processes = processes or theirs.processes or 1
         if processes is None and theirs.processes is None and "processes" in str(self._words):
             theirs.assumed.append("1 process trains: --processes N says another number")
-        first = self._overrides(self._table.content["first"], "")
-        self._first: Typed = {key: (value, None) for key, value in first}
-        self.typed |= self._first
+        self._first = self._overrides(self._table.content["first"])
+        self.typed = dict(self._first)
         for row in self._table.rows.values():
             if row.cases:
                 self._translate(row)
@@ -67,10 +62,6 @@ class Translation:
             row = self._table.row(name)
             if row is not None and (row.name != name or not (row.cases or row.see)):
                 self._leave(name, row.reason or f"it has no equal beside that of {row.name}")
-
-    @property
-    def _words(self) -> dict[str, str]:
-        return self._table.content["words"]
 
     def value(self, name: str) -> Any:
         """Return the value of a key, of a word of the table, or of the number of processes."""
@@ -83,7 +74,7 @@ class Translation:
             name = f"{self._words[first]}.{rest}"
         value = self._resolved(self._as_written(name), name)
         if isinstance(value, Unread):
-            raise _UnreadError(f"the value of {name} is made when their program runs")
+            raise ValueError(f"the value of {name} is made when their program runs")
         return value
 
     def _as_written(self, name: str) -> Any:
@@ -94,12 +85,11 @@ class Translation:
 
     def _resolved(self, value: Any, name: str) -> Any:
         """Return the value that an interpolation in verl's files stands for."""
-        match = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
-        if match is None or isinstance(value, Unread):
+        match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
+        if match is None:
             return value
-        other = match[1]
-        if other.startswith("."):
-            other = f"{name.rpartition('.')[0]}{other}"
+        section = name.rpartition(".")[0] if match[1].startswith(".") else ""
+        other = f"{section}{match[1]}"
         if other in self.theirs.values or other in self._table.rows:
             return self._resolved(self._as_written(other), other)
         return {"null": None, "false": False, "False": False}.get(match[2], match[2])
@@ -115,9 +105,8 @@ class Translation:
                 return
             typed = self._case(row)
             if typed is None:
-                self._leave_row(row, row.reason)
-                return
-            self.typed |= {key: (value, row) for key, value in self._overrides(typed, row.name)}
+                raise ValueError(row.reason)
+            self.typed |= self._overrides(typed, row)
             for condition, sentence in row.differs.items():
                 if self._evaluate(condition):
                     self.differing.append(f"{self._shown(row.name)}: {sentence}")
@@ -127,23 +116,23 @@ class Translation:
     def _case(self, row: Theirs) -> str | None:
         """Return what is to be typed for a key; None where its value has no equal."""
         for condition, here in row.cases:
-            if condition and not self._evaluate(condition):
-                continue
-            typed = here if isinstance(here, str) else here.get(text(self.value(row.name)))
-            if typed is not None:
-                return typed
+            if not condition or self._evaluate(condition):
+                typed = here if isinstance(here, str) else here.get(text(self.value(row.name)))
+                if typed is not None:
+                    return typed
         return None
 
-    def _overrides(self, typed: str, name: str) -> Iterator[tuple[str, Any]]:
-        """Yield (key, value) of what is to be typed for a key of this name."""
-        for key, value in OVERRIDE.findall(typed):
-            formula = _FORMULA.fullmatch(value)
-            if not value:
-                yield key, self.value(name)
-            elif formula is not None:
-                yield key, self._evaluate(formula[1])
-            else:
-                yield key, _FORMULA.sub(lambda found: text(self._evaluate(found[1])), value)
+    def _overrides(self, typed: str, row: Theirs | None = None) -> Typed:
+        """Return what is to be typed; a key alone takes the value of the row's."""
+        alone = f"{{{row.name}}}" if row else ""
+        return {key: (self._filled(value or alone), row) for key, value in OVERRIDE.findall(typed)}
+
+    def _filled(self, value: str) -> Any:
+        """Return a value with those of the formulas in it."""
+        formula = _FORMULA.fullmatch(value)
+        if formula is not None:
+            return self._evaluate(formula[1])
+        return _FORMULA.sub(lambda found: text(self._evaluate(found[1])), value)
 
     def _shown(self, name: str) -> str:
         by_default = "" if name in self.theirs.values else " (their default)"
@@ -151,12 +140,9 @@ class Translation:
 
     def _leave(self, name: str, reason: str) -> None:
         """List a key as one without an equal, unless it has their default."""
-        written = self._as_written(name)
-        default = self._default(name)
-        is_default = text(written) == text(default) or (
-            text(self._resolved(written, name)) == text(self._resolved(default, name))
-        )
-        if not is_default:
+        values = (self._as_written(name), self._default(name))
+        resolved = [text(self._resolved(value, name)) for value in values]
+        if text(values[0]) != text(values[1]) and resolved[0] != resolved[1]:
             self.left.append((self._shown(name), reason, None))
 
     def _leave_row(self, row: Theirs, reason: str) -> None:
@@ -171,13 +157,11 @@ class Translation:
         self._compose()
         for key, (value, row) in [*self.typed.items()]:
             if row is not None and row.name not in self.theirs.values:
-                known = key_named(key, self._config)
+                known = key_named(key, self._composed.config)
                 if known and (known.learns is False or self._ours(key) == text(value)):
                     del self.typed[key]
-        while True:
-            problems = self._compose()
-            if not problems:
-                break
+        problems = self._compose()
+        while problems:
             typed = [key for key, (_, row) in self.typed.items() if row is not None]
             setting = problems[0].partition(" needs ")[0]
             named = [key for key in typed if key in setting]
@@ -186,13 +170,12 @@ class Translation:
             self.typed |= {key: self._first[key]} if key in self._first else {}
             assert row is not None
             self._leave_row(row, f"{key}={text(value)} is refused here: {problems[0]}")
+            problems = self._compose()
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""
-        composed = compose(_overrides_of(self.typed))
-        self._config = composed.config
-        self._choices = composed.choices
-        _, report = validated(composed)
+        self._composed = compose(_overrides_of(self.typed))
+        _, report = validated(self._composed)
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         return [problem for problem in report.problems if problem not in report.lacking]
 
@@ -200,12 +183,14 @@ class Translation:
         """Return our default of a key, beside the others that are typed."""
         if key in default_options():
             return default_options()[key]
-        return text(default(self._config, key, self._choices))
+        return text(default(self._composed.config, key, self._composed.choices))
 
     def _with_instead(self, reason: str, row: Theirs | None) -> str:
         """Return a reason with what the command has in the place of what has no equal."""
-        keys = [] if row is None else [key for key in row.typed_keys if key not in self.typed]
-        keys = [key for key in dict.fromkeys(keys) if key_named(key, self._config) is not None]
+        keys = [
+            key for key in dict.fromkeys(row.typed_keys if row else ()) if key not in self.typed
+        ]
+        keys = [key for key in keys if key_named(key, self._composed.config) is not None]
         keys = [key for key in keys if key in default_options()] or keys
         instead = [f"{key}={self._ours(key)}" for key in keys]
         return f"{reason}; the command has {' '.join(instead)}" if instead else reason
@@ -215,23 +200,24 @@ class Translation:
         name = f"{self._table.content['trainer']} {self._table.content['version']}"
         yield f"{path}, a configuration of {name}, is here"
         yield ""
-        yield f"  {' '.join(['pgtk', *map(_quoted, _overrides_of(self.typed))])}"
+        yield f"  {shlex.join(['pgtk', *_overrides_of(self.typed)])}"
         by_default = [
             f"{key}={text(value)}: {self._shown(row.name)}; ours is {self._ours(key)}"
             for key, (value, row) in self.typed.items()
             if row is not None and row.name not in self.theirs.values
         ]
         to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
-        names_by_reason: dict[str, list[str]] = {}
+        left: dict[str, list[str]] = {}
         for shown, reason, row in self.left:
-            names_by_reason.setdefault(self._with_instead(reason, row), []).append(shown)
-        left = [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
+            left.setdefault(self._with_instead(reason, row), []).append(shown)
         unknown = [name for name in self.theirs.values if self._table.row(name) is None]
         sections = {
             "Assumed:": [*self.theirs.assumed, *(f"{key} is to be filled in" for key in to_fill)],
             f"What follows from defaults of {name} that are not ours:": by_default,
             "What is not quite the same:": self.differing,
-            "What has no equal here, and is left out:": left,
+            "What has no equal here, and is left out:": [
+                f"{', '.join(names)}: {reason}" for reason, names in left.items()
+            ],
             f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
             "What this machine lacks for it:": self.lacking,
         }
@@ -251,13 +237,5 @@ def _in_override(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_in_override, value)) + "]"
     content = text(value)
-    if re.fullmatch(r"[\w./:@+\[\]-]+", content):
-        return content
-    return "'" + content.replace("'", "\\'") + "'"
-
-
-def _quoted(override: str) -> str:
-    """Return an override as it is typed in a shell."""
-    if "'" in override and not re.search(r'["$`!\\]', override):
-        return f'"{override}"'
-    return shlex.quote(override)
+    is_plain = re.fullmatch(r"[\w./:@+\[\]-]+", content)
+    return content if is_plain else '"' + content.replace('"', '\\"') + '"'

@@ -19,22 +19,6 @@ from pgtoolkit.system.yaml_text import plain_yaml
 _LARGEST = 1 << 20
 """Most bytes of a file."""
 
-_OTHERS = {
-    "distributed_type": "accelerate's own configuration, which says how many processes train",
-    "aggregation": "pgtoolkit's own: pgtk resume RUN continues its run",
-    "zero_optimization": "DeepSpeed's own configuration",
-    "trainer": "of another trainer of verl",
-}
-"""Key of a file -> what the file is."""
-
-
-_CALLS = (
-    ("GRPOTrainer", "", ("model", "reward_funcs", "args", "train_dataset")),
-    ("GRPOConfig", "", ("output_dir",)),
-    ("LoraConfig", "peft_config.", ()),
-)
-"""Call in a program, what begins the names of its arguments in the table, and those without one."""
-
 
 class Unread(str):
     """The text of a value that is made when a program runs."""
@@ -56,14 +40,9 @@ def read(path: Path) -> TheirConfig:
     if not path.is_file():
         raise _refused(path, "a file", "There is none at this path.")
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise as_storage_error(error) from error
-    try:
-        if len(data) > _LARGEST:
+        if path.stat().st_size > _LARGEST:
             raise ValueError(f"more than {_LARGEST} bytes")
-        content = data.decode()
+        content = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
             content = "\n".join("".join(cell["source"]) for cell in cells)
@@ -72,15 +51,16 @@ def read(path: Path) -> TheirConfig:
             return _python(content, path)
         if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or content.startswith("#!"):
             return _shell(content, path)
-        return _keys(plain_yaml(data), path)
+        return _keys(plain_yaml(content.encode()), path)
+    except OSError as error:
+        raise as_storage_error(error) from error
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         raise _refused(path, "text that can be read", f"It is no such text: {error}.") from None
 
 
 def _refused(path: Path, needs: str, reason: str) -> ConfigError:
     use = "a configuration of TRL's GRPOTrainer or of verl's PPO trainer: YAML, JSON, .sh or .py"
-    setting = f"pgtk translate {path}"
-    return ConfigError(refusal(setting=setting, needs=needs, got=path, reason=reason, use=use))
+    return ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use))
 
 
 def _not_theirs(path: Path, what: str) -> ConfigError:
@@ -96,14 +76,10 @@ def _keys(values: Any, path: Path) -> TheirConfig:
         values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
     if any(name.partition(".")[0] == "actor_rollout_ref" for name in values):
         return _config("verl", values)
-    for name, what in _OTHERS.items():
-        if name in values:
+    for what, names in tables()["TRL"].content["others"].items():
+        if {*names} & {*values}:
             raise _not_theirs(path, what)
-    table = tables()["TRL"].content
-    for name, signs in table["others"].items():
-        if {*signs} & {*values}:
-            raise _not_theirs(path, f"a configuration of {name}")
-    if not {*table["signs"]} & {*values}:
+    if not {*tables()["TRL"].content["signs"]} & {*values}:
         raise _not_theirs(path, "one without any key of GRPO, such as num_generations")
     return _config("TRL", values)
 
@@ -125,24 +101,29 @@ def _config(trainer: str, values: dict[str, Any], processes: object = None) -> T
 
 def _shell(content: str, path: Path) -> TheirConfig:
     """Return the configuration of the first command in a script that starts verl or TRL."""
-    found = []
+    configurations = []
     what = "a script that starts neither"
     signs = {f"--{name}" for name in tables()["TRL"].content["signs"]}
     for words in Script(content).commands:
         modules = [after for word, after in pairwise(words) if word == "-m"]
-        theirs = [name for name in modules if name in tables()["verl"].content["modules"]]
         is_script = any(re.search(r"(grpo|gspo)\w*\.py$", word) for word in words)
+        theirs = [name for name in modules if name in tables()["verl"].content["modules"]]
         if theirs:
-            found.append(_overrides(words[words.index(theirs[0]) :]))
+            given = words[words.index(theirs[0]) :]
+            matches = [re.fullmatch(r"[+-]*([\w.@/-]+)=(.*)", word, re.S) for word in given]
+            values = {match[1].replace("-", "_"): _value(match[2]) for match in matches if match}
+            configurations.append(_config("verl", values))
         elif is_script or signs & {*words} or words[:2] == ["trl", "grpo"]:
-            found.append(_options(words, path))
+            configurations.append(_options(words, path))
         elif modules or words[:1] == ["trl"]:
             what = f"a script that starts {' '.join(modules[:1] or words[:2])}"
-    if not found:
+    if not configurations:
         raise _not_theirs(path, what)
-    if len(found) > 1:
-        found[0].assumed.append(f"the first of its {len(found)} commands is meant")
-    return found[0]
+    if len(configurations) > 1:
+        configurations[0].assumed.append(
+            f"the first of its {len(configurations)} commands is meant"
+        )
+    return configurations[0]
 
 
 def _value(content: str) -> Any:
@@ -153,13 +134,6 @@ def _value(content: str) -> Any:
         return plain_yaml(f"value: {content}".encode())["value"]
     except (ValueError, KeyError):
         return content
-
-
-def _overrides(words: list[str]) -> TheirConfig:
-    """Return the configuration of Hydra's overrides."""
-    matches = [re.fullmatch(r"[+-]*([\w.@/-]+)=(.*)", word, re.S) for word in words]
-    pairs = [(match[1].replace("-", "_"), _value(match[2])) for match in matches if match]
-    return _config("verl", dict(pairs))
 
 
 def _options(words: list[str], path: Path) -> TheirConfig:
@@ -173,18 +147,15 @@ def _options(words: list[str], path: Path) -> TheirConfig:
             given[name] = [match[2]] if match[2] else []
         elif name and not word.endswith(".py"):
             given[name].append(word.strip(","))
-    values = {
-        name: _value(f"[{','.join(items)}]" if len(items) > 1 else items[0]) if items else True
-        for name, items in given.items()
-    }
-    values |= {name[3:]: False for name in values if name.startswith("no_")}
-    values = {name: value for name, value in values.items() if not name.startswith("no_")}
-    files = {}
-    for name in ("config", "config_file"):
+    values: dict[str, Any] = {}
+    for name, items in given.items():
+        written = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
+        values[name.removeprefix("no_")] = _value(written) if items else name[:3] != "no_"
+    files: dict[str, Any] = {"config": {}, "config_file": {}}
+    for name in files:
         file = path.parent / str(values.get(name, ""))
-        read_file = plain_yaml(file.read_bytes()) if file.is_file() else {}
-        files[name] = read_file if isinstance(read_file, dict) else {}
-        if files[name]:
+        if file.is_file():
+            files[name] = plain_yaml(file.read_bytes())
             del values[name]
     processes = values.pop("num_processes", values.pop("nproc_per_node", None))
     processes = processes or files["config_file"].get("num_processes")
@@ -195,12 +166,11 @@ def _python(content: str, path: Path) -> TheirConfig:
     """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, or of the
     command in its docstring where it takes its arguments from there."""
     tree = ast.parse(content)
-    names: dict[str, ast.expr | None] = {}
+    names: dict[str, list[ast.expr]] = {}
     calls: dict[str, list[ast.Call]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            names[name] = None if name in names else node.value  # None: assigned twice
+            names.setdefault(node.targets[0].id, []).append(node.value)
         elif isinstance(node, ast.Call):
             calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
     if "GRPOConfig" not in calls:
@@ -209,13 +179,12 @@ def _python(content: str, path: Path) -> TheirConfig:
         others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise _not_theirs(path, f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
 
-    def value(node: ast.expr) -> Any:
-        named = names.get(node.id) if isinstance(node, ast.Name) else None
-        if named is not None:
-            return value(named)
-        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-            keys = [ast.literal_eval(key) for key in node.keys if key]
-            return dict(zip(keys, map(value, node.values), strict=True))
+    def value(node: Any) -> Any:
+        named = names.get(node.id, []) if isinstance(node, ast.Name) else []
+        if len(named) == 1:
+            return value(named[0])
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            return dict(zip(map(value, node.keys), map(value, node.values), strict=True))
         try:
             return ast.literal_eval(node)
         except ValueError:
@@ -223,13 +192,18 @@ def _python(content: str, path: Path) -> TheirConfig:
 
     values: dict[str, Any] = {"peft_config": True} if "LoraConfig" in calls else {}
     assumed = []
-    for call, prefix, positional in _CALLS:
+    for call, positional in tables()["TRL"].content["calls"].items():
+        section = "peft_config." if call == "LoraConfig" else ""
         for node in calls.get(call, [])[:1]:
-            given = [*zip(positional, node.args, strict=False)]
-            given += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
-            given = [(name, item) for name, item in given if name not in ("args", "peft_config")]
-            values |= {f"{prefix}{name}": value(item) for name, item in given if name != "**"}
-            assumed += [f"{call} has no other arguments" for name, _ in given if name == "**"]
+            given = dict(zip(positional, node.args, strict=False))
+            given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+            if given.pop("**", None):
+                assumed.append(f"{call} has no other arguments")
+            values |= {
+                f"{section}{name}": value(item)
+                for name, item in given.items()
+                if name not in ("args", "peft_config")
+            }
         if len(calls.get(call, [])) > 1:
             assumed.append(f"the first {call} of {len(calls[call])} is meant")
     config = _config("TRL", values)

@@ -6,6 +6,7 @@ does not set, or that it sets in a branch or a loop.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 
@@ -25,6 +26,8 @@ _TOKEN = re.compile(
 )
 _PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""", re.S)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=+])(.*))?\}|\$([\w#]+)", re.S)
+_WORDS = re.compile(r'"?\$\{?(\w+|@|\*)(?:\[[@*]\])?(?:[-+].*)?\}?"?', re.S)
+_NUMBERS = re.compile(r"(?:[\d+/%)-]|\*(?!\*)|(?<![\d)])\()+")
 _BEGIN = ("if", "case", "for", "while", "until", "select")
 _END = ("fi", "esac", "done")
 _BEFORE_COMMANDS = ("then", "else", "do", "export", "local", "readonly", "declare")
@@ -35,8 +38,7 @@ class Script:
 
     def __init__(self, script: str):
         self.commands: list[list[str]] = []
-        self._texts = {"HOME": "~"}
-        self._arrays: dict[str, list[str]] = {"@": [], "*": []}
+        self._values = {"HOME": ["~"], "@": [], "*": []}
         depth = 0
         for words in _statements(script):
             depth += (words[0] in _BEGIN) - (words[0] in _END)
@@ -47,57 +49,51 @@ class Script:
                 self.commands.append(self._expanded(words))
                 continue
             for name, adds, value in (match.groups() for match in assigned if match):
-                self._assign(name, bool(adds), value, is_known=depth == 0)
-
-    def _assign(self, name: str, adds: bool, value: str, is_known: bool) -> None:
-        if not value.startswith("("):
-            self._texts[name] = self._text(value) if is_known else f"${name}"
-            return
-        items = self._expanded([word for words in _statements(value[1:-1]) for word in words])
-        if not is_known:
-            items = [re.sub("=.*", f"=${name}", item, flags=re.S) for item in items]
-        self._arrays[name] = [*self._arrays.get(name, []), *items] if adds else items
+                values = self._assigned(value)
+                if depth:  # in a branch or a loop
+                    values = [
+                        re.sub("^(.*?=)?.*", rf"\1${name}", word, flags=re.S) for word in values
+                    ]
+                self._values[name] = [*self._values.get(name, []), *values] if adds else values
 
     def _expanded(self, words: list[str]) -> list[str]:
+        """Return words without their quotes, with the values of variables, of which those of an
+        array are words of their own."""
         expanded = []
         for word in words:
-            array = re.fullmatch(r'"?\$\{?(\w+|@|\*)(?:\[[@*]\])?(?:[-+].*)?\}?"?', word, re.S)
-            is_array = array is not None and array[1] in self._arrays
-            expanded += self._arrays[array[1]] if array and is_array else [self._text(word)]
+            array = _WORDS.fullmatch(word)
+            values = self._values.get(array[1]) if array else None
+            expanded += [_PIECE.sub(self._piece, word)] if values is None else values
         return expanded
 
-    def _text(self, word: str) -> str:
-        """Return a word without its quotes, with its variables."""
+    def _assigned(self, value: str) -> list[str]:
+        """Return the words of an array, or a text."""
+        is_array = value.startswith("(")
+        inner = [word for words in _statements(value[1:-1]) for word in words]
+        return self._expanded(inner if is_array else [value])
 
-        def piece(match: re.Match[str]) -> str:
-            escaped, literal, quoted, expanded = match.groups()
-            if quoted is not None:
-                return re.sub(_EXPANDED, lambda part: self._value(part[0]), quoted)
-            return escaped or literal or (self._value(expanded) if expanded else "")
-
-        return _PIECE.sub(piece, word)
+    def _piece(self, match: re.Match[str]) -> str:
+        """Return what a part of a word stands for, which is in quotes or an expansion."""
+        escaped, literal, quoted, expression = match.groups()
+        if quoted is not None:
+            return re.sub(_EXPANDED, lambda part: self._value(part[0]), quoted)
+        return escaped or literal or (self._value(expression) if expression else "")
 
     def _value(self, expression: str) -> str:
         """Return the value of `$NAME`, `${NAME:-other}`, `$((a * b))`, or the expression itself."""
         if expression.startswith("$(("):
-            names = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
-            numbers = names.sub(lambda name: self._texts.get(name[1], name[0]), expression[3:-2])
-            if not re.fullmatch(r"[\d\s+*/()%-]+", numbers) or re.search(
-                r"\*\*|[\d)]\s*\(", numbers
-            ):
-                return expression
-            try:
-                return str(int(evaluate(numbers.replace("/", "//"))))
-            except (ArithmeticError, SyntaxError):
-                return expression
+            numbers = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", r"${\1}", expression[3:-2])
+            numbers = re.sub(r"\s", "", _PIECE.sub(self._piece, numbers)).replace("/", "//")
+            with contextlib.suppress(ArithmeticError, SyntaxError):
+                return str(int(evaluate(numbers))) if _NUMBERS.fullmatch(numbers) else expression
         match = _VARIABLE.fullmatch(expression)
         if match is None:
             return expression
         name, how, other, plain = match.groups()
-        value = self._texts.get(name or plain)
-        if how and bool(value) == (how == "+"):
-            return self._text(other)
-        return "" if how == "+" else expression if value is None else value
+        values = self._values.get(name or plain)
+        if how and any(values or []) == (how == "+"):
+            return _PIECE.sub(self._piece, other)
+        return "" if how == "+" else expression if values is None else " ".join(values)
 
 
 def _statements(script: str) -> Iterator[list[str]]:
