@@ -89,7 +89,7 @@ def runs(jobs: int, overrides: list[str]) -> None:
 
 def plan(jobs: int, overrides: list[str]) -> None:
     """Print what `pgtk check` takes for many jobs, which differ in groups, numbers and seeds."""
-    from pgtoolkit.launch.check import check, problems
+    from pgtoolkit.launch.check import check_sweep, problems
 
     rates = ",".join(f"{rate}e-4" for rate in range(1, 6))
     axes = [
@@ -100,13 +100,13 @@ def plan(jobs: int, overrides: list[str]) -> None:
     ]
     began = time.monotonic()
     began_cpu = time.process_time()
-    checked = check(axes, multirun=True)
+    sweep = check_sweep(axes)
     clock = time.monotonic() - began
     cpu = time.process_time() - began_cpu
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    assert not problems(checked)
+    assert not problems(sweep)
     print(
-        f"{len(checked.sweep.jobs)} jobs planned in {clock:.1f} s ({cpu:.1f} s of CPU time), "
+        f"{len(sweep.jobs)} jobs planned in {clock:.1f} s ({cpu:.1f} s of CPU time), "
         f"{memory:.0f} MB"
     )
 

@@ -49,7 +49,7 @@ def problems_of(arguments: list[str]) -> set[str]:
         file = sweep_file(arguments[0])
     if file is not None or "-m" in arguments:
         sweep = compose_sweep(overrides, file)
-        found = {*sweep.unusable, *sweep.problems}
+        found = {*sweep.problems}
         for number, job in enumerate([*sweep.jobs[:1], *sweep.jobs[-1:]]):
             composed = sweep.compose_job(job, number)
             found |= {*check_run(composed, job).report.problems}

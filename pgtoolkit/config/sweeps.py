@@ -21,17 +21,18 @@ from pgtoolkit.system.report import key_of, refusal
 
 @dataclass
 class SweepConfig:
-    """A sweep as a whole, as a command describes it.
+    """The configuration of a sweep as a whole, and the problems of its parts.
 
-    unusable: problems after which nothing else is checked. problems: other problems of the sweep as
-    a whole. jobs: the overrides of each job; of a search, the corners of the space that it
-    searches. varying: key -> its values, for each override that is not the same in all jobs.
-    unnamed: keys that are the same in all jobs, and so in no job's name. folder: where the sweep is
-    written; None if its name does not resolve. of_hydra: overrides of Hydra's own keys. sweep_file:
-    see `compose`.
+    problems: the problems of the sweep as a whole.
+    jobs: the overrides of each job; of a search, the corners of the space that it searches. Empty
+        if the problems leave nothing else to check.
+    varying: key -> its values, for each override that is not the same in all jobs.
+    unnamed: keys that are the same in all jobs, and so in no job's name.
+    folder: where the sweep is written; None if its name does not resolve.
+    of_hydra: overrides of Hydra's own keys.
+    sweep_file: see `compose`.
     """
 
-    unusable: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     jobs: list[list[str]] = field(default_factory=list)
     varying: dict[str, list[str]] = field(default_factory=dict)
@@ -78,7 +79,7 @@ def compose_sweep(overrides: list[str], sweep_file: Path | None = None) -> Sweep
         problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))
     ]
     if node.config is None or of_hydra_itself:
-        return SweepConfig(unusable=of_hydra_itself or node.problems)
+        return SweepConfig(of_hydra_itself or node.problems)
     hydra = node.config.hydra
     params = hydra.sweeper.get("params") or {}
     overrides_of_jobs = [*(f"{key}={value}" for key, value in params.items()), *of_jobs]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pgtoolkit.assembly.machine import check_machine
@@ -17,12 +17,12 @@ from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.launcher import launcher
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
+from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.final_number import check_search, number_of, why_no_common_measure
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
-from pgtoolkit.launch.sweep import Job, PlannedRun, Sweep
+from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
@@ -30,35 +30,12 @@ from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
 
 
-@dataclass
-class Checked:
-    """A command's run, or the jobs of its sweep, with the findings of the checks.
-
-    runs: the runs that would be trained; of a search, the corners of its space.
-    report: problems and notes that concern all of them together.
-    sweep_config: the settings of the sweep; None for a single run.
-    sweep: its folder and jobs; None if problems leave the folder unknown.
-    plan: checks another job, by its overrides and its number.
-    """
-
-    runs: list[PlannedRun] = field(default_factory=list)
-    report: Report = field(default_factory=Report)
-    sweep_config: SweepConfig | None = None
-    sweep: Sweep | None = None
-    plan: Callable[[list[str], int], PlannedRun] | None = None
-
-    @property
-    def varying(self) -> dict[str, list[str]]:
-        """Return the values of each key that differs between the runs."""
-        return {} if self.sweep_config is None else self.sweep_config.varying
-
-
 def check(
     overrides: list[str],
     multirun: bool = False,
     sweep_file: Path | None = None,
     command: Sequence[str] = (),
-) -> Checked:
+) -> PlannedRun | Sweep:
     """Compose and check a run, or each job of a sweep.
 
     It is a sweep with `multirun`, or where the configuration itself asks for one.
@@ -67,38 +44,44 @@ def check(
     if not multirun:
         composed = compose(overrides)
         if not composed.is_sweep:
-            return Checked([_check_single(composed, overrides)])
-    sweep_config = compose_sweep(overrides, sweep_file)
-    if sweep_config.unusable:
-        run = PlannedRun(overrides, Report(sweep_config.unusable))
-        return Checked([run], sweep_config=sweep_config)
-    problems_of_sweep = [*sweep_config.problems, *key_of_single_run(overrides)]
-    checked = Checked(sweep_config=sweep_config, report=Report(problems_of_sweep))
-    if sweep_config.launcher is not None:
-        launcher(sweep_config.launcher, sweep_config.sweeper, checked.report)
-    if sweep_config.folder is not None:
-        folder_problems = problems_of_folder("hydra.sweep.dir", sweep_config.folder)
-        checked.report.problems += folder_problems
-        if not folder_problems:
-            checked.sweep = Sweep(sweep_config.folder, list(command))
-    checked.plan = _JobCheck(checked, sweep_config)
-    for number, job_overrides in enumerate(sweep_config.jobs):
-        checked.runs.append(checked.plan(job_overrides, number))
-    _check_measure(checked, sweep_config)
-    return checked
+            return _check_single(composed, overrides)
+    return check_sweep(overrides, sweep_file, command)
 
 
-def _check_measure(checked: Checked, sweep_config: SweepConfig) -> None:
+def check_sweep(
+    overrides: list[str], sweep_file: Path | None = None, command: Sequence[str] = ()
+) -> Sweep:
+    """Compose and check a sweep and each of its jobs."""
+    config = compose_sweep(overrides, sweep_file)
+    sweep = Sweep(config, list(command), Report([*config.problems]))
+    if not config.jobs:
+        nothing = Composed(None, config.problems)
+        sweep.runs.append(PlannedRun(overrides, nothing, Report([*config.problems])))
+        return sweep
+    sweep.report.problems += key_of_single_run(overrides)
+    if config.launcher is not None:
+        launcher(config.launcher, config.sweeper, sweep.report)
+    if config.folder is not None:
+        folder_problems = problems_of_folder("hydra.sweep.dir", config.folder)
+        sweep.report.problems += folder_problems
+        sweep.has_folder = not folder_problems
+    for number, job_overrides in enumerate(config.jobs):
+        sweep.runs.append(check_job(sweep, job_overrides, number))
+    _check_measure(sweep)
+    return sweep
+
+
+def _check_measure(sweep: Sweep) -> None:
     """Refuse a search by a number that its own values change; note that of a sweep's runs."""
-    configs = [run.config for run in checked.runs if run.config and not run.report.problems]
+    configs = [run.config for run in sweep.runs if run.composed.config and not run.report.problems]
     if len(configs) < 2:
         return
-    if sweep_config.search is not None:
-        check_search(sweep_config.search, configs, checked.report)
+    if sweep.config.search is not None:
+        check_search(sweep.config.search, configs, sweep.report)
         return
     why, use = why_no_common_measure(configs)
     if why:
-        checked.report.note(
+        sweep.report.note(
             f"{number_of(configs[0])} does not mean the same in all runs: {why}. "
             + (f"Use {use} to compare all of them." if use else "Only some can be compared.")
         )
@@ -108,12 +91,13 @@ def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:
     """Check a single run, also for this machine."""
     run = check_run(composed, overrides)
     run.report.problems += keys_of_sweeps(overrides)
-    if run.config is None:
+    if composed.config is None:
         return run
-    if run.directory is None:
+    if composed.directory is None:
         run.report.problems += composed.problems_of_directory
     else:
-        run.report.problems += problems_of_folder("hydra.run.dir", run.directory, ("sweep.json",))
+        directory = Path(composed.directory)
+        run.report.problems += problems_of_folder("hydra.run.dir", directory, ("sweep.json",))
     occupied = occupied_by_rollouts(getattr(run.config.rollout, "save_path", None))
     if occupied is not None:
         run.report.problems.append(occupied)
@@ -126,55 +110,39 @@ def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:
 def check_run(composed: Composed, overrides: list[str]) -> PlannedRun:
     """Check one composed configuration by the rules that hold on every machine."""
     config, report = validated(composed)
-    return PlannedRun(
-        overrides=overrides,
-        report=report,
-        config=config,
-        recorded=composed.overrides,
-        name=composed.name,
-        directory=None if composed.directory is None else Path(composed.directory),
-        refused_anywhere=bool(report.problems),
-    )
+    composed = replace(composed, config=config)
+    return PlannedRun(overrides, composed, report, refused_anywhere=bool(report.problems))
 
 
-class _JobCheck:
-    """Checks the jobs of a sweep, one at a time."""
-
-    def __init__(self, checked: Checked, sweep_config: SweepConfig):
-        self._checked = checked
-        self._sweep_config = sweep_config
-        self._announced: set[str] = set()
-
-    def __call__(self, overrides: list[str], number: int) -> PlannedRun:
-        """Check the job of these overrides, and add it to the jobs of the sweep's folder."""
-        composed = self._sweep_config.compose_job(overrides, number)
-        run = check_run(composed, overrides)
-        if run.config is None:
-            return run
-        if not run.report.problems:
-            announce(run.config, self._announced)
-        self._check_machine(run.config, run.report)
-        sweep = self._checked.sweep
-        directory = composed.directory
-        if sweep is not None and directory is not None and not run.report.problems:
-            _add_job(sweep, run, sweep.plan(run, directory))
+def check_job(sweep: Sweep, overrides: list[str], number: int) -> PlannedRun:
+    """Check the job of these overrides, and add it to the jobs of the sweep's folder."""
+    run = check_run(sweep.config.compose_job(overrides, number), overrides)
+    if run.composed.config is None:
         return run
-
-    def _check_machine(self, config: Config, report: Report) -> None:
-        """Check a job for this machine, if it is to run here."""
-        launcher = self._sweep_config.launcher
-        if launcher is None or launcher.kind != "local":
-            return
-        check_machine(config, report)
-        jobs_per_gpu = launcher.settings.get("jobs_per_gpu")
-        if jobs_per_gpu is not None and not self._checked.report.problems:
-            jobs_on_gpus(config, jobs_per_gpu, report)
+    if not run.report.problems:
+        announce(run.config, sweep.announced)
+    _check_machine_of_job(sweep, run)
+    if sweep.has_folder and run.composed.directory is not None and not run.report.problems:
+        run.composed = replace(run.composed, directory=sweep.directory_of(run))
+        _add_job(sweep, run)
+    return run
 
 
-def _add_job(sweep: Sweep, run: PlannedRun, job: Job) -> None:
-    """Add a job to those of the sweep, and read how far it has come before."""
-    run.job = sweep.jobs.setdefault(job.directory, job)
-    if run.job is not job and run.job.run.named_config != run.named_config:
+def _check_machine_of_job(sweep: Sweep, run: PlannedRun) -> None:
+    """Check a job for this machine, if it is to run here."""
+    launcher = sweep.config.launcher
+    if launcher is None or launcher.kind != "local":
+        return
+    check_machine(run.config, run.report)
+    jobs_per_gpu = launcher.settings.get("jobs_per_gpu")
+    if jobs_per_gpu is not None and not sweep.report.problems:
+        jobs_on_gpus(run.config, jobs_per_gpu, run.report)
+
+
+def _add_job(sweep: Sweep, run: PlannedRun) -> None:
+    """Add a run to the jobs of the sweep, and read how far it has come before."""
+    job = sweep.jobs.setdefault(run.directory, run)
+    if job is not run and job.named_config != run.named_config:
         run.report.refuse(
             setting="hydra.sweep.subdir",
             needs="a name of its own for each job",
@@ -182,7 +150,7 @@ def _add_job(sweep: Sweep, run: PlannedRun, job: Job) -> None:
             reason="Two jobs would write to one directory.",
             use="the default",
         )
-    elif run.job is not job:
+    elif job is not run:
         run.report.note("the configuration of another job; it is run once")
     else:
         try:
@@ -191,31 +159,35 @@ def _add_job(sweep: Sweep, run: PlannedRun, job: Job) -> None:
             run.report.problems.append(str(error))
 
 
-def problems(checked: Checked) -> list[str]:
+def problems(checked: PlannedRun | Sweep) -> list[str]:
     """Return each problem once.
 
     A problem that not all runs of a sweep have begins with the overrides of the first that has it.
     """
+    if isinstance(checked, PlannedRun):
+        return list(dict.fromkeys(checked.report.problems))
     of_runs = _without_repeats(checked, [run.report.problems for run in checked.runs])
     return list(dict.fromkeys([*checked.report.problems, *of_runs]))
 
 
-def notes(checked: Checked) -> list[str]:
+def notes(checked: PlannedRun | Sweep) -> list[str]:
     """Return each note once, as `problems` does."""
+    if isinstance(checked, PlannedRun):
+        return list(dict.fromkeys(checked.report.notes))
     of_runs = _without_repeats(checked, [run.report.notes for run in checked.runs])
     return [*checked.report.notes, *of_runs]
 
 
-def _without_repeats(checked: Checked, sentences_of_runs: list[list[str]]) -> list[str]:
+def _without_repeats(sweep: Sweep, sentences_of_runs: list[list[str]]) -> list[str]:
     """Return the sentences of all runs, each once, with the first run that has it unless all do."""
     runs_with: dict[str, list[PlannedRun]] = {}
-    for run, sentences in zip(checked.runs, sentences_of_runs, strict=True):
+    for run, sentences in zip(sweep.runs, sentences_of_runs, strict=True):
         for sentence in dict.fromkeys(sentences):
             runs_with.setdefault(sentence, []).append(run)
     result = []
     for sentence, runs in runs_with.items():
-        if len(runs) < len(checked.runs):
-            sentence = f"{distinctive(runs[0], checked.varying)}: {sentence}"
+        if len(runs) < len(sweep.runs):
+            sentence = f"{distinctive(runs[0], sweep.config.varying)}: {sentence}"
         result.append(sentence)
     return result
 
@@ -226,7 +198,7 @@ def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
     return " ".join(different or run.overrides)
 
 
-def render_plan(checked: Checked) -> str:
+def render_plan(checked: PlannedRun | Sweep) -> str:
     """Return the page of `pgtk check`: the first run's plan, then notes and problems of all."""
     return "\n\n".join(
         title + "\n" + "\n".join(f"  {line}" for line in lines)
@@ -235,22 +207,24 @@ def render_plan(checked: Checked) -> str:
     )
 
 
-def plan_as_json(checked: Checked) -> str:
+def plan_as_json(checked: PlannedRun | Sweep) -> str:
     """Return the same as a JSON object: lines by the title of their section, and a list of runs."""
     sections = {
         title.partition(" (")[0].lower().replace(" ", "_"): lines
         for title, lines in _sections(checked)
         if lines
     }
-    runs = [
-        {
-            "overrides": run.overrides,
-            "directory": run.job and str(run.job.directory),
-            "state": run.job and run.job.status,
-            "problems": run.report.problems,
-        }
-        for run in checked.runs
-    ]
+    runs = []
+    for run in checked.runs if isinstance(checked, Sweep) else [checked]:
+        job = checked.job_of(run) if isinstance(checked, Sweep) else None
+        runs.append(
+            {
+                "overrides": run.overrides,
+                "directory": job and job.directory,
+                "state": job and job.status,
+                "problems": run.report.problems,
+            }
+        )
     content = sections | {
         "notes": sections.get("notes", []),
         "problems": problems(checked),
@@ -259,19 +233,19 @@ def plan_as_json(checked: Checked) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
+def _sections(checked: PlannedRun | Sweep) -> list[tuple[str, list[str]]]:
     """Return (title, lines) for each section of the page."""
-    first = checked.runs[0]
+    first = checked.runs[0] if isinstance(checked, Sweep) else checked
     prompt_notes: list[str] = []
-    sections = _sweep_sections(checked) if checked.sweep_config is not None else []
-    if first.config is not None:
+    sections = _sweep_sections(checked) if isinstance(checked, Sweep) else []
+    if first.composed.config is not None:
         defaults = compose([]).config
         assert defaults is not None
-        assert first.name is not None
+        assert first.composed.name is not None
         sections += plan_sections(first.config, defaults, first.overrides)
         if first.config.model.name == "huggingface" and not first.report.problems:
             sections += _machine_sections(first.config)
-        sections.append(("Run name", [first.name]))
+        sections.append(("Run name", [first.composed.name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
             lines, prompt_notes = _first_prompt(first.config, first.report)
             sections.append(("First prompt", lines))
@@ -308,29 +282,28 @@ def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]
         return [f"cannot be shown: {first_line(error)}"], []
 
 
-def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
+def _sweep_sections(sweep: Sweep) -> list[tuple[str, list[str]]]:
     """Return the list of runs, and what they have in common."""
-    runs = checked.runs
-    sweep = checked.sweep
-    varying = checked.varying
+    runs = sweep.runs
+    varying = sweep.config.varying
     title = f"Sweep of {len(runs)} runs; the plan is that of the first"
-    assert checked.sweep_config is not None
-    search = checked.sweep_config.search
+    search = sweep.config.search
     if search is not None:
         trials = search.settings["n_trials"]
         title = f"Search of {trials} trials; the plan is that of the first of {len(runs)} corners"
-    states = [run.job.status if run.job else "with problems" for run in runs]
+    jobs = [sweep.job_of(run) for run in runs]
+    states = [job.status if job else "with problems" for job in jobs]
     state_width = max(map(len, states))
     number_width = len(str(len(runs) - 1))
     lines = [
         f"{number:>{number_width}}  {state:<{state_width}}  {distinctive(run, varying)}"
         for number, (run, state) in enumerate(zip(runs, states, strict=True))
     ]
-    common = [f"folder: {sweep.folder}"] if sweep else []
+    common = [f"folder: {sweep.folder}"] if sweep.has_folder else []
     common += [f"varies: {key} = {', '.join(values)}" for key, values in varying.items()]
     fixed = [override for override in runs[0].overrides if key_of(override) not in varying]
     if fixed:
         common.append("in all: " + " ".join(fixed))
-    if sweep and sweep.jobs and search is None:
+    if sweep.jobs and search is None:
         common.append(count_jobs(sweep))
     return [(title, lines), ("The sweep", common)]

@@ -17,11 +17,11 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
-from pgtoolkit.launch.check import Checked
+from pgtoolkit.launch.check import check_job
 from pgtoolkit.launch.engines import Engine, JobHandle, engine_of
 from pgtoolkit.launch.final_number import final_value, number_of
 from pgtoolkit.launch.search import run_search
-from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_line import SweepLine
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
@@ -33,15 +33,12 @@ _ENDING_SIGNALS = (signal.SIGKILL, *STOP_SIGNALS)
 failure."""
 
 
-def run_sweep(checked: Checked) -> int:
-    """Run those of the checked jobs that are not done; return the exit status: 1 if a job failed.
+def run_sweep(sweep: Sweep) -> int:
+    """Run the jobs of a sweep that are not done; return the exit status: 1 if a job failed.
 
     Raises Interrupted after a signal.
     """
-    assert checked.sweep is not None
-    assert checked.sweep_config is not None
-    sweep = checked.sweep
-    search = checked.sweep_config.search
+    search = sweep.config.search
     if search is not None:
         sweep.jobs.clear()  # a search makes its own jobs as it goes
     with sweep.held():
@@ -51,7 +48,7 @@ def run_sweep(checked: Checked) -> int:
         begun = time.monotonic()
         interrupted = None
         try:
-            launch = _Launch(checked)
+            launch = _Launch(sweep)
             if search is None:
                 launch.run(list(sweep.jobs.values()))
             else:
@@ -63,9 +60,7 @@ def run_sweep(checked: Checked) -> int:
         say(sweep_report.table(sweep) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(sweep, again=not interrupted):
             say(line)
-        config = checked.runs[0].config
-        assert config is not None
-        _publish(sweep, config)
+        _publish(sweep, sweep.runs[0].config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
     all_done = all(job.status == "done" for job in sweep.jobs.values())
@@ -78,20 +73,16 @@ class _Launch:
     The launcher starts once, before the first job that is not done.
     """
 
-    def __init__(self, checked: Checked):
-        assert checked.sweep is not None
-        assert checked.plan is not None
-        assert checked.sweep_config is not None
-        assert checked.sweep_config.launcher is not None
-        self._sweep = checked.sweep
-        self._plan = checked.plan
-        self._launcher = checked.sweep_config.launcher
+    def __init__(self, sweep: Sweep):
+        assert sweep.config.launcher is not None
+        self._sweep = sweep
+        self._launcher = sweep.config.launcher
         self._engine = functools.cache(self._start_engine)
 
     def _start_engine(self) -> Engine:
         return engine_of(self._launcher)
 
-    def run(self, jobs: list[Job]) -> None:
+    def run(self, jobs: list[PlannedRun]) -> None:
         """Run the jobs that are not done."""
         for job in jobs:
             job.update_from(self._sweep.folder)
@@ -107,17 +98,16 @@ class _Launch:
         first: the number of the first job.
         Raises ConfigError for values that make no valid job.
         """
-        jobs: list[Job] = []
+        jobs: list[PlannedRun] = []
         for number, job_overrides in enumerate(overrides, start=first):
-            run = self._plan(job_overrides, number)
+            run = check_job(self._sweep, job_overrides, number)
             if run.report.problems:
                 raise ConfigError("\n".join(run.report.problems))
-            assert run.job is not None
-            jobs.append(run.job)
+            jobs.append(self._sweep.jobs[run.directory])
         # Jobs of one configuration share a directory, and run once.
         self.run(list({job.directory: job for job in jobs}.values()))
         return [
-            final_value(self._sweep.folder / job.directory, number_of(job.checked))
+            final_value(self._sweep.folder / job.directory, number_of(job.config))
             if job.status == "done"
             else None
             for job in jobs
@@ -132,7 +122,7 @@ class _Running:
     log_start: size of its log in bytes, before it began.
     """
 
-    job: Job
+    job: PlannedRun
     handle: JobHandle
     started: float
     log_start: int
@@ -141,7 +131,7 @@ class _Running:
 class Jobs:
     """Runs the jobs of one launch that are not done: they wait, run, and end."""
 
-    def __init__(self, sweep: Sweep, jobs: list[Job], fail_fast: bool):
+    def __init__(self, sweep: Sweep, jobs: list[PlannedRun], fail_fast: bool):
         self._sweep = sweep
         self._count = len(jobs)
         self._fail_fast = fail_fast
@@ -206,7 +196,7 @@ class Jobs:
             job.reason = None
         self._sweep.add(*chosen)
 
-    def _write_job(self, job: Job) -> Path:
+    def _write_job(self, job: PlannedRun) -> Path:
         """Write the file that `ranks.run_job` reads, and return its path."""
         directory = (self._sweep.folder / job.directory).resolve()
         directory.mkdir(parents=True, exist_ok=True)
@@ -214,8 +204,8 @@ class Jobs:
             "command": self._sweep.command,
             "sweep": self._sweep.name,
             "directory": str(directory),
-            "overrides": job.run.recorded,
-            "config": plain_config(job.run.named_config),
+            "overrides": job.composed.overrides,
+            "config": plain_config(job.named_config),
         }
         file = directory / ".job.json"
         write_atomically(file, json.dumps(content, indent=1) + "\n")

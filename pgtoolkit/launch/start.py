@@ -21,7 +21,7 @@ from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageErro
 from pgtoolkit.launch.check import check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
-from pgtoolkit.launch.sweep import PlannedRun
+from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
@@ -65,12 +65,13 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     checked = check(args.overrides, args.multirun, sweep_file, command)
     all_problems = problems(checked)
     if all_problems:
-        raise _ending_other_ranks(refused(all_problems), checked.runs[0])
+        first = checked.runs[0] if isinstance(checked, Sweep) else checked
+        raise _ending_other_ranks(refused(all_problems), first)
     for note in notes(checked):
         say(f"note: {note}", error=True)
-    if checked.sweep is not None:
+    if isinstance(checked, Sweep):
         return run_sweep(checked)
-    _run(checked.runs[0])
+    _run(checked)
     return 0
 
 
@@ -111,7 +112,6 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     overrides = [item for item in overrides if item not in folder_overrides]
     composed = compose(overrides, run_dir=run_dir)
     run = check_run(composed, overrides)
-    assert run.config is not None  # a saved run has one
     if step is None:
         assert composed.saved is not None
         accepted = [item for item in overrides if not is_refused(key_of(item), composed.problems)]
@@ -170,7 +170,6 @@ def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: l
     """Add the problems of a run that begins with a checkpoint of another; return its folder."""
     from pgtoolkit.assembly.export import lacks_checkpoint  # which loads torch
 
-    assert run.config is not None
     max_steps = run.config.trainer.max_steps
     command = f"pgtk resume {shell_path(run_dir)}"
     no_checkpoint = lacks_checkpoint(run_dir, command, step, max_steps)
@@ -227,7 +226,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides), args.overrides)
     rank = joined()
-    if run.config is not None and (rank is None or rank.number == 0):
+    if run.composed.config is not None and (rank is None or rank.number == 0):
         if not run.report.problems:
             announce(run.config)
         check_machine(run.config, run.report)
@@ -251,20 +250,21 @@ def refused(problems: list[str]) -> PgtoolkitError:
 
 def _run(run: PlannedRun) -> None:
     """Train a single run in its directory."""
-    assert run.directory is not None
+    directory = Path(run.directory)
     try:
-        run.directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         failed = StorageError(
             f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=..."
         )
         raise _ending_other_ranks(failed, run) from error
-    train_on_processes(Training(run.named_config, run.directory.resolve(), overrides=run.recorded))
+    recorded = run.composed.overrides
+    train_on_processes(Training(run.named_config, directory.resolve(), overrides=recorded))
 
 
 def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:
     """Return the error; if only rank 0 has met it, end the ranks that wait for rank 0 with it."""
-    if joined() is not None and run.config is not None and not run.refused_anywhere:
+    if joined() is not None and run.composed.config is not None and not run.refused_anywhere:
         with contextlib.suppress(PgtoolkitError):
             train_on_processes(Training(run.config, Path(), refused=error))
     return error

@@ -1,5 +1,5 @@
-"""A checked run, a job of a sweep with its status, and the sweep's folder with its files sweep.json
-and sweep.jsonl."""
+"""A run with the findings of its checks and its status, and a sweep with its files sweep.json and
+sweep.jsonl."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import going_on_command
+from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.sweeps import SweepConfig
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
@@ -26,66 +28,55 @@ from pgtoolkit.system.report import Report, text
 
 @dataclass
 class PlannedRun:
-    """One run, with the findings of its checks.
+    """A run, alone or as a job of a sweep: the findings of its checks, and how far it has come.
 
     overrides: as they were typed for it.
-    config: None if nothing could be composed.
-    recorded: the overrides that its run directory records.
-    name: the name of the run.
-    directory: of a single run; None if its name does not resolve.
-    job: the job of its sweep.
+    composed: its configuration, as the rules leave it, with its name and directory.
+    report: the problems and notes of all checks, those of `composed` included.
     refused_anywhere: True if it has problems on every machine, not only on this one.
-    """
-
-    overrides: list[str]
-    report: Report
-    config: Config | None = None
-    recorded: list[str] = field(default_factory=list)
-    name: str | None = None
-    directory: Path | None = None
-    job: Job | None = None
-    refused_anywhere: bool = False
-
-    @property
-    def named_config(self) -> Config:
-        """Return the configuration that the run begins with: with its name, and absolute paths."""
-        assert self.config is not None
-        return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
-
-
-@dataclass
-class Job:
-    """One job of a sweep: where its run lies, and how far it has come.
-
-    directory: its run directory, relative to the sweep's folder; also its name.
-    run: the first run that is this job; others may have the same configuration.
-    status: pending, running, done, failed or interrupted.
+    status: of a job: pending, running, done, failed or interrupted.
     reason: why it failed or was interrupted.
     step: the last step that is saved.
     seconds: time spent so far.
     """
 
-    directory: str
-    run: PlannedRun
+    overrides: list[str]
+    composed: Composed
+    report: Report
+    refused_anywhere: bool = False
     status: str = "pending"
     reason: str | None = None
     step: int = 0
     seconds: float = 0.0
 
     @property
-    def checked(self) -> Config:
-        """Return the configuration of its run, as it was checked."""
-        assert self.run.config is not None
-        return self.run.config
+    def config(self) -> Config:
+        """Return the configuration, of a run for which one could be composed."""
+        assert self.composed.config is not None
+        return self.composed.config
+
+    @property
+    def named_config(self) -> Config:
+        """Return the configuration that the run begins with: with its name, and absolute paths."""
+        return absolute_paths(with_values(self.config, {"tracking.run_name": self.composed.name}))
+
+    @property
+    def directory(self) -> str:
+        """Return the run directory, of a job relative to the sweep's folder, where it is its name.
+
+        Only a run whose directory could be composed has one.
+        """
+        assert self.composed.directory is not None
+        return self.composed.directory
 
     @property
     def row(self) -> dict[str, object]:
-        """Return its entry of sweep.json."""
+        """Return the entry of a job in sweep.json."""
         return {
             "name": self.directory,
             "log": self.log,
             "directory": self.directory,
-            "overrides": self.run.recorded,
+            "overrides": self.composed.overrides,
             "status": self.status,
             "reason": self.reason,
             "step": self.step,
@@ -98,8 +89,9 @@ class Job:
         return f"{self.directory}/output.log"
 
     def update_from(self, folder: Path) -> None:
-        """Read status, reason and step from the run directory.
+        """Read status, reason and step from the run directory of a job.
 
+        folder: the sweep's.
         Raises PgtoolkitError if a run of another configuration lies there.
         """
         directory = folder / self.directory
@@ -107,7 +99,7 @@ class Job:
         self.reason = None
         self.step = 0
         if (directory / "config.yaml").is_file():
-            refuse_another(directory, plain_config(self.run.named_config))
+            refuse_another(directory, plain_config(self.named_config))
             status = read_status(directory)
             self.status = status.get("state", "interrupted")
             self.reason = status.get("reason")
@@ -153,33 +145,49 @@ def _as_typed(changes: dict[str, tuple], config: dict) -> dict[str, object]:
 
 @dataclass
 class Sweep:
-    """A sweep's folder with the jobs of one command.
+    """A sweep that was checked: its runs, and its folder with the jobs of one command.
 
-    folder: holds sweep.json and the jobs' run directories.
+    config: the configuration of the sweep as a whole.
     command: the words that were typed.
-    jobs: those of this command, by their directories.
+    report: problems and notes that concern all runs together, those of `config` included.
+    has_folder: whether the folder is known and can be written.
+    runs: those that would be trained; of a search, the corners of its space.
+    jobs: the first run of each configuration, by its directory in the folder.
     earlier: entries that sweep.json had before, also of jobs of other commands.
+    announced: the code of the user's own that was announced.
     """
 
-    folder: Path
+    config: SweepConfig
     command: list[str]
-    jobs: dict[str, Job] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    has_folder: bool = False
+    runs: list[PlannedRun] = field(default_factory=list)
+    jobs: dict[str, PlannedRun] = field(default_factory=dict)
     earlier: dict[str, dict] = field(default_factory=dict)
+    announced: set[str] = field(default_factory=set)
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of sweep.json and of the jobs' run directories, where it is known."""
+        assert self.config.folder is not None
+        return self.config.folder
 
     @property
     def name(self) -> str:
         return self.folder.name
 
-    def plan(self, run: PlannedRun, directory: str) -> Job:
-        """Return the job of a run, without adding it to `jobs`.
+    def job_of(self, run: PlannedRun) -> PlannedRun | None:
+        """Return the job of a run's configuration; None if problems keep it from being one."""
+        if run.report.problems or run.composed.directory is None:
+            return None
+        return self.jobs.get(run.directory)
 
-        directory: the one that its name asks for.
-        """
-        assert run.config is not None
-        if not (self.folder / directory).exists():
-            # A sweep over other keys gave the same configuration another name.
-            directory = self._by_digest.get(digest(plain_config(run.config)), directory)
-        return Job(directory, run)
+    def directory_of(self, run: PlannedRun) -> str:
+        """Return the directory of a run in the folder, that of an earlier job where one had it."""
+        if (self.folder / run.directory).exists():
+            return run.directory
+        # A sweep over other keys gave the same configuration another name.
+        return self._by_digest.get(digest(plain_config(run.config)), run.directory)
 
     @functools.cached_property
     def _by_digest(self) -> dict[str, str]:
@@ -196,7 +204,7 @@ class Sweep:
             write_atomically(path, json.dumps(content, indent=1) + "\n")
             path.with_suffix(".jsonl").unlink(missing_ok=True)
 
-    def add(self, *jobs: Job) -> None:
+    def add(self, *jobs: PlannedRun) -> None:
         """Append the new entries of these jobs to sweep.jsonl, which `read_sweep` reads as well."""
         path = self.folder / "sweep.jsonl"
         with storage(path), path.open("a", encoding="utf-8") as file:

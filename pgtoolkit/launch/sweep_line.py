@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtoolkit.launch.sweep import Job
+from pgtoolkit.launch.sweep import PlannedRun
 from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking.progress import duration
 
@@ -29,7 +29,7 @@ class SweepLine:
     jobs: all jobs of one launch, with their status and steps before it.
     """
 
-    def __init__(self, folder: Path, jobs: list[Job]):
+    def __init__(self, folder: Path, jobs: list[PlannedRun]):
         self._folder = folder
         self._jobs = jobs
         self._looked_at = 0.0
@@ -47,7 +47,7 @@ class SweepLine:
             self._line = RenewedLine(self._steps_in_all, self._steps_before)
             self._line.show(self._steps_before, [f"{len(self._jobs)} jobs"])
 
-    def show(self, waiting: Collection[Job], running: Collection[Job]) -> None:
+    def show(self, waiting: Collection[PlannedRun], running: Collection[PlannedRun]) -> None:
         """Show the progress while these jobs wait and run, and the others have ended."""
         if self._line is None or time.monotonic() - self._looked_at < _SECONDS_BETWEEN:
             return
@@ -79,8 +79,8 @@ class SweepLine:
         self._line = None
 
 
-def _all_steps(job: Job) -> int:
-    return job.checked.trainer.max_steps
+def _all_steps(job: PlannedRun) -> int:
+    return job.config.trainer.max_steps
 
 
 def last_step(metrics: Path) -> int:

@@ -12,7 +12,7 @@ from pgtoolkit.launch.final_number import (
     number_of,
     why_no_common_measure,
 )
-from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking.next_commands import program
 
@@ -25,17 +25,17 @@ def logs(sweep: Sweep) -> str:
     return f"log of a job: tail -f {folder}/JOB/output.log (* for JOB: of all that have begun)"
 
 
-def started(job: Job, number: int, count: int) -> str:
+def started(job: PlannedRun, number: int, count: int) -> str:
     """Return the line of a job that starts, the number-th of `count`."""
     action = f"continues after step {job.step}" if job.step else "starts"
     return f"{_place(number, count)} {action:<20} {job.directory}"
 
 
-def ended(job: Job, folder: Path, number: int, count: int, seconds: float) -> str:
+def ended(job: PlannedRun, folder: Path, number: int, count: int, seconds: float) -> str:
     """Return the line of a job that has ended, with its final number or the reason."""
     line = f"{_place(number, count)} {job.status:<12}{seconds:>6.0f} s {job.directory}"
     if job.status == "done":
-        metric = number_of(job.checked)
+        metric = number_of(job.config)
         value = final_value(folder / job.directory, metric)
         return line + (f"  {_short(metric)} {value:.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
@@ -52,7 +52,7 @@ def _short(metric: str) -> str:
 
 def table(sweep: Sweep) -> str:
     """Return a table of all jobs, then the errors and logs of those that are not done."""
-    metrics = [number_of(job.checked) for job in sweep.jobs.values()]
+    metrics = [number_of(job.config) for job in sweep.jobs.values()]
     # Jobs of which some are evaluated have the reward in common.
     metric = metrics[0] if len(set(metrics)) == 1 else TRAINING
     name = _short(metric)
@@ -69,7 +69,7 @@ def table(sweep: Sweep) -> str:
         lines.append(
             f"{job.status:<12}{job.step:>6}{seconds:>9}{value_text:>{width}}  {job.directory}"
         )
-    why, use = why_no_common_measure([job.checked for job in sweep.jobs.values()])
+    why, use = why_no_common_measure([job.config for job in sweep.jobs.values()])
     if why:
         lines.append(
             f"{name} does not mean the same in all of them: {why}."

@@ -58,10 +58,10 @@ def test_default_configuration_is_the_main_job():
     ],
 )
 def test_the_configuration_that_is_checked_and_run_is_the_one_that_hydra_composes(overrides):
-    checked = check(overrides).runs[0]
+    checked = check(overrides)
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
         composed = hydra.compose("config", overrides, return_hydra_config=True)
-    assert len(checked.recorded) == len(
+    assert len(checked.composed.overrides) == len(
         [override for override in overrides if not override.startswith("hydra")]
     )
     assert str(checked.directory).rpartition("-")[2] == composed.hydra.run.dir.rpartition("-")[2]

@@ -183,7 +183,7 @@ def test_a_sweep_file_chooses_a_launcher_its_folder_and_commands_for_it(evil, mo
     )
     checked = check(["hydra.launcher.setup=[module load cuda]"], True, sweep_file=file)
     assert problems(checked) == []
-    assert checked.sweep_config.launcher.settings["partition"] == "gpu"
+    assert checked.config.launcher.settings["partition"] == "gpu"
     second = evil / "second.yaml"  # a new name, since a composed file is cached
     second.write_text(
         "defaults: [config, override hydra/launcher: slurm, _self_]\n"
@@ -191,7 +191,7 @@ def test_a_sweep_file_chooses_a_launcher_its_folder_and_commands_for_it(evil, mo
     )
     checked = check(["seed=1,2"], True, sweep_file=second)
     assert problems(checked) == []
-    assert checked.sweep_config.launcher.settings["setup"] == ["module load cuda"]
+    assert checked.config.launcher.settings["setup"] == ["module load cuda"]
     (evil / "conf/hydra/launcher").mkdir(parents=True)
     (evil / "conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm]\npartition: gpu\n")
     typed = ["hydra/launcher=ours", "seed=1,2"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtoolkit.launch.check import check
+from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.final_number import final_value, number_of
 from pgtoolkit.launch.sweep import Sweep
 from pgtoolkit.launch.sweep_report import table
@@ -14,16 +14,15 @@ from pgtoolkit.runs.directory import RunDirectory
 
 def sweep_in(folder: Path, *overrides: str) -> Sweep:
     """Return a sweep whose jobs have a run each: rewards 0.1 and 0.3, pass@1 0.5, avg 0.7."""
-    checked = check([*overrides, "tracking=none", f"hydra.sweep.dir={folder}"], multirun=True)
-    assert checked.sweep is not None
-    for job in checked.sweep.jobs.values():
+    sweep = check_sweep([*overrides, "tracking=none", f"hydra.sweep.dir={folder}"])
+    for job in sweep.jobs.values():
         with RunDirectory(folder / job.directory) as run:
             for step, reward in enumerate((0.1, 0.3), start=1):
                 run.append_metrics(step, {"reward": reward})
         row = {"step": 2, "time": 1.0, "set": "held_out", "documents": 8, "prompts": 4}
         row |= {"completions_per_prompt": 2, "seconds": 1.0, "pass@1": 0.5, "avg": 0.7}
         (folder / job.directory / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
-    return checked.sweep
+    return sweep
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_a_run_s_number_is_that_of_held_out_prompts_where_it_has_one(
 ):
     sweep = sweep_in(tmp_path, "loss=grpo,gspo", *overrides)
     job = next(iter(sweep.jobs.values()))
-    assert number_of(job.checked) == metric
+    assert number_of(job.config) == metric
     assert final_value(tmp_path / job.directory, metric) == value
     assert f"{value:.3f}  {job.directory}" in table(sweep)
 

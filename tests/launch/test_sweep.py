@@ -3,6 +3,7 @@ the checks before the first job starts."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import sweep_file
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
-from pgtoolkit.config.sweeps import compose_sweep
+from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch.check import check, check_run, problems, render_plan
+from pgtoolkit.launch.check import check, check_job, check_run, check_sweep, problems, render_plan
 from pgtoolkit.launch.ranks import train_job
-from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
 
@@ -35,8 +36,9 @@ def test_a_configuration_has_the_same_digest_after_it_was_saved_and_read(tmp_pat
     assert digest(read_resolved(tmp_path)) == digest(plain_config(config))
 
 
-def job_with(*overrides: str) -> Job:
-    return Job("job", check_run(compose(list(overrides)), list(overrides)))
+def job_with(*overrides: str, directory: str = "job") -> PlannedRun:
+    composed = replace(compose(list(overrides)), directory=directory)
+    return check_run(composed, list(overrides))
 
 
 def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
@@ -47,7 +49,7 @@ def test_the_status_of_a_job_is_read_from_its_directory(tmp_path):
     with RunDirectory(folder) as run:
         job.update_from(tmp_path)
         assert job.status == "running"
-        run.write_config(plain_config(job.run.named_config), [])
+        run.write_config(plain_config(job.named_config), [])
         run.set_status("running", 3, saved=2)
         job.update_from(tmp_path)
         assert job.status == "running"
@@ -65,15 +67,13 @@ def test_another_or_a_damaged_configuration_in_the_directory_of_a_job_is_refused
     with RunDirectory(tmp_path / "job") as run:
         run.write_config(
             plain_config(
-                job_with("seed=1", "tracking=none", "trainer.checkpoint_every=3").run.named_config
+                job_with("seed=1", "tracking=none", "trainer.checkpoint_every=3").named_config
             ),
             [],
         )
     job.update_from(tmp_path)
     with RunDirectory(tmp_path / "job") as run:
-        run.write_config(
-            plain_config(job_with("seed=1", "trainer.max_steps=900").run.named_config), []
-        )
+        run.write_config(plain_config(job_with("seed=1", "trainer.max_steps=900").named_config), [])
     with pytest.raises(ConfigError, match=r"got one with trainer\.max_steps=900, not 300"):
         job.update_from(tmp_path)
     (tmp_path / "job" / "config.yaml").write_text("seed: [")
@@ -104,7 +104,11 @@ def test_a_failed_job_continues_from_its_checkpoint_and_a_finished_one_is_left_a
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     """Save a sweep of one job."""
-    sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": job_with("seed=1")})
+    sweep = Sweep(
+        SweepConfig(folder=tmp_path / "s"),
+        ["pgtk", "-m", "seed=1"],
+        jobs={"job": job_with("seed=1")},
+    )
     with sweep.held():
         sweep.save()
     return sweep
@@ -118,7 +122,7 @@ def test_a_sweep_that_a_launcher_holds_is_refused_to_another(sweep):
     with (
         sweep.held(),
         pytest.raises(ConfigError, match="in use by process"),
-        Sweep(sweep.folder, []).held(),
+        Sweep(sweep.config, []).held(),
     ):
         pass
 
@@ -131,9 +135,8 @@ def test_the_file_of_a_sweep_has_its_command_and_its_jobs(sweep):
 
 
 def test_jobs_of_an_earlier_command_stay_in_the_file_and_each_new_state_is_one_line(sweep):
-    other = job_with("seed=2")
-    other.directory = "other"
-    later = Sweep(sweep.folder, [], jobs={"other": other})
+    other = job_with("seed=2", directory="other")
+    later = Sweep(sweep.config, [], jobs={"other": other})
     expected = [("job", "pending"), ("other", "done")]
     with later.held():
         later.save()
@@ -169,27 +172,25 @@ def test_a_damaged_file_of_a_sweep_is_refused(sweep):
     ],
 )
 def test_the_folder_of_a_sweep_is_named_by_its_file_and_its_overrides(overrides, file, folder):
-    checked = check(overrides, True, sweep_file=file and sweep_file(file))
-    assert str(checked.sweep.folder) == folder
+    sweep = check_sweep(overrides, file and sweep_file(file))
+    assert str(sweep.folder) == folder
 
 
 def test_directories_of_jobs_are_named_by_what_varies_whatever_the_order_of_overrides():
-    jobs = check(["aggregation=constant", "seed=1,2", "loss=grpo"], True).sweep.jobs
+    jobs = check_sweep(["aggregation=constant", "seed=1,2", "loss=grpo"]).jobs
     assert all(re.fullmatch(r"seed-\d-[0-9a-f]{8}", name) for name in jobs)
-    assert [job.run.name for job in jobs.values()] == ["seed-1", "seed-2"]
-    reordered = check(["loss=grpo", "aggregation=constant", "seed=2,1,3"], True).sweep.jobs
+    assert [job.composed.name for job in jobs.values()] == ["seed-1", "seed-2"]
+    reordered = check_sweep(["loss=grpo", "aggregation=constant", "seed=2,1,3"]).jobs
     assert set(jobs) < set(reordered)
 
 
 def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
     place = f"hydra.sweep.dir={tmp_path}"
-    (first,) = check(
-        ["seed=1", "loss=gspo", "trainer.max_steps=9", place], True
-    ).sweep.jobs.values()
+    (first,) = check_sweep(["seed=1", "loss=gspo", "trainer.max_steps=9", place]).jobs.values()
     with RunDirectory(tmp_path / first.directory) as run:
-        run.write_config(plain_config(first.run.named_config), [])
+        run.write_config(plain_config(first.named_config), [])
         run.set_status("done", 9)
-    jobs = check(["seed=1,2", "trainer.max_steps=9", place], True).sweep.jobs
+    jobs = check_sweep(["seed=1,2", "trainer.max_steps=9", place]).jobs
     assert [(name == first.directory, job.status) for name, job in jobs.items()] == [
         (True, "done"),
         (False, "pending"),
@@ -197,9 +198,9 @@ def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
 
 
 def test_equal_configurations_are_one_job():
-    checked = check(["loss.epsilon_low=3e-4,0.0003,1e-4"], True)
-    assert len(checked.sweep.jobs) == 2
-    assert "it is run once" in render_plan(checked)
+    sweep = check_sweep(["loss.epsilon_low=3e-4,0.0003,1e-4"])
+    assert len(sweep.jobs) == 2
+    assert "it is run once" in render_plan(sweep)
 
 
 def test_two_jobs_with_one_directory_are_refused(capsys):
@@ -289,10 +290,10 @@ def test_the_page_of_check_shows_the_values_and_the_state_of_each_job(
     arguments = ["check", "-m", "loss=grpo", "seed=1,2,3,4", "trainer.max_steps=10"]
     assert main(arguments) == 0
     capsys.readouterr()
-    sweep = check(arguments[2:], True).sweep
+    sweep = check_sweep(arguments[2:])
     for (name, job), state in zip(sweep.jobs.items(), ("done", "failed", "running"), strict=False):
         with RunDirectory(sweep.folder / name) as run:
-            run.write_config(plain_config(job.run.named_config), [])
+            run.write_config(plain_config(job.named_config), [])
             run.set_status(state, 10)
     assert main(arguments) == 0
     shown = capsys.readouterr().out
@@ -310,18 +311,18 @@ def test_the_page_of_check_shows_the_values_and_the_state_of_each_job(
 
 
 def test_a_job_of_a_search_is_planned_like_a_typed_one():
-    checked = check(
-        ["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True
+    sweep = check_sweep(
+        ["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"]
     )
-    assert list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
-    drawn = checked.plan(["seed=7", "loss=grpo"], 2)
-    assert (drawn.config.seed, drawn.config.loss.name, drawn.job.directory) == (
+    assert list(sweep.jobs) == ["x/seed=1", "x/seed=2"]
+    drawn = check_job(sweep, ["seed=7", "loss=grpo"], 2)
+    assert (drawn.config.seed, drawn.config.loss.name, drawn.directory) == (
         7,
         "grpo",
         "x/seed=7",
     )
-    assert checked.plan(["seed=2", "loss=grpo"], 3).job is checked.runs[1].job
-    (problem,) = checked.plan(["seed=x"], 3).report.problems
+    assert sweep.job_of(check_job(sweep, ["seed=2", "loss=grpo"], 3)) is sweep.runs[1]
+    (problem,) = check_job(sweep, ["seed=x"], 3).report.problems
     assert problem.startswith("seed=x needs a whole number")
 
 
@@ -349,7 +350,7 @@ def test_each_job_of_a_sweep_has_the_configuration_that_hydra_composes(tmp_path)
         config, report = validated(compose(run.overrides))
         assert run.config == config
         assert (run.report.notes, run.report.problems) == (report.notes, report.problems)
-        assert run.job.run.name == f"a-{config.seed}"
+        assert run.composed.name == f"a-{config.seed}"
 
 
 def test_a_typed_value_replaces_the_swept_values_of_its_key():
@@ -451,7 +452,7 @@ def test_jobs_over_paths_are_named_by_the_names_of_the_files(tmp_path, monkeypat
         (tmp_path / place).write_text('{"prompt": "1", "answer": "1"}')
     values = f"task.path=../there.jsonl,{tmp_path}/x/etc/passwd.jsonl"
     monkeypatch.chdir(tmp_path / "x")
-    sweep = check(["task=prompts", values, "trainer.max_steps=3"], True).sweep
+    sweep = check_sweep(["task=prompts", values, "trainer.max_steps=3"])
     names = [name.rpartition("-")[0] for name in sweep.jobs]
     assert names == ["there.jsonl", "passwd.jsonl"]
     assert str(sweep.folder) == "outputs/sweeps/there.jsonl-passwd.jsonl_max-steps-3"

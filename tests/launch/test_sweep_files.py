@@ -17,7 +17,8 @@ from pgtoolkit.comparison.text_report import planned
 from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
-from pgtoolkit.launch.check import Checked, check, problems
+from pgtoolkit.launch.check import check_sweep, problems
+from pgtoolkit.launch.sweep import Sweep
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
 from study import chains, check_predictions, pretrained
@@ -81,10 +82,10 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(name, fo
     """All jobs are counted; those of one block are checked."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
-    sweep = compose_sweep([], FILES[name])
-    assert len(sweep.jobs) == SIZES[name]
-    checked = check(thinned(sweep), True, sweep_file=FILES[name])
-    assert problems(checked) == []
+    config = compose_sweep([], FILES[name])
+    assert len(config.jobs) == SIZES[name]
+    sweep = check_sweep(thinned(config), FILES[name])
+    assert problems(sweep) == []
     lines = FILES[name].read_text().splitlines()
     typed = f"study/sweeps/{name}.yaml" if name in OF_THE_STUDY else name
     assert lines[0] == f"# pgtk sweep {typed}"
@@ -98,7 +99,7 @@ def test_a_sweep_file_is_valid_and_has_its_runs_and_its_predicted_pairs(name, fo
         "pretrained_loss",
     ):
         predicted, options = prediction_of(name)
-        assert planned_configurations(checked, options) == predicted
+        assert planned_configurations(sweep, options) == predicted
 
 
 def prediction_of(name: str) -> tuple[list[str], Namespace]:
@@ -111,12 +112,12 @@ def prediction_of(name: str) -> tuple[list[str], Namespace]:
     return sorted(check_predictions.take(file, options)), options
 
 
-def planned_configurations(checked: Checked, options: Namespace) -> list[str]:
+def planned_configurations(sweep: Sweep, options: Namespace) -> list[str]:
     """Return the configurations that `compare` will compare with the base, once the runs of the
     sweep exist."""
     metric = parse_metric(options.metric)[1]
     runs = []
-    for run in checked.runs:
+    for run in sweep.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", metric)}
         runs.append(
             Run("", "", "done", config=dict(leaves(plain_config(run.config))), columns=columns)
@@ -154,7 +155,7 @@ def test_the_sweep_of_a_real_model_is_valid_with_the_files_of_its_comments(
 
 
 def test_all_runs_of_the_sweep_docs_per_step_train_on_the_same_number_of_documents():
-    runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
+    runs = check_sweep([], sweep_file("docs_per_step")).runs
     assert {
         run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs
     } == {19200}

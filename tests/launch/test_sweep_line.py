@@ -9,14 +9,16 @@ from pgtoolkit.launch.sweep_line import last_step
 
 JOBS = """
 import time
+from dataclasses import replace
 from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.check import check_run
-from pgtoolkit.launch.sweep import Job
 from pgtoolkit.launch.sweep_line import SweepLine
 
-run = check_run(compose(["trainer.max_steps=10"]), [])
-done, running, failing, waiting = jobs = [Job(f"job-{number}", run) for number in range(4)]
+composed = compose(["trainer.max_steps=10"])
+done, running, failing, waiting = jobs = [
+    check_run(replace(composed, directory=f"job-{number}"), []) for number in range(4)
+]
 done.status = "done"
 waiting.status = "failed"  # in an earlier launch: it waits to be continued
 waiting.step = 1

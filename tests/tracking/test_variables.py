@@ -98,7 +98,7 @@ def test_a_run_goes_where_the_variables_say_unless_a_key_is_typed(
     checked = check(typed)
     assert problems(checked) == []
     assert [note for note in notes(checked) if note.startswith(("MLFLOW", "WANDB"))] == said
-    settings = checked.runs[0].named_config.tracking
+    settings = checked.named_config.tracking
     assert settings.uri == (uri and uri.format(here=here))
     trackers = [name for name in (settings.name, *settings.also) if name in ("mlflow", "wandb")]
     records = [_record_in(name, settings) for name in trackers]
@@ -137,7 +137,7 @@ def test_an_address_of_the_environment_that_cannot_be_used_is_refused(
 def test_credentials_for_the_server_of_the_environment_are_announced(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.example.org")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "x")
-    config = check([]).runs[0].config
+    config = check([]).config
     assert config is not None
     line = "sends MLFLOW_TRACKING_TOKEN to https://mlflow.example.org (MLFLOW_TRACKING_URI)"
     assert credentials(config) == [line]

@@ -98,7 +98,7 @@ def test_a_run_is_refused_in_the_words_of_check(folder_of_user, overrides):
     checked = check(last_of_each_key(*SHORT, *overrides))
     (problem,) = problems(checked)
     with pytest.raises(PgtoolkitError) as refused:
-        train(checked.runs[0].named_config, folder_of_user / "run")
+        train(checked.named_config, folder_of_user / "run")
     assert str(refused.value) == problem
 
 
@@ -142,5 +142,5 @@ def test_check_and_the_run_refuse_tokens_in_the_same_words(
     (problem,) = problems(checked)
     assert message in problem
     with pytest.raises(PgtoolkitError) as refused:
-        train(checked.runs[0].named_config, tmp_path / "run")
+        train(checked.named_config, tmp_path / "run")
     assert str(refused.value).replace(f"{models}/", "") == problem
