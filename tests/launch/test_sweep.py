@@ -366,7 +366,7 @@ def test_a_typed_value_replaces_the_swept_values_of_its_key():
     ("arguments", "message"),
     [
         (["sweep", "clip_rang"], "Use pgtk sweep clip_range."),
-        (["sweep", "zzz"], "Use one of clip_range, "),
+        (["sweep", "zzz"], "There are clip_range, "),
         (["sweep", "no/such.yaml"], "(got no/such.yaml)"),
         (["sweep"], "pgtk sweep needs a sweep that exists (got none)"),
         (["sweep", "metrics_cost", "sed=1"], "Use seed=1."),
