@@ -20,6 +20,7 @@ from typing import TextIO
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs import records
 from pgtoolkit.runs.checksums import checksum
+from pgtoolkit.runs.former import with_later_groups
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import JsonObject, naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
@@ -140,7 +141,7 @@ class RunDirectory:
         drift = {}
         if config_path.exists():
             old_config, old_overrides = records.read_config(self.path)
-            drift = config_drift(old_config, resolved)
+            drift = config_drift(old_config, with_later_groups(resolved))
             new_keys = {key_of(override) for override in overrides}
             kept = []
             for override in old_overrides:

@@ -63,7 +63,7 @@ HYDRA = {
     "job: {env_set: {LD_PRELOAD: evil.so}}": (
         "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out"
     ),
-    "launcher: {_target_: evil.Callback}": "Key '_target_' not in",
+    "launcher: {_target_: evil.Callback}": "hydra.launcher._target_ needs to be left out",
     "sweeper: {_target_: hydra_plugins.evil.S}": "hydra.sweeper._target_ needs to be left out",
     "sweeper: {params: {+hydra.callbacks.a: 1}}": (
         "hydra.sweeper.params.+hydra.callbacks.a=1 needs to be left out"

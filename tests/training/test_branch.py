@@ -237,7 +237,7 @@ def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
             "2 problems in the configuration:\n  pgtk resume",
         ),
         (["--step", "3"], "--step=3 needs hydra.run.dir=NEW (got none)"),
-        (["--step", "3", "hydra.run.dir=a b("], "hydra.run.dir=a b( needs the form key=value"),
+        (["--step", "3", "hydra.run.dir=a b("], "hydra.run.dir=a b( needs the form KEY=VALUE"),
         (
             ["--step", "3", "hydra.run.dir=${x}"],
             "hydra.run.dir needs a value that resolves (got Interpolation",
