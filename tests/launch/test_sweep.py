@@ -203,10 +203,11 @@ def test_equal_configurations_are_one_job():
     assert "it is run once" in render_plan(sweep)
 
 
-def test_two_jobs_with_one_directory_are_refused(capsys):
-    assert "Two jobs would write to one directory" in refusal(
-        capsys, "check", "-m", "seed=1,2", "hydra.sweep.subdir=x"
-    )
+def test_the_second_of_two_jobs_with_one_directory_is_refused():
+    page = render_plan(check_sweep(["seed=1,2", "hydra.sweep.subdir=x"]))
+    assert "Two jobs would write to one directory" in page
+    assert "0  pending        seed=1\n" in page
+    assert "1  with problems  seed=2\n" in page
 
 
 @pytest.mark.slow
