@@ -141,8 +141,8 @@ class Translation:
     def _leave(self, name: str, reason: str) -> None:
         """List a key as one without an equal, unless it has their default."""
         values = (self._as_written(name), self._default(name))
-        resolved = [text(self._resolved(value, name)) for value in values]
-        if text(values[0]) != text(values[1]) and resolved[0] != resolved[1]:
+        written, theirs = (text(self._resolved(value, name)) for value in values)
+        if written != theirs:
             self.left.append((self._shown(name), reason, None))
 
     def _leave_row(self, row: Theirs, reason: str) -> None:
@@ -162,14 +162,12 @@ class Translation:
                     del self.typed[key]
         problems = self._compose()
         while problems:
-            typed = [key for key, (_, row) in self.typed.items() if row is not None]
             setting = problems[0].partition(" needs ")[0]
-            named = [key for key in typed if key in setting]
-            key = max(named or [key for key in typed if key in problems[0]], key=len)
-            value, row = self.typed.pop(key)
+            rows = {key: row for key, (_, row) in self.typed.items() if row and key in problems[0]}
+            key = max(rows, key=lambda key: (key in setting, len(key)))
+            value, _ = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
-            assert row is not None
-            self._leave_row(row, f"{key}={text(value)} is refused here: {problems[0]}")
+            self._leave_row(rows[key], f"{key}={text(value)} is refused here: {problems[0]}")
             problems = self._compose()
 
     def _compose(self) -> list[str]:
@@ -198,9 +196,8 @@ class Translation:
     def page(self, path: Path) -> Iterator[str]:
         """Yield the lines of the page."""
         name = f"{self._table.content['trainer']} {self._table.content['version']}"
-        yield f"{path}, a configuration of {name}, is here"
-        yield ""
-        yield f"  {shlex.join(['pgtk', *_overrides_of(self.typed)])}"
+        command = shlex.join(["pgtk", *_overrides_of(self.typed)])
+        yield from (f"{path}, a configuration of {name}, is here", "", f"  {command}")
         by_default = [
             f"{key}={text(value)}: {self._shown(row.name)}; ours is {self._ours(key)}"
             for key, (value, row) in self.typed.items()
