@@ -111,7 +111,7 @@ def keep_best(compared: Compared, best_of: str) -> None:
 
 def refuse_other_measures(compared: Compared) -> None:
     """Raise ConfigError if the compared metric means something else at each value of the --best-of
-    key, so that it cannot say which value is best."""
+    key, and cannot say which value is best."""
     for group in compared.groups:
         tried = [other.counted for other in group.tried.values() if other.counted]
         for runs in tried[1:]:

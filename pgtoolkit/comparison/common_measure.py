@@ -40,7 +40,7 @@ _BY_FORMULA = {
     *("grad_norm", "weight_sum", "critic_grad_norm"),
     *("value_loss", "value", "return", "explained_variance", "value_clipped_fraction"),
 } - {"new_logprobs", "old_logprobs", "entropy"}
-"""Metrics in whose formula a loss, an aggregation, an advantage or a penalty stands."""
+"""Metrics with a loss, an aggregation, an advantage or a penalty in their formula."""
 
 
 def _kinds_of_keys() -> dict[str, frozenset[Alters]]:

@@ -78,7 +78,7 @@ def overrides_for_all(run: Run, found: Sequence[Difference]) -> str:
     """
     if any(why.use is None for why in found):
         return ""
-    # The task of training stays as it is, and a set of its own has the common values.
+    # The task of training does not change, and a set of its own has the common values.
     words = [why.use.replace("task.", "evaluation.sets.test.", 1) for why in found if why.use]
     if not run.config.get("evaluation.every"):
         words.insert(0, "evaluation.every=20")

@@ -98,7 +98,7 @@ CONDITIONS: Mapping[str, Declared] = {
         "only_if": "advantage.estimator=given",
         "why": "The advantages of a group change if one of its completions is left out.",
     },
-    # A pass that ends the run makes a short step of what would be carried into the next pass.
+    # A pass that ends the run makes a short step of documents that the next pass would get.
     "rollout/recorded.epochs": {
         "last_counts": "accumulation.docs_per_step>0 and accumulation.last_step!=carry"
     },

@@ -230,7 +230,7 @@ def _signature(code: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _use(code: Callable, path: str) -> str:
-    """Return what to type for code of one's own, by what it is; empty if that cannot be told."""
+    """Return what to type for code of one's own, by its kind; empty if that cannot be told."""
     names = _signature(code)
     if isinstance(code, type):
         if issubclass(code, Family):

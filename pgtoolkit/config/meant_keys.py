@@ -49,7 +49,7 @@ _TAKES_PATH = {
 
 
 def typed(name: str, value: object) -> str:
-    """Return an override as it is typed in a shell."""
+    """Return an override in the spelling of a shell."""
     is_texts = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
     if isinstance(value, list) and is_texts:
         quoted = ",".join(f'"{part}"' for part in value)

@@ -55,7 +55,7 @@ def units(words: Sequence[str]) -> list[str]:
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[Unreadable]]:
-    """Return the overrides in Hydra's grammar, and the words that are none."""
+    """Return the overrides in Hydra's grammar, and the other words."""
     parsed = []
     unreadable = []
     for words in units(overrides):

@@ -99,9 +99,9 @@ def unknown_hydra_option(group: str, value: object) -> str | None:
 
 
 class OwnFile:
-    """A file of the user's, as it is read.
+    """The content of a file of the user's.
 
-    file: its path. group: the group that it is an option of; empty for a file that is none.
+    file: its path. group: the group that it is an option of; empty for any other file.
     header: what its first comments say to Hydra.
     """
 

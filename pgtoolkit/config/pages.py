@@ -113,7 +113,7 @@ def keys_page() -> str:
 
 
 def with_measures(page: str) -> str:
-    """Return docs/comparing.md with the table of what keys change of a measured number."""
+    """Return docs/comparing.md with the table of keys that change a measured number."""
     before, begin, rest = page.partition("<!-- measures -->\n")
     _, end, after = rest.partition("<!-- end -->")
     lines = ["| a key that | |", "|---|---|"]

@@ -83,7 +83,7 @@ def pattern(override: Override, config: DictConfig, groups: Groups) -> str:
 
 
 def _default(group: str, groups: Groups) -> str:
-    """Return the override that leaves a group as it is where nothing is typed."""
+    """Return the override that leaves a group at its default."""
     nothing = "null" if group in OPTIONAL else groups[group][0]
     return f"{group}={default_options().get(group, nothing)}"
 
@@ -150,7 +150,7 @@ def _as_sweep_or_one(override: Override, config: DictConfig, groups: Groups) -> 
 
 
 def typed_sweep(name: str, values: str) -> str:
-    """Return an override with several values as it is typed in a shell."""
+    """Return an override with several values in the spelling of a shell."""
     needs_quotes = re.search(r"[\s()\[\]{};&|<>*?]", values)
     return f"'{name}={values}'" if needs_quotes else f"{name}={values}"
 

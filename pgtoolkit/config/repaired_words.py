@@ -1,4 +1,4 @@
-"""The overrides that a user most likely meant by words of a command line that are none."""
+"""The overrides that a user most likely meant by other words of a command line."""
 
 from __future__ import annotations
 

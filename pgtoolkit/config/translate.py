@@ -184,7 +184,7 @@ class Translation:
         return text(default(self._composed.config, key, self._composed.choices))
 
     def _with_instead(self, reason: str, row: Theirs | None) -> str:
-        """Return a reason with what the command has in the place of what has no equal."""
+        """Return a reason with what the command has instead."""
         keys = [
             key for key in dict.fromkeys(row.typed_keys if row else ()) if key not in self.typed
         ]

@@ -1,6 +1,6 @@
 """Reads the commands of a shell script as bash would expand them, without running anything.
 
-What a script does not say stays as it is written, with its `$`: the value of a variable that it
+What a script does not say is left as written, with its `$`: the value of a variable that it
 does not set, or that it sets in a branch or a loop.
 """
 

@@ -104,7 +104,7 @@ FLAGS = {
     "--config-dir": "the folder with options of your own, laid out as conf/ is; PGTK_CONFIG_DIR "
     "says it once for all",
     "--cfg": "job prints the configuration as YAML, without checking that its keys fit together",
-    "--resolve": "with --cfg job: values in the place of what they follow from",
+    "--resolve": "with --cfg job: values in the place of interpolations",
     "--package": "with --cfg job: one group alone",
     "--info": "what Hydra has read: defaults, defaults-tree, config, plugins or searchpath",
     **dict.fromkeys(

@@ -160,7 +160,7 @@ def _note_on_finished_run(config: Config, run_dir: Path) -> str:
     changes = config_drift(read_config(run_dir)[0], plain_config(config))
     if changes:
         typed = ", ".join(f"{shown(key)}={text(new)}" for key, (_, new) in changes.items())
-        note += f" Its record stays as it is, without {typed}."
+        note += f" Its record does not change, without {typed}."
     if step < config.trainer.max_steps:
         return note
     return f"{note} {going_on_command(run_dir, {'trainer.max_steps': 2 * step})} trains on."

@@ -40,7 +40,7 @@ class FunctionFamily(Family):
     """The base class of families that are a function.
 
     function: it asks for what it wants by the names of its parameters.
-    options: values of its parameters that are none of ASKED.
+    options: values of its parameters that ASKED does not name.
     """
 
     function: Callable
@@ -79,7 +79,7 @@ class FunctionFamily(Family):
 class FunctionLoss(FunctionFamily):
     """A function of the user's own.
 
-    options: values of its parameters with a default that are none of ASKED.
+    options: values of its parameters with a default that ASKED does not name.
     Raises ValueError for a parameter that is neither, and for an option that it does not have.
     """
 

@@ -95,7 +95,7 @@ def evaluate(
 
 
 def _call(family: FunctionFamily, given: Mapping[str, object]) -> tuple[Tensor, dict]:
-    """Call the function with what it asks for; return its loss, and its dictionary or {}.
+    """Call the function with its arguments; return its loss, and its dictionary or {}.
 
     Raises ValueError for a vector that the data do not have.
     """
@@ -128,7 +128,7 @@ class _Spread:
     def __call__(self, name: str, values: object) -> Tensor:
         """Return the values at each token.
 
-        name: of what has the values, in the message. Raises ValueError for another shape.
+        name: the owner of the values, for the message. Raises ValueError for another shape.
         """
         sizes = {"token": self._num_tokens}
         if self._documents is not None:

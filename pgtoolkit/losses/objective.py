@@ -302,7 +302,7 @@ class Objective:
         """
         zeros = torch.zeros_like(log_probs)
         if not len(zeros) and self.documents.group is None:
-            # A function may take the maximum of what it gets.
+            # A function may take the maximum of a vector.
             return TokenTerms(zeros, zeros, zeros, zeros, zeros.bool(), zeros)
         assert self.old_log_probs is not None
         token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)

@@ -22,13 +22,15 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_attempts(
         "overlong_penalty",
-        "mean of what `rollout.overlong_buffer` has added to the rewards, 0 or less: `reward` "
+        "mean of the number that `rollout.overlong_buffer` has added to rewards, 0 or less: "
+        "`reward` "
         "minus this is the reward of the task itself",
         where="with `rollout.overlong_buffer`",
     ),
     _of_attempts(
         "kl_reward",
-        "mean of what the distance from the reference adds to the rewards before advantages are "
+        "mean of the number that the distance from the reference adds to rewards before advantages "
+        "are "
         "made; `reward` is without it",
         formula="−β Σ_t k_t",
         where="with `kl.place=reward`",
@@ -137,7 +139,7 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_conversations(
         "environment/NAME",
-        "mean of what `score` of an environment measured",
+        "mean of a number that `score` of an environment measured",
         see="conversations.md#metrics",
     ),
     Metric(

@@ -34,7 +34,7 @@ class Alters(StrEnum):
     age = "decides how old the weights are that wrote the completions of a step"
     end = "ends a run by a number that is measured"
     evaluation = "decides on which held-out prompts the policy is measured, how, and when"
-    formula = "is in the formula of the loss, and of what is computed from it"
+    formula = "is in the formula of the loss, and of numbers that are computed from it"
 
 
 @dataclass(frozen=True)
