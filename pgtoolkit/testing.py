@@ -11,12 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from pgtoolkit.api import step_coefficients
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.checks import shown
 from pgtoolkit.losses.corrections import Correction, correction_of
 from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.reference_terms import correction_names
 
@@ -37,7 +39,7 @@ The steps are on-policy, within the clip of gspo, within that of grpo, and outsi
 
 def assert_conforms(
     function: Callable[..., Tensor | tuple],
-    loss: str | Family,
+    loss: str | Family | Callable,
     *,
     aggregation: str,
     divisor: float | None = None,
@@ -70,7 +72,9 @@ def assert_conforms(
     The arguments of this function:
 
     loss, aggregation, divisor, correction, kl, parameters: as in `pgtoolkit.policy_loss`, without a
-        full KL.
+        full KL. A loss that is a function, such as "tpo" or one of your own, is compared with what
+        `pgtoolkit.step_coefficients` computes of it, in float64; its whole step is then needed
+        where it asks for groups or step, so give micro_batches=False.
     micro_batches: True if the function may be called on pieces of a step, whose gradients are added
         up. With totals, the step's loss must be the sum over its pieces. Without, the function is
         called on two pieces of equally many documents, and the step's loss must be their mean, as
@@ -85,6 +89,7 @@ def assert_conforms(
         raise ValueError(
             f"assert_conforms needs a loss of single log-probs, and {kl.kind} is one of whole rows"
         )
+    _refuse_unknown_inputs(family_of(loss, **parameters), kl)
     definition = _Definition(
         family=family_of(loss, **parameters),
         aggregation=aggregation,
@@ -113,6 +118,19 @@ def assert_conforms(
         name = getattr(function, "__name__", type(function).__name__)
         raise AssertionError(
             "\n  ".join([f"{name} is not {definition}:", *dict.fromkeys(problems)])
+        )
+
+
+def _refuse_unknown_inputs(family: Family, kl: KL | None) -> None:
+    """Raise ValueError for a loss that reads what the made-up steps do not have."""
+    if not isinstance(family, FunctionFamily):
+        return
+    if kl is not None:
+        raise ValueError("assert_conforms compares a loss that is a function without kl")
+    lacking = sorted(family.asked & {"rewards", "group_rewards", "ref_log_probs"} - family.may_lack)
+    if lacking:
+        raise ValueError(
+            f"assert_conforms has no {', '.join(lacking)}, for which {family.name} asks"
         )
 
 
@@ -213,6 +231,8 @@ class _Definition:
         documents, length = step.mask.shape
         index = torch.arange(documents)[:, None].expand(documents, length)
         flat = {name: tensor.flatten(0, 1) for name, tensor in step.tensors.items()}
+        if isinstance(self.family, FunctionFamily):
+            return self._by_function(step, flat, index.flatten())
         options = {}
         if self.correction is not None:
             options["sampling_log_probs"] = flat["sampling_log_probs"]
@@ -237,6 +257,31 @@ class _Definition:
         # The derivative of a log-prob by its label's logit is 1 - p.
         by_log_probs = by_label / -step.tensors["log_probs"].expm1()
         return _Expected(result.loss, {"logits": by_logits, "log_probs": by_log_probs})
+
+    def _by_function(
+        self, step: _Step, flat: dict[str, Tensor], document_index: Tensor
+    ) -> _Expected:
+        """Return the results of a loss that is a function, from its coefficients."""
+        is_corrected = self.correction is not None
+        made = step_coefficients(
+            flat["log_probs"],
+            flat["old_log_probs"],
+            flat["advantages"],
+            document_index,
+            flat["mask"],
+            loss=self.family,
+            aggregation=self.aggregation,
+            divisor=self.divisor,
+            correction=self.correction,
+            num_documents=len(step.mask),
+            group_index=step.groups,
+            sampling_log_probs=flat["sampling_log_probs"] if is_corrected else None,
+        )
+        by_log_probs = made.coefficients.view_as(step.tensors["log_probs"])
+        # The derivative of a log-prob by the logits is the label's indicator less the softmax.
+        by_logits = -by_log_probs[..., None] * step.tensors["logits"].softmax(-1)
+        by_logits.scatter_add_(-1, step.tensors["labels"][..., None], by_log_probs[..., None])
+        return _Expected(float(made.loss), {"logits": by_logits, "log_probs": by_log_probs})
 
 
 @dataclass(frozen=True)

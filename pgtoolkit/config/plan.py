@@ -21,6 +21,7 @@ from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_ahead, st
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.functions import documented
 from pgtoolkit.system.report import text
 
 _MEBIBYTE = 2**20
@@ -56,10 +57,13 @@ def equation(config: Config) -> list[str]:
         title += f", {correction.name}"
         rho = "rho_t "
     family = family_of_config(config)
+    surrogate = documented(loss) or f"as {loss} computes it"
+    if family is not None:
+        surrogate = family.equation
     weight, symbols, sum_of_weights = _weight(config)
     lines = [
         f"{title}: sum over trained tokens of w_t {rho}l_t",
-        f"l_t = {f'as {loss} computes it' if family is None else family.equation}",
+        f"l_t = {surrogate}",
         *_penalties(config),
         f"w_t = {weight},  {symbols}",
         f"sum of w_t over a step = {sum_of_weights}",

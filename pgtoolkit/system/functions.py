@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -61,6 +62,28 @@ def import_function(
     if arguments is not None:
         _check_call(key, path, function, arguments, keywords)
     return function
+
+
+def documented(path: str) -> str | None:
+    """Return the first line of the docstring of a function or class, read from its module's file.
+
+    Nothing is imported, so that `pgtk check` may ask. path: `module.name`. None where there is no
+    such line, and for modules inside of packages.
+    """
+    module_name, _, name = path.rpartition(".")
+    spec = None
+    if module_name and "." not in module_name:
+        spec = PathFinder.find_spec(module_name, [os.getcwd(), *sys.path])
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None  # importing it says what is wrong
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n")[0] or None
+    return None
 
 
 def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType:

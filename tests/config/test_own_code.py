@@ -3,6 +3,7 @@ chosen. tests/system/test_functions.py trains with it."""
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,10 @@ def shifted(rewards, *, lengths, measures):
     return [[reward - 0.5 for reward in group] for group in rewards]
 
 def soft_clip(log_ratio, advantages, ratio, *, softness=0.3):
+    '''-softness tanh((r - 1) / softness) A
+
+    Without a corner.
+    '''
     return -softness * ((ratio(log_ratio) - 1) / softness).tanh() * advantages
 
 def of_groups(log_probs, rewards, documents, groups):
@@ -55,13 +60,14 @@ LONG = ["loss=custom", "loss.path=mine.Squared"]
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Make a current directory with a module that has a loss, advantages and weights."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("mine", None)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +301,14 @@ def test_a_function_is_a_loss_with_keys_of_its_own(mine):
     loss = loss_of(compose(["loss=mine.soft_clip", "loss.softness=0.1"]).config)
     assert (loss.family.level, dict(loss.family.options)) == ("token", {"softness": 0.1})
     assert loss_of(compose(["loss=mine.of_groups"]).config).needs_whole_groups
+
+
+def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_it(mine):
+    assert "l_t = -softness tanh((r - 1) / softness) A" in equation(
+        compose(["loss=mine.soft_clip"]).config
+    )
+    assert "l_t = as mine.centred computes it" in equation(compose(["loss=mine.centred"]).config)
+    assert "mine" not in sys.modules
 
 
 @pytest.mark.parametrize(

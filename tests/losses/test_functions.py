@@ -12,6 +12,7 @@ from pgtoolkit import StepTotals, policy_loss, step_coefficients
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.trial import check_function
+from pgtoolkit.testing import assert_conforms
 
 VOCABULARY = 13
 LENGTHS = (4, 1, 9, 6, 2, 7, 3)
@@ -412,3 +413,41 @@ def overflows(log_ratio, advantages):
 def test_a_function_that_depends_on_the_cut_is_told_what_to_ask_for(loss, message):
     with pytest.raises(ValueError, match=message):
         check_function(FunctionLoss(loss))
+
+
+def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):
+    """The mean over documents of the means of soft-clipped tokens, as somebody might have it."""
+    ratio = torch.where(mask, log_probs - old_log_probs, 0.0).exp()
+    losses = -0.3 * torch.tanh((ratio - 1) / 0.3) * torch.where(mask, advantages, 0.0)
+    means = losses.sum(1) / mask.sum(1).clamp(min=1)
+    return means.sum() / totals.num_documents
+
+
+def test_a_loss_of_somebodys_own_is_held_against_a_function():
+    def soft_clip(log_ratio, advantages, ratio, softness=0.3):
+        return -softness * torch.tanh((ratio(log_ratio) - 1) / softness) * advantages
+
+    assert_conforms(padded_soft_clip, soft_clip, aggregation="sample_mean")
+    with pytest.raises(AssertionError, match="its value is"):
+        assert_conforms(padded_soft_clip, soft_clip, aggregation="sample_mean", softness=0.2)
+    with pytest.raises(AssertionError, match="its value is"):
+        assert_conforms(padded_soft_clip, soft_clip, aggregation="token_mean")
+    with pytest.raises(ValueError, match="has no rewards, for which tpo asks"):
+        assert_conforms(padded_soft_clip, "tpo", aggregation="prompt_mean")
+
+
+def test_a_padded_loss_over_groups_is_held_against_a_function_of_groups():
+    def spread_of_groups(log_probs, documents, groups):
+        return groups.logsumexp(documents.sum(log_probs))
+
+    def padded(log_probs, mask, group_index, totals):
+        sums = torch.where(mask, log_probs, 0.0).sum(1)
+        total = torch.zeros((), dtype=torch.float64)
+        for group in range(2):
+            # A document without a trained token is no member of its group.
+            members = (group_index == group) & mask.any(1)
+            total = total + torch.logsumexp(sums[members], 0) / 2
+        return total
+
+    options = {"aggregation": "prompt_mean", "micro_batches": False}
+    assert_conforms(padded, spread_of_groups, **options)
