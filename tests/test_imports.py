@@ -322,7 +322,7 @@ def test_hydra_ends_where_the_configuration_is_composed():
 @pytest.mark.slow
 def test_a_run_and_a_job_of_a_sweep_load_no_hydra_and_may_find_transformers_imported():
     code = (
-        "import sys, transformers, pgtoolkit.assembly.train, pgtoolkit.launch.worker, "
+        "import sys, transformers, pgtoolkit.launch.worker, pgtoolkit.assembly.train, "
         "pgtoolkit.launch.ranks, pgtoolkit.launch.forks;"
         "print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
     )

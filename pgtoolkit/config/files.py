@@ -191,7 +191,7 @@ def leading_comment(file: Path) -> str:
 def misplaced(group: str, word: str) -> tuple[str, str] | None:
     """Return why an option of the user's is not found, and what to type; None where there is no
     file of its name."""
-    if not re.fullmatch(r"[\w-]+", word):
+    if not re.fullmatch(r"[\w-]{1,80}", word):
         return None
     own = own_folder()
     if own is not None:

@@ -9,21 +9,24 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.assembly.continuing import going_on_command
-from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.sweeps import SweepConfig
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import Report, text
+
+if TYPE_CHECKING:  # which load Hydra, and the ranks of a run need none
+    from pgtoolkit.config.compose import Composed
+    from pgtoolkit.config.sweeps import SweepConfig
 
 
 @dataclass
