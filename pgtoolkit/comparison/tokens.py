@@ -20,9 +20,10 @@ from pgtoolkit.config.overrides import jobs, overrides_to_read
 from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.rules.executed import imports
+from pgtoolkit.config.rules.rule import Rule
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import validated
+from pgtoolkit.config.validate import RULES, validated
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.batch_counts import documents_per_batch
@@ -40,6 +41,16 @@ INSTRUCTIVE = ("grpo", "gspo", "cispo")
 """Families to compare with a run's own where the user names none.
 
 They have a ratio of each token, a ratio of each document, and a clip that leaves every gradient.
+"""
+
+RULES_BESIDE = tuple(
+    rule
+    for rule in RULES
+    if not (isinstance(rule, Rule) and "advantage" in f"{rule.when} {rule.needs}")
+)
+"""The rules for a loss that is shown on a step of another.
+
+The step's advantages are there, whatever the loss makes of them: without any, grpo is 0.
 """
 
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
@@ -155,7 +166,8 @@ def _composed(
     configured = []
     problems = []
     for job in jobs:
-        config, report = validated(compose([*others, *job], run_dir=run_dir))
+        rules = RULES_BESIDE if run_dir or configured else RULES
+        config, report = validated(compose([*others, *job], run_dir=run_dir), rules)
         problems += report.problems
         configured.append((job, config))
     problems = [

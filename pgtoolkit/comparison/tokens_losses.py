@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import Tokens
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import clips
-from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.objective import Loss, Objective
+from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.training.whole_step import whole_step, with_rewards
 
 CLIPS = (
     "inside",
@@ -67,8 +72,7 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
     Raises ConfigError if they lack what the loss reads, DataError for numbers that are not finite.
     """
-    _check_documents(made, loss)
-    parts = [_numbers(loss, piece, made) for piece in made.pieces]
+    parts = [_numbers(loss, piece, made) for piece in _pieces(made, loss)]
     names = parts[0].keys()
     vectors = {name: np.concatenate([part[name] for part in parts]) for name in names}
     return LossOnStep(loss, float(vectors["share"].astype(np.float64).sum()), vectors)
@@ -107,10 +111,52 @@ def _common(piece: MeasuredMicroBatch, with_old: bool) -> dict[str, np.ndarray]:
     return {name: _of_trained(values, trained) for name, values in vectors.items()}
 
 
-def _numbers(loss: Loss, piece: MeasuredMicroBatch, made: MadeStep) -> dict[str, np.ndarray]:
-    """Return `LossOnStep.vectors` of a micro-batch."""
+class _Piece(NamedTuple):
+    """A part of the step as a loss reads it.
+
+    log_probs, entropy: (T,).
+    is_whole_step: True if it is all of the step, for a loss that depends on all of it.
+    """
+
+    tokens: Tokens
+    log_probs: Tensor
+    entropy: Tensor
+    is_whole_step: bool
+
+    def objective(self, made: MadeStep, loss: Loss) -> Objective:
+        dtype = self.log_probs.dtype
+        totals = made.step.totals
+        return make_objective(self.tokens, totals, loss, dtype, Ranks(), self.is_whole_step)
+
+
+def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
+    """Return the step's micro-batches, with the rewards that the loss asks for.
+
+    For a loss of the whole step it is one piece in float64, as in the first pass of training.
+    Raises ConfigError if the documents lack what the loss reads.
+    """
+    _check_groups(made, loss)
+    step = replace(made.step, micro_batches=[piece.micro_batch for piece in made.pieces])
+    step = with_rewards(step, loss, Layout())
+    _check_documents(step.micro_batches[0], made, loss)
+    log_probs = [piece.log_probs for piece in made.pieces]
+    entropies = [piece.entropy for piece in made.pieces]
+    if not (isinstance(loss.family, FunctionFamily) and loss.family.level == "step"):
+        parts = zip(step.micro_batches, log_probs, entropies, strict=True)
+        return [_Piece(*part, is_whole_step=False) for part in parts]
+    whole = whole_step(step, log_probs, Layout())
+    of_trained = [
+        entropy[micro_batch.labels >= 0]
+        for micro_batch, entropy in zip(step.micro_batches, entropies, strict=True)
+    ]
+    entropy = torch.cat(of_trained).double()
+    return [_Piece(whole.tokens, whole.log_probs.double(), entropy, is_whole_step=True)]
+
+
+def _numbers(loss: Loss, piece: _Piece, made: MadeStep) -> dict[str, np.ndarray]:
+    """Return `LossOnStep.vectors` of a piece."""
     log_probs = piece.log_probs
-    objective = make_objective(piece.micro_batch, made.step.totals, loss, log_probs.dtype, Ranks())
+    objective = piece.objective(made, loss)
     objective.check_finite(log_probs)
     losses, coefficients = objective.losses_and_coefficients(log_probs)
     terms = objective.token_terms(log_probs)
@@ -131,14 +177,11 @@ def _numbers(loss: Loss, piece: MeasuredMicroBatch, made: MadeStep) -> dict[str,
     return {name: _of_trained(values, objective.mask) for name, values in vectors.items()}
 
 
-def _clips(loss: Loss, piece: MeasuredMicroBatch, made: MadeStep) -> Tensor:
+def _clips(loss: Loss, piece: _Piece, made: MadeStep) -> Tensor:
     """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a
     gradient 0 too."""
     log_probs = piece.log_probs
-    without_correction = replace(loss, correction=None)
-    objective = make_objective(
-        piece.micro_batch, made.step.totals, without_correction, log_probs.dtype, Ranks()
-    )
+    objective = piece.objective(made, replace(loss, correction=None))
     if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
@@ -158,9 +201,22 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
     return values.numpy()
 
 
-def _check_documents(made: MadeStep, loss: Loss) -> None:
-    """Refuse a loss that reads numbers which the step's documents do not have, or that is no sum
-    over single tokens."""
+def _check_groups(made: MadeStep, loss: Loss) -> None:
+    """Refuse a loss of groups that the step does not have."""
+    family = loss.family
+    asked = family.asked if isinstance(family, FunctionFamily) else frozenset()
+    if made.has_groups or not (loss.needs_whole_groups or "group_rewards" in asked):
+        return
+    instead = "aggregation=token_mean" if loss.aggregation.needs_groups else "loss=grpo"
+    raise _lacks(loss, ["group_id"], [instead])
+
+
+def _check_documents(tokens: Tokens, made: MadeStep, loss: Loss) -> None:
+    """Refuse a loss that reads numbers which the step's documents do not have, or whose part in a
+    token is none of the token's.
+
+    tokens: of one of the step's micro-batches.
+    """
     if loss.kl is not None and loss.full_kl:
         raise ConfigError(
             f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the "
@@ -168,13 +224,6 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
             "kl=k3_ratio, or kl=none."
         )
     family = loss.family
-    if isinstance(family, FunctionFamily) and family.level == "step":
-        raise ConfigError(
-            f"pgtk tokens needs a loss of tokens or of documents (got loss={family.name}, which "
-            "asks for groups or step). A token's part in it depends on all documents of the step. "
-            "Use the run's metrics.jsonl, or a run with another loss."
-        )
-    tokens = made.pieces[0].micro_batch
     missing: dict[str, list[str]] = {}  # field -> overrides of losses that do not read it
     if loss.reads_old_log_probs and not made.has_old_log_probs:
         missing["old_log_probs"] = ["loss=reinforce", "correction=none", "kl=none"]
@@ -183,15 +232,27 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
     if loss.kl is not None and tokens.ref_log_probs is None:
         missing["ref_log_probs"] = ["kl=none"]
     if isinstance(family, FunctionFamily):
-        for name in sorted(family.asked & {"rewards", "group_rewards"} - family.may_lack):
-            if tokens.rewards is None:  # only the run's own loss has asked for them
-                missing[name] = ["loss=grpo"]
-    if loss.aggregation.needs_groups and not made.has_groups:
-        missing["group_id"] = ["aggregation=token_mean"]
+        needed = family.asked - family.may_lack
+        for name in ("rewards", "group_rewards", "sampling_log_probs", "ref_log_probs"):
+            if name in needed and getattr(tokens, name) is None:
+                missing.setdefault(name, []).append("loss=grpo")
+        if family.level == "step" and tokens.trajectory_index is not None:
+            raise ConfigError(
+                f"loss={family.name} needs documents that are one attempt at a prompt each (got "
+                "trajectories of several). It depends on whole groups. Use loss=grpo."
+            )
     if missing:
         # Each once: several fields may be missing for the same key.
         overrides = dict.fromkeys(itertools.chain.from_iterable(missing.values()))
-        raise ConfigError(
-            f"loss={loss.family.name} with this aggregation, correction and kl needs "
-            f"{', '.join(missing)} of every document (got some without). Use {' '.join(overrides)}."
-        )
+        raise _lacks(loss, missing, overrides)
+
+
+def _lacks(loss: Loss, missing: Iterable[str], overrides: Iterable[str]) -> ConfigError:
+    """Return the error for fields that the step's documents lack.
+
+    overrides: what does not read them.
+    """
+    return ConfigError(
+        f"loss={loss.family.name} with this aggregation, correction and kl needs "
+        f"{', '.join(missing)} of every document (got some without). Use {' '.join(overrides)}."
+    )

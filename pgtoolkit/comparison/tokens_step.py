@@ -37,7 +37,7 @@ from pgtoolkit.training.state import restore
 
 @dataclass(frozen=True)
 class MeasuredMicroBatch:
-    """A micro-batch of the step, on the CPU.
+    """A micro-batch of the step, on the CPU, without what the run's own loss alone has asked for.
 
     log_probs: (T,), as training computed them. entropy: (T,), of the policy.
     """
@@ -265,7 +265,9 @@ class _Watch(RunCallback):
         """Return the loss as training computes it, and keep the micro-batch with its entropies
         before the update."""
         loss = loss_of(micro_batch, totals)
-        completed = module.with_reference(micro_batch)
+        # Another loss that is shown has other coefficients, and may ask for no rewards.
+        plain = replace(micro_batch, coefficients=None, rewards=None, group_rewards=None)
+        completed = module.with_reference(plain)
         entropy = module.entropy(micro_batch)
         if completed.old_log_probs is None:
             completed = replace(completed, old_log_probs=loss.log_probs)

@@ -4,7 +4,7 @@ and for a function of groups or of the step the first of its two passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -32,6 +32,21 @@ class FirstPass:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """The trained tokens of a step, document after document in their order in the step.
+
+    places: of the documents in the step.
+    lengths: the trained tokens of each of them.
+    log_probs: (T,), the new ones.
+    """
+
+    places: list[int]
+    lengths: list[int]
+    tokens: Tokens
+    log_probs: Tensor
 
 
 @dataclass(frozen=True)
@@ -98,19 +113,16 @@ def with_coefficients(
     The documents of all ranks are put into their order in the step, and the loss is computed once
     on all of them, the same on each rank.
     """
-    here = {}
-    for micro_batch in step.micro_batches:
-        here |= _documents(micro_batch, log_probs_of(micro_batch).cpu())
-    everywhere = _of_all_ranks(here, layout)
-    places = sorted(everywhere)
-    tokens, log_probs = _whole([everywhere[place] for place in places])
+    log_probs = [log_probs_of(micro_batch) for micro_batch in step.micro_batches]
+    whole = whole_step(step, log_probs, layout)
     # A surrogate alone: penalties and entropy are known to the second pass.
     surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
     if loss.metrics == "with_entropy":
         surrogate = replace(surrogate, metrics="basic")
-    value, coefficients, metrics = coefficients_of_step(log_probs, tokens, surrogate, False)
-    lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
-    of_documents = dict(zip(places, coefficients.split(lengths), strict=True))
+    value, coefficients, metrics = coefficients_of_step(
+        whole.log_probs, whole.tokens, surrogate, False
+    )
+    of_documents = dict(zip(whole.places, coefficients.split(whole.lengths), strict=True))
     micro_batches = []
     for micro_batch in step.micro_batches:
         of_tokens = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
@@ -118,6 +130,21 @@ def with_coefficients(
         of_tokens[micro_batch.labels >= 0] = torch.cat([of_tokens[:0], *vectors])
         micro_batches.append(replace(micro_batch, coefficients=of_tokens))
     return replace(step, micro_batches=micro_batches), FirstPass(value, metrics)
+
+
+def whole_step(step: Step, log_probs: Sequence[Tensor], layout: Layout) -> WholeStep:
+    """Return the trained tokens of a step, of all its micro-batches on all ranks.
+
+    log_probs: of each micro-batch, (T,).
+    """
+    here = {}
+    for micro_batch, of_tokens in zip(step.micro_batches, log_probs, strict=True):
+        here |= _documents(micro_batch, of_tokens.cpu())
+    everywhere = _of_all_ranks(here, layout)
+    places = sorted(everywhere)
+    tokens, of_step = _whole([everywhere[place] for place in places])
+    lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
+    return WholeStep(places, lengths, tokens, of_step)
 
 
 def _documents(micro_batch: MicroBatch, log_probs: Tensor) -> dict[int, _Document]:

@@ -192,11 +192,12 @@ def test_overrides_choose_the_losses_that_are_shown_beside_the_run_s(unrecorded)
 SQUARED = "loss=losses.families.Squared"
 
 
-def test_a_family_of_the_user_is_shown_beside_the_run_s(unrecorded):
-    shown = inspect(str(unrecorded), [SQUARED], 6)
-    labels = ["loss=grpo aggregation=constant", SQUARED]
+def test_a_loss_of_groups_and_a_family_of_the_user_are_shown_beside_the_run_s(unrecorded):
+    shown = inspect(str(unrecorded), [SQUARED.replace("loss=", "loss=lpo,")], 6)
+    labels = ["loss=grpo aggregation=constant", "loss=lpo", SQUARED]
     assert [column.label for column in shown.columns] == labels
-    assert type(shown.columns[1].loss.family).__name__ == "Squared"
+    families = [type(column.loss.family).__name__ for column in shown.columns]
+    assert families == ["Grpo", "Lpo", "Squared"]
 
 
 def test_a_run_with_a_family_of_the_user_is_made_again(tmp_path):
@@ -205,6 +206,19 @@ def test_a_run_with_a_family_of_the_user_is_made_again(tmp_path):
     labels = [f"{SQUARED} aggregation=constant", "loss=reinforce"]
     assert [column.label for column in shown.columns] == labels
     assert "bit for bit" in shown.facts[2]
+
+
+def test_a_run_of_a_loss_of_groups_is_shown_beside_one_of_tokens(tmp_path):
+    """Its coefficients are its own alone: without advantages grpo's are 0."""
+    of_groups = ["loss=tpo", "aggregation=prompt_mean", "advantage=none"]
+    folder = run(tmp_path / "run", *of_groups, "trainer.max_steps=2")
+    shown = inspect(str(folder), ["loss=tpo,grpo"], 2)
+    assert "bit for bit" in shown.facts[2]
+    tpo, grpo = shown.columns
+    assert tpo.total == pytest.approx(metrics_of(folder)[-1]["loss"], rel=1e-6)
+    assert float(np.abs(tpo.vectors["coefficient"]).max()) > 0
+    assert float(np.abs(grpo.vectors["coefficient"]).max()) == 0
+    assert any("log softmax(s)_d" in line for line in tpo.lines)
 
 
 def test_recorded_rollouts_of_any_model_are_shown_without_a_run(tmp_path, capsys):

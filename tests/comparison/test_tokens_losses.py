@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
+from losses import group_formulas
 from torch import Tensor
 
 from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
@@ -19,6 +20,7 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.families import Reinforce, family_of
 from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.reference_terms import correction_names
@@ -282,7 +284,79 @@ def test_penalty_and_bonus_are_part_of_a_token_s_share(made, logits):
     assert not np.allclose(without_terms.vectors["share"], shown.vectors["share"])
 
 
+REWARDS = (1.0, 0.0, 0.5, 2.0)
+
+
+def with_rewards_of(made: MadeStep) -> MadeStep:
+    documents = [
+        replace(document, reward=reward)
+        for document, reward in zip(made.step.documents, REWARDS, strict=True)
+    ]
+    return replace(made, step=replace(made.step, documents=documents))
+
+
+def above_median(log_ratio, advantages, step, *, share=0.5):
+    """-A lambda of the tokens above the step's quantile"""
+    return -advantages * log_ratio * (log_ratio.detach() > step.quantile(log_ratio, share))
+
+
+def of_groups(new, old, sampled):
+    """Return the loss of a step under TPO and prompt_mean, by plain loops."""
+    losses = []
+    for group in sorted(set(GROUPS)):
+        members = [number for number, other in enumerate(GROUPS) if other == group]
+        vectors = [[part[number] for number in members] for part in (new, old, sampled)]
+        losses.append(group_formulas.tpo(*vectors, [REWARDS[number] for number in members]))
+    return sum(losses) / len(losses)
+
+
+def of_step(new, old, sampled):
+    """Return the loss of a step under `above_median` and prompt_mean, by plain loops."""
+    ratios = torch.cat(new) - torch.cat(old)
+    ordered = sorted(ratios.tolist())
+    place = 0.5 * (len(ordered) - 1)
+    low = ordered[int(place)]
+    median = low + (place - int(place)) * (ordered[min(int(place) + 1, len(ordered) - 1)] - low)
+    advantages = (0.7, -0.4, -1.1, 0.9)
+    total = 0.0
+    for document, (tokens, anchors) in enumerate(zip(new, old, strict=True)):
+        beside = [len(new[other]) for other in range(4) if GROUPS[other] == GROUPS[document]]
+        for token, anchor in zip(tokens, anchors, strict=True):
+            if float(token.detach() - anchor) > median:
+                total -= advantages[document] * (token - anchor) / (sum(beside) * len(set(GROUPS)))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("loss", "loops"),
+    [(family_of("tpo"), of_groups), (FunctionLoss(above_median), of_step)],
+    ids=["tpo", "function"],
+)
+def test_a_loss_of_the_whole_step_has_the_coefficients_of_its_two_passes(made, loss, loops):
+    shown = loss_on_step(with_rewards_of(made), Loss(loss, aggregation_of("prompt_mean")))
+    parts = {"new": [], "old": [], "sampled": []}
+    for piece in made.pieces:
+        tokens = piece.micro_batch
+        columns = piece.log_probs, tokens.old_log_probs, tokens.sampling_log_probs
+        for name, column in zip(parts, columns, strict=True):
+            for number in range(tokens.num_documents):
+                rows = (tokens.labels >= 0) & (tokens.document_index == number)
+                parts[name].append(column[rows].double())
+    new = [part.requires_grad_() for part in parts.pop("new")]
+    expected = loops(new, **parts)
+    gradients = torch.autograd.grad(expected, new, materialize_grads=True)
+    coefficients = torch.cat(gradients)
+    assert shown.total == pytest.approx(expected.item(), rel=1e-6)
+    np.testing.assert_allclose(shown.vectors["coefficient"], coefficients, rtol=1e-6, atol=1e-9)
+    assert int((coefficients != 0).sum()) > 5
+
+
 def test_a_loss_whose_data_the_step_lacks_is_refused(made):
+    tpo = Loss(family_of("tpo"), aggregation_of("token_mean"))
+    with pytest.raises(ConfigError, match=r"needs rewards of every document .* Use loss=grpo\.$"):
+        loss_on_step(made, tpo)
+    with pytest.raises(ConfigError, match=r"needs group_id of every document .* Use loss=grpo\.$"):
+        loss_on_step(replace(with_rewards_of(made), has_groups=False), tpo)
     family = family_of("cispo")
     with pytest.raises(ConfigError, match="needs group_id"):
         loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
