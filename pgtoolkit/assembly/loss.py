@@ -13,7 +13,7 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.losses.aggregation import AGGREGATIONS, Reducer, aggregation_of
+from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
@@ -21,7 +21,7 @@ from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
-from pgtoolkit.losses.trial import check_function, measured_by
+from pgtoolkit.losses.trial import check_function, check_reducer, measured_by
 from pgtoolkit.rollouts.settings import Truncated
 from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.runs.declared_metrics import metric_named
@@ -211,6 +211,10 @@ def _imported_reducer(key: str, path: str) -> Reducer:
         )
 
     _try_reducer(reducer)
+    try:
+        check_reducer(Custom(reducer))
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {error}.") from error
     return reducer
 
 

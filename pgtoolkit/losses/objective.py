@@ -316,12 +316,11 @@ class Objective:
         def at_positions(vector: Tensor) -> Tensor:
             return vector if rows is None else zeros.to(vector.dtype).index_copy(0, rows, vector)
 
-        vectors = {"advantages": self.advantages, **self._log_probs_of_data(), **self.known_before}
         evaluated = evaluate(
             family,
             seen(log_probs),
             seen(weights),
-            {name: seen(vector) for name, vector in vectors.items()},
+            {name: seen(vector) for name, vector in self.vectors_of_function().items()},
             *views,
         )
         log_ratio = at_positions(evaluated.log_ratio)
@@ -353,9 +352,7 @@ class Objective:
             return None, (None, None, None)
         if family.level == "document" and self.documents.is_sorted:
             return None, (DocumentView(self.documents), None, None)
-        # The weights of the penalties are those without the factors of a correction.
-        has_weight = self.documents.sum(self.penalties.weights.abs()) > 0
-        members = (self.documents.counts > 0) & has_weight
+        members = self.members()
         rows, documents = self.documents.only(members)
         groups = None
         if self.group_index is not None:
@@ -363,6 +360,18 @@ class Objective:
             groups = GroupView(group_index, len(numbers))
         step = StepView(len(rows), len(documents.counts), None if groups is None else len(groups))
         return rows, (DocumentView(documents), groups, step)
+
+    def members(self) -> Tensor:
+        """Return (documents,) bool: those that a function gets, with a trained token and a weight.
+
+        The weights of the penalties are those without the factors of a correction.
+        """
+        has_weight = self.documents.sum(self.penalties.weights.abs()) > 0
+        return (self.documents.counts > 0) & has_weight
+
+    def vectors_of_function(self) -> dict[str, Tensor]:
+        """Return the vectors that a function may ask for, (T,) each, but for the new ones."""
+        return {"advantages": self.advantages, **self._log_probs_of_data(), **self.known_before}
 
     def _off_policy_factors(self, log_probs: Tensor, token_log_ratio: Tensor) -> Factors | None:
         """Return the factors of the correction that is `of_policy`, or None without one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import (
     Computation,
     LMHead,
@@ -22,6 +22,7 @@ from pgtoolkit.kernels.losses import (
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.trial import check_on_step, has_own_code
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
@@ -37,7 +38,12 @@ from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
 from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 from pgtoolkit.training.surprises import Surprises
-from pgtoolkit.training.whole_step import FirstPass, with_coefficients, with_rewards
+from pgtoolkit.training.whole_step import (
+    FirstPass,
+    whole_step,
+    with_coefficients,
+    with_rewards,
+)
 
 if TYPE_CHECKING:
     from pgtoolkit.model.spread import ParallelPolicy
@@ -94,6 +100,7 @@ class PolicyGradientModule(DynamicAccumulation):
         if policy.compute_dtype == torch.float16:
             self.loss_scale = LossScale()
         self.loss = loss
+        self._has_untried_code = has_own_code(loss)
         self.computation = computation
         self.max_steps = max_steps
         self.reference_every = reference_every
@@ -191,6 +198,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _update(self, step: Step) -> dict[str, float]:
         step = with_rewards(step, self.loss, self.layout)
+        self._try_own_code(step)
         if self.critic is None or not self.critic.trains_alone:
             step = self._after_first_pass(step)
         if self.critic is None:
@@ -203,11 +211,49 @@ class PolicyGradientModule(DynamicAccumulation):
             metrics |= self.critic.update()
         return metrics
 
+    def _try_own_code(self, step: Step) -> None:
+        """Try a loss of the user's own on the first step of this process, before its update.
+
+        Costs a forward pass. Raises ConfigError, on every rank, where the step's numbers would
+        depend on how it was cut.
+        """
+        if not (self._has_untried_code and step.totals.num_tokens):
+            return
+        self._has_untried_code = False
+        step = self._with_reference_vectors(step)
+        log_probs = [self.log_probs(micro_batch) for micro_batch in step.micro_batches]
+        whole = whole_step(step, log_probs, self.layout)
+        try:
+            check_on_step(self.loss, whole.tokens, whole.log_probs, step.totals)
+        except ValueError as error:
+            raise ConfigError(
+                f"{error}. It was tried on the documents of the first step, in float64, before any "
+                "update."
+            ) from error
+
+    def _with_reference_vectors(self, step: Step) -> Step:
+        """Return the step with the reference's log-probs, where a function asks for them."""
+        family = self.loss.family
+        if (
+            self.reference is None
+            or self.loss.kl is None
+            or self.loss.full_kl
+            or not isinstance(family, FunctionFamily)
+            or "ref_log_probs" not in family.asked
+        ):
+            return step
+        micro_batches = [
+            replace(micro_batch, ref_log_probs=self.ref_log_probs(micro_batch))
+            for micro_batch in step.micro_batches
+        ]
+        return replace(step, micro_batches=micro_batches)
+
     def _after_first_pass(self, step: Step) -> Step:
         """Return the step with its coefficients, where the loss depends on the whole step."""
         self._first_pass = None
         family = self.loss.family
         if isinstance(family, FunctionFamily) and family.level == "step":
+            step = self._with_reference_vectors(step)
             step, self._first_pass = with_coefficients(step, self.loss, self.log_probs, self.layout)
         return step
 

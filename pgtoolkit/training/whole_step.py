@@ -19,7 +19,14 @@ from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
 
 _Value = TypeVar("_Value")
-_OF_DOCUMENTS = ("group_index", "truncated", "excluded", "rewards", "group_rewards")
+_OF_DOCUMENTS = (
+    "group_index",
+    "trajectory_index",
+    "truncated",
+    "excluded",
+    "rewards",
+    "group_rewards",
+)
 
 
 @dataclass(frozen=True)

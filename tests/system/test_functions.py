@@ -28,10 +28,22 @@ def inner(mask):
 """
 
 
+LOSSES = """
+import torch
+def centred_in_long_calls(log_probs, advantages):
+    mean = advantages.mean() if len(advantages) > 36 else 0.0
+    return -(advantages - mean) * log_probs
+def near_the_reference(log_probs, ref_log_probs, rewards, groups, documents):
+    moved = documents.mean(log_probs - ref_log_probs)
+    return groups.mean((moved - documents.first(rewards)) ** 2)
+"""
+
+
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
     """Make a current directory with a module of the user."""
     (tmp_path / "my_reducers.py").write_text(REDUCERS)
+    (tmp_path / "my_losses.py").write_text(LOSSES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")  # so that the path is as before afterwards
     return tmp_path
@@ -121,3 +133,28 @@ def test_a_class_of_parameters_that_is_no_dataclass_is_told_so(beside):
         import_function("loss.path", "mine.Loss", (), ("tau",))
     assert "needs a class that is a dataclass (got Loss())" in str(refused.value)
     assert "Use @dataclass(frozen=True) in the line above `class Loss`." in str(refused.value)
+
+
+def test_a_loss_that_depends_on_the_cut_of_the_first_step_makes_no_update(beside):
+    long = "accumulation.docs_per_step=16"
+    with pytest.raises(ConfigError) as error:
+        run(beside / "run", "loss=my_losses.centred_in_long_calls", long)
+    assert "another loss where the step is cut: it depends on other tokens" in str(error.value)
+    assert "It was tried on the documents of the first step" in str(error.value)
+    assert not (beside / "run" / "metrics.jsonl").exists() or not metrics_of(beside / "run")
+
+
+def test_a_loss_of_groups_gets_the_log_probs_of_the_runs_reference(beside):
+    """At the first step the policy is the reference, and the loss is that of the rewards alone."""
+    folder = run(
+        beside / "run",
+        "loss=my_losses.near_the_reference",
+        "aggregation=prompt_mean",
+        "kl=k2",
+        "kl.coefficient=1e-3",
+        "kl.reference=initial",
+        "trainer.max_steps=2",
+    )
+    first, second = metrics_of(folder)
+    assert first["kl_ref"] == 0 < second["kl_ref"]
+    assert first["loss"] > 0
