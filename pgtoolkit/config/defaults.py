@@ -45,23 +45,36 @@ class ByWeights:
 
 @dataclass(frozen=True)
 class ByCondition:
-    """A default that is `value` where a condition holds, see `holds`, and `otherwise` elsewhere."""
+    """A default by the first condition that holds, see `holds`, and `otherwise` elsewhere.
 
-    condition: str
-    value: float
+    cases: (condition, value); the value None is a number that must be given.
+    """
+
+    cases: tuple[tuple[str, float | None], ...]
     otherwise: float
 
-    def resolve(self, config: object) -> float:
+    def resolve(self, config: object) -> float | None:
         """Return the value in a configuration, see `value_of`."""
-        return self.value if holds(self.condition, config) else self.otherwise
+        for condition, value in self.cases:
+            if holds(condition, config):
+                return value
+        return self.otherwise
 
     def __str__(self) -> str:
-        return f"{number(self.otherwise)}, with {self.condition} {number(self.value)}"
+        cases = [
+            f"with {condition} " + ("to be given" if value is None else number(value))
+            for condition, value in self.cases
+        ]
+        return ", ".join([number(self.otherwise), *cases])
 
     @property
     def interpolation(self) -> str:
         """The default as it stands in conf/, for OmegaConf's resolver `pgtk.if`."""
-        return f"${{pgtk.if:'{self.condition}',{number(self.value)},{number(self.otherwise)}}}"
+        cases = [
+            f"'{condition}',{'null' if value is None else number(value)}"
+            for condition, value in self.cases
+        ]
+        return f"${{pgtk.if:{','.join(cases)},{number(self.otherwise)}}}"
 
 
 @dataclass(frozen=True)

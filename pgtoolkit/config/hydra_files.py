@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -345,8 +345,11 @@ def _divide(dividend: float, divisor: float) -> float:
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
 
 
-def _if(condition: str, value: float, otherwise: float, *, _root_: DictConfig) -> float:
-    return ByCondition(condition, value, otherwise).resolve(_root_)
+def _if(*cases: Any, _root_: DictConfig) -> float | None:
+    """Return the default of a key by conditions on others: condition, value, and so on, and the
+    value elsewhere at the end."""
+    *pairs, otherwise = cases
+    return ByCondition(tuple(zip(pairs[::2], pairs[1::2], strict=True)), otherwise).resolve(_root_)
 
 
 def _by_scores(*, _root_: DictConfig) -> str:

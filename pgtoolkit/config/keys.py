@@ -41,9 +41,9 @@ def _declared() -> Iterator[Key]:
                     if named in DEFAULTS:
                         declared["default"] = DEFAULTS[named]
                 if "default_if" in declared:
-                    condition, value = declared.pop("default_if")
+                    cases = declared.pop("default_if")
                     usual: Any = declared["default"]
-                    declared["default"] = ByCondition(condition, value, usual)
+                    declared["default"] = ByCondition(cases, usual)
                 yield Key(
                     name=f"{group.name}.{field.name}",
                     schema=name,

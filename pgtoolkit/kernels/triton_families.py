@@ -12,13 +12,14 @@ where it is used.
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import triton
 import triton.language as tl
 
 from pgtoolkit.kernels.triton_two_pass import LN_2
-from pgtoolkit.losses.families import Cispo, Dppo, Grpo, Kimi, Reinforce, Sapo
+from pgtoolkit.losses.families import Cispo, Dppo, Grpo, Icepop, Kimi, Reinforce, Sapo
 from pgtoolkit.losses.family import Family
 
 
@@ -28,16 +29,21 @@ def slope_of(family: Family) -> triton.JITFunction | None:
         return dual_clipped
     if type(family) is Dppo and family.divergence == "binary_kl":
         return left_out_by_kl
+    if type(family) is Dppo and family.divergence == "squared_log_ratio":
+        return left_out_by_square
     return _SLOPES.get(type(family))
 
 
 def numbers_of(family: Family) -> tuple[float, float, float, float]:
     """Return the family's numbers as its slope takes them.
 
-    Without a lower bound the bound is 0, so epsilon_low is 1.
+    Without a lower bound the bound is 0, so epsilon_low is 1. Dppo's sides are the number below
+    which an advantage moves a token down: 0, or infinity for all advantages.
     """
     values = [getattr(family, field.name) for field in fields(family)]
     numbers = [value for value in values if not isinstance(value, str)]
+    if type(family) is Dppo and not family.clips_by_sign:
+        numbers.append(math.inf)
     numbers += [0.0] * (4 - len(numbers))
     return tuple(1.0 if number is None else float(number) for number in numbers)
 
@@ -86,16 +92,16 @@ def soft_gated(log_ratio, advantage, log_prob, positive, negative, _unused, _unu
 
 
 @triton.jit
-def left_out(log_ratio, advantage, log_prob, low, high, cap, _unused):
+def left_out(log_ratio, advantage, log_prob, low, high, cap, side):
     """`Dppo`, by the difference of the probabilities."""
     _, ratio = _clamped(log_ratio)
     moved = tl.exp2(log_prob * (1 / LN_2)) * (1 - 1 / ratio)
-    too_far = ((moved < -low) & (advantage < 0)) | ((moved > high) & (advantage > 0))
+    too_far = ((moved < -low) & (advantage < side)) | ((moved > high) & (advantage > -side))
     return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
 
 
 @triton.jit
-def left_out_by_kl(log_ratio, advantage, log_prob, low, high, cap, _unused):
+def left_out_by_kl(log_ratio, advantage, log_prob, low, high, cap, side):
     """`Dppo`, by the binary KL of the old to the new policy."""
     limited, ratio = _clamped(log_ratio)
     old = tl.exp2((log_prob - limited) * (1 / LN_2))
@@ -104,10 +110,28 @@ def left_out_by_kl(log_ratio, advantage, log_prob, low, high, cap, _unused):
     moved = (
         old_others * LN_2 * (tl.log2(old_others + 1e-8) - tl.log2(others + 1e-8)) - old * limited
     )
-    too_far = ((moved > low) & (limited < 0) & (advantage < 0)) | (
-        (moved > high) & (limited > 0) & (advantage > 0)
+    too_far = ((moved > low) & (limited < 0) & (advantage < side)) | (
+        (moved > high) & (limited > 0) & (advantage > -side)
     )
     return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
+
+
+@triton.jit
+def left_out_by_square(log_ratio, advantage, log_prob, low, high, cap, side):
+    """`Dppo`, by half the square of the log-ratio."""
+    limited, ratio = _clamped(log_ratio)
+    moved = limited * limited / 2
+    too_far = ((moved > low) & (limited < 0) & (advantage < side)) | (
+        (moved > high) & (limited > 0) & (advantage > -side)
+    )
+    return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
+
+
+@triton.jit
+def within(log_ratio, advantage, log_prob, low, high, _unused, _unused_too):
+    """`Icepop`."""
+    _, ratio = _clamped(log_ratio)
+    return tl.where((ratio < low) | (ratio > high), 0.0, -ratio * advantage)
 
 
 @triton.jit
@@ -130,6 +154,7 @@ _SLOPES = {
     Cispo: weighted,
     Sapo: soft_gated,
     Dppo: left_out,
+    Icepop: within,
     Kimi: pulled_back,
     Reinforce: by_advantage,
 }

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 class Divergence(StrEnum):
     total_variation = "total_variation"
     binary_kl = "binary_kl"
+    squared_log_ratio = "squared_log_ratio"
+
+
+class Sides(StrEnum):
+    moving = "moving"
+    both = "both"
 
 
 _RATIO = "r_t = exp(new - old log-prob of token t)"
@@ -276,28 +282,32 @@ class Gmpo(Family):
         return token_log_ratio < -self.epsilon_low, token_log_ratio > self.epsilon_high
 
 
+_DELTA_IF = (("loss.divergence=binary_kl", 0.05), ("loss.divergence=squared_log_ratio", None))
+
+
 @dataclass(frozen=True)
 class Dppo(Family):
     """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879).
 
-    Its bounds are 0.2 by default, and 0.05 with divergence=binary_kl.
+    Its bounds are 0.2 by default, and 0.05 with divergence=binary_kl; with squared_log_ratio they
+    must be given.
     """
 
-    delta_low: float = parameter(
+    delta_low: float | None = parameter(
         0.2,
-        default_if=("loss.divergence=binary_kl", 0.05),
+        default_if=_DELTA_IF,
         least=1e-9,
-        most=1,
+        most=100,
         help="Where the advantage is negative, a token whose probability has fallen by a "
-        "divergence of more than this gets no gradient (0 to 1).",
+        "divergence of more than this gets no gradient (> 0).",
     )
-    delta_high: float = parameter(
+    delta_high: float | None = parameter(
         0.2,
-        default_if=("loss.divergence=binary_kl", 0.05),
+        default_if=_DELTA_IF,
         least=1e-9,
-        most=1,
+        most=100,
         help="Where the advantage is positive, a token whose probability has risen by a "
-        "divergence of more than this gets no gradient (0 to 1).",
+        "divergence of more than this gets no gradient (> 0).",
     )
     ratio_cap: float = parameter(
         20.0,
@@ -309,53 +319,91 @@ class Dppo(Family):
     divergence: Divergence = parameter(
         Divergence.total_variation,
         help="How far a token's probability has moved: total_variation (the difference of the two "
-        "probabilities) or binary_kl (the KL of the old to the new policy, of this token against "
-        "all others).",
-        learns="loss.divergence=binary_kl",
+        "probabilities), binary_kl (the KL of the old to the new policy, of this token against "
+        "all others) or squared_log_ratio (half the square of the log-ratio; its bounds must be "
+        "given).",
+        learns="loss.divergence!=total_variation",
+        added=True,
+    )
+    sides: Sides = parameter(
+        Sides.moving,
+        help="When a bound acts: moving (only where the advantage moves the probability further "
+        "away, which is DPPO) or both (whatever the sign of the advantage: prime-rl's ipo).",
+        learns="loss.sides=both",
         added=True,
     )
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("delta_low", "delta_high"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"divergence={str(self.divergence)!r} needs {name}, a number (got None): no "
+                    "width of it is usual"
+                )
+
+    @property
+    def clips_by_sign(self) -> bool:
+        return self.sides == "moving"
+
     @property
     def equation(self) -> str:
         low = f"{self.delta_low:g}"
         high = f"{self.delta_high:g}"
-        kept = f"0 where exp(p_t) - exp(o_t) < -{low} and A_t < 0, or > {high} and A_t > 0"
-        if self.divergence == "binary_kl":
+        falls = " and A_t < 0" if self.clips_by_sign else ""
+        rises = " and A_t > 0" if self.clips_by_sign else ""
+        kept = f"0 where exp(p_t) - exp(o_t) < -{low}{falls}, or > {high}{rises}"
+        if self.divergence != "total_variation":
             kept = (
-                f"0 where d_t > {low} and p_t < o_t and A_t < 0, or d_t > {high} and p_t > o_t "
-                "and A_t > 0"
+                f"0 where d_t > {low} and p_t < o_t{falls}, or d_t > {high} and p_t > o_t{rises};  "
             )
+        if self.divergence == "binary_kl":
             kept += (
-                ";  d_t = exp(o_t) (o_t - p_t) + (1 - exp(o_t)) ln((1 - exp(o_t)) / (1 - exp(p_t)))"
+                "d_t = exp(o_t) (o_t - p_t) + (1 - exp(o_t)) ln((1 - exp(o_t)) / (1 - exp(p_t)))"
             )
+        if self.divergence == "squared_log_ratio":
+            kept += "d_t = (p_t - o_t)^2 / 2"
         return (
             f"-min(r_t, {self.ratio_cap:g}) A_t p_t, no gradient through the ratio; {kept},  "
             f"{_RATIO}, p_t the new"
         )
 
     def notes(self) -> list[str]:
-        widest = max(self.delta_low, self.delta_high)
-        note = (
-            f"loss.divergence=binary_kl with a bound of {widest:g}, which suits total_variation: a "
-            "binary KL is smaller, and is bounded by 0.05 by default."
-        )
-        return [note] if self.divergence == "binary_kl" and widest >= 0.2 else []
+        low, high = self._deltas
+        widest = max(low, high)
+        if self.divergence == "binary_kl" and widest >= 0.2:
+            return [
+                f"loss.divergence=binary_kl with a bound of {widest:g}, which suits "
+                "total_variation: a binary KL is smaller, and is bounded by 0.05 by default."
+            ]
+        if self.divergence == "total_variation" and widest >= 1:
+            return [
+                f"loss=dppo with a bound of {widest:g}: no probability moves by more than 1, so "
+                "this bound never acts."
+            ]
+        return []
 
     def surrogate(
         self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
         low, high = self.outside(log_ratio.exp(), log_ratio, log_probs.detach())
-        left_out = (low & (advantages < 0)) | (high & (advantages > 0))
+        left_out = low | high
+        if self.clips_by_sign:
+            left_out = (low & (advantages < 0)) | (high & (advantages > 0))
         slope = (-log_ratio.exp().clamp(max=self.ratio_cap) * advantages).where(~left_out, 0.0)
         return slope * log_probs, slope
 
     def outside(
         self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor
     ) -> tuple[Tensor, Tensor]:
+        low, high = self._deltas
+        if self.divergence == "squared_log_ratio":
+            moved = token_log_ratio * token_log_ratio / 2
+            return (moved > low) & (ratio < 1), (moved > high) & (ratio > 1)
         if self.divergence == "binary_kl":
             # The ratio is that of the clamped log-ratio, here and below. The clamp at 0 is for
             # probabilities that rounding has put above 1.
@@ -364,9 +412,60 @@ class Dppo(Family):
             old_others = -old_log_probs.expm1().clamp(max=0.0)
             of_others = old_others * ((old_others + 1e-8) / (others + 1e-8)).log()
             moved = of_others - old_log_probs.exp() * ratio.log()
-            return (moved > self.delta_low) & (ratio < 1), (moved > self.delta_high) & (ratio > 1)
+            return (moved > low) & (ratio < 1), (moved > high) & (ratio > 1)
         moved = log_probs.exp() * (1 - 1 / ratio)  # exp(p) - exp(o)
-        return moved < -self.delta_low, moved > self.delta_high
+        return moved < -low, moved > high
+
+    @property
+    def _deltas(self) -> tuple[float, float]:
+        """Return (delta_low, delta_high), which are numbers since `__post_init__`."""
+        assert self.delta_low is not None
+        assert self.delta_high is not None
+        return self.delta_low, self.delta_high
+
+
+@dataclass(frozen=True)
+class Icepop(Family):
+    """IcePop's mask as the loss: the ratio weights each token's gradient, and tokens whose ratio
+    lies outside of two bounds are left out (arXiv 2510.18855; prime-rl's icepop).
+
+    The ratio is the new to the old policy's. In `corrections.TokenMask`, the paper's form, it is
+    the old to the sampler's, and multiplies a loss that clips by itself.
+    """
+
+    low: float = parameter(
+        0.2,
+        least=0,
+        most=1,
+        help="Lower bound: a token with a ratio below it gets no gradient (0 to 1).",
+    )
+    high: float = parameter(
+        5.0,
+        least=1,
+        most=1e9,
+        help="Upper bound: a token with a ratio above it gets no gradient (>= 1).",
+    )
+
+    slope_of: ClassVar[str] = "log_prob"
+    silent_without_advantage: ClassVar[bool] = True
+    clips_by_sign: ClassVar[bool] = False
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
+
+    @property
+    def equation(self) -> str:
+        kept = f"where {self.low:g} <= r_t <= {self.high:g}, else 0"
+        return f"-r_t A_t p_t {kept}, no gradient through the ratio,  {_RATIO}, p_t the new"
+
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ratio = log_ratio.detach().exp()
+        left_out = (ratio < self.low) | (ratio > self.high)
+        slope = (-ratio * advantages).where(~left_out, 0.0)
+        return slope * log_probs, slope
 
 
 @dataclass(frozen=True)
@@ -467,7 +566,7 @@ class Reinforce(Family):
         return -advantages * log_probs, -advantages
 
 
-_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Vespo, Kimi, Reinforce, Tpo, Lpo)
+_ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Icepop, Vespo, Kimi, Reinforce, Tpo, Lpo)
 FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
 """Name in `loss=` -> family."""
 

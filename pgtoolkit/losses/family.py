@@ -56,7 +56,7 @@ def parameter(
     help: str,
     least: float | None = None,
     most: float | None = None,
-    default_if: tuple[str, Value] | None = None,
+    default_if: tuple[tuple[str, Value | None], ...] = (),
     **declared: object,
 ) -> Value:
     """Declare a parameter of a family or a correction.
@@ -65,26 +65,27 @@ def parameter(
 
     help: its meaning, in sentences.
     least, most: the range of a number, both ends included.
-    default_if: (condition, default): the default where another parameter has a value, such as
-        "loss.divergence=binary_kl". The field is None until `_default` fills it in.
+    default_if: (condition, default), several times: the default where another parameter has a
+        value, such as "loss.divergence=binary_kl"; None where the parameter must then be given.
+        The field is None until `_default` fills it in.
     declared: other attributes of the key, see `system.declared.Key`.
     """
     declared |= {"default": default, "help": help}
-    if default_if is not None:
+    if default_if:
         declared["default_if"] = default_if
     if least is not None:
         declared["range"] = (least, most)
-    if default_if is None:
+    if not default_if:
         return field(default=default, metadata=declared)
     return cast("Value", field(default=None, metadata=declared))
 
 
 def _default(declared: DataclassInstance, parameter: Field) -> object:
     """Return the default of a parameter of a family that depends on another one."""
-    condition, default = parameter.metadata["default_if"]
-    key, _, value = condition.partition("=")
-    if getattr(declared, key.rpartition(".")[2]) == value:
-        return default
+    for condition, default in parameter.metadata["default_if"]:
+        key, _, value = condition.partition("=")
+        if getattr(declared, key.rpartition(".")[2]) == value:
+            return default
     return parameter.metadata["default"]
 
 

@@ -73,11 +73,20 @@ def _dppo(
     delta_high: float,
     ratio_cap: float,
     divergence: str,
+    sides: str,
 ) -> tuple[float, float]:
     moved = _moved(x, p, divergence)
-    if (A > 0 and moved > delta_high) or (A < 0 and moved < -delta_low):
+    can_rise = A > 0 or sides == "both"
+    can_fall = A < 0 or sides == "both"
+    if (can_rise and moved > delta_high) or (can_fall and moved < -delta_low):
         return 0.0, 0.0
     return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
+
+
+def _icepop(r: float, x: float, A: float, p: float, low: float, high: float) -> tuple[float, float]:
+    if r < low or r > high:
+        return 0.0, 0.0
+    return -r * A * p, -r * A
 
 
 def _moved(x: float, p: float, divergence: str) -> float:
@@ -89,6 +98,8 @@ def _moved(x: float, p: float, divergence: str) -> float:
     old = math.exp(p - x)
     if divergence == "total_variation":
         return new - old
+    if divergence == "squared_log_ratio":
+        return math.copysign(x * x / 2, x)
     kl = -old * x + (1 - old) * math.log((max(0.0, 1 - old) + 1e-8) / (max(0.0, 1 - new) + 1e-8))
     return math.copysign(kl, x)
 
@@ -124,6 +135,7 @@ SURROGATES: dict[str, Callable[..., tuple[float, float]]] = {
     "sapo": _sapo,
     "gmpo": _gmpo,
     "dppo": _dppo,
+    "icepop": _icepop,
     "vespo": _vespo,
     "kimi": _kimi,
     "reinforce": _reinforce,
@@ -172,9 +184,13 @@ def clips_of(loss: str, r: float, p: float, x: float, A: float, parameters: Para
         moved = _moved(min(20.0, max(-20.0, x)), p, parameters["divergence"])
         below = moved < -parameters["delta_low"]
         above = moved > parameters["delta_high"]
-    # A clip removes the gradient on one side of A; cispo's weight is clipped on both.
-    lower_acts = A != 0 if loss == "cispo" else A < 0
-    upper_acts = A != 0 if loss == "cispo" else A > 0
+    if loss == "icepop":
+        below = r < parameters["low"]
+        above = r > parameters["high"]
+    # A clip removes the gradient on one side of A; other bounds act on both.
+    both = loss in ("cispo", "icepop") or parameters.get("sides") == "both"
+    lower_acts = A != 0 if both else A < 0
+    upper_acts = A != 0 if both else A > 0
     dual_clip = parameters.get("dual_clip")
     is_beyond_dual_clip = dual_clip is not None and A < 0 and r > dual_clip
     return below or above, below and lower_acts, (above and upper_acts) or is_beyond_dual_clip

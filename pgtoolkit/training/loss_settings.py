@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
-from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
+from pgtoolkit.losses.families import FAMILIES, Divergence, Sides  # noqa: F401  (as above)
 from pgtoolkit.losses.group_families import Direction, OfDocument, Scale  # noqa: F401  (as above)
 from pgtoolkit.system.declared import (
     REQUIRED,

@@ -41,6 +41,7 @@ PARAMETERS = {
     "sapo": {"temperature_positive": 1.5, "temperature_negative": 2.0},
     "gmpo": {"epsilon_low": 0.1, "epsilon_high": 0.12},
     "dppo": {"delta_low": 0.01, "delta_high": 0.008, "ratio_cap": 1.1},
+    "icepop": {"low": 0.85, "high": 1.2},
     "vespo": {
         "power_positive": 2.0,
         "decay_positive": 3.0,
@@ -60,6 +61,17 @@ FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETE
     "grpo, dual clip": Grpo(epsilon_low=0.2, epsilon_high=0.25, dual_clip=1.3),
     "cispo, no lower bound": Cispo(epsilon_low=None, epsilon_high=0.2),
     "dppo, binary KL": Dppo(delta_low=1e-3, delta_high=5e-4, ratio_cap=1.1, divergence="binary_kl"),
+    "dppo, square": Dppo(
+        delta_low=0.012, delta_high=0.01, ratio_cap=1.1, divergence="squared_log_ratio"
+    ),
+    "dppo, both sides": Dppo(delta_low=0.01, delta_high=0.008, ratio_cap=1.1, sides="both"),
+    "dppo, square, both sides": Dppo(
+        delta_low=0.012,
+        delta_high=0.01,
+        ratio_cap=1.1,
+        divergence="squared_log_ratio",
+        sides="both",
+    ),
 }
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
@@ -74,6 +86,7 @@ OBJECTIVES = (
     ("sapo", "token_mean", "none"),
     ("gmpo", "token_mean", "basic"),
     ("dppo", "constant", "basic"),
+    ("icepop", "token_mean", "basic"),
     ("vespo", "prompt_mean", "basic"),
     ("kimi", "sample_mean", "basic"),
     ("reinforce", "token_mean", "none"),

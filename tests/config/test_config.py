@@ -107,11 +107,13 @@ def test_the_bounds_of_dppo_depend_on_its_divergence():
     assert bounds() == bounds("loss.divergence=total_variation") == (0.2, 0.2)
     assert bounds(binary_kl) == (0.05, 0.05)
     assert bounds(binary_kl, "loss.delta_high=0.1") == (0.05, 0.1)
+    squared = "loss.divergence=squared_log_ratio"
+    assert bounds(squared, "loss.delta_high=0.1") == (None, 0.1)
     jobs = check(["loss=dppo", "loss.divergence=total_variation,binary_kl"], multirun=True).runs
     assert [job.config.loss.delta_low for job in jobs] == [0.2, 0.05]
 
 
-def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str, str]]]:
+def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str, object]]]:
     """Yield (group, family or correction made in Python, the parameters that it was given): by its
     name alone, and with each name of a parameter that takes names."""
     for group, kinds in (("loss", FAMILIES), ("correction", CORRECTIONS)):
@@ -121,16 +123,21 @@ def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str
                 if not isinstance(parameter.default, StrEnum):
                     continue
                 for value in type(parameter.default):
-                    more = {parameter.name: value}
+                    more: dict[str, object] = {parameter.name: value}
                     if value == "worst":
                         more["factor"] = "one"  # it has no factor of the document
+                    if value == "squared_log_ratio":
+                        more |= {"delta_low": 0.3, "delta_high": 0.4}  # it has no usual bounds
                     yield group, kind(**more), {"name": name, **more}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "made", "typed"),
-    [pytest.param(*case, id="-".join(case[2].values())) for case in objects_with_defaults()],
+    [
+        pytest.param(*case, id="-".join(map(str, case[2].values())))
+        for case in objects_with_defaults()
+    ],
 )
 def test_families_and_corrections_have_the_same_defaults_in_python(group, made, typed):
     name, *more = [f"{group}.{key}={value}" for key, value in typed.items()]

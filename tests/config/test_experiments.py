@@ -37,6 +37,7 @@ LOSS_AND_AGGREGATION = {
     "gspo_paper": ("gspo", "sample_mean"),
     "guess": ("grpo", "sample_mean"),
     "icepop": ("grpo", "sample_mean"),
+    "ipo": ("dppo", "token_mean"),
     "luspo": ("gspo", "constant"),
     "ppo": ("grpo", "token_mean"),
     "prompt_mean": ("grpo", "prompt_mean"),

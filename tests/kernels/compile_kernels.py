@@ -32,6 +32,7 @@ CLASSES = {
 LOSSES = CLASSES | {
     "dual_clip": Grpo(dual_clip=3.0),
     "binary_kl": Dppo(divergence="binary_kl"),
+    "squared_log_ratio": Dppo(0.5, 0.5, divergence="squared_log_ratio", sides="both"),
 }
 
 

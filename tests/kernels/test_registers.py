@@ -21,7 +21,8 @@ from builders.losses import EVERY_LOSS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 from pgtoolkit.losses.reference_families import BY_DOCUMENT
 
-BY_TOKEN = [name for name in (*EVERY_LOSS, "dual_clip", "binary_kl") if name not in BY_DOCUMENT]
+VARIANTS = ("dual_clip", "binary_kl", "squared_log_ratio")
+BY_TOKEN = [name for name in (*EVERY_LOSS, *VARIANTS) if name not in BY_DOCUMENT]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,15 @@ Without a GPU the kernels run under Triton's interpreter. test_kernels.py compar
 reference.
 """
 
+import math
+
 import pytest
 import torch
 from builders.losses import DEVICE, FAMILIES, GRADIENT_ERROR, as_floats, relative_error
 
 from pgtoolkit import policy_loss
 from pgtoolkit.kernels.triton_families import numbers_of, slope_of
+from pgtoolkit.losses.families import Dppo, Icepop
 from pgtoolkit.losses.kl import KINDS, KL
 
 BY_TOKEN = [name for name, family in FAMILIES.items() if not family.by_document]
@@ -19,10 +22,11 @@ BY_TOKEN = [name for name, family in FAMILIES.items() if not family.by_document]
 def test_every_family_by_token_has_a_slope():
     for name, family in FAMILIES.items():
         assert (slope_of(family) is not None) == (name in BY_TOKEN)
-    # Both variants of cispo have the same slope.
-    assert len({slope_of(FAMILIES[name]) for name in BY_TOKEN}) == len(BY_TOKEN) - 1
+    # Both variants of cispo have the same slope, and dppo's of one and of both sides.
+    assert len({slope_of(FAMILIES[name]) for name in BY_TOKEN}) == len(BY_TOKEN) - 3
     assert numbers_of(FAMILIES["grpo"]) == (0.2, 0.25, 1.0, 0.0)
     assert numbers_of(FAMILIES["cispo, no lower bound"]) == (1.0, 0.2, 0.0, 0.0)
+    assert numbers_of(FAMILIES["dppo, both sides"]) == (0.01, 0.008, 1.1, math.inf)
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
@@ -54,6 +58,39 @@ def test_slopes_of_large_log_ratios_match_those_of_pytorch(name):
         gradients.append(logits.grad)
     assert torch.isfinite(gradients[0]).all()
     torch.testing.assert_close(*gradients, rtol=2e-5, atol=1e-7)
+
+
+AT_BOUNDS = {
+    "icepop": (Icepop(low=1.0, high=1.0), (0.0,), (1e-4, -1e-4)),
+    "dppo, square": (
+        Dppo(0.125, 0.125, divergence="squared_log_ratio", sides="both"),
+        (0.5, -0.5),
+        (0.5001, -0.5001),
+    ),
+}
+"""Family, log-ratios at its bounds, log-ratios beyond them."""
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("name", AT_BOUNDS)
+def test_a_token_at_a_bound_keeps_its_gradient(name, impl):
+    family, at_bounds, beyond = AT_BOUNDS[name]
+    log_ratio = torch.tensor([*at_bounds, *beyond], device=DEVICE)
+    count = len(log_ratio)
+    # The log-prob of the label is -200, so that log-ratios at the bounds are exact.
+    logits = torch.tensor([-200.0, 0.0], device=DEVICE).repeat(count, 1).requires_grad_()
+    policy_loss(
+        logits,
+        torch.zeros(count, dtype=torch.int64, device=DEVICE),
+        -200.0 - log_ratio,
+        torch.ones(count, device=DEVICE),
+        torch.arange(count, device=DEVICE),
+        loss=family,
+        aggregation="token_mean",
+        impl=impl,
+    ).loss.backward()
+    kept = logits.grad[:, 0] != 0
+    assert kept.tolist() == [True] * len(at_bounds) + [False] * len(beyond)
 
 
 @pytest.mark.gpu

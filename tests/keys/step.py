@@ -31,7 +31,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.corrections import CORRECTIONS
-from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo
+from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo, Sides
 from pgtoolkit.losses.function import FunctionFamily
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +62,9 @@ FAMILY_VALUES: dict[str, tuple] = {
     "delta_high": (0.01, 0.1),
     "ratio_cap": (0.8, 1.5),
     "divergence": tuple(Divergence),
+    "sides": tuple(Sides),
+    "low": (0.0, 0.9),
+    "high": (1.05, 9.0),
     "temperature_positive": (0.2, 3.0),
     "temperature_negative": (0.2, 3.0),
     "tau": (0.2, 3.0),
@@ -79,7 +82,7 @@ def parameters_that_let_others_act(family: str, parameter: str) -> dict[str, Any
     if family in ("grpo", "gspo", "cispo"):
         wide = {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": None}
         parameters |= {name: value for name, value in wide.items() if name in parameters}
-    if parameter == "divergence":
+    if parameter in ("divergence", "sides"):
         parameters |= {"delta_low": 0.02, "delta_high": 0.02}
     return parameters
 

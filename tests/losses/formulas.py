@@ -53,6 +53,22 @@ def dppo_by_kl(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     return -A * x.detach().exp().clamp(max=1.5) * p * ~left_out
 
 
+def dppo_on_both_sides(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
+    kept = ((p.exp() - (p - x).exp()).abs() <= 0.1).detach()
+    return -A * x.detach().exp().clamp(max=1e4) * p * kept
+
+
+def dppo_by_square(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
+    moved = (x**2 / 2).detach()
+    left_out = ((moved > 0.1) & (x > 0) & (A > 0)) | ((moved > 0.2) & (x < 0) & (A < 0))
+    return -A * x.detach().exp().clamp(max=1.5) * p * ~left_out
+
+
+def icepop(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
+    r = x.detach().exp()
+    return -A * r * p * ((r >= 0.5) & (r <= 1.5))
+
+
 def vespo(p: Tensor, x: Tensor, A: Tensor) -> Tensor:
     W = (by_document(x) * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2])).exp().detach()
     positive = W**2 * torch.exp(3 * (1 - W))
@@ -87,6 +103,11 @@ FORMULAS = {
     dppo_by_kl: families.Dppo(
         delta_low=0.05, delta_high=0.03, ratio_cap=1.5, divergence="binary_kl"
     ),
+    dppo_on_both_sides: families.Dppo(delta_low=0.1, delta_high=0.1, ratio_cap=1e4, sides="both"),
+    dppo_by_square: families.Dppo(
+        delta_low=0.2, delta_high=0.1, ratio_cap=1.5, divergence="squared_log_ratio"
+    ),
+    icepop: families.Icepop(low=0.5, high=1.5),
     vespo: families.Vespo(power_negative=1.5),
     kimi: families.Kimi(tau=0.7),
     reinforce: families.Reinforce(),

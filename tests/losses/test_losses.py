@@ -82,7 +82,7 @@ def test_the_cases_clip_on_both_sides_but_keep_many_tokens():
     """The other tests would not notice a wrong clip without clipped tokens."""
     cases = [make_case(seed=12), make_head_case(6).case, make_head_case(11).case]
     for name, family in FAMILIES.items():
-        if name.split(",")[0] not in ("grpo", "gspo", "cispo", "gmpo", "dppo"):
+        if name.split(",")[0] not in ("grpo", "gspo", "cispo", "gmpo", "dppo", "icepop"):
             continue  # has no bounds
         metrics = [
             policy_loss(*case.tensors, loss=family, metrics="basic").metrics for case in cases
@@ -125,7 +125,8 @@ def test_every_family_has_the_values_of_the_worked_example(aggregation, trajecto
     # Surrogates on policy: -2 A / tau of sapo, -A log(1/4) of those that use the log-prob, and -A
     # of the others.
     factors = {"sapo": 2 / 1.05}
-    factors |= dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
+    by_log_prob = ("cispo", "dppo", "icepop", "vespo", "kimi", "reinforce")
+    factors |= dict.fromkeys(by_log_prob, math.log(1 / 4))
     for loss in EVERY_LOSS:
         out = policy_loss(*tensors, loss=loss, group_index=torch.tensor([1, 1, 2, 2]), **options)
         assert float(out.loss) == pytest.approx(expected * factors.get(loss, 1), rel=1e-14)

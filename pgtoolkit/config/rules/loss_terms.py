@@ -16,7 +16,21 @@ from pgtoolkit.tasks.settings import VERIFIERS, VerifierFailure
 from pgtoolkit.training.loss_settings import CustomLossSettings
 
 
-def loss(c: Config, report: Report) -> None:
+def loss(c: Config, report: Report) -> Config:
+    """Refuse parameters that do not fit each other.
+
+    Returns the configuration for the rules that follow, with a number in place of one that lacks.
+    """
+    for name in ("delta_low", "delta_high"):
+        if getattr(c.loss, name, 0) is None:
+            report.refuse(
+                setting=f"loss={c.loss.name}",
+                needs=f"loss.{name}, a number",
+                got=None,
+                reason="No width of a bound of squared_log_ratio is usual.",
+                use=f"loss.{name}=0.2",
+            )
+            c = with_values(c, {f"loss.{name}": 0.2})
     splits = c.loss.num_splits
     family = family_of_config(c)
     if isinstance(c.loss, CustomLossSettings) and c.loss.path is not None:
@@ -32,6 +46,7 @@ def loss(c: Config, report: Report) -> None:
             "recombine.",
             use="loss.num_splits=1",
         )
+    return c
 
 
 def aggregation(c: Config, report: Report) -> None:
