@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def write_inputs(
         _write_weights(folder / "model")
     draw = random.Random(0)
     words = range(num_words or model["vocab_size"])
+    even = round(-math.log(model["vocab_size"]), 1)
     with (folder / "rollouts.jsonl").open("w") as file:
         for document in range(num_documents):
             first = draw.randint(*prompt)
@@ -45,7 +47,7 @@ def write_inputs(
             row = {
                 "token_ids": draw.choices(words, k=length),
                 "loss_mask": [t >= first for t in range(length)],
-                "old_log_probs": [-11.9 if t >= first else 0 for t in range(length)],
+                "old_log_probs": [even if t >= first else 0 for t in range(length)],
                 "reward": draw.random(),
                 "group_id": document // 8,
             }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the same names for type checkers
     from pgtoolkit.batch import StepTotals
     from pgtoolkit.kernels.losses import PolicyLoss
     from pgtoolkit.losses.padded import from_padded
+    from pgtoolkit.losses.top_entropy import top_entropy
 
 _NAMES = {
     "policy_loss": "pgtoolkit.api",
@@ -19,6 +20,7 @@ _NAMES = {
     "log_prob_loss": "pgtoolkit.api",
     "step_coefficients": "pgtoolkit.api",
     "from_padded": "pgtoolkit.losses.padded",
+    "top_entropy": "pgtoolkit.losses.top_entropy",
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "policy_loss",
     "step_coefficients",
     "testing",
+    "top_entropy",
 ]
 __version__ = "0.1.0"
 

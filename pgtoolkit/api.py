@@ -49,6 +49,7 @@ def policy_loss(
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
+    factors: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -83,6 +84,8 @@ def policy_loss(
     rewards: (documents,) floating, each document's reward, for a function that asks for it.
     coefficients: (T,) floating, from `step_coefficients`, of a loss that depends on other documents
         of the step. The surrogate then counts by them alone, and adds nothing to the value.
+    factors: (T,) floating, without gradient on each token's loss, and not on penalties: from
+        `top_entropy`, or a correction that a trainer has computed by itself.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean",
         or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
     reducer: a function of your own in the place of an aggregation.
@@ -164,7 +167,7 @@ def policy_loss(
     tokens = arguments.tokens_of(
         "logits",
         logits,
-        (*vectors, None, coefficients),
+        (*vectors, factors, coefficients),
         num_documents,
         (group_index, trajectory_index),
         totals,
@@ -195,6 +198,7 @@ def linear_policy_loss(
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
+    factors: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -287,7 +291,7 @@ def linear_policy_loss(
     tokens = arguments.tokens_of(
         "hidden",
         hidden,
-        (*vectors, None, coefficients),
+        (*vectors, factors, coefficients),
         num_documents,
         indices,
         totals,
@@ -328,8 +332,6 @@ def log_prob_loss(
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to
         one axis, padding included.
     mask: (T,) bool, True where a token is trained; other positions are not read.
-    factors: (T,) floating, a correction that a trainer has computed by itself: without gradient on
-        each token's loss, and not on the penalty.
     metrics: "none" or "basic". Entropy needs the logits, and so there is no bonus for it either.
 
     The other tensors and keywords are those of `policy_loss`.
@@ -386,6 +388,7 @@ def step_coefficients(
     correction: str | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
+    factors: Tensor | None = None,
     kl: KL | None = None,
     ref_log_probs: Tensor | None = None,
     metrics: str = "none",
@@ -421,7 +424,14 @@ def step_coefficients(
     )
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(
-        log_probs, mask, vectors, num_documents, (group_index, None), None, definition, rewards
+        log_probs,
+        mask,
+        (*vectors, factors),
+        num_documents,
+        (group_index, None),
+        None,
+        definition,
+        rewards,
     )
     result = coefficients_of_step(log_probs, tokens, definition, check_finite)
     return StepCoefficients(*result)

@@ -72,6 +72,7 @@ def loss_of(config: Config) -> Loss:
         entropy_coefficient=config.entropy.coefficient,
         kl=_penalty(config.kl, KLPlace.loss),
         masks_truncated=config.rollout.truncated == Truncated.mask,
+        entropy_top_fraction=config.entropy.top_fraction,
     )
 
 

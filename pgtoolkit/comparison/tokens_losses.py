@@ -20,7 +20,12 @@ from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import clips
 from pgtoolkit.losses.objective import Loss, Objective
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.training.whole_step import whole_step, with_rewards
+from pgtoolkit.training.whole_step import (
+    of_whole_step,
+    whole_step,
+    with_kept_tokens,
+    with_rewards,
+)
 
 CLIPS = (
     "inside",
@@ -50,7 +55,8 @@ class LossOnStep:
         ratio: the token's, or its document's where the family's scope is the document.
         clip: uint8, a place in CLIPS.
         weight: w_t, without the factor of a correction.
-        factor: that factor; missing where there is no correction.
+        factor: that factor, 0 for a token that entropy.top_fraction leaves out; missing where there
+            is neither.
         coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the
             entropy bonus.
         share: the token's part of the step's loss, with the penalty and the bonus.
@@ -141,16 +147,16 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]
-    if not (isinstance(loss.family, FunctionFamily) and loss.family.level == "step"):
+    whole = whole_step(step, log_probs, Layout(), entropies)
+    if loss.entropy_top_fraction is not None:
+        step, whole, _ = with_kept_tokens(step, whole, loss)
+    if not of_whole_step(loss):
         parts = zip(step.micro_batches, log_probs, entropies, strict=True)
         return [_Piece(*part, is_whole_step=False) for part in parts]
-    whole = whole_step(step, log_probs, Layout())
-    of_trained = [
-        entropy[micro_batch.labels >= 0]
-        for micro_batch, entropy in zip(step.micro_batches, entropies, strict=True)
+    assert whole.entropy is not None
+    return [
+        _Piece(whole.tokens, whole.log_probs.double(), whole.entropy.double(), is_whole_step=True)
     ]
-    entropy = torch.cat(of_trained).double()
-    return [_Piece(whole.tokens, whole.log_probs.double(), entropy, is_whole_step=True)]
 
 
 def _numbers(loss: Loss, piece: _Piece, made: MadeStep) -> dict[str, np.ndarray]:
@@ -171,9 +177,12 @@ def _numbers(loss: Loss, piece: _Piece, made: MadeStep) -> dict[str, np.ndarray]
         vectors["share"] = losses + penalties.by_entropy * piece.entropy
     if made.has_old_log_probs:
         vectors["ratio"] = terms.ratio
-    factors = objective.factors or terms.factors
-    if factors is not None:
-        vectors["factor"] = factors.values
+    corrected = objective.factors or terms.factors
+    if corrected is not None:
+        vectors["factor"] = corrected.values
+    kept = piece.tokens.factors
+    if kept is not None:
+        vectors["factor"] = kept.to(losses.dtype) * vectors.get("factor", 1.0)
     return {name: _of_trained(values, objective.mask) for name, values in vectors.items()}
 
 

@@ -265,8 +265,10 @@ class _Watch(RunCallback):
         """Return the loss as training computes it, and keep the micro-batch with its entropies
         before the update."""
         loss = loss_of(micro_batch, totals)
-        # Another loss that is shown has other coefficients, and may ask for no rewards.
-        plain = replace(micro_batch, coefficients=None, rewards=None, group_rewards=None)
+        # Another loss that is shown has other coefficients and may keep other tokens, and may ask
+        # for no rewards.
+        of_own_loss = ("coefficients", "factors", "rewards", "group_rewards")
+        plain = replace(micro_batch, **dict.fromkeys(of_own_loss))
         completed = module.with_reference(plain)
         entropy = module.entropy(micro_batch)
         if completed.old_log_probs is None:

@@ -64,6 +64,7 @@ def equation(config: Config) -> list[str]:
     lines = [
         f"{title}: sum over trained tokens of w_t {rho}l_t",
         f"l_t = {surrogate}",
+        *_top_entropy(config),
         *_penalties(config),
         f"w_t = {weight},  {symbols}",
         f"sum of w_t over a step = {sum_of_weights}",
@@ -100,6 +101,17 @@ def _weight(config: Config) -> tuple[str, str, str]:
 def _kl_term(config: Config) -> str:
     assert config.kl.coefficient is not None  # `validate` refuses a penalty without one
     return KL(config.kl.kind, config.kl.coefficient).equation
+
+
+def _top_entropy(config: Config) -> Iterator[str]:
+    """Yield which tokens the surrogate counts, where it does not count all."""
+    fraction = config.entropy.top_fraction
+    if fraction is not None:
+        yield (
+            f"      where H_t is at least the {1 - fraction:g} quantile of the step's trained "
+            "tokens, else 0; H_t = entropy of the policy at token t, from a forward pass over the "
+            "step before"
+        )
 
 
 def _penalties(config: Config) -> Iterator[str]:

@@ -94,7 +94,11 @@ def make_plan(
     documents = objective.documents
     mask = objective.mask
     by_document = with_gradient and objective.by_document
-    if documents.group is not None or check_finite:
+    if (
+        documents.group is not None
+        or check_finite
+        or (with_gradient and objective.has_silent_tokens)
+    ):
         known = None
     num_trained = num_informative = 0
     if not by_document or known is None:

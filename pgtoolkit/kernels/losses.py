@@ -268,6 +268,7 @@ def _by_reference(
         **penalty,
         ref_log_probs=tokens.ref_log_probs,
         ref_logits=ref_logits,
+        factors=tokens.factors,
     )
     vectors = result.log_probs, result.entropy, result.divergence
     vectors = logits.new_tensor(vectors, dtype=torch.float64)

@@ -115,6 +115,7 @@ def make_objective(
         known_before=_known_before(tokens, totals_given, loss, documents, penalties.weights),
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
+        has_factors=tokens.factors is not None,
     )
 
 

@@ -25,6 +25,7 @@ from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.function_values import evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
+from pgtoolkit.losses.top_entropy import check_fraction
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
 
 
@@ -40,6 +41,8 @@ class Loss:
     kl: the penalty against the reference, or None. A correction changes neither penalty nor bonus.
     masks_truncated: True if w_t is 0 in documents that were cut off. The totals still count their
         tokens.
+    entropy_top_fraction: the share of the step's tokens, those of the largest entropies, of which
+        alone the surrogate counts; None: all. Pieces of a step get the choice as `factors`.
     """
 
     family: Family
@@ -50,6 +53,7 @@ class Loss:
     entropy_coefficient: float = 0.0
     kl: KL | None = None
     masks_truncated: bool = False
+    entropy_top_fraction: float | None = None
 
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)
@@ -59,6 +63,8 @@ class Loss:
                 "entropy_coefficient needs a finite number >= 0 (got "
                 f"{shown(self.entropy_coefficient)})"
             )
+        if self.entropy_top_fraction is not None:
+            check_fraction("entropy_top_fraction", self.entropy_top_fraction)
 
     @property
     def reads_old_log_probs(self) -> bool:
@@ -147,6 +153,7 @@ class Objective:
         is the step.
     coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
         surrogate's own value is then not computed.
+    has_factors: whether the caller gave factors, which may be 0.
     _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
@@ -168,6 +175,7 @@ class Objective:
     known_before: dict[str, Tensor] = field(default_factory=dict)
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
+    has_factors: bool = False
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
     def at(self, log_probs: Tensor) -> Objective:
@@ -394,11 +402,33 @@ class Objective:
         known = self.coefficients_of_step is not None
         return self.family.silent_without_advantage and not known and not self.penalties.active
 
+    @property
+    def has_silent_tokens(self) -> bool:
+        """Return True if some trained tokens may have a gradient of 0 for another reason than
+        their advantage: a coefficient that is known, or a factor of 0."""
+        return self._multiplier is not None
+
+    @property
+    def _multiplier(self) -> Tensor | None:
+        """Return (T,) numbers that multiply the slope, where they may be 0; None if not."""
+        if self.penalties.active:
+            return None
+        if self.coefficients_of_step is not None:
+            return self.coefficients_of_step
+        if not self.has_factors:
+            return None
+        if isinstance(self.family, FunctionFamily):
+            return self.weights if self.family.level == "token" else None
+        return self.gradient_weights
+
     def informative(self) -> Tensor:
         """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
+        informative = self.mask
         if self.silent_without_advantage:
-            return self.mask & (self.scope_advantages != 0)
-        return self.mask
+            informative = informative & (self.scope_advantages != 0)
+        if self._multiplier is not None:
+            informative = informative & (self._multiplier != 0)
+        return informative
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
         """Return the objective of the positions `rows`, in that order, for coefficients alone.

@@ -33,8 +33,9 @@ from pgtoolkit.losses.reference_terms import (
     OF_ROW,
     OF_TOKEN,
     DocumentMean,
-    factors,
+    corrections,
     k3,
+    kept_by_entropy,
     log_softmax,
     mismatch,
 )
@@ -150,6 +151,8 @@ def policy_loss(
     kl_coefficient: float = 0.0,
     ref_log_probs: Tensor | None = None,
     ref_logits: Tensor | None = None,
+    factors: Tensor | None = None,
+    entropy_top_fraction: float | None = None,
     **parameters: float | str | None,
 ) -> Reference:
     """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
@@ -157,6 +160,9 @@ def policy_loss(
     Arguments are those of `pgtoolkit.policy_loss`, but for these:
     kl: the kind of the penalty.
     ref_logits: (T, V), for a penalty over the whole vocabulary.
+    factors: (T,), of each token's surrogate.
+    entropy_top_fraction: of the trained tokens, those of the largest entropies, that the surrogate
+        counts; None: all.
     parameters: all those of the loss family.
     correction_settings: all those of the correction.
     """
@@ -166,8 +172,12 @@ def policy_loss(
     advantage = advantages.double().tolist()
     b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
     f = None if ref_log_probs is None else ref_log_probs.double().tolist()
+    given = [1.0] * len(y) if factors is None else factors.double().tolist()
     step = _Step.of(y, document_index.tolist(), num_documents, group_index, trajectory_index)
     p, entropy, probs = _softmax_of_trained(z, y, step.trained)
+    kept = {t for tokens in step.trained for t in tokens}
+    if entropy_top_fraction is not None:
+        kept = kept_by_entropy({t: entropy[t] for t in kept}, entropy_top_fraction)
 
     total = []
     gradient = torch.zeros(logits.shape, dtype=torch.float64)
@@ -188,8 +198,10 @@ def policy_loss(
         term = token_terms(loss, log_ratio, mean_advantage, parameters)
         scoped = over_scope(loss, term)
         uncorrected = dict.fromkeys(tokens, step.weight(aggregation, d, divisor))
-        corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
-        weight = {t: uncorrected[t] * corrected.get(t, (1.0,))[0] for t in tokens}
+        corrected |= corrections(correction, correction_settings, tokens, p, o, b, advantage)
+        weight = {
+            t: uncorrected[t] * corrected.get(t, (1.0,))[0] * given[t] * (t in kept) for t in tokens
+        }
         slopes: dict[int, float] = {}
         penalty = dict.fromkeys(tokens, 0.0)
         for t in tokens:

@@ -21,7 +21,7 @@ DocumentMean = Callable[[Callable[[int], float]], float]
 """The mean over documents of the mean of a function of their trained tokens."""
 
 
-def factors(
+def corrections(
     correction: str | None,
     settings: Parameters | None,
     tokens: list[int],
@@ -92,7 +92,7 @@ def metrics(
 ) -> dict[str, float]:
     """Return the metrics of all documents.
 
-    corrected: the results of `factors`; empty without a correction.
+    corrected: the results of `corrections`; empty without a correction.
     measured: the results of `mismatch`; empty without sampling log-probs.
     """
     results = {}
@@ -214,3 +214,14 @@ def log_softmax(row: list[float]) -> list[float]:
     largest = max(row)
     log_z = largest + math.log(math.fsum(math.exp(x - largest) for x in row))
     return [x - log_z for x in row]
+
+
+def kept_by_entropy(entropy: dict[int, float], fraction: float) -> set[int]:
+    """Return the tokens whose entropy is at least the (1 - fraction) quantile of all, which lies
+    between two entropies in proportion. Entropies that differ by less than 1e-6 are equal."""
+    ordered = sorted(entropy.values())
+    place = (1 - fraction) * (len(ordered) - 1)
+    low = ordered[math.floor(place)]
+    high = ordered[math.ceil(place)]
+    threshold = low + (place - math.floor(place)) * (high - low)
+    return {t for t, value in entropy.items() if value >= threshold - 1e-6}

@@ -150,12 +150,17 @@ class StepView:
     def quantile(self, values: Tensor, share: float) -> Tensor:
         """Return the number that this share of (T,) values lies below, by linear interpolation."""
         check_length("step.quantile", values, self.num_tokens, "token")
-        # torch.quantile refuses more than 16 million numbers.
-        ordered = values.sort().values
-        place = share * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+        return quantile(values, share)
+
+
+def quantile(values: Tensor, share: float) -> Tensor:
+    """Return the number that this share of (T,) values lies below, by linear interpolation."""
+    # torch.quantile refuses more than 16 million numbers.
+    ordered = values.sort().values
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def check_length(name: str, values: object, length: int, one: str) -> None:

@@ -253,8 +253,9 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     fill = {"labels": -1, "document_index": max(0, micro_batch.num_documents - 1)}
     names = ("tokens", "position_ids", "labels", "document_index", "advantages")
     names += known_vectors(micro_batch)
-    if micro_batch.coefficients is not None:
-        names += ("coefficients",)
+    names += tuple(
+        name for name in ("factors", "coefficients") if getattr(micro_batch, name) is not None
+    )
     return replace(
         micro_batch,
         **{

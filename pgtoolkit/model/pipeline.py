@@ -167,9 +167,9 @@ class Pipeline:
 
     @torch.no_grad()
     def on_last_stage(
-        self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]
+        self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor], num_rows: int
     ) -> Tensor:
-        """Return a (T,) float32 result on every stage; all call this.
+        """Return a (num_rows, T) float32 result on every stage; all call this.
 
         function: computes it on the last stage from the hidden states (T, H) of the micro-batch's
             tokens.
@@ -190,7 +190,7 @@ class Pipeline:
         hidden = self.states(**inputs, position_ids=positions, lengths=micro_batch.document_lengths)
         if self.number < self.count - 1:
             dist.send(hidden.to(dtype).contiguous(), group_dst=self.number + 1, group=self.group)
-            result = torch.empty(count, device=self._device)
+            result = torch.empty(num_rows, count, device=self._device)
         else:
             result = function(hidden[0, :count]).float().contiguous()
         dist.broadcast(result, group_src=self.count - 1, group=self.group)

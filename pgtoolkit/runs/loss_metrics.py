@@ -121,6 +121,23 @@ OF_THE_LOSS = (
         healthy="falls slowly, not to 0 before the task is solved",
         least=0.01,
     ),
+    Metric(
+        "entropy_threshold",
+        "the least entropy of a token that counts in the policy term, in nats",
+        formula="the (1 − fraction) quantile of H_t",
+        over=_TOKENS,
+        where="with `entropy.top_fraction`",
+        healthy="falls with `entropy`; near 0 the policy is certain of nearly all it writes",
+        see="losses.md",
+    ),
+    Metric(
+        "entropy_kept_fraction",
+        "share of the tokens that count in the policy term",
+        over=_TOKENS,
+        where="with `entropy.top_fraction`",
+        healthy="`entropy.top_fraction`, or more where many tokens have the threshold's entropy",
+        see="losses.md",
+    ),
     _basic(
         "largest_group_probability",
         "the largest probability of a completion in the policy's softmax over its prompt's "

@@ -173,6 +173,17 @@ class EntropySettings:
         least=0,
         most=1000,
     )
+    top_fraction: float | None = key(
+        default=None,
+        help="Share of a step's trained tokens, those of the largest entropies, that the policy "
+        "term of the loss counts (above 0, at most 1; 0.2 is arXiv 2506.01939's); null: all of "
+        "them, in one pass over a step instead of two. Denominators and penalties keep every "
+        "token.",
+        least=1e-6,
+        most=1,
+        learns="entropy.top_fraction>0",
+        added=True,
+    )
 
 
 def _schema_of(kind: type, base: type) -> type:

@@ -40,8 +40,9 @@ from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
 from pgtoolkit.training.surprises import Surprises
 from pgtoolkit.training.whole_step import (
     FirstPass,
+    after_first_pass,
+    needs_first_pass,
     whole_step,
-    with_coefficients,
     with_rewards,
 )
 
@@ -249,12 +250,14 @@ class PolicyGradientModule(DynamicAccumulation):
         return replace(step, micro_batches=micro_batches)
 
     def _after_first_pass(self, step: Step) -> Step:
-        """Return the step with its coefficients, where the loss depends on the whole step."""
+        """Return the step with what its first pass gives, where the loss depends on the whole
+        step."""
         self._first_pass = None
-        family = self.loss.family
-        if isinstance(family, FunctionFamily) and family.level == "step":
+        if needs_first_pass(self.loss):
             step = self._with_reference_vectors(step)
-            step, self._first_pass = with_coefficients(step, self.loss, self.log_probs, self.layout)
+            step, self._first_pass = after_first_pass(
+                step, self.loss, self._numbers_of_tokens, self.layout
+            )
         return step
 
     def _update_critic_alone(self, critic: Critic, step: Step) -> dict[str, float]:
@@ -268,10 +271,11 @@ class PolicyGradientModule(DynamicAccumulation):
     def _clip_and_measure(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         metrics = super()._clip_and_measure(outputs, step)
         if self._first_pass is not None:
-            # The second pass has the value of the penalties alone.
-            loss = metrics["loss"] + float(self._first_pass.loss)
-            metrics |= {name: value.item() for name, value in self._first_pass.metrics.items()}
-            metrics["loss"] = loss
+            of_first = {name: value.item() for name, value in self._first_pass.metrics.items()}
+            if self._first_pass.loss is not None:
+                # The second pass has the value of the penalties alone.
+                of_first["loss"] = metrics["loss"] + float(self._first_pass.loss)
+            metrics |= of_first
         if self.critic is not None:
             metrics |= self._critic_gradient(self.critic, step)
         return metrics
@@ -288,20 +292,33 @@ class PolicyGradientModule(DynamicAccumulation):
 
         temperature: None for the run's.
         """
+        return self._numbers_of_tokens(micro_batch, False, temperature)[0]
+
+    @torch.no_grad()
+    def _numbers_of_tokens(
+        self, micro_batch: MicroBatch, with_entropy: bool, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each, by the
+        forward pass that training uses."""
         policy = self.policy
         num_tokens = len(micro_batch.tokens)
         micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
+
+        def rows_of(inputs: Inputs) -> Tensor:
+            """Return (1, T) log-probs, or (2, T) with the entropies."""
+            numbers = self.log_probs_of(inputs, micro_batch, temperature, with_entropy)
+            return torch.stack([vector for vector in numbers if vector is not None])
+
         if policy.pipeline is None:
-            inputs = policy.loss_inputs(micro_batch)
-            log_probs, _ = self.log_probs_of(inputs, micro_batch, temperature)
+            rows = rows_of(policy.loss_inputs(micro_batch))
         else:
             with_head = cast("ParallelPolicy", policy).with_head
-            log_probs = policy.pipeline.on_last_stage(
-                micro_batch,
-                lambda hidden: self.log_probs_of(with_head(hidden), micro_batch, temperature)[0],
+            rows = policy.pipeline.on_last_stage(
+                micro_batch, lambda hidden: rows_of(with_head(hidden)), 1 + with_entropy
             )
         policy.put_away()
-        return policy.all_tokens(log_probs)[:num_tokens]
+        log_probs, *entropy = [policy.all_tokens(row)[:num_tokens] for row in rows]
+        return log_probs, entropy[0] if entropy else None
 
     @torch.no_grad()
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:

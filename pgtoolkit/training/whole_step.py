@@ -1,5 +1,5 @@
-"""What a loss function of the user's own reads of the whole step, on all ranks: rewards of groups,
-and for a function of groups or of the step the first of its two passes.
+"""What a loss reads of the whole step, on all ranks: rewards of groups, and for a loss of groups or
+of the step, and where only the tokens of the largest entropies count, the first of two passes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pgtoolkit.batch import MicroBatch, Step, Tokens, known_vectors
 from pgtoolkit.kernels.losses import coefficients_of_step
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.top_entropy import has_weight, top_entropy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
 
@@ -33,11 +34,11 @@ _OF_DOCUMENTS = (
 class FirstPass:
     """The results of the first pass over a step, the same on all ranks.
 
-    loss: 0-dim float64, of the surrogate.
+    loss: 0-dim float64, of the surrogate; None where the second pass has it.
     metrics: 0-dim tensors by name, without those of a penalty or of the entropy.
     """
 
-    loss: Tensor
+    loss: Tensor | None
     metrics: dict[str, Tensor]
 
 
@@ -48,19 +49,22 @@ class WholeStep:
     places: of the documents in the step.
     lengths: the trained tokens of each of them.
     log_probs: (T,), the new ones.
+    entropy: (T,), or None where it was not asked for.
     """
 
     places: list[int]
     lengths: list[int]
     tokens: Tokens
     log_probs: Tensor
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Document:
     """The numbers of one document that a loss of the whole step reads.
 
-    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields, and log_probs.
+    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields, log_probs, and entropy
+        where it is known.
     numbers: 0-dim, by the names of `Tokens`' fields.
     """
 
@@ -111,59 +115,121 @@ def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
     return replace(step, micro_batches=micro_batches)
 
 
-def with_coefficients(
-    step: Step, loss: Loss, log_probs_of: Callable[[MicroBatch], Tensor], layout: Layout
-) -> tuple[Step, FirstPass]:
-    """Make the first pass over a step, and return the step with its coefficients.
+def needs_first_pass(loss: Loss) -> bool:
+    """Return True if a step's loss depends on all of its log-probs, or of its entropies."""
+    return of_whole_step(loss) or loss.entropy_top_fraction is not None
 
-    log_probs_of: returns (T,) log-probs of all tokens of a micro-batch; every rank calls it.
-    The documents of all ranks are put into their order in the step, and the loss is computed once
-    on all of them, the same on each rank.
+
+def of_whole_step(loss: Loss) -> bool:
+    """Return True if a document's loss depends on other documents of the step."""
+    return isinstance(loss.family, FunctionFamily) and loss.family.level == "step"
+
+
+def after_first_pass(
+    step: Step,
+    loss: Loss,
+    forward: Callable[[MicroBatch, bool], tuple[Tensor, Tensor | None]],
+    layout: Layout,
+) -> tuple[Step, FirstPass]:
+    """Make the first pass over a step, and return the step with what it gives the second one: the
+    tokens that are kept, as factors, and the coefficients of a loss of the whole step.
+
+    forward: returns (log-probs, entropies or None) of all tokens of a micro-batch, (T,) each; the
+        second argument says whether entropies are asked for. Every rank calls it.
+    The documents of all ranks are put into their order in the step, and all is computed once on
+    them, the same on each rank.
     """
-    log_probs = [log_probs_of(micro_batch) for micro_batch in step.micro_batches]
-    whole = whole_step(step, log_probs, layout)
-    # A surrogate alone: penalties and entropy are known to the second pass.
-    surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
-    if loss.metrics == "with_entropy":
-        surrogate = replace(surrogate, metrics="basic")
-    value, coefficients, metrics = coefficients_of_step(
-        whole.log_probs, whole.tokens, surrogate, False
+    with_entropy = loss.entropy_top_fraction is not None
+    passes = [forward(micro_batch, with_entropy) for micro_batch in step.micro_batches]
+    log_probs = [of_tokens for of_tokens, _ in passes]
+    entropies = [entropy for _, entropy in passes if entropy is not None]
+    whole = whole_step(step, log_probs, layout, entropies or None)
+    value = None
+    metrics = {}
+    if with_entropy:
+        step, whole, metrics = with_kept_tokens(step, whole, loss)
+    if of_whole_step(loss):
+        # A surrogate alone: penalties and entropy are known to the second pass.
+        surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
+        if loss.metrics == "with_entropy":
+            surrogate = replace(surrogate, metrics="basic")
+        value, coefficients, of_surrogate = coefficients_of_step(
+            whole.log_probs, whole.tokens, surrogate, False
+        )
+        metrics = of_surrogate | metrics
+        step = _with_vector(step, "coefficients", coefficients, whole)
+    return step, FirstPass(value, metrics)
+
+
+def with_kept_tokens(
+    step: Step, whole: WholeStep, loss: Loss
+) -> tuple[Step, WholeStep, dict[str, Tensor]]:
+    """Return both with factors, 1 for the tokens of the largest entropies, of which alone the
+    surrogate counts, and 0 for the others; and the metrics of that choice.
+
+    whole: with entropies. Documents of weight 0 are not counted.
+    """
+    assert whole.entropy is not None
+    assert loss.entropy_top_fraction is not None
+    counted = has_weight(whole.tokens, loss.masks_truncated)[whole.tokens.document_index]
+    factors, threshold = top_entropy(whole.entropy, counted, loss.entropy_top_fraction)
+    kept = factors.double().sum() / counted.sum().clamp(min=1)
+    return (
+        _with_vector(step, "factors", factors, whole),
+        replace(whole, tokens=replace(whole.tokens, factors=factors)),
+        {"entropy_kept_fraction": kept, "entropy_threshold": threshold},
     )
-    of_documents = dict(zip(whole.places, coefficients.split(whole.lengths), strict=True))
+
+
+def _with_vector(step: Step, name: str, values: Tensor, whole: WholeStep) -> Step:
+    """Return the step whose micro-batches have a vector of this name, 0 where nothing is trained.
+
+    values: (T,), of the trained tokens of the whole step.
+    """
+    of_documents = dict(zip(whole.places, values.split(whole.lengths), strict=True))
     micro_batches = []
     for micro_batch in step.micro_batches:
-        of_tokens = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
+        of_tokens = values.new_zeros(len(micro_batch.labels))
         vectors = [of_documents[place] for place in micro_batch.step_places]
         of_tokens[micro_batch.labels >= 0] = torch.cat([of_tokens[:0], *vectors])
-        micro_batches.append(replace(micro_batch, coefficients=of_tokens))
-    return replace(step, micro_batches=micro_batches), FirstPass(value, metrics)
+        micro_batches.append(replace(micro_batch, **{name: of_tokens}))
+    return replace(step, micro_batches=micro_batches)
 
 
-def whole_step(step: Step, log_probs: Sequence[Tensor], layout: Layout) -> WholeStep:
+def whole_step(
+    step: Step,
+    log_probs: Sequence[Tensor],
+    layout: Layout,
+    entropies: Sequence[Tensor] | None = None,
+) -> WholeStep:
     """Return the trained tokens of a step, of all its micro-batches on all ranks.
 
-    log_probs: of each micro-batch, (T,).
+    log_probs, entropies: of each micro-batch, (T,).
     """
     here = {}
-    for micro_batch, of_tokens in zip(step.micro_batches, log_probs, strict=True):
-        here |= _documents(micro_batch, of_tokens.cpu())
+    for number, micro_batch in enumerate(step.micro_batches):
+        measured = {"log_probs": log_probs[number].cpu()}
+        if entropies is not None:
+            measured["entropy"] = entropies[number].cpu()
+        here |= _documents(micro_batch, measured)
     everywhere = _of_all_ranks(here, layout)
     places = sorted(everywhere)
-    tokens, of_step = _whole([everywhere[place] for place in places])
+    tokens, measured = _whole([everywhere[place] for place in places])
     lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
-    return WholeStep(places, lengths, tokens, of_step)
+    return WholeStep(places, lengths, tokens, **measured)
 
 
-def _documents(micro_batch: MicroBatch, log_probs: Tensor) -> dict[int, _Document]:
+def _documents(micro_batch: MicroBatch, measured: dict[str, Tensor]) -> dict[int, _Document]:
     """Return the documents of a micro-batch by their places in the step.
 
-    log_probs: (T,), on the CPU. They are the old ones of documents that are on_policy.
+    measured: log_probs, and entropy where it is known, (T,) each on the CPU. The log-probs are the
+        old ones of documents that are on_policy.
     """
     trained = micro_batch.labels >= 0
     counts = torch.bincount(
         micro_batch.document_index[trained], minlength=micro_batch.num_documents
     ).tolist()
-    vectors = {"log_probs": log_probs, "old_log_probs": log_probs}
+    vectors = measured | {"old_log_probs": measured["log_probs"]}
     for name in ("advantages", *known_vectors(micro_batch)):
         vectors[name] = getattr(micro_batch, name)
     split = {name: vector[trained].split(counts) for name, vector in vectors.items()}
@@ -181,14 +247,15 @@ def _documents(micro_batch: MicroBatch, log_probs: Tensor) -> dict[int, _Documen
     }
 
 
-def _whole(documents: list[_Document]) -> tuple[Tokens, Tensor]:
-    """Return the trained tokens of all documents of a step, and their (T,) log-probs."""
+def _whole(documents: list[_Document]) -> tuple[Tokens, dict[str, Tensor]]:
+    """Return the trained tokens of all documents of a step, and what was measured of them, (T,)
+    each."""
     lengths = torch.tensor([len(document.vectors["advantages"]) for document in documents])
     known = set(documents[0].vectors).intersection(*(document.vectors for document in documents))
     vectors = {
         name: torch.cat([document.vectors[name] for document in documents]) for name in known
     }
-    log_probs = vectors.pop("log_probs")
+    measured = {name: vectors.pop(name) for name in ("log_probs", "entropy") if name in vectors}
     # Excluded documents are a rare field, which not every micro-batch has.
     of_documents = {}
     for name in _OF_DOCUMENTS:
@@ -200,13 +267,13 @@ def _whole(documents: list[_Document]) -> tuple[Tokens, Tensor]:
             of_documents[name] = torch.stack(known_values)
     return (
         Tokens(
-            labels=torch.zeros(len(log_probs), dtype=torch.int64),
+            labels=torch.zeros(len(measured["log_probs"]), dtype=torch.int64),
             document_index=torch.repeat_interleave(torch.arange(len(documents)), lengths),
             num_documents=len(documents),
             **vectors,
             **of_documents,
         ),
-        log_probs,
+        measured,
     )
 
 

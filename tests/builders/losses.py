@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pgtoolkit import corrections, linear_policy_loss, policy_loss
+from pgtoolkit import corrections, linear_policy_loss, policy_loss, top_entropy
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import torch_passes, triton_passes
 from pgtoolkit.kernels.losses import PolicyLoss
@@ -208,6 +208,7 @@ class Choice:
     metrics: str = "with_entropy"
     entropy: float = 0.0
     trajectories: bool = False
+    top_fraction: float | None = None
 
     def __str__(self) -> str:
         return ", ".join(str(value) for value in vars(self).values())
@@ -222,6 +223,10 @@ class Choice:
         fused: of `linear_policy_loss`.
         """
         vectors = {}
+        if self.top_fraction is not None:
+            log_softmax = (case.logits / TEMPERATURE).log_softmax(-1)
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+            vectors["factors"] = top_entropy(entropy, case.labels >= 0, self.top_fraction).factors
         if self.correction is not None:
             vectors["sampling_log_probs"] = case.sampling_log_probs
         if self.kl in FULL_KINDS and fused:
@@ -291,18 +296,21 @@ class Choice:
         aggregation = aggregation_of(self.aggregation, self.divisor)
         penalty = {} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4}
         needs_entropy = self.metrics == "basic" and self.entropy
+        vectors = self.token_vectors(case)
+        vectors.pop("factors", None)  # The reference chooses by itself.
         return reference.policy_loss(
             case.logits if logits is None else logits,
             *case.tensors[1:],
             **reference.names(family, aggregation),
             **correction_names(CORRECTIONS.get(self.correction)),
-            **self.token_vectors(case),
+            **vectors,
             **penalty,
             **self.document_vectors(case),
             num_documents=case.num_documents,
             temperature=temperature,
             metrics="with_entropy" if needs_entropy else self.metrics,
             entropy_coefficient=self.entropy,
+            entropy_top_fraction=self.top_fraction,
         )
 
 
@@ -316,10 +324,11 @@ CHOICES = [
         LEVELS,
         (0.0, 0.3),
         (False, True),
+        (None, 0.3),
     )
 ]
-"""Every pair of a family, a correction, a penalty, an aggregation, a level, an entropy bonus and
-trajectories."""
+"""Every pair of a family, a correction, a penalty, an aggregation, a level, an entropy bonus,
+trajectories, and a share of tokens that counts."""
 
 
 @dataclass(frozen=True)

@@ -52,20 +52,41 @@ BY_TRITON = covering(
     SOME_CORRECTIONS,
     (0.0, 0.3),
     (False, True),
+    (None, 0.3),
 )
 
 
 @pytest.mark.parametrize(
-    ("family", "kl", "aggregation", "level", "inputs", "correction", "entropy", "trajectories"),
+    (
+        "family",
+        "kl",
+        "aggregation",
+        "level",
+        "inputs",
+        "correction",
+        "entropy",
+        "trajectories",
+        "top_fraction",
+    ),
     with_slow_between(BY_TRITON, 7),
     ids=[", ".join(map(str, row)) for row in BY_TRITON],
 )
 def test_triton_matches_reference(
-    family, kl, aggregation, level, inputs, correction, entropy, trajectories, monkeypatch
+    family,
+    kl,
+    aggregation,
+    level,
+    inputs,
+    correction,
+    entropy,
+    trajectories,
+    top_fraction,
+    monkeypatch,
 ):
     """Every pair of these choices, in float32; the head in chunks of seven rows, as on a GPU."""
     problem = make_head_case(11 if inputs == "given" else 6, dtype=torch.float32)
-    choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
+    others = (entropy, trajectories, top_fraction)
+    choice = Choice(family, correction, kl, aggregation, level, *others)
     expected = problem.by_reference(choice, inputs == "fused")
     if inputs == "fused":
         choose = losses.choose_implementation

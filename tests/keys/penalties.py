@@ -1,4 +1,4 @@
-"""Tests of single keys (see `keys`): the penalty against a reference, and the entropy bonus."""
+"""Tests of single keys (see `keys`): the penalty against a reference, and the policy's entropy."""
 
 from __future__ import annotations
 
@@ -148,3 +148,17 @@ def the_loss_falls_linearly_with_the_coefficient_of_the_entropy():
         )
     assert losses[0] - losses[2] == pytest.approx(3 * (losses[0] - losses[1]), rel=1e-9)
     assert losses[0] - losses[1] > 1e-3
+
+
+@key_test("entropy.top_fraction")
+def the_surrogate_of_the_most_uncertain_tokens_alone_counts():
+    losses = [
+        loss_as_specified(
+            ["entropy.coefficient=0.1", f"entropy.top_fraction={value}"],
+            entropy_coefficient=0.1,
+            entropy_top_fraction=None if value == "null" else value,
+        )
+        for value in ("null", 0.6, 0.2, 1)
+    ]
+    assert len({round(loss, 8) for loss in losses}) == 3
+    assert losses[0] == losses[3]

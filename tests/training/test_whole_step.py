@@ -1,5 +1,5 @@
-"""A loss over groups in two passes: value, gradient and metrics of a step do not depend on its cut
-into micro-batches and ranks, and are those of plain loops over its groups in float64."""
+"""Losses in two passes: value, gradient and metrics of a step do not depend on its cut into
+micro-batches and ranks, and are those of plain loops over its documents in float64."""
 
 import math
 
@@ -13,17 +13,20 @@ from pgtoolkit.document import Document
 from pgtoolkit.kernels.losses import Computation, loss_of_logits
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.whole_step import with_coefficients, with_rewards
+from pgtoolkit.training.whole_step import after_first_pass, with_rewards
 
 VOCABULARY = 7
 LENGTHS = (9, 2, 12, 5, 7, 1, 3, 8, 11)
 LEFT_OUT = 4
 """A document that no verifier could score."""
+TOP = 0.3
+BONUS = 0.07
 
 
 def towards_rewards(log_probs, old_log_probs, rewards, group_rewards, documents, groups):
@@ -108,21 +111,82 @@ def by_loops(is_on_policy: bool) -> tuple:
     return float(loss.detach()), list(gradients), mean_target
 
 
-def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool) -> tuple:
-    """Return (loss, gradients over all ranks, the mean of the metric) by the two passes."""
+def by_loops_of_top(kind: str, is_on_policy: bool) -> tuple:
+    """Return (loss, gradients, threshold) where the most uncertain tokens alone count.
+
+    The entropy bonus, a document's ratio and all denominators keep every token.
+    """
     net = model()
-    loss = Loss(FunctionLoss(towards_rewards), aggregation_of("prompt_mean"), metrics="basic")
+    step = documents(is_on_policy)
+    members = [
+        number for number in range(len(step)) if number != LEFT_OUT and step[number].num_trained
+    ]
+    rows = {number: net(step[number].tokens).log_softmax(-1) for number in members}
+    places = {
+        number: [t for t in range(len(step[number].tokens)) if step[number].loss_mask[t]]
+        for number in members
+    }
+    entropy = {
+        (number, t): -(rows[number][t - 1].exp() * rows[number][t - 1]).sum()
+        for number in members
+        for t in places[number]
+    }
+    ordered = sorted(float(value.detach()) for value in entropy.values())
+    place = (1 - TOP) * (len(ordered) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    threshold = low + (place - math.floor(place)) * (high - low)
+    loss = torch.zeros((), dtype=torch.float64)
+    for number in members:
+        document = step[number]
+        new = [rows[number][t - 1, document.tokens[t]] for t in places[number]]
+        if is_on_policy:
+            old = [float(p.detach()) for p in new]
+        else:
+            assert document.old_log_probs is not None
+            old = document.old_log_probs.tolist()
+        n = len(new)
+        mean = sum(p - o for p, o in zip(new, old, strict=True)) / n
+        for p, o, t in zip(new, old, places[number], strict=True):
+            weight = 1 / (len(step) * n)
+            ratio = (mean if kind == "gspo" else p - o).exp()
+            surrogate = -torch.minimum(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5)
+            # The same token before has the same entropy, but for rounding: there are many ties.
+            if float(entropy[number, t].detach()) >= threshold - 1e-6:
+                loss = loss + weight * surrogate
+            loss = loss - BONUS * weight * entropy[number, t]
+    gradients = torch.autograd.grad(loss, list(net.parameters()))
+    return float(loss.detach()), list(gradients), threshold
+
+
+def loss_of(kind: str) -> Loss:
+    if kind == "groups":
+        return Loss(FunctionLoss(towards_rewards), aggregation_of("prompt_mean"), metrics="basic")
+    return Loss(
+        family_of(kind, epsilon_low=0.2, epsilon_high=0.2),
+        aggregation_of("sample_mean"),
+        metrics="basic",
+        entropy_coefficient=BONUS,
+        entropy_top_fraction=TOP,
+    )
+
+
+def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool, kind: str) -> tuple:
+    """Return (loss, gradients over all ranks, a metric) by the two passes."""
+    net = model()
+    loss = loss_of(kind)
     rank = ranks.rank_in("data_parallel")
     step = make_step(documents(is_on_policy), max_tokens, None, rank, ranks.size("data_parallel"))
     step = with_rewards(step, loss, ranks)
 
     @torch.no_grad()
-    def log_probs_of(micro_batch):
+    def forward(micro_batch, with_entropy):
         rows = net(micro_batch.tokens).log_softmax(-1)
-        return rows.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
+        log_probs = rows.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
+        return log_probs, -(rows.exp() * rows).sum(-1) if with_entropy else None
 
-    step, first = with_coefficients(step, loss, log_probs_of, ranks)
+    step, first = after_first_pass(step, loss, forward, ranks)
     group = ranks.group("sequence_data_parallel")
+    values = torch.zeros((), dtype=torch.float64)
     for micro_batch in step.micro_batches:
         piece = local_tokens(micro_batch, ranks)
         out = loss_of_logits(
@@ -133,38 +197,45 @@ def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool) -> tuple:
             Ranks(sequence=group),
             Computation("torch", check_finite=False),
         )
-        assert float(out.loss.detach()) == 0  # the value is the first pass's
+        values += out.loss.detach()
         out.loss.backward()
     gradients = [parameter.grad for parameter in net.parameters()]
-    for gradient in gradients:
+    for summed in [values, *gradients]:
         if ranks.loss_group is not None:
-            torch.distributed.all_reduce(gradient, group=ranks.loss_group)
-    return float(first.loss), gradients, float(first.metrics["largest_target"])
+            torch.distributed.all_reduce(summed, group=ranks.loss_group)
+    if first.loss is not None:
+        assert float(values) == 0  # the value is the first pass's
+        return float(first.loss), gradients, float(first.metrics["largest_target"])
+    return float(values), gradients, float(first.metrics["entropy_threshold"])
 
 
-def take_step_on_rank(sizes: dict[str, int], max_tokens: int, is_on_policy: bool):
-    return take_step(layout(**sizes), max_tokens, is_on_policy)
+def take_step_on_rank(sizes: dict[str, int], *others):
+    return take_step(layout(**sizes), *others)
 
 
-def assert_as_by_loops(taken, is_on_policy):
+def assert_as_by_loops(taken, is_on_policy, kind):
     loss, gradients, metric = taken
-    expected_loss, expected, expected_metric = by_loops(is_on_policy)
+    loops = by_loops(is_on_policy) if kind == "groups" else by_loops_of_top(kind, is_on_policy)
+    expected_loss, expected, expected_metric = loops
     assert loss == pytest.approx(expected_loss, rel=1e-9)
     assert metric == pytest.approx(expected_metric, rel=1e-9)
     for gradient, of_loops in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, of_loops, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo"])
 @pytest.mark.parametrize("is_on_policy", [False, True])
 @pytest.mark.parametrize("max_tokens", [1000, 24, 12])
-def test_a_step_is_that_of_plain_loops_however_it_is_cut(max_tokens, is_on_policy):
-    assert_as_by_loops(take_step(ONE_PROCESS, max_tokens, is_on_policy), is_on_policy)
+def test_a_step_is_that_of_plain_loops_however_it_is_cut(max_tokens, is_on_policy, kind):
+    taken = take_step(ONE_PROCESS, max_tokens, is_on_policy, kind)
+    assert_as_by_loops(taken, is_on_policy, kind)
 
 
+@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo"])
 @pytest.mark.parametrize(
     "sizes", [{"data_parallel": 2}, {"sequence_data_parallel": 2}, {"data_parallel": 4}]
 )
-def test_groups_over_several_ranks_are_those_of_one_process(sizes):
+def test_a_step_over_several_ranks_is_that_of_one_process(sizes, kind):
     num_ranks = math.prod(sizes.values())
-    for taken in world(num_ranks).run(take_step_on_rank, sizes, 12, False):
-        assert_as_by_loops(taken, False)
+    for taken in world(num_ranks).run(take_step_on_rank, sizes, 12, False, kind):
+        assert_as_by_loops(taken, False, kind)

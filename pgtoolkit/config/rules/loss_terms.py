@@ -9,6 +9,8 @@ from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable
 from pgtoolkit.config.schema import Config
+from pgtoolkit.losses.family import Family
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.rollouts.batch_counts import samples_ahead
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_number, is_whole, refusal, text
@@ -46,7 +48,21 @@ def loss(c: Config, report: Report) -> Config:
             "recombine.",
             use="loss.num_splits=1",
         )
+    _top_entropy(c, family, report)
     return c
+
+
+def _top_entropy(c: Config, family: Family | None, report: Report) -> None:
+    """Note where leaving out the terms of tokens does not leave out the tokens."""
+    if c.entropy.top_fraction is None or family is None:
+        return
+    of_group = isinstance(family, FunctionFamily) and family.level == "step"
+    if of_group or family.by_document:
+        unit = "group" if of_group else "document"
+        report.note(
+            f"entropy.top_fraction with loss={c.loss.name}: a {unit} has one loss, so that it "
+            "weighs by its share of tokens that are kept, and all of its tokens are trained."
+        )
 
 
 def aggregation(c: Config, report: Report) -> None:

@@ -73,6 +73,23 @@ CORRECTION = (
     ),
 )
 
+TOP_ENTROPY = (
+    Rule(
+        "entropy.top_fraction!=null",
+        needs="accumulation.docs_per_step>0",
+        because="The quantile is that of a step, and a fixed number of micro-batches holds other "
+        "documents from step to step.",
+        use="accumulation=dynamic",
+    ),
+    Rule(
+        f"entropy.top_fraction!=null and advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
+        needs="entropy.top_fraction=null",
+        because="It chooses tokens of the policy term, which is 0 without advantages; penalties "
+        "keep every token.",
+        use="entropy.top_fraction=null",
+    ),
+)
+
 GROUP_LOSS = (
     Rule(
         "loss=tpo or loss=lpo",
@@ -381,6 +398,8 @@ EVALUATION = (
 
 TABLE = (
     *CORRECTION,
+    *TOP_ENTROPY,
+    *GROUP_LOSS,
     *ADVANTAGE,
     *SIGNAL,
     *CRITIC,
