@@ -6,6 +6,8 @@ that the file sets to another value than their default is listed with its reason
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,24 +16,27 @@ from typing import Any
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
-from pgtoolkit.config.formulas import evaluate
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.translate_file import TheirConfig, Unread, read
+from pgtoolkit.config.translate_file import TheirConfig, Unread, read, value_of
 from pgtoolkit.config.validate import validated
-from pgtoolkit.system.report import text
+from pgtoolkit.system.functions import is_dotted_path
+from pgtoolkit.system.report import override, text
+from pgtoolkit.tasks.settings import is_data_set_name
 
 _FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
-
-Typed = dict[str, tuple[Any, Theirs | None]]
-"""Our key -> its value, and the row that it follows from."""
+_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
+_FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
+_NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
 
 
 def translate(path: Path, processes: int | None) -> str:
     """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
     file says."""
-    translation = Translation(read(path), processes)
+    theirs = read(path)
+    theirs.values |= {"num_processes": processes} if processes else {}
+    translation = Translation(theirs)
     translation.check()
     return "\n".join(translation.page(path))
 
@@ -39,118 +44,103 @@ def translate(path: Path, processes: int | None) -> str:
 class Translation:
     """What a configuration of theirs is here.
 
-    typed: what the command has. left: (key with its value, why it has no equal, its row if other
-    values have one). differing: what is not quite the same. lacking: what this machine lacks.
+    typed: our key -> its value, and the row that it follows from. left: (key with its value, why it
+    has no equal, its row). differing: what is not quite the same. lacking: what this machine lacks.
     """
 
-    def __init__(self, theirs: TheirConfig, processes: int | None = None):
+    def __init__(self, theirs: TheirConfig):
         self.theirs = theirs
-        self.left: list[tuple[str, str, Theirs | None]] = []
+        self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
         self.lacking: list[str] = []
-        self._table = theirs.table
-        self._words = theirs.table.content["words"]
-        self._processes = processes or theirs.processes or 1
-        if processes is None and theirs.processes is None and "processes" in str(self._words):
+        table = theirs.table
+        self._values = {name: row.default for name, row in table.rows.items()} | theirs.values
+        self._values = {name: self._resolved(name, value) for name, value in self._values.items()}
+        names = {key: value for key, value in self._values.items() if not isinstance(value, Unread)}
+        self._names = {name.replace(".", "__"): value for name, value in names.items()}
+        for word, formula in table.content["words"].items():
+            inside = [name for name in names if name.startswith(f"{formula}.")]  # of a section
+            for name in inside:
+                self._names[name.replace(formula, word).replace(".", "__")] = names[name]
+            with contextlib.suppress(*_NO_VALUE):
+                self._names[word] = self._evaluated(formula)
+        if self._names.get("processes") == 1 and "num_processes" not in theirs.values:
             theirs.assumed.append("1 process trains: --processes N says another number")
-        self._first = self._overrides(self._table.content["first"])
+        self._first = self._overrides(table.content["first"])
         self.typed = dict(self._first)
-        for row in self._table.rows.values():
-            if row.cases:
-                self._translate(row)
+        given: dict[str, list[str]] = {}
         for name in theirs.values:
-            row = self._table.row(name)
-            if row is not None and (row.name != name or not (row.cases or row.see)):
-                self._leave(name, row.reason or f"it has no equal beside that of {row.name}")
+            row = table.row(name)
+            if row is not None and row.cases and row.name != name:
+                self._leave(row, [name], row.reason or f"it has no equal beside {row.name}")
+            elif row is not None:
+                given.setdefault(row.see or row.name, []).append(name)
+        for row in table.rows.values():
+            self._translate(row, given.get(row.name, []))
 
-    def value(self, name: str) -> Any:
-        """Return the value of a key, of a word of the table, or of the number of processes."""
-        if name == "processes":
-            return self._processes
-        if name in self._words:
-            return self._evaluate(self._words[name])
-        first, _, rest = name.partition(".")
-        if first in self._words:
-            name = f"{self._words[first]}.{rest}"
-        value = self._resolved(self._as_written(name), name)
-        if isinstance(value, Unread):
-            raise ValueError(f"the value of {name} is made when their program runs")
+    def _resolved(self, name: str, value: Any) -> Any:
+        """Return the value of a key, or what its interpolation in verl's files stands for."""
+        for _ in range(9):  # one may stand for another
+            match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
+            if match is None:
+                break
+            section = name.rpartition(".")[0] if match[1].startswith(".") else ""
+            name = f"{section}{match[1]}"
+            value = self._values.get(name, value_of(match[2] or "null"))
         return value
 
-    def _as_written(self, name: str) -> Any:
-        return self.theirs.values.get(name, self._default(name))
+    def _evaluated(self, formula: str) -> Any:
+        """Return the value of a formula of a table, which is never what a user wrote."""
+        code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
+        scope = {**_FUNCTIONS, "given": self.theirs.values.__contains__, "__builtins__": {}}
+        result = eval(code, scope, self._names)
+        return float(f"{result:.12g}") if isinstance(result, float) else result
 
-    def _default(self, name: str) -> Any:
-        return self._table.rows[name].default if name in self._table.rows else None
-
-    def _resolved(self, value: Any, name: str) -> Any:
-        """Return the value that an interpolation in verl's files stands for."""
-        match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
-        if match is None:
-            return value
-        section = name.rpartition(".")[0] if match[1].startswith(".") else ""
-        other = f"{section}{match[1]}"
-        if other in self.theirs.values or other in self._table.rows:
-            return self._resolved(self._as_written(other), other)
-        return {"null": None, "false": False, "False": False}.get(match[2], match[2])
-
-    def _evaluate(self, formula: str) -> Any:
-        return evaluate(formula, self.value, given=lambda name: name in self.theirs.values)
-
-    def _translate(self, row: Theirs) -> None:
-        """Find what is to be typed for a key, whether the file sets it or not."""
+    def _translate(self, row: Theirs, given: list[str]) -> None:
+        """Find what is to be typed for a key. given: what the file sets of it, and of the keys that
+        its row is about."""
         try:
-            if row.acts and not self._evaluate(row.acts):
-                self._leave(row.name, row.reason or "it does nothing beside the other keys")
+            if not row.cases or (row.acts and not self._evaluated(row.acts)):
+                self._leave(row, given, row.reason or "it does nothing beside the other keys", True)
                 return
-            typed = self._case(row)
-            if typed is None:
-                raise ValueError(row.reason)
-            self.typed |= self._overrides(typed, row)
+            self.typed |= self._overrides(self._case(row), row)
             for condition, sentence in row.differs.items():
-                if self._evaluate(condition):
+                if self._evaluated(condition):
                     self.differing.append(f"{self._shown(row.name)}: {sentence}")
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            self._leave_row(row, str(error))
+        except NameError:
+            reason = "what it follows from is known when their program runs"
+            self._leave(row, given or [row.name], reason)
+        except _NO_VALUE:
+            self._leave(row, given or [row.name], row.reason or "it has no such value")
 
-    def _case(self, row: Theirs) -> str | None:
-        """Return what is to be typed for a key; None where its value has no equal."""
+    def _case(self, row: Theirs) -> str:
+        """Return what is to be typed for a key; raises LookupError where its value has no equal."""
         for condition, here in row.cases:
-            if not condition or self._evaluate(condition):
-                typed = here if isinstance(here, str) else here.get(text(self.value(row.name)))
+            if not condition or self._evaluated(condition):
+                typed = here if isinstance(here, str) else here.get(text(self._evaluated(row.name)))
                 if typed is not None:
                     return typed
-        return None
+        raise LookupError(row.name)
 
-    def _overrides(self, typed: str, row: Theirs | None = None) -> Typed:
+    def _overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
         """Return what is to be typed; a key alone takes the value of the row's."""
-        alone = f"{{{row.name}}}" if row else ""
-        return {key: (self._filled(value or alone), row) for key, value in OVERRIDE.findall(typed)}
+        overrides = {}
+        for key, written in OVERRIDE.findall(typed):
+            filled = _FORMULA.sub(lambda found: text(self._evaluated(found[1])), written)
+            overrides[key] = (filled if row is None or written else self._evaluated(row.name), row)
+        return overrides
 
-    def _filled(self, value: str) -> Any:
-        """Return a value with those of the formulas in it."""
-        formula = _FORMULA.fullmatch(value)
-        if formula is not None:
-            return self._evaluate(formula[1])
-        return _FORMULA.sub(lambda found: text(self._evaluate(found[1])), value)
+    def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
+        """List keys with a reason. changed: only those with another value than their default."""
+        defaults = {name: other.default for name, other in self.theirs.table.rows.items()}
+        for name in names:
+            default = self._resolved(name, defaults.get(name))
+            if not changed or text(self._values[name]) != text(default):
+                self.left.append((self._shown(name), reason, row))
 
     def _shown(self, name: str) -> str:
         by_default = "" if name in self.theirs.values else " (their default)"
-        return f"{name}={text(self._as_written(name))}{by_default}"
-
-    def _leave(self, name: str, reason: str) -> None:
-        """List a key as one without an equal, unless it has their default."""
-        values = (self._as_written(name), self._default(name))
-        written, theirs = (text(self._resolved(value, name)) for value in values)
-        if written != theirs:
-            self.left.append((self._shown(name), reason, None))
-
-    def _leave_row(self, row: Theirs, reason: str) -> None:
-        """List a key that has equals here as one whose value has none, also where it is their
-        default: the keys that are set, of it and of those that its row is about."""
-        about = [name for name, other in self._table.rows.items() if other.see == row.name]
-        names = [name for name in (row.name, *about) if name in self.theirs.values] or [row.name]
-        self.left += [(self._shown(name), reason, row) for name in names]
+        return f"{name}={text(self._values[name])}{by_default}"
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses."""
@@ -165,17 +155,23 @@ class Translation:
             setting = problems[0].partition(" needs ")[0]
             rows = {key: row for key, (_, row) in self.typed.items() if row and key in problems[0]}
             key = max(rows, key=lambda key: (key in setting, len(key)))
-            value, _ = self.typed.pop(key)
+            value, row = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
-            self._leave_row(rows[key], f"{key}={text(value)} is refused here: {problems[0]}")
+            reason = f"{key}={text(value)} is refused here: {problems[0]}"
+            self._leave(row, [row.name], reason)
             problems = self._compose()
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""
-        self._composed = compose(_overrides_of(self.typed))
+        self._composed = compose(self.overrides)
         _, report = validated(self._composed)
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         return [problem for problem in report.problems if problem not in report.lacking]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides of the command."""
+        return [override(key, value) for key, (value, _) in self.typed.items()]
 
     def _ours(self, key: str) -> str:
         """Return our default of a key, beside the others that are typed."""
@@ -183,31 +179,22 @@ class Translation:
             return default_options()[key]
         return text(default(self._composed.config, key, self._composed.choices))
 
-    def _with_instead(self, reason: str, row: Theirs | None) -> str:
-        """Return a reason with what the command has instead."""
-        keys = [
-            key for key in dict.fromkeys(row.typed_keys if row else ()) if key not in self.typed
-        ]
-        keys = [key for key in keys if key_named(key, self._composed.config) is not None]
-        keys = [key for key in keys if key in default_options()] or keys
-        instead = [f"{key}={self._ours(key)}" for key in keys]
-        return f"{reason}; the command has {' '.join(instead)}" if instead else reason
-
     def page(self, path: Path) -> Iterator[str]:
         """Yield the lines of the page."""
-        name = f"{self._table.content['trainer']} {self._table.content['version']}"
-        command = shlex.join(["pgtk", *_overrides_of(self.typed)])
-        yield from (f"{path}, a configuration of {name}, is here", "", f"  {command}")
+        table = self.theirs.table
+        name = f"{table.content['trainer']} {table.content['version']}"
+        yield from (f"{path}, a configuration of {name}, is here", "")
+        yield f"  {shlex.join(['pgtk', *self.overrides])}"
+        to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
         by_default = [
             f"{key}={text(value)}: {self._shown(row.name)}; ours is {self._ours(key)}"
             for key, (value, row) in self.typed.items()
             if row is not None and row.name not in self.theirs.values
         ]
-        to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
         left: dict[str, list[str]] = {}
         for shown, reason, row in self.left:
-            left.setdefault(self._with_instead(reason, row), []).append(shown)
-        unknown = [name for name in self.theirs.values if self._table.row(name) is None]
+            left.setdefault(f"{reason}{self._instead(row)}", []).append(shown)
+        unknown = [key for key in self.theirs.values if table.row(key) is None]
         sections = {
             "Assumed:": [*self.theirs.assumed, *(f"{key} is to be filled in" for key in to_fill)],
             f"What follows from defaults of {name} that are not ours:": by_default,
@@ -222,17 +209,9 @@ class Translation:
             if lines:
                 yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
 
-
-def _overrides_of(typed: Typed) -> list[str]:
-    return [f"{key}={_in_override(value)}" for key, (value, _) in typed.items()]
-
-
-def _in_override(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}: {_in_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_in_override, value)) + "]"
-    content = text(value)
-    is_plain = re.fullmatch(r"[\w./:@+\[\]-]+", content)
-    return content if is_plain else '"' + content.replace('"', '\\"') + '"'
+    def _instead(self, row: Theirs) -> str:
+        """Return what the command has in the place of what a row says to type."""
+        keys = [key for key in dict.fromkeys(row.typed_keys) if key not in self.typed]
+        keys = [key for key in keys if key_named(key, self._composed.config)]
+        instead = [f"{key}={self._ours(key)}" for key in keys]
+        return f"; the command has {' '.join(instead)}" if instead else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,6 @@ from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.yaml_text import plain_yaml
 
-_LARGEST = 1 << 20
-"""Most bytes of a file."""
-
 
 class Unread(str):
     """The text of a value that is made when a program runs."""
@@ -26,51 +23,52 @@ class Unread(str):
 
 @dataclass
 class TheirConfig:
-    """What a file sets. values: by full dotted name. processes: how many train, where the file says
-    so. assumed: sentences on what was assumed in reading it."""
+    """What a file sets. values: by full dotted name. assumed: sentences on how it was read."""
 
     table: Table
     values: dict[str, Any]
-    processes: int | None = None
     assumed: list[str] = field(default_factory=list)
 
 
 def read(path: Path) -> TheirConfig:
     """Return what a file of TRL or verl sets; raises ConfigError that says what another file is."""
-    if not path.is_file():
-        raise _refused(path, "a file", "There is none at this path.")
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"more than {_LARGEST} bytes")
+        if not path.is_file():
+            raise ValueError("there is no file at this path")
+        if path.stat().st_size > 1 << 20:
+            raise ValueError("larger than 1 MiB")
         content = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
             content = "\n".join("".join(cell["source"]) for cell in cells)
             content = re.sub(r"^\s*[%!].*", "", content, flags=re.M)
         if path.suffix in (".py", ".ipynb"):
-            return _python(content, path)
-        if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or content.startswith("#!"):
-            return _shell(content, path)
-        return _keys(plain_yaml(content.encode()), path)
+            return _program(content)
+        if path.suffix == ".sh" or content.startswith("#!"):
+            return _script(content)
+        return _keys(plain_yaml(content.encode()))
     except OSError as error:
         raise as_storage_error(error) from error
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
-        raise _refused(path, "text that can be read", f"It is no such text: {error}.") from None
+        needs = "a configuration of TRL's GRPO or of verl's PPO"
+        use = f"{needs}: YAML, JSON, .sh, .py or .ipynb"
+        reason = f"It is none: {error}."
+        raise ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use)) from None
 
 
-def _refused(path: Path, needs: str, reason: str) -> ConfigError:
-    use = "a configuration of TRL's GRPOTrainer or of verl's PPO trainer: YAML, JSON, .sh or .py"
-    return ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use))
+def _config(trainer: str, values: dict[str, Any]) -> TheirConfig:
+    """Return a configuration. values: by their keys, which may be nested or dotted."""
+    table = tables()[trainer]
+    dictionaries = [row.name for row in table.rows.values() if row.keys]
+    dotted = dict(flat(values, dictionaries))
+    classes = [key for key in dotted if key.endswith("_target_") and "verl." in str(dotted[key])]
+    return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
 
 
-def _not_theirs(path: Path, what: str) -> ConfigError:
-    return _refused(path, "a configuration of TRL's GRPO or of verl's PPO", f"It is {what}.")
-
-
-def _keys(values: Any, path: Path) -> TheirConfig:
+def _keys(values: Any) -> TheirConfig:
     """Return the configuration in the keys of a YAML or JSON file."""
     if not isinstance(values, dict) or not values:
-        raise _not_theirs(path, "a list" if values else "empty")
+        raise ValueError("a list" if values else "empty")
     logged = {name: value for name, value in values.items() if "wandb" not in name}
     if all(isinstance(value, dict) and "value" in value for value in logged.values()):
         values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
@@ -78,113 +76,87 @@ def _keys(values: Any, path: Path) -> TheirConfig:
         return _config("verl", values)
     for what, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
-            raise _not_theirs(path, what)
+            raise ValueError(what)
     if not {*tables()["TRL"].content["signs"]} & {*values}:
-        raise _not_theirs(path, "one without any key of GRPO, such as num_generations")
+        raise ValueError("it has no key of GRPO, such as num_generations")
     return _config("TRL", values)
 
 
-def _config(trainer: str, values: dict[str, Any], processes: object = None) -> TheirConfig:
-    table = tables()[trainer]
-    dictionaries = [row.name for row in table.rows.values() if row.keys]
-    values = {
-        name: value
-        for name, value in flat(values, dictionaries)
-        if not (name.endswith("_target_") and str(value).startswith("verl."))  # their own classes
-    }
-    sizes = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
-    numbers = [values[name] for name in sizes if isinstance(values.get(name), int)]
-    if processes is None and len(numbers) == 3:  # as to_dict() has them
-        processes = numbers[0] // (numbers[1] * numbers[2])
-    return TheirConfig(table, values, processes if isinstance(processes, int) else None)
-
-
-def _shell(content: str, path: Path) -> TheirConfig:
+def _script(content: str) -> TheirConfig:
     """Return the configuration of the first command in a script that starts verl or TRL."""
-    configurations = []
-    what = "a script that starts neither"
-    signs = {f"--{name}" for name in tables()["TRL"].content["signs"]}
+    signs = "|".join(tables()["TRL"].content["signs"])
+    found = []
+    others = []
     for words in Script(content).commands:
-        modules = [after for word, after in pairwise(words) if word == "-m"]
-        is_script = any(re.search(r"(grpo|gspo)\w*\.py$", word) for word in words)
-        theirs = [name for name in modules if name in tables()["verl"].content["modules"]]
-        if theirs:
-            given = words[words.index(theirs[0]) :]
-            matches = [re.fullmatch(r"[+-]*([\w.@/-]+)=(.*)", word, re.S) for word in given]
-            values = {match[1].replace("-", "_"): _value(match[2]) for match in matches if match}
-            configurations.append(_config("verl", values))
-        elif is_script or signs & {*words} or words[:2] == ["trl", "grpo"]:
-            configurations.append(_options(words, path))
-        elif modules or words[:1] == ["trl"]:
-            what = f"a script that starts {' '.join(modules[:1] or words[:2])}"
-    if not configurations:
-        raise _not_theirs(path, what)
-    if len(configurations) > 1:
-        configurations[0].assumed.append(
-            f"the first of its {len(configurations)} commands is meant"
-        )
-    return configurations[0]
+        started = words[words.index("-m") + 1 :] if "-m" in words else words
+        if started[0] in tables()["verl"].content["modules"]:
+            found.append(_config("verl", _given(started)))
+        elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
+            found.append(_config("TRL", _given(words)))
+        elif started is not words or words[0] == "trl":
+            others.append(" ".join(started[: 1 + (started is words)]))
+    if not found:
+        other = others[0] if others else "neither of them with its keys"
+        raise ValueError(f"a script that starts {other}")
+    if len(found) > 1:
+        found[0].assumed.append(f"the first of its {len(found)} commands is meant")
+    return found[0]
 
 
-def _value(content: str) -> Any:
-    """Return a value of a command line."""
-    if "$" in content or "`" in content:
-        return Unread(content)
-    try:
-        return plain_yaml(f"value: {content}".encode())["value"]
-    except (ValueError, KeyError):
-        return content
-
-
-def _options(words: list[str], path: Path) -> TheirConfig:
-    """Return the configuration of a command line with `--key value`, and of its file."""
+def _given(words: list[str]) -> dict[str, Any]:
+    """Return what `KEY=VALUE`, `--key=value`, `--key value...` and `--flag` set in a command."""
     given: dict[str, list[str]] = {}
     name = ""
     for word in words:
-        match = re.fullmatch(r"--?([A-Za-z]\w*)(?:=(.*))?", word, re.S)
-        if match is not None:
-            name = match[1]
-            given[name] = [match[2]] if match[2] else []
+        key, equals, value = word.lstrip("+-").partition("=")
+        if equals or word.startswith("--"):
+            name = "" if equals else key
+            given[key] = [value] if equals else []
         elif name and not word.endswith(".py"):
             given[name].append(word.strip(","))
     values: dict[str, Any] = {}
     for name, items in given.items():
-        written = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
-        values[name.removeprefix("no_")] = _value(written) if items else name[:3] != "no_"
-    files: dict[str, Any] = {"config": {}, "config_file": {}}
-    for name in files:
-        file = path.parent / str(values.get(name, ""))
-        if file.is_file():
-            files[name] = plain_yaml(file.read_bytes())
-            del values[name]
-    processes = values.pop("num_processes", values.pop("nproc_per_node", None))
-    processes = processes or files["config_file"].get("num_processes")
-    return _config("TRL", files["config"] | values, processes)
+        text = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
+        flag = not name.startswith("no_")
+        values[name.removeprefix("no_").replace("-", "_")] = value_of(text) if items else flag
+    return values
 
 
-def _python(content: str, path: Path) -> TheirConfig:
+def value_of(text: str) -> Any:
+    """Return a value of a command line."""
+    if "$" in text or "`" in text:
+        return Unread(text)
+    try:
+        return plain_yaml(f"value: {text}".encode())["value"]
+    except (ValueError, KeyError):
+        return text
+
+
+def _program(content: str) -> TheirConfig:
     """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, or of the
     command in its docstring where it takes its arguments from there."""
     tree = ast.parse(content)
-    names: dict[str, list[ast.expr]] = {}
     calls: dict[str, list[ast.Call]] = {}
+    values_of: dict[str, ast.expr] = {}
+    bound: Counter[str] = Counter()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names.setdefault(node.targets[0].id, []).append(node.value)
-        elif isinstance(node, ast.Call):
+        if isinstance(node, ast.Call):
             calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values_of[node.targets[0].id] = node.value
+        elif isinstance(node, ast.arg):
+            bound[node.arg] += 1
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] += 1
     if "GRPOConfig" not in calls:
         if "TrlParser" in content and "GRPOConfig" in content:
-            return _shell((ast.get_docstring(tree) or "").replace("`", ""), path)
+            return _script((ast.get_docstring(tree) or "").replace("`", ""))
         others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
-        raise _not_theirs(path, f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
+        raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
 
-    def value(node: Any) -> Any:
-        named = names.get(node.id, []) if isinstance(node, ast.Name) else []
-        if len(named) == 1:
-            return value(named[0])
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            return dict(zip(map(value, node.keys), map(value, node.values), strict=True))
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and bound[node.id] == 1:
+            node = values_of.get(node.id, node)
         try:
             return ast.literal_eval(node)
         except ValueError:
@@ -196,14 +168,11 @@ def _python(content: str, path: Path) -> TheirConfig:
         section = "peft_config." if call == "LoraConfig" else ""
         for node in calls.get(call, [])[:1]:
             given = dict(zip(positional, node.args, strict=False))
-            given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
-            if given.pop("**", None):
+            given |= {keyword.arg or "": keyword.value for keyword in node.keywords}
+            if given.pop("", None):
                 assumed.append(f"{call} has no other arguments")
-            values |= {
-                f"{section}{name}": value(item)
-                for name, item in given.items()
-                if name not in ("args", "peft_config")
-            }
+            given = {name: given[name] for name in given if name not in ("args", "peft_config")}
+            values |= {f"{section}{name}": value(item) for name, item in given.items()}
         if len(calls.get(call, [])) > 1:
             assumed.append(f"the first {call} of {len(calls[call])} is meant")
     config = _config("TRL", values)

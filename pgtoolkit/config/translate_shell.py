@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
-
-from pgtoolkit.config.formulas import evaluate
 
 # Possessive repetitions (`++`, `*+`), so that no text takes long.
 _CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
 _BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+\}"
 _EXPANDED = rf"{_CODE}|{_BRACED}|\$[\w#@*]+"
-_INNER = rf"""(?:\\.|{_CODE}|{_BRACED}|[^"\\])*+"""
-_QUOTED = rf"""'[^']*'|"{_INNER}\""""
-_SPACE = r"(?:[ \t\r]|\\\n(?:[ \t]*+\#.*\n)*+)++|(?<![^\s(])\#.*"
-_ARRAY = rf"""\w+\+?=\((?:{_SPACE}|{_QUOTED}|{_CODE}|{_BRACED}|\\.|[^()'"\\])*+\)"""
+_INNER = rf"""(?:\\[\s\S]|{_CODE}|{_BRACED}|[^"\\])*+"""
 _TOKEN = re.compile(
-    rf"""(?P<space>{_SPACE})|(?P<word>{_ARRAY}|(?:\\.|{_QUOTED}|{_CODE}|{_BRACED}|`[^`]*`"""
-    r"""|[^\s;&|()<>"'\\`])++)|(?P<sign>;;|&&|\|\||[;&|()<>\n])"""
+    rf"""(?:[ \t\r]|\\\n)++|(?<![^\s(])\#.*|(?P<sign>[;&|()\n]|\d*[<>])"""
+    rf"""|(?P<word>(?:\\.|'[^']*'|"{_INNER}"|{_EXPANDED}|[^\s;&|()<>"'\\])++)"""
 )
-_PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""", re.S)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=+])(.*))?\}|\$([\w#]+)", re.S)
-_WORDS = re.compile(r'"?\$\{?(\w+|@|\*)(?:\[[@*]\])?(?:[-+].*)?\}?"?', re.S)
+_PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""")
 _NUMBERS = re.compile(r"(?:[\d+/%)-]|\*(?!\*)|(?<![\d)])\()+")
 _BEGIN = ("if", "case", "for", "while", "until", "select")
 _END = ("fi", "esac", "done")
@@ -38,45 +30,58 @@ class Script:
 
     def __init__(self, script: str):
         self.commands: list[list[str]] = []
-        self._values = {"HOME": ["~"], "@": [], "*": []}
-        depth = 0
-        for words in _statements(script):
-            depth += (words[0] in _BEGIN) - (words[0] in _END)
-            while words and words[0] in _BEFORE_COMMANDS:
-                words = words[1:]
-            assigned = [re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", word, re.S) for word in words]
-            if not all(assigned):
-                self.commands.append(self._expanded(words))
-                continue
-            for name, adds, value in (match.groups() for match in assigned if match):
-                values = self._assigned(value)
-                if depth:  # in a branch or a loop
-                    values = [
-                        re.sub("^(.*?=)?.*", rf"\1${name}", word, flags=re.S) for word in values
-                    ]
-                self._values[name] = [*self._values.get(name, []), *values] if adds else values
+        self._values = {"HOME": ["~"]}
+        depth = 0  # of branches and loops
+        array = ""  # the name of one whose bracket is open, with its sign
+        words: list[str] = []
+        for token in _TOKEN.finditer(f"{script}\n;"):
+            if token["word"]:
+                words.append(token["word"])
+            elif token["sign"] == "(" and words and words[-1].endswith("="):
+                array = words[-1]
+                words = []
+            elif array and token["sign"] == ")":
+                self._assign(array, words, depth)
+                array = ""
+                words = []
+            elif token["sign"] and not array:
+                depth += sum((word in _BEGIN) - (word in _END) for word in words[:1])
+                while words and words[0] in _BEFORE_COMMANDS:
+                    words = words[1:]
+                if all(re.match(r"[A-Za-z_]\w*\+?=", word) for word in words):
+                    for name, sign, value in (word.partition("=") for word in words):
+                        self._assign(name + sign, [value], depth)
+                else:
+                    self.commands.append(self._expanded(words))
+                words = []
+
+    def _assign(self, name: str, words: list[str], depth: int) -> None:
+        """Set or extend a variable. name: with its sign, `=` or `+=`."""
+        values = self._expanded(words)
+        adds = name.endswith("+=")
+        name = name.rstrip("+=")
+        if depth:
+            values = [re.sub("^(.*?=)?.*", rf"\1${name}", word, flags=re.S) for word in values]
+        self._values[name] = [*self._values.get(name, []), *values] if adds else values
 
     def _expanded(self, words: list[str]) -> list[str]:
-        """Return words without their quotes, with the values of variables, of which those of an
-        array are words of their own."""
+        """Return words without their quotes, with the values of variables."""
         expanded = []
         for word in words:
-            array = _WORDS.fullmatch(word)
-            values = self._values.get(array[1]) if array else None
-            expanded += [_PIECE.sub(self._piece, word)] if values is None else values
+            variable = re.fullmatch(r'("?)\$\{?(\w+)(?:\[[@*]\])?\}?"?', word)
+            values = self._values.get(variable[2]) if variable else None
+            if variable is None or values is None:
+                expanded.append(_PIECE.sub(self._piece, word))
+            else:
+                expanded += values if variable[1] else " ".join(values).split()
         return expanded
-
-    def _assigned(self, value: str) -> list[str]:
-        """Return the words of an array, or a text."""
-        is_array = value.startswith("(")
-        inner = [word for words in _statements(value[1:-1]) for word in words]
-        return self._expanded(inner if is_array else [value])
 
     def _piece(self, match: re.Match[str]) -> str:
         """Return what a part of a word stands for, which is in quotes or an expansion."""
         escaped, literal, quoted, expression = match.groups()
         if quoted is not None:
-            return re.sub(_EXPANDED, lambda part: self._value(part[0]), quoted)
+            joined = quoted.replace("\\\n", "")
+            return re.sub(_EXPANDED, lambda part: self._value(part[0]), joined)
         return escaped or literal or (self._value(expression) if expression else "")
 
     def _value(self, expression: str) -> str:
@@ -85,23 +90,11 @@ class Script:
             numbers = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", r"${\1}", expression[3:-2])
             numbers = re.sub(r"\s", "", _PIECE.sub(self._piece, numbers)).replace("/", "//")
             with contextlib.suppress(ArithmeticError, SyntaxError):
-                return str(int(evaluate(numbers))) if _NUMBERS.fullmatch(numbers) else expression
-        match = _VARIABLE.fullmatch(expression)
+                return str(eval(numbers)) if _NUMBERS.fullmatch(numbers) else expression
+        match = re.fullmatch(r"\$\{?(\w+)(?::?-(.*))?\}?", expression, re.S)
         if match is None:
             return expression
-        name, how, other, plain = match.groups()
-        values = self._values.get(name or plain)
-        if how and any(values or []) == (how == "+"):
-            return _PIECE.sub(self._piece, other)
-        return "" if how == "+" else expression if values is None else " ".join(values)
-
-
-def _statements(script: str) -> Iterator[list[str]]:
-    """Yield the words of each statement."""
-    words: list[str] = []
-    for token in [*_TOKEN.finditer(script), _TOKEN.match(";")]:
-        if token is not None and token.lastgroup == "word":
-            words.append(token[0])
-        elif token is not None and token.lastgroup == "sign" and words:
-            yield words
-            words = []
+        values = self._values.get(match[1])
+        if match[2] is not None and not any(values or []):
+            return _PIECE.sub(self._piece, match[2].removesuffix("}"))
+        return expression if values is None else " ".join(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -92,6 +93,21 @@ def text(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{','.join(map(text, value))}]"
     return str(value)
+
+
+def override(key: str, value: object) -> str:
+    """Return an override in Hydra's grammar."""
+    return f"{key}={_in_override(value)}"
+
+
+def _in_override(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {_in_override(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_in_override, value))}]"
+    content = text(value)
+    is_plain = re.fullmatch(r"[\w./:@+\[\]-]+", content)
+    return content if is_plain else '"' + content.replace('"', '\\"') + '"'
 
 
 def plural(count: int, noun: str) -> str:

@@ -4,6 +4,7 @@ read, and which are refused."""
 import json
 import re
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from pgtoolkit.config.validate import validated
 from pgtoolkit.system.report import text
 
 
-def translated(folder: Path, name: str, content: object, processes: int | None = None):
+def translated(folder: Path, name: str, content: object):
     """Return the translation of a file with this text, or with a dictionary as JSON."""
     path = folder / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return Translation(read(path), processes)
+    return Translation(read(path))
 
 
 def found(translation: Translation, expected: dict[str, object]) -> dict[str, object]:
@@ -414,6 +415,8 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
 SCRIPT = """#!/usr/bin/env bash
 set -x
 MODEL=${1:-Qwen/Qwen3-8B}
+MORE="actor_rollout_ref.rollout.temperature=0.9 \\
+  data.seed=3"
 n=${N:-8}
 epochs=15 # as usual
 BACKEND=${BACKEND:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
@@ -431,7 +434,6 @@ if some_command; then
 fi
 PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
-    # a comment between
     actor_rollout_ref.model.path="$MODEL" \\
     actor_rollout_ref.rollout.n=$n \\
     actor_rollout_ref.actor.optim.lr=$rate \\
@@ -439,7 +441,7 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     +actor_rollout_ref.actor.extra=1 \\
     trainer.experiment_name="run_$(date +%s)" \\
     trainer.logger='["console","wandb"]' \\
-    "${ARGS[@]}" $@ 2>&1 | tee log.txt
+    $MORE --config-name ppo_trainer "${ARGS[@]}" $@ 2>&1 | tee log.txt
 """
 
 
@@ -454,10 +456,14 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
         "+actor_rollout_ref.actor.extra=1",
         "trainer.experiment_name=run_$(date +%s)",
         'trainer.logger=["console","wandb"]',
+        "actor_rollout_ref.rollout.temperature=0.9",
+        "data.seed=3",
+        "--config-name",
+        "ppo_trainer",
         "data.train_files=['~/data/train.parquet']",
         "data.max_response_length=2048",
         "actor_rollout_ref.actor.entropy_coeff=$ARGS",
-        "2",
+        "$@",
     ]
     translation = translated(tmp_path, "run.sh", SCRIPT)
     expected = {
@@ -469,9 +475,30 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
         "entropy.coefficient": None,
         "actor_rollout_ref.actor.entropy_coeff": "left",
         "optimizer.learning_rate": 2e-6,
+        "rollout.temperature": 0.9,
         "tracking": "wandb",
     }
+    assert translation.theirs.values["config_name"] == "ppo_trainer"
     assert found(translation, expected) == expected
+
+
+def test_words_are_those_that_bash_gives_to_the_command(tmp_path):
+    script = r"""
+one='a b'; both="${one} $(( (2 + 3) * 4 ))"
+unset_before=${nothing:-"de fault"}  # don't
+list=(x.y=1 'z w' "$one" # and
+  ${nothing-last})
+list+=(more)
+export number=$((7 / 2)) other=\\$one
+command first $one "$one" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
+  --flag $unset_before "$other" "a\\
+b" c\\ d 2>/dev/null
+""".replace("\\\\", "\\")
+    printed = subprocess.run(
+        ["bash", "-c", f"command() {{ printf '%s\\n' \"$@\"; }}; {script}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ["command", *printed.stdout.splitlines()] == Script(script).commands[0]
 
 
 def test_a_damaged_script_is_read_at_once():
@@ -521,10 +548,10 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     wandb |= {"_wandb": {"value": {"cli_version": "0.31"}}, "wandb_version": 1}
     assert found(translated(tmp_path, "config.yaml", wandb), expected) == expected
 
-    command = "accelerate launch --config_file acc.yaml grpo.py --config theirs.yaml --no_bf16\n"
-    (tmp_path / "acc.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 6\n")
-    (tmp_path / "theirs.yaml").write_text("learning_rate: 2e-6\nnum_generations: 4\n")
-    more = {"accumulation.docs_per_step": 48, "model.dtype": "float32"}
+    command = "accelerate launch --num_processes 6 grpo.py --learning_rate=2e-6 --no_bf16 "
+    command += "--num_generations 4 --report_to wandb tensorboard --config theirs.yaml 2>&1\n"
+    more = {"accumulation.docs_per_step": 48, "model.dtype": "float32", "config": "left"}
+    more |= {"tracking.also": "[tensorboard]"}
     translation = translated(tmp_path, "run.sh", command)
     assert found(translation, expected | more) == expected | more
     assert translation.theirs.assumed == []
@@ -536,6 +563,13 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     sizes = {"accumulation.docs_per_step": 32, "rollout.prompts_per_batch": 16}
     dump |= {"per_device_train_batch_size": 8}
     assert found(translated(tmp_path, "args.json", dump), sizes) == sizes
+
+
+def test_a_name_that_is_bound_twice_is_no_constant(tmp_path):
+    program = "a = 3\na += 1\nb = 4\nfor c in range(3): pass\nc = 5\ndef f(d): pass\nd = 6\n"
+    program += "GRPOConfig(learning_rate=a, num_generations=b, beta=c, seed=d)\n"
+    expected = {"learning_rate": "left", "rollout.group_size": 4, "beta": "left", "seed": "left"}
+    assert found(translated(tmp_path, "train.py", program), expected) == expected
 
 
 def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
@@ -605,26 +639,28 @@ def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, value
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("empty.yaml", "", "It is empty"),
-        ("list.yaml", "- 1\n- 2\n", "It is a list"),
+        ("empty.yaml", "", "none: empty"),
+        ("list.yaml", "- 1\n- 2\n", "none: a list"),
         ("sft.yaml", "packing: true\nlearning_rate: 1e-5\n", "a configuration of SFT"),
         ("dpo.yaml", "precompute_ref_log_probs: true\nbeta: 0.1\n", "a configuration of DPO"),
-        ("none.yaml", "learning_rate: 1e-5\n", "one without any key of GRPO"),
+        ("none.yaml", "learning_rate: 1e-5\n", "it has no key of GRPO"),
         ("acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8\n", "accelerate's own"),
         ("ds.json", '{"zero_optimization": {"stage": 3}}', "DeepSpeed's own"),
         ("config.yaml", "aggregation: {mode: x}\nloss: {name: grpo}\n", "pgtoolkit's own"),
         ("sft_trainer.yaml", "optim: {lr: 1}\ntrainer: {nnodes: 1}\n", "another trainer of verl"),
-        ("bad.yaml", "a: [1\n", "no such text"),
+        ("bad.yaml", "a: [1\n", "none: no YAML, line"),
         ("sft.sh", "torchrun -m verl.trainer.sft_trainer x=1\n", "starts verl.trainer.sft_trainer"),
         ("sft2.sh", "trl sft --config x.yaml\n", "a script that starts trl sft"),
         ("other.sh", "echo hello\n", "a script that starts neither"),
         ("async.sh", "python3 -m verl.experimental.one_step_off_policy.main_ppo a=1\n", "one_step"),
         ("sft.py", "SFTTrainer(args=SFTConfig(max_length=3))\n", "SFTConfig, SFTTrainer"),
-        ("bad.py", "GRPOConfig(\n", "no such text"),
+        ("bad.py", "GRPOConfig(\n", "was never closed"),
         ("nothing.py", "print(1)\n", "no GRPOConfig"),
     ],
 )
 def test_what_is_no_configuration_of_theirs_is_refused(tmp_path, capsys, name, content, says):
     (tmp_path / name).write_text(content)
     assert says in refusal(capsys, "translate", tmp_path / name)
-    assert "needs a file" in refusal(capsys, "translate", tmp_path / "missing.yaml")
+    assert "there is no file at this path" in refusal(
+        capsys, "translate", tmp_path / "missing.yaml"
+    )
