@@ -2,14 +2,15 @@
 "pgtoolkit.adapters.prime_rl.policy_loss".
 
 prime-rl calls it with one document, adds up what it returns over micro-batches and ranks, and
-divides by the trained tokens of the whole step: the aggregation is token_mean, and a step does not
-depend on how it was cut.
+divides by the sum of the weights of the whole step, which is its trained tokens where there are no
+weights: the aggregation is token_mean, and a step does not depend on how it was cut.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses.checks import check_name, check_positive
-from pgtoolkit.losses.families import family_of
+from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.trial import check_function
 
 
 class LossInputs(Protocol):
@@ -51,27 +54,36 @@ def policy_loss(
     kl: str | None = None,
     kl_coefficient: float | None = None,
     kl_reference: str = "sampler",
-    **parameters: float,
+    **parameters: Any,
 ) -> LossOutputs:
     """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and metrics.
 
     inputs: prime-rl's LossInputs; its inference_logprobs are the old log-probs.
-    loss, parameters: a family by name, with the values that are to differ from its paper's.
+    loss, parameters: a family by name, or the dotted path of a function of your own, at the level
+        of tokens or documents, with the values that are to differ from its paper's or its own.
     aggregation: only "token_mean".
     kl, kl_coefficient: a penalty, against "sampler" (inference_logprobs) or "reference"
         (ref_logprobs), as kl_reference says. k2 with twice the kl_tau is prime-rl's own pull
         towards the sampler.
 
-    Raises ValueError for another aggregation, and for options of a penalty without kl.
+    Raises ValueError for another aggregation, for options of a penalty without kl, and for a loss
+    of groups or of the step.
     """
     if aggregation != "token_mean":
         raise ValueError(
             f"aggregation={aggregation} needs totals of the step that prime-rl does not tell a "
-            "loss: it divides its sum by the step's trained tokens. Use aggregation=token_mean."
+            "loss: it divides its sum by the step's weights. Use aggregation=token_mean."
         )
     references = {"sampler": inputs.inference_logprobs, "reference": inputs.ref_logprobs}
     check_name("kl_reference", kl_reference, references)
     penalty = _penalty(kl, kl_coefficient, kl_reference)
+    family = _family(loss, *sorted(parameters.items()))
+    asked = family.asked if isinstance(family, FunctionFamily) else frozenset()
+    reference = None
+    if kl is not None:
+        reference = references[kl_reference]
+    elif "ref_log_probs" in asked:
+        reference = inputs.ref_logprobs
     mask = inputs.loss_mask
     weights = inputs.loss_weights
     out = log_prob_loss(
@@ -80,18 +92,47 @@ def policy_loss(
         inputs.advantages,
         torch.zeros_like(mask, dtype=torch.int64),
         mask,
-        loss=family_of(loss, **parameters),
+        loss=family,
         reducer=lambda totals, **_: (
             torch.ones_like(inputs.advantages) if weights is None else weights
         ),
         num_documents=1,
         totals=StepTotals(num_documents=1, num_tokens=mask.sum(), num_empty_documents=0),
         kl=penalty,
-        ref_log_probs=None if kl is None else references[kl_reference],
+        sampling_log_probs=inputs.inference_logprobs if "sampling_log_probs" in asked else None,
+        ref_log_probs=reference,
         metrics="basic",
     )
     metrics = _shown(out.metrics, mask)
     return importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs(out.loss, metrics)
+
+
+@cache
+def _family(loss: str, *parameters: tuple[str, Any]) -> Family:
+    """Return the family of a name, or of the function at a dotted path, which is tried.
+
+    parameters: pairs of name and value. Raises ValueError for a loss that prime-rl cannot compute.
+    """
+    module, _, name = loss.rpartition(".")
+    function = getattr(importlib.import_module(module), name) if module else loss
+    family = family_of(function, **dict(parameters))
+    if not isinstance(family, FunctionFamily):
+        return family
+    if family.level == "step":
+        what = "each document's prompt" if "groups" in family.asked else "the whole step"
+        raise ValueError(
+            f"loss={loss} needs {what}: prime-rl does not tell a loss which prompt a document "
+            "belongs to, and calls it with one document at a time. Use a loss of tokens or "
+            "documents."
+        )
+    missing = sorted(family.asked & {"rewards", "group_rewards"} - family.may_lack)
+    if missing:
+        raise ValueError(
+            f"loss={loss} asks for {', '.join(missing)}, which prime-rl does not give a loss. Use "
+            "a loss that does not ask for it."
+        )
+    check_function(family)
+    return family
 
 
 def _shown(metrics: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:

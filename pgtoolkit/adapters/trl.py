@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,17 @@ from pgtoolkit.adapters.trl_heads import (
     obstacles,
     trained_tokens,
 )
-from pgtoolkit.batch import StepTotals
+from pgtoolkit.adapters.trl_whole_step import FirstPass, first_pass
+from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS, Correction, correction_of
 from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.trial import check_function
 
 if TYPE_CHECKING:
     from trl.trainer.grpo_config import GRPOConfig
@@ -62,7 +67,7 @@ INSTEAD = {
         "loss=pgtoolkit.families.Vespo(...)",
     ),
     "off_policy_mask_threshold": "correction=pgtoolkit.corrections.OffPolicyMask(threshold=...)",
-    "top_entropy_quantile": "its default: pgtoolkit has no mask by entropy",
+    "top_entropy_quantile": "its default: this trainer has no mask by entropy",
     "use_adaptive_entropy": "entropy_coef alone: pgtoolkit has no control of it",
 }
 """Field of GRPOConfig that decides TRL's loss, and so must keep its default -> what to use
@@ -72,9 +77,9 @@ instead."""
 class PolicyGradientTrainer(GRPOTrainer):
     """A GRPOTrainer with a loss of pgtoolkit; all else is as GRPOConfig says.
 
-    loss: a family by name or as an object. aggregation, divisor, correction: as in
-        `pgtoolkit.policy_loss`. Without a correction it is the one that GRPOConfig describes
-        (vllm_importance_sampling_...), if vLLM samples.
+    loss: a family by name or as an object, or a function of your own. aggregation, divisor,
+        correction: as in `pgtoolkit.policy_loss`. Without a correction it is the one that
+        GRPOConfig describes (vllm_importance_sampling_...), if vLLM samples.
     kl: the kind of the penalty of GRPOConfig.beta; None for k3_ratio, or k3 without
         use_bias_correction_kl.
     fused_head: whether pgtoolkit's LM head takes the place of TRL's; None: if the model allows it.
@@ -87,7 +92,7 @@ class PolicyGradientTrainer(GRPOTrainer):
     def __init__(
         self,
         *arguments: object,
-        loss: str | Family,
+        loss: str | Family | Callable,
         aggregation: str,
         divisor: float | None = None,
         correction: str | Correction | None = None,
@@ -107,9 +112,13 @@ class PolicyGradientTrainer(GRPOTrainer):
         problems = self._problems(arguments_by_name.get("args") or GRPOConfig())
         if problems:
             raise ValueError("\n".join(problems))
-        # Totals of the optimizer step, and the metrics of its micro-batches so far.
-        self._totals: StepTotals | None = None
+        # Totals of the optimizer step, the metrics of its micro-batches so far, and for a loss of
+        # the whole step its first pass, with the coefficients of the micro-batches that are left.
+        self.totals: StepTotals | None = None
         self._sums: MetricSums | None = None
+        self._first_pass: FirstPass | None = None
+        self._coefficients: list[Tensor] = []
+        self._rewards: Tensor | None = None
         super().__init__(*arguments, **of_trl)
         reasons = obstacles(self)
         if fused_head and reasons:
@@ -129,7 +138,7 @@ class PolicyGradientTrainer(GRPOTrainer):
             for name, instead in INSTEAD.items()
             if name in changed
         ]
-        problems += self._problems_of_steps(args)
+        problems += [*self._problems_of_function(args), *self._problems_of_steps(args)]
         if self._kl is not None and args.beta == 0:
             problems.append(
                 f"kl={self._kl} has no effect with GRPOConfig.beta=0.0. Use beta=0.04, or no kl."
@@ -141,16 +150,46 @@ class PolicyGradientTrainer(GRPOTrainer):
             )
         return problems + self._problems_of_correction(args, changed)
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """What a loss that is a function asks for; nothing for another loss."""
+        return self.family.asked if isinstance(self.family, FunctionFamily) else frozenset()
+
+    @property
+    def _needs_whole_groups(self) -> bool:
+        return self.weighting.needs_groups or "groups" in self.asked
+
+    def _problems_of_function(self, args: GRPOConfig) -> list[str]:
+        """Return what is wrong with a loss that is a function."""
+        if not isinstance(self.family, FunctionFamily):
+            return []
+        try:
+            check_function(self.family)
+        except ValueError as error:
+            return [f"{error}."]
+        trl_corrects = args.use_vllm and args.vllm_importance_sampling_correction
+        if "groups" not in self.asked or not (trl_corrects or self.correction):
+            return []
+        correction = "GRPOConfig.vllm_importance_sampling_correction=True"
+        use = "vllm_importance_sampling_correction=False"
+        if self.correction is not None:
+            correction = f"correction={self.correction.name}"
+            use = "correction=None"
+        return [
+            f"{correction} needs a loss that does not ask for groups (got {self.family.name}). The "
+            "factor of one document would scale the others. A function may read "
+            f"sampling_log_probs itself. Use {use}."
+        ]
+
     def _problems_of_steps(self, args: GRPOConfig) -> list[str]:
         """Return what is wrong with the number of micro-batches that TRL samples at once."""
         sampled = args.steps_per_generation
         assert sampled is not None  # GRPOConfig fills it in
         accumulated = args.gradient_accumulation_steps
-        if self.weighting.needs_groups:
+        if self._needs_whole_groups:
             fits = sampled == accumulated
-            needs = (
-                f"the number of gradient_accumulation_steps ({accumulated}) with this aggregation"
-            )
+            what = "aggregation" if self.weighting.needs_groups else "loss"
+            needs = f"the number of gradient_accumulation_steps ({accumulated}) with this {what}"
             reason = (
                 "TRL shuffles what it has sampled, so that a part of it has only parts of the "
                 "groups"
@@ -216,36 +255,62 @@ class PolicyGradientTrainer(GRPOTrainer):
         bounds = {"low": low, "high": high}
         return kind(**bounds)
 
+    def _calculate_rewards(self, *arguments: object, **keywords: object) -> Tensor:
+        """Return TRL's rewards of all processes, (completions, reward functions), and keep their
+        weighted sums, NaN where no function has scored a completion."""
+        by_function = super()._calculate_rewards(*arguments, **keywords)
+        weights = self.reward_weights.to(by_function.device)
+        unscored = by_function.isnan().all(dim=1)
+        self._rewards = (by_function * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
+        return by_function
+
     def _generate_and_score_completions(self, inputs: list[dict]) -> Inputs:
-        """Sample as TRL does; number the group of each completion if the aggregation needs it."""
+        """Sample as TRL does; number the group of each completion, and keep its reward, if the loss
+        needs them."""
         batch = super()._generate_and_score_completions(inputs)
-        if self.weighting.needs_groups:
-            # A group is consecutive completions, counted over all processes: so TRL orders them for
-            # its rewards, before it shuffles.
-            rows = len(batch["completion_ids"])
-            first = self.accelerator.process_index * rows
-            numbers = torch.arange(first, first + rows, device=batch["completion_ids"].device)
-            batch["group_index"] = numbers // self._completions_per_prompt()
+        of_rewards = self.asked & {"rewards", "group_rewards"}
+        if not (self._needs_whole_groups or of_rewards):
+            return batch
+        # A group is consecutive completions, counted over all processes: so TRL orders them for
+        # its rewards, before it shuffles.
+        rows = len(batch["completion_ids"])
+        first = self.accelerator.process_index * rows
+        numbers = torch.arange(first, first + rows, device=batch["completion_ids"].device)
+        group_index = numbers // self._completions_per_prompt()
+        if self._needs_whole_groups:
+            batch["group_index"] = group_index
+        if of_rewards:
+            assert self._rewards is not None
+            rewards = self._rewards.double()
+            has_tokens = self.accelerator.gather(trained_tokens(batch).any(1))
+            is_member = has_tokens & ~rewards.isnan()
+            rewards = rewards.where(~rewards.isnan(), 0.0)
+            batch["is_excluded"] = self._rewards.isnan()[first : first + rows]
+            batch["rewards"] = rewards[first : first + rows]
+            of_groups = self._completions_per_prompt()
+            counts = is_member.view(-1, of_groups).sum(1).clamp(min=1)
+            means = (rewards * is_member).view(-1, of_groups).sum(1) / counts
+            batch["group_rewards"] = means[group_index]
         return batch
 
     def _completions_per_prompt(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _count_totals(self, inputs: Inputs) -> StepTotals:
-        """Return the totals over all processes.
+    def _pieces(self, inputs: Inputs) -> list[Inputs]:
+        """Return the micro-batches of the optimizer step; in an evaluation, of this batch."""
+        if not self.model.training:
+            return [inputs]
+        first = self._step % self.args.steps_per_generation
+        return self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
 
-        They are those of the optimizer step; in an evaluation, of this batch.
-        """
-        pieces = [inputs]
-        if self.model.training:
-            first = self._step % self.args.steps_per_generation
-            pieces = self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
+    def _count_totals(self, pieces: list[Inputs]) -> StepTotals:
+        """Return the totals of micro-batches over all processes."""
         token_counts = torch.cat([trained_tokens(piece).sum(1) for piece in pieces])
         num_tokens = token_counts.sum()
         sums = torch.stack(
             [torch.full_like(num_tokens, len(token_counts)), num_tokens, (token_counts == 0).sum()]
         )
-        if not self.weighting.needs_groups:
+        if not self._needs_whole_groups:
             return StepTotals(*self.accelerator.reduce(sums, reduction="sum"))
         group_index = torch.cat([piece["group_index"] for piece in pieces])
         num_groups = (
@@ -258,11 +323,10 @@ class PolicyGradientTrainer(GRPOTrainer):
         num_documents, num_tokens, num_empty = sums[:3]
         return StepTotals(num_documents, num_tokens, num_empty, num_groups, sums[3:])
 
-    def loss_arguments(
+    def tokens_and_loss(
         self, inputs: Inputs, mask: Tensor, log_probs: Tensor
-    ) -> tuple[tuple[Tensor, ...], dict]:
-        """Return a micro-batch's (old log-probs, advantages, documents), (T,) each, and keywords of
-        `log_prob_loss`.
+    ) -> tuple[Tokens, Loss]:
+        """Return a micro-batch's tokens, flattened to one axis, and the definition of their loss.
 
         mask, log_probs: (B, length), the latter without gradient; they are the old ones where TRL
             has none.
@@ -275,33 +339,58 @@ class PolicyGradientTrainer(GRPOTrainer):
             # As in TRL, a token that vLLM could not score has a ratio of 1.
             sampling = torch.where(sampling.isnan(), old, sampling).reshape(-1)
         documents = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-        options = {
-            "loss": self.family,
-            "aggregation": self.weighting.name,
-            "divisor": getattr(self.weighting, "divisor", None),
-            "group_index": inputs.get("group_index"),
-            "num_documents": len(mask),
-            "totals": self._totals,
-            "correction": self.correction or self.correction_of_config(),
-            "sampling_log_probs": sampling,
-            "kl": self.penalty,
-            "ref_log_probs": inputs["ref_per_token_logps"].reshape(-1) if self.beta else None,
-            "metrics": "basic",
-        }
-        vectors = (old, _advantages(inputs, mask), documents)
-        return tuple(vector.reshape(-1) for vector in vectors), options
+        reference = inputs["ref_per_token_logps"].reshape(-1) if self.beta else None
+        tokens = Tokens(
+            labels=inputs["completion_ids"].masked_fill(~mask, -100).reshape(-1),
+            advantages=_advantages(inputs, mask).reshape(-1),
+            document_index=documents.reshape(-1),
+            num_documents=len(mask),
+            group_index=inputs.get("group_index"),
+            old_log_probs=old.reshape(-1),
+            sampling_log_probs=sampling,
+            ref_log_probs=reference,
+            rewards=inputs.get("rewards"),
+            group_rewards=inputs.get("group_rewards"),
+            excluded=inputs.get("is_excluded"),
+            coefficients=self._coefficients[0].to(mask.device) if self._coefficients else None,
+        )
+        loss = Loss(
+            self.family,
+            self.weighting,
+            self.temperature,
+            metrics="basic",
+            correction=self.correction or self.correction_of_config(),
+            kl=self.penalty,
+        )
+        return tokens, loss
+
+    def _begin_step(self, inputs: Inputs) -> None:
+        """Count the totals of the optimizer step that begins with this micro-batch, and make the
+        first pass over it, if the loss depends on all of it."""
+        pieces = self._pieces(inputs)
+        self.totals = self._count_totals(pieces)
+        self._sums = None
+        self._first_pass = None
+        self._coefficients = []
+        if isinstance(self.family, FunctionFamily) and self.family.level == "step":
+            self._first_pass = first_pass(self, pieces)
+            self._coefficients = [*self._first_pass.coefficients]
 
     def _compute_loss(self, model: torch.nn.Module, inputs: Inputs) -> Tensor:
         """Return this micro-batch's share of the step's loss times the number of processes, which
         DDP divides by."""
         training = self.model.training
         accelerator = self.accelerator
-        if self._totals is None or not training:
-            self._totals = self._count_totals(inputs)
-            self._sums = None
+        begins = self.totals is None or not training
+        if begins:
+            self._begin_step(inputs)
         compute = by_fused_head if self.fused_head else by_log_probs
         loss, out, old, entropies, aux_loss = compute(self, model, inputs)
+        self._coefficients = self._coefficients[1:]
         loss = loss * accelerator.num_processes
+        if begins and self._first_pass is not None:
+            # The second pass has the value of the penalties alone.
+            loss = loss + self._first_pass.loss.to(loss)
         metrics = self._metrics["train" if training else "eval"]
         if aux_loss is not None:
             micro_batches = self.current_gradient_accumulation_steps if training else 1
@@ -327,12 +416,15 @@ class PolicyGradientTrainer(GRPOTrainer):
         self._sums = out.metric_sums if self._sums is None else self._sums.merge(out.metric_sums)
         if last:
             group = dist.group.WORLD if self.accelerator.num_processes > 1 else None
-            assert self._totals is not None
+            assert self.totals is not None
             _, sums = self._sums.all_reduce(out.loss, group)
-            for name, value in sums.finalize(self._totals).items():
+            values = sums.finalize(self.totals)
+            if self._first_pass is not None:
+                values |= self._first_pass.metrics
+            for name, value in values.items():
                 if math.isfinite(value):
                     metrics[f"pgtk/{name}"].append(float(value))
-            self._totals = None
+            self.totals = None
 
     def _record_as_trl(
         self,

@@ -7,17 +7,24 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.api import linear_policy_loss, log_prob_loss
-from pgtoolkit.batch import Tokens
-from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden
-from pgtoolkit.losses.aggregation import Aggregation
+from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.kernels.losses import (
+    Computation,
+    LMHead,
+    PolicyLoss,
+    log_probs_of_hidden,
+    loss_of_hidden,
+    loss_of_log_probs,
+)
+from pgtoolkit.losses.aggregation import Aggregation, aggregation_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family
+from pgtoolkit.losses.families import Family, Reinforce
 from pgtoolkit.losses.objective import Loss
 
 if TYPE_CHECKING:
@@ -51,9 +58,12 @@ class Trainer(Protocol):
     aux_loss_enabled: bool
     _get_per_token_logps_and_entropies: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
-    def loss_arguments(
+    @property
+    def totals(self) -> StepTotals | None: ...
+
+    def tokens_and_loss(
         self, inputs: Inputs, mask: Tensor, log_probs: Tensor
-    ) -> tuple[tuple[Tensor, ...], dict]: ...
+    ) -> tuple[Tokens, Loss]: ...
 
 
 class Computed(NamedTuple):
@@ -84,33 +94,40 @@ def trained_tokens(inputs: Inputs) -> Tensor:
 def by_log_probs(trainer: Trainer, model: nn.Module, inputs: Inputs) -> Computed:
     """Compute the loss from TRL's own forward pass: a log-prob and an entropy for each token."""
     mask = trained_tokens(inputs)
-    forward = trainer._get_per_token_logps_and_entropies
-    extra = {name: inputs[name] for name in inspect.signature(forward).parameters if name in inputs}
     flags = {"compute_entropy": True, "compute_aux_loss": trainer.aux_loss_enabled}
-    ids, attention = _prompts_and_completions(inputs)
-    log_probs, entropies, aux_loss = forward(model, ids, attention, mask.shape[1], **flags, **extra)
-    (old, advantages, documents), options = trainer.loss_arguments(inputs, mask, log_probs.detach())
-    out = log_prob_loss(
-        log_probs.reshape(-1), old, advantages, documents, mask.reshape(-1), **options
-    )
+    log_probs, entropies, aux_loss = _forward(trainer, model, inputs, **flags)
+    tokens, loss_definition = trainer.tokens_and_loss(inputs, mask, log_probs.detach())
+    flat = log_probs.reshape(-1)
+    totals = trainer.totals
+    out = loss_of_log_probs(flat, tokens, totals, loss_definition, Ranks(), True)
     loss = out.loss
     if trainer.entropy_coef:
         # TRL's bonus is of the mean over tokens, whatever the aggregation. With advantages of 1 and
         # entropies in the place of log-probs, this loss is minus the sum of the entropies over the
         # step's tokens.
-        bonus = log_prob_loss(
-            entropies.reshape(-1),
-            old,
-            torch.ones_like(old),
-            documents,
-            mask.reshape(-1),
-            loss="reinforce",
-            aggregation="token_mean",
-            num_documents=options["num_documents"],
-            totals=options["totals"],
+        ones = torch.ones_like(tokens.advantages)
+        of_entropies = replace(tokens, advantages=ones, coefficients=None)
+        mean = Loss(Reinforce(), aggregation_of("token_mean"))
+        bonus = loss_of_log_probs(
+            entropies.reshape(-1), of_entropies, totals, mean, Ranks(), check_finite=False
         )
         loss = loss + trainer.entropy_coef * bonus.loss
-    return Computed(loss, out, old.view_as(mask), entropies.detach(), aux_loss)
+    assert tokens.old_log_probs is not None
+    return Computed(loss, out, tokens.old_log_probs.view_as(mask), entropies.detach(), aux_loss)
+
+
+def log_probs_of(trainer: Trainer, inputs: Inputs) -> Tensor:
+    """Return (B, length) log-probs by TRL's own forward pass, without gradient."""
+    with torch.no_grad():
+        return _forward(trainer, trainer.model, inputs)[0]
+
+
+def _forward(trainer: Trainer, model: nn.Module, inputs: Inputs, **flags: bool) -> tuple:
+    """Return TRL's (log-probs, entropies, load-balancing loss) of a micro-batch."""
+    forward = trainer._get_per_token_logps_and_entropies
+    extra = {name: inputs[name] for name in inspect.signature(forward).parameters if name in inputs}
+    ids, attention = _prompts_and_completions(inputs)
+    return forward(model, ids, attention, inputs["completion_mask"].shape[1], **flags, **extra)
 
 
 def by_fused_head(trainer: Trainer, model: nn.Module, inputs: Inputs) -> Computed:
@@ -132,21 +149,24 @@ def by_fused_head(trainer: Trainer, model: nn.Module, inputs: Inputs) -> Compute
             # TRL's head multiplies in half precision then.
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         # For log-probs only the labels are read; the other vectors are there for their shape.
-        tokens = Tokens(
+        places = Tokens(
             labels=labels,
             old_log_probs=labels,
             advantages=labels,
             document_index=labels,
             num_documents=len(mask),
         )
+        parts = LMHead(head.weight, head.bias)
         log_probs, entropies = log_probs_of_hidden(
-            hidden, LMHead(head.weight, head.bias), tokens, plain_loss, Ranks(), Computation(), True
+            hidden, parts, places, plain_loss, Ranks(), Computation(), True
         )
-        vectors, options = trainer.loss_arguments(inputs, mask, log_probs.view_as(mask))
-        options |= {"temperature": trainer.temperature, "entropy_coefficient": trainer.entropy_coef}
-        out = linear_policy_loss(hidden, head.weight, labels, *vectors, bias=head.bias, **options)
+        tokens, loss = trainer.tokens_and_loss(inputs, mask, log_probs.view_as(mask))
+        loss = replace(loss, entropy_coefficient=trainer.entropy_coef)
+        out = loss_of_hidden(hidden, parts, tokens, trainer.totals, loss, Ranks(), Computation())
         assert entropies is not None
-        return Computed(out.loss, out, vectors[0].view_as(mask), entropies.view_as(mask))
+        assert tokens.old_log_probs is not None
+        old = tokens.old_log_probs.view_as(mask)
+        return Computed(out.loss, out, old, entropies.view_as(mask))
 
     ids, attention = _prompts_and_completions(inputs)
     with trainer.accelerator.autocast():

@@ -1,6 +1,7 @@
 """Policy losses for verl, pgtk_<family>_<aggregation>.
 
-VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl registers them.
+VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl registers them. A module of your own that calls
+`register_function` adds functions of your own.
 
 verl counts a mini-batch's totals over all ranks, averages gradients over ranks, and adds up
 micro-batches. So a loss divides by these totals and multiplies by the number of ranks, and a step
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -23,6 +25,9 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.families import FAMILIES, Divergence, Dppo, Family
+from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
+from pgtoolkit.losses.group_families import Lpo, Tpo
+from pgtoolkit.losses.trial import check_function
 
 _ACTOR = "actor_rollout_ref.actor"
 _CLIP = {"clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high"}
@@ -76,6 +81,9 @@ METRICS = (
 )
 """Metrics that are means over documents, since verl averages metrics over micro-batches."""
 
+_NO_PROMPT = "verl does not tell a policy loss which prompt a document belongs to"
+_NOT_GIVEN = ("sampling_log_probs", "ref_log_probs", "rewards", "group_rewards")
+
 _log = logging.getLogger(__name__)
 
 
@@ -93,10 +101,14 @@ class ActorConfig(Protocol):
 
 @dataclass(frozen=True)
 class VerlLoss:
-    """A policy loss with verl's interface, of a family and an aggregation by their names."""
+    """A policy loss with verl's interface, of a family and an aggregation by their names.
+
+    function: a loss of the user's own in the place of the family, which then is its name alone.
+    """
 
     family: str
     aggregation: str
+    function: FunctionFamily | None = None
 
     def __call__(
         self,
@@ -124,10 +136,13 @@ class VerlLoss:
         numbers = torch.arange(num_documents, device=log_prob.device)
         document_index = numbers[:, None].expand_as(log_prob)
         vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
-        parameters = [_value(config, key) for key in PARAMETERS[self.family]]
+        family = self.function
+        if family is None:
+            parameters = [_value(config, key) for key in PARAMETERS[self.family]]
+            family = _family(self.family, *parameters)
         out = log_prob_loss(
             *(vector.reshape(-1) for vector in vectors),
-            loss=_family(self.family, *parameters),
+            loss=family,
             aggregation=self.aggregation,
             divisor=config.get("loss_scale_factor"),
             num_documents=num_documents,
@@ -147,8 +162,21 @@ class VerlLoss:
         """
         if self.aggregation not in MODES:
             return [
-                f"aggregation={self.aggregation} needs each document's prompt: verl does not tell "
-                "a policy loss which prompt a document belongs to. Use another aggregation."
+                f"aggregation={self.aggregation} needs each document's prompt: {_NO_PROMPT}. Use "
+                "another aggregation."
+            ]
+        asked = self.function.asked if self.function else frozenset()
+        if self.function and self.function.level == "step":
+            what = "each document's prompt" if "groups" in asked else "the whole step"
+            return [
+                f"loss={self.family} needs {what}: {_NO_PROMPT}, and calls it with one micro-batch "
+                "at a time. Use a loss of tokens or documents."
+            ]
+        missing = sorted(asked & {*_NOT_GIVEN} - self.function.may_lack) if self.function else []
+        if missing:
+            return [
+                f"loss={self.family} asks for {', '.join(missing)}, which verl does not give a "
+                "policy loss. Use a loss that does not ask for it."
             ]
         problems = self._aggregation_problems(config, mode)
         problems += self._unread_keys(config)
@@ -188,7 +216,7 @@ class VerlLoss:
     def _unread_keys(self, config: ActorConfig) -> list[str]:
         """Return a problem for each key that the user has set and the family does not read."""
         problems = []
-        read = set(PARAMETERS[self.family])
+        read = set(PARAMETERS.get(self.family, {}) if self.function is None else {})
         bounds = [config.get(key) for key in _CLIP]
         if read & set(_CLIP) and None in bounds:
             read.add("clip_ratio")
@@ -206,9 +234,11 @@ class VerlLoss:
 def _means_over_documents(out: PolicyLoss, num_documents: int) -> dict[str, float]:
     """Return METRICS of a micro-batch, under the names that verl shows."""
     metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
+    # A function has metrics of its own, and those of clips only if it names bounds.
+    names = [name for name in (*METRICS, *out.metric_sums.own) if name in metrics]
     # Stacked, so that there is a single wait for the device.
-    values = torch.stack([metrics[name] for name in METRICS]).tolist()
-    return {f"pgtk/{name}": value for name, value in zip(METRICS, values, strict=True)}
+    values = torch.stack([metrics[name] for name in names]).tolist()
+    return {f"pgtk/{name}": value for name, value in zip(names, values, strict=True)}
 
 
 @cache
@@ -219,7 +249,9 @@ def _family(name: str, *values: float | None) -> Family:
     values: in the order of PARAMETERS[name], None for the paper's.
     """
     pairs = zip(PARAMETERS[name].values(), values, strict=True)
-    parameters = {parameter: value for parameter, value in pairs if value is not None}
+    parameters: dict[str, Any] = {
+        parameter: value for parameter, value in pairs if value is not None
+    }
     if name == "dppo_kl":
         family = Dppo(**parameters, divergence=Divergence.binary_kl)
     else:
@@ -239,6 +271,21 @@ def _value(config: ActorConfig, key: str) -> float | None:
     return value
 
 
+def register_function(function: Callable, **parameters: object) -> None:
+    """Register a loss function of your own with each aggregation, pgtk_<its name>_<aggregation>.
+
+    function: as in `pgtoolkit.policy_loss`, at the level of tokens or documents. parameters: those
+        of its own. Raises ValueError for a function whose numbers depend on the cut of a step.
+    """
+    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]  (an extra)
+
+    family = FunctionLoss(function, parameters)
+    check_function(family)
+    for aggregation in AGGREGATIONS:
+        name = f"pgtk_{family.name}_{aggregation}"
+        register_policy_loss(name)(VerlLoss(family.name, aggregation, family))
+
+
 def register() -> None:
     """Register a policy loss for each family and aggregation.
 
@@ -246,9 +293,12 @@ def register() -> None:
     """
     from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]  (an extra)
 
-    for family in PARAMETERS:
+    families: dict[str, FunctionFamily | None] = dict.fromkeys(PARAMETERS)
+    families |= {"tpo": Tpo(), "lpo": Lpo()}  # so that choosing them is refused with the reason
+    for family, function in families.items():
         for aggregation in AGGREGATIONS:
-            register_policy_loss(f"pgtk_{family}_{aggregation}")(VerlLoss(family, aggregation))
+            loss = VerlLoss(family, aggregation, function)
+            register_policy_loss(f"pgtk_{family}_{aggregation}")(loss)
 
 
 if importlib.util.find_spec("verl") is not None:

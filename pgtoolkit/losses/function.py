@@ -115,7 +115,8 @@ class FunctionLoss(FunctionFamily):
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        function = getattr(self.function, "func", self.function)  # of functools.partial
+        return getattr(function, "__name__", type(function).__name__)
 
     @cached_property
     def defaults(self) -> dict[str, object]:

@@ -123,12 +123,12 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         return sums
     if objective.coefficients_of_step is not None:
         return replace(sums, absent=CLIP_METRICS)  # the first pass has these metrics
-    if len(objective.mask):
+    if objective.calls_function:
         terms = objective.token_terms(log_probs)
         has_bounds = terms.bounds is not None
         names = tuple(sorted(terms.own))
     else:
-        # A piece without tokens has to have the same metrics as the others.
+        # Such a piece has to have the same metrics as the others.
         has_bounds, names = measured_by(objective.family)
         terms = None
     if names:

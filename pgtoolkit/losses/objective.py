@@ -309,9 +309,8 @@ class Objective:
         `slope` then includes the weights.
         """
         zeros = torch.zeros_like(log_probs)
-        if not len(zeros) and self.documents.group is None:
-            # A function may take the maximum of a vector.
-            return TokenTerms(zeros, zeros, zeros, zeros, zeros.bool(), zeros)
+        if not self.calls_function:
+            return TokenTerms(zeros, zeros, zeros + 1, zeros, zeros.bool(), zeros)
         assert self.old_log_probs is not None
         token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)
         factors = self._off_policy_factors(log_probs.detach(), token_log_ratio)
@@ -347,6 +346,19 @@ class Objective:
             {name: at_positions(vector) for name, vector in evaluated.metrics.items()},
             evaluated.bounds,
         )
+
+    @cached_property
+    def calls_function(self) -> bool:
+        """Return False if the loss is a function that no token here is given to.
+
+        It is not called with empty vectors, of which it may take the maximum.
+        """
+        assert isinstance(self.family, FunctionFamily)
+        if len(self.mask) and self.family.level == "token":
+            return True
+        if self.documents.group is not None:
+            return True  # its sums are collectives
+        return bool(len(self.mask)) and (self.documents.is_sorted or bool(self.members().any()))
 
     def _seen_by(
         self, family: FunctionFamily

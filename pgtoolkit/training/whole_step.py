@@ -11,23 +11,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import MicroBatch, Step, Tokens, known_vectors
+from pgtoolkit.batch import MicroBatch, Step, Tokens
 from pgtoolkit.kernels.losses import coefficients_of_step
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.step_documents import documents_of, tokens_of_step
 from pgtoolkit.losses.top_entropy import has_weight, top_entropy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
 
 _Value = TypeVar("_Value")
-_OF_DOCUMENTS = (
-    "group_index",
-    "trajectory_index",
-    "truncated",
-    "excluded",
-    "rewards",
-    "group_rewards",
-)
 
 
 @dataclass(frozen=True)
@@ -57,19 +50,6 @@ class WholeStep:
     tokens: Tokens
     log_probs: Tensor
     entropy: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Document:
-    """The numbers of one document that a loss of the whole step reads.
-
-    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields, log_probs, and entropy
-        where it is known.
-    numbers: 0-dim, by the names of `Tokens`' fields.
-    """
-
-    vectors: dict[str, Tensor]
-    numbers: dict[str, Tensor]
 
 
 def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
@@ -211,70 +191,13 @@ def whole_step(
         measured = {"log_probs": log_probs[number].cpu()}
         if entropies is not None:
             measured["entropy"] = entropies[number].cpu()
-        here |= _documents(micro_batch, measured)
+        documents = documents_of(micro_batch, measured)
+        here |= dict(zip(micro_batch.step_places, documents, strict=True))
     everywhere = _of_all_ranks(here, layout)
     places = sorted(everywhere)
-    tokens, measured = _whole([everywhere[place] for place in places])
+    tokens, measured = tokens_of_step([everywhere[place] for place in places])
     lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
     return WholeStep(places, lengths, tokens, **measured)
-
-
-def _documents(micro_batch: MicroBatch, measured: dict[str, Tensor]) -> dict[int, _Document]:
-    """Return the documents of a micro-batch by their places in the step.
-
-    measured: log_probs, and entropy where it is known, (T,) each on the CPU. The log-probs are the
-        old ones of documents that are on_policy.
-    """
-    trained = micro_batch.labels >= 0
-    counts = torch.bincount(
-        micro_batch.document_index[trained], minlength=micro_batch.num_documents
-    ).tolist()
-    vectors = measured | {"old_log_probs": measured["log_probs"]}
-    for name in ("advantages", *known_vectors(micro_batch)):
-        vectors[name] = getattr(micro_batch, name)
-    split = {name: vector[trained].split(counts) for name, vector in vectors.items()}
-    of_documents = {
-        name: getattr(micro_batch, name)
-        for name in _OF_DOCUMENTS
-        if getattr(micro_batch, name) is not None
-    }
-    return {
-        place: _Document(
-            {name: parts[number] for name, parts in split.items()},
-            {name: values[number] for name, values in of_documents.items()},
-        )
-        for number, place in enumerate(micro_batch.step_places)
-    }
-
-
-def _whole(documents: list[_Document]) -> tuple[Tokens, dict[str, Tensor]]:
-    """Return the trained tokens of all documents of a step, and what was measured of them, (T,)
-    each."""
-    lengths = torch.tensor([len(document.vectors["advantages"]) for document in documents])
-    known = set(documents[0].vectors).intersection(*(document.vectors for document in documents))
-    vectors = {
-        name: torch.cat([document.vectors[name] for document in documents]) for name in known
-    }
-    measured = {name: vectors.pop(name) for name in ("log_probs", "entropy") if name in vectors}
-    # Excluded documents are a rare field, which not every micro-batch has.
-    of_documents = {}
-    for name in _OF_DOCUMENTS:
-        values = [document.numbers.get(name) for document in documents]
-        if name == "excluded":
-            values = [torch.tensor(False) if value is None else value for value in values]
-        known_values = [value for value in values if value is not None]
-        if len(known_values) == len(documents):
-            of_documents[name] = torch.stack(known_values)
-    return (
-        Tokens(
-            labels=torch.zeros(len(measured["log_probs"]), dtype=torch.int64),
-            document_index=torch.repeat_interleave(torch.arange(len(documents)), lengths),
-            num_documents=len(documents),
-            **vectors,
-            **of_documents,
-        ),
-        measured,
-    )
 
 
 def _groups(micro_batch: MicroBatch) -> list[int]:

@@ -158,7 +158,9 @@ def test_two_processes_train_as_trls_do_and_share_their_totals(folder, tmp_path)
     # Here DDP looks for the parameters of a step in what its forward pass returns.
     with_kl = small | {"beta": 0.1, "ddp_find_unused_parameters": True}
     with_kl |= {"gradient_checkpointing": False}
+    groups = {"loss": "tpo", "aggregation": "prompt_mean"}
     tasks = [(None, with_kl), (token, with_kl), (prompt, small), (prompt, coarse)]
+    tasks += [(groups, small), (groups, coarse)]
     words = [
         json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]),
         str(tmp_path / "found.pt"),
@@ -168,7 +170,9 @@ def test_two_processes_train_as_trls_do_and_share_their_totals(folder, tmp_path)
     process = ForkedProcess(words, tmp_path, os.environ | place, log, trl_runs.__file__)
     assert process.wait(500) == 0, log.read_text()
     results = torch.load(tmp_path / "found.pt")
-    by_trl, by_token, fine_cut, coarse_cut = (weights for weights, _ in results)
+    by_trl, by_token, fine_cut, coarse_cut, *of_groups = (weights for weights, _ in results)
+    torch.testing.assert_close(*of_groups, rtol=0, atol=4e-6)
+    assert float((of_groups[0] - fine_cut).abs().max()) > 0.001
     log = results[2][1]
     torch.testing.assert_close(by_token, by_trl, rtol=0, atol=4e-6)
     torch.testing.assert_close(fine_cut, coarse_cut, rtol=0, atol=4e-6)

@@ -23,6 +23,7 @@ from verl.workers.config import FSDPActorConfig
 
 from pgtoolkit.adapters import verl as adapter
 from pgtoolkit.corrections import SequenceMask
+from pgtoolkit.losses.aggregation import AGGREGATIONS
 
 THEIRS = {"grpo": "vanilla", "dppo": "dppo_tv", "kimi": "dro", "reinforce": "gpg"}
 """verl's names of losses that it calls otherwise."""
@@ -188,4 +189,79 @@ def test_verl_registers_our_losses_by_its_environment_variable():
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
-    assert done.stdout.split() == ["36"], done.stderr
+    families = len(adapter.PARAMETERS) + 2  # tpo and lpo, which are refused with the reason
+    assert done.stdout.split() == [str(families * len(AGGREGATIONS))], done.stderr
+
+
+def soft_clip(log_ratio, advantages, ratio, *, softness=0.3):
+    far = (log_ratio.detach().abs() > 0.1).to(log_ratio)
+    losses = -softness * torch.tanh((ratio(log_ratio) - 1) / softness) * advantages
+    return losses, {"far": far}
+
+
+def above_the_mean(log_ratio, advantages, documents):
+    mean = documents.spread(documents.mean(log_ratio.detach()))
+    return -documents.mean(advantages * log_ratio.exp() * (log_ratio.detach() >= mean))
+
+
+def by_loops(name):
+    """Return the loss of `batch` by plain loops, and its gradient by the log-probs.
+
+    soft_clip has the mean over tokens, above_the_mean the mean over documents.
+    """
+    new, old, advantages, _ = batch()
+    leaf = new.clone().requires_grad_()
+    total = 0.0
+    for row, length in enumerate(LENGTHS):
+        ratios = [leaf[row, t] - old[row, t] for t in range(length)]
+        if name == "soft_clip":
+            for ratio in ratios:
+                tanh = torch.tanh((ratio.exp() - 1) / 0.2)
+                total -= 0.2 * tanh * advantages[row] / sum(LENGTHS)
+            continue
+        mean = sum(float(ratio.detach()) for ratio in ratios) / length
+        for ratio in ratios:
+            if float(ratio.detach()) >= mean:
+                total -= advantages[row] * ratio.exp() / (length * len(LENGTHS))
+    total.backward()
+    return total.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters", "aggregation"),
+    [(soft_clip, {"softness": 0.2}, "token_mean"), (above_the_mean, {}, "sample_mean")],
+)
+def test_a_function_is_that_of_plain_loops_however_the_step_is_cut(
+    function, parameters, aggregation
+):
+    adapter.register_function(function, **parameters)
+    exact, gradient_of_loops = by_loops(function.__name__)
+    for cut in (ONE, CUT):
+        flags = {"loss_agg_mode": adapter.MODES[aggregation]}
+        loss, gradient, metrics = step(f"pgtk_{function.__name__}_{aggregation}", flags, cut)
+        assert float(loss) == pytest.approx(float(exact), rel=1e-12)
+        torch.testing.assert_close(gradient, gradient_of_loops, rtol=1e-10, atol=1e-14)
+        assert ("pgtk/far" in metrics) == (function is soft_clip)
+
+
+def of_groups(log_probs, documents, groups):
+    return groups.mean(documents.mean(log_probs))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            of_groups,
+            "loss=of_groups needs each document's prompt: verl does not tell a policy loss",
+        ),
+        (lambda log_ratio, step: log_ratio - step.mean(log_ratio), "needs the whole step: verl"),
+        (lambda log_ratio, rewards: -log_ratio * rewards, "asks for rewards, which verl does not"),
+    ],
+)
+def test_what_verl_does_not_tell_a_function_is_refused(function, message):
+    adapter.register_function(function)
+    with pytest.raises(ValueError, match=message):
+        step(f"pgtk_{function.__name__}_sample_mean", {"loss_agg_mode": "seq-mean-token-mean"})
+    with pytest.raises(ValueError, match="loss=tpo needs each document's prompt: verl does not"):
+        step("pgtk_tpo_sample_mean", {"loss_agg_mode": "seq-mean-token-mean"})

@@ -384,6 +384,22 @@ def test_a_hidden_infinity_makes_the_loss_nan():
     )
 
 
+def test_a_piece_without_a_trained_token_calls_no_function_and_has_its_metrics():
+    def scaled(log_probs, advantages, documents):
+        longest = documents.sum(torch.ones_like(log_probs)).max()
+        losses = -documents.mean(advantages * log_probs) / longest.detach() * longest.detach()
+        return losses, {"longest": documents.spread(longest.expand(len(documents)))}
+
+    inputs = data()
+    _, _, metrics = result(inputs, loss=scaled, metrics="basic")
+    totals = StepTotals(len(LENGTHS), int((inputs["labels"] >= 0).sum()), 0)
+    inputs["labels"] = torch.full_like(inputs["labels"], -1)
+    loss, gradient, of_piece = result(inputs, loss=scaled, metrics="basic", totals=totals)
+    assert float(loss) == 0.0
+    assert not gradient.any()
+    assert of_piece.keys() == metrics.keys()
+
+
 @pytest.mark.parametrize("loss", [*WRITTEN.values(), towards_rewards])
 def test_functions_whose_level_is_right_pass_the_trial(loss):
     check_function(FunctionLoss(loss))
