@@ -158,6 +158,18 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
+class Pass:
+    """The pass to which a step belongs, of several over the same batch of rollouts.
+
+    is_first: whether it trains the documents for the first time.
+    ends_batch: whether the step is the last one of the last pass.
+    """
+
+    is_first: bool
+    ends_batch: bool
+
+
+@dataclass(frozen=True)
 class Step:
     """The data of one optimizer update: its micro-batches, its totals, and the state after it.
 
@@ -166,6 +178,7 @@ class Step:
     state_after: state of the step loader once this step is done, which is committed with the
         optimizer step; `rollouts.step_loader.loadable` makes it loadable.
     seconds: time that this process took to make the documents since the step before, by stage.
+    of_pass: None where each batch is trained once.
     """
 
     micro_batches: list[MicroBatch]
@@ -173,6 +186,7 @@ class Step:
     documents: list[Document]
     state_after: dict
     seconds: dict[str, float] = field(default_factory=dict)
+    of_pass: Pass | None = None
 
 
 def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:

@@ -256,9 +256,16 @@ def _spikes(run: Run) -> Finding | None:
     return Finding(int(steps[FEWEST_STEPS:][is_spike][0]), seen)
 
 
-def _noise(values: np.ndarray) -> float:
-    """Return the typical difference of a value from the one before it."""
-    return float(np.median(abs(np.diff(values))))
+def _noise(run: Run, name: str) -> float:
+    """Return the typical difference of a metric of documents from its value before.
+
+    Steps that train documents again are left out: they repeat the value.
+    """
+    values = run.columns[name]
+    counts = ~np.isnan(values)
+    if "documents_seen" in run.columns:
+        counts &= np.diff(run.columns["documents_seen"], prepend=-1.0) > 0
+    return float(np.median(abs(np.diff(values[counts]))))
 
 
 def _reward_lost(run: Run) -> Finding | None:
@@ -269,7 +276,7 @@ def _reward_lost(run: Run) -> Finding | None:
     """
     steps, rewards = _smoothed(run, "reward")
     _, measured = _points(run, "reward")
-    noise = _noise(measured)
+    noise = _noise(run, "reward")
     place = int(rewards.argmax())
     best = float(rewards[place])
     rise = best - float(rewards[: place + 1].min())
@@ -298,11 +305,10 @@ def _held_out_falls(run: Run) -> Finding | None:
         errors = run.values(f"{name}_error")
         fall = float(shares[best] - shares[-1])
         reward_steps, rewards = _smoothed(run, "reward")
-        _, measured = _points(run, "reward")
         reward_then = float(np.interp(steps[best], reward_steps, rewards))
         scale = 1 if number == "pass@1" else abs(float(shares[best]))
         has_fallen = fall > max(HELD_OUT_FALL * scale, 3 * max(errors, default=0.0))
-        if has_fallen and rewards[-1] > reward_then + _noise(measured):
+        if has_fallen and rewards[-1] > reward_then + _noise(run, "reward"):
             seen = (
                 f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; reward rose from "
                 f"{reward_then:.3g} to {rewards[-1]:.3g}"
@@ -464,7 +470,7 @@ RULES = (
         meaning="A clipped token has no gradient: most of a batch teaches nothing.",
         change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
         "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
-        "larger",
+        "larger, or rollout.passes, fewer",
         elsewhere=(_NO_ADVANTAGE, _WEIGHT_CLIPPED, _OWN_FAMILY),
     ),
     Rule(

@@ -242,8 +242,14 @@ def _reaching_row(run: Run, goal: Goal) -> int | None:
     means = (sums[ends] - sums[begins]) / (ends - begins)
     # Rounding may leave the mean of values that equal the threshold a last digit below it.
     places = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
+    if not places.size:
+        return None
     rows = np.flatnonzero(~np.isnan(run.columns[DOCUMENTS] + run.columns[goal.metric]))
-    return int(rows[places[0]]) if places.size else None
+    if len(rows) == x.size:
+        return int(rows[places[0]])
+    # Several passes over the same documents are one point, which is complete with the last of them.
+    documents = run.columns[DOCUMENTS][rows]
+    return int(rows[np.searchsorted(documents, x[places[0]], side="right") - 1])
 
 
 def _mean_over_documents(run: Run, goal: Goal) -> float | None:

@@ -37,19 +37,26 @@ def notes_of(compared: Compared) -> list[str]:
 def _length_notes(runs: list[Run]) -> list[str]:
     """Return a note on runs of different length, by the documents that they have seen.
 
-    Where prompts are dropped each run has sampled another number of them, and steps are counted.
+    Where prompts are dropped each run has sampled another number of them, and steps are counted:
+    where batches have several passes, those of one pass.
     """
-    axis = "documents_seen"
+    unit = "documents"
+    lengths = sorted({int(run.last("documents_seen")) for run in runs})
     if any(name in run.columns for run in runs for name in DROPPED):
-        axis = "step"
-    lengths = sorted({int(run.last(axis)) for run in runs})
+        unit = "steps" if {_passes(run) for run in runs} == {1} else "steps of one pass"
+        lengths = sorted({int(run.last("step")) // _passes(run) for run in runs})
     if len(lengths) < 2:
         return []
-    unit = "steps" if axis == "step" else "documents"
     return [
         f"the runs are of different length ({', '.join(map(str, lengths))} {unit}): their ends do "
         "not compare, the mean does"
     ]
+
+
+def _passes(run: Run) -> int:
+    """Return how often the run has trained each batch."""
+    passes = run.config.get("rollout.passes")
+    return passes if isinstance(passes, int) else 1
 
 
 def _best_of_notes(compared: Compared, key: str) -> list[str]:

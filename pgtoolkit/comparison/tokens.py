@@ -22,11 +22,11 @@ from pgtoolkit.config.plan import equation
 from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.rules.rule import Rule
 from pgtoolkit.config.saved import saved_config
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, Rollout
 from pgtoolkit.config.validate import RULES, validated
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.rollouts.batch_counts import documents_per_batch
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import read_metrics
@@ -123,8 +123,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     max_steps = config.trainer.max_steps
     number, checkpoint = _step_and_checkpoint(run_dir, max_steps, number, steps)
     if number is None:
-        batch_size = documents_per_batch(config.rollout)
-        number = _last_of_batch(batch_size, documents_per_step(config), checkpoint)
+        number = _last_of_batch(config.rollout, documents_per_step(config), checkpoint)
         number = min(number, steps[-1] if run_dir else max_steps)
     for line in imports(config, *(other for _, other in compared)):
         say(f"note: {line}", error=True)
@@ -223,21 +222,25 @@ def _step_and_checkpoint(
     return number, checkpoint
 
 
-def _last_of_batch(batch_size: int | None, per_step: int, checkpoint: dict | None) -> int:
+def _last_of_batch(rollout: Rollout, per_step: int, checkpoint: dict | None) -> int:
     """Return the last step on the batch of documents with which training continues from a
-    checkpoint: there ratios are widest.
+    checkpoint, in the last pass over it: there ratios are widest.
 
-    batch_size, per_step: in documents; None and 0 where they are not known.
+    per_step: documents of a step; 0 where they are not known.
     """
     steps_done = 0
     position = 0
+    passes_done = 0
     if checkpoint is not None:
         steps_done = checkpoint["step"]
         position = checkpoint["data"]["position"]
-    if batch_size is None or per_step == 0:
+        passes_done = checkpoint["data"].get("pass", 0)
+    if not isinstance(rollout, PolicyRolloutSettings) or per_step == 0:
         return steps_done + 1
-    left_in_batch = batch_size - position % batch_size
-    return steps_done + math.ceil(left_in_batch / per_step)
+    batch_size = rollout.prompts_per_batch * rollout.group_size
+    left_in_pass = math.ceil((batch_size - position % batch_size) / per_step)
+    further_passes = rollout.passes - 1 - passes_done
+    return steps_done + left_in_pass + further_passes * math.ceil(batch_size / per_step)
 
 
 def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iterator[LossOnStep]:

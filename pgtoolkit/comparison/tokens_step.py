@@ -19,6 +19,7 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.model.settings import ParallelismSettings
 from pgtoolkit.rollouts.parsed_rows import parse_row
+from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, RecordedRow, Rules
 from pgtoolkit.rollouts.settings import AdvantageSettings, PolicyRolloutSettings
@@ -88,7 +89,9 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         if recorded is not None:
             assert isinstance(config.rollout, PolicyRolloutSettings)
             loader.source.close()
-            source = RecordedBatches(recorded, config.rollout, module.policy.vocabulary_size)
+            passes = Passes.of(config.rollout, config.seed)
+            size = module.policy.vocabulary_size
+            source = RecordedBatches(recorded, config.rollout, size, passes)
             loader = loader_of(source, module.loss, config.accumulation, config.trainer.max_steps)
         if checkpoint is not None:
             with reading_checkpoint(checkpoint["path"]):
@@ -174,8 +177,11 @@ def _in_this_process(config: Config) -> Config:
 class RecordedBatches(Source):
     """A run's recorded batches, as the source of its documents by their position in the run."""
 
-    def __init__(self, folder: Path, rollout: PolicyRolloutSettings, vocabulary_size: int):
+    def __init__(
+        self, folder: Path, rollout: PolicyRolloutSettings, vocabulary_size: int, passes: Passes
+    ):
         self._folder = folder
+        self.passes = passes
         self.batch_size = rollout.prompts_per_batch * rollout.group_size
         self._rules = Rules(vocabulary_size, ("old_log_probs", "advantage"))
         self._batch: tuple[int, list[Document]] = (-1, [])

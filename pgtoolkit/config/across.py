@@ -75,6 +75,11 @@ CONDITIONS: Mapping[str, Declared] = {
         "why": "How many documents a batch has is known only once it is scored, and further rounds "
         "replace them.",
     },
+    "rollout.passes": {
+        "only_if": "accumulation.last_step!=carry",
+        "use": "accumulation.last_step=short",
+        "why": "A step with documents of two batches would belong to a pass over each.",
+    },
     "rollout.retire_at": {
         "only_if": "task.path!=null or task.name=reasoning_gym",
         "use": "task=prompts",

@@ -4,7 +4,8 @@ batch, how early a batch is sampled, and by how many processes."""
 from __future__ import annotations
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.rollouts.batch_counts import documents_per_batch
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of_batch
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.settings import GeneratedTaskSettings
 
@@ -49,6 +50,20 @@ def documents_per_step(config: Config) -> int:
     if batch_size is None or config.accumulation.last_step == "carry":
         return docs_per_step
     return min(docs_per_step, batch_size)
+
+
+def documents_sampled(config: Config) -> int:
+    """Return the most documents that the steps of a run train for the first time; 0 where a step is
+    a number of micro-batches."""
+    documents = documents_per_step(config)
+    steps = config.trainer.max_steps
+    rollout = config.rollout
+    if isinstance(rollout, PolicyRolloutSettings) and rollout.passes > 1 and documents:
+        per_batch = steps_of_batch(rollout, config.accumulation)
+        batches, rest = divmod(steps, per_batch)
+        per_pass = per_batch // rollout.passes
+        steps = batches * per_pass + min(rest, per_pass)
+    return steps * documents
 
 
 def samples_async(config: Config) -> bool:

@@ -13,6 +13,7 @@ _FIELD = {
         "completion_length"
     ),
     "rollout.temperature": "temp",
+    "rollout.passes": "update_epochs update_epochs_per_batch num_ppo_epochs",
     "rollout.lag": "max_async_level async_level staleness",
     "accumulation.docs_per_step": (
         "batch batch_size global_batch_size mini_batch_size minibatch_size"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pgtoolkit.config.counts import documents_per_step, longest_document
+from pgtoolkit.config.counts import documents_per_step, documents_sampled, longest_document
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
 from pgtoolkit.config.models import vocabulary_size
@@ -17,7 +17,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
-from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_ahead, steps_of
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_ahead, steps_of_batch
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
@@ -141,10 +141,13 @@ def reference(config: Config) -> Iterator[str]:
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
     if update_every is not None:
-        yield (
+        line = (
             f"the weights that the run starts from; after every {update_every} updates "
             f"{config.kl.update_rate:g} of the way towards the policy's"
         )
+        if _passes(config) > 1:
+            line += ", at the end of the last pass over a batch"
+        yield line
     elif source == "initial":
         yield "the weights that the run starts from, frozen"
     else:
@@ -225,6 +228,12 @@ def _batch(config: Config) -> Iterator[str]:
             yield f"{kind}: a batch is sampled {ahead} steps before the one that begins it"
 
 
+def _passes(config: Config) -> int:
+    """Return how often a batch is trained."""
+    rollout = config.rollout
+    return rollout.passes if isinstance(rollout, PolicyRolloutSettings) else 1
+
+
 def _step(config: Config, longest: int | None) -> Iterator[str]:
     """Yield the size of a step and of the run.
 
@@ -244,15 +253,20 @@ def _step(config: Config, longest: int | None) -> Iterator[str]:
         micro_batches = math.ceil(documents_of_rank / (max_tokens // longest))
         line += f", in {micro_batches} micro-batches of at most {max_tokens} tokens"
         line += " on each data rank" if ranks > 1 else ""
-    batch_size = documents_per_batch(config.rollout)
-    if batch_size is not None:
-        steps_per_batch = batch_size / documents
+    rollout = config.rollout
+    passes = _passes(config)
+    if isinstance(rollout, PolicyRolloutSettings):
+        steps_per_batch = rollout.prompts_per_batch * rollout.group_size / documents
         if accumulation.last_step != "carry":
-            steps_per_batch = steps_of(batch_size, accumulation)
+            steps_per_batch = steps_of_batch(rollout, accumulation)
         line += f"; {steps_per_batch:g} steps per batch of rollouts"
+    if passes > 1:
+        line += f", in {passes} passes over it"
     yield line
-    steps = config.trainer.max_steps
-    yield f"run: at most {steps} steps, {steps * documents} documents"
+    line = f"run: at most {config.trainer.max_steps} steps, {documents_sampled(config)} documents"
+    if passes > 1:
+        line += f", each trained {passes} times"
+    yield line
 
 
 def evaluations(config: Config) -> Iterator[str]:
@@ -272,7 +286,7 @@ def evaluations(config: Config) -> Iterator[str]:
         completions += completions_of_set
     yield f"sampled {sampling_in_words(config)}"
     line = f"in total at most {times * completions} completions"
-    trained = max_steps * documents_per_step(config)
+    trained = documents_sampled(config)
     if trained and config.rollout.name == "policy":
         line += f", besides {trained} documents of training"
     yield line

@@ -17,7 +17,7 @@ def documents_per_batch(rollout: RolloutSettings) -> int | None:
 
 
 def steps_of(documents: int, accumulation: AccumulationSettings) -> int:
-    """Return the steps that this many documents of one batch make.
+    """Return the steps that this many documents of one batch make in a pass.
 
     accumulation: with docs_per_step > 0, and last_step short or drop.
     """
@@ -27,19 +27,35 @@ def steps_of(documents: int, accumulation: AccumulationSettings) -> int:
     return -(-documents // docs_per_step)
 
 
+def steps_of_batch(rollout: PolicyRolloutSettings, accumulation: AccumulationSettings) -> int:
+    """Return the steps that a batch of rollouts makes, in all of its passes.
+
+    accumulation: as for `steps_of`.
+    """
+    documents = rollout.prompts_per_batch * rollout.group_size
+    return rollout.passes * steps_of(documents, accumulation)
+
+
 def steps_before(
-    number: int, position: int, batch_size: int, accumulation: AccumulationSettings
+    number: int,
+    position: int,
+    batch_size: int,
+    accumulation: AccumulationSettings,
+    passes: int = 1,
+    passes_done: int = 0,
 ) -> int:
     """Return the steps from the one that begins at `position` to the one that begins batch
     `number`, which comes after the batch of `position`.
 
     position: where a step begins, in documents. accumulation: with docs_per_step > 0.
+    passes: over each batch. passes_done: over the batch of `position` before the step.
     """
     if accumulation.last_step == "carry":
         return (number * batch_size - position) // accumulation.docs_per_step
-    steps_in_this_batch = steps_of(batch_size - position % batch_size, accumulation)
+    steps_in_this_pass = steps_of(batch_size - position % batch_size, accumulation)
     batches_between = number - position // batch_size - 1
-    return steps_in_this_batch + batches_between * steps_of(batch_size, accumulation)
+    passes_between = batches_between * passes + passes - 1 - passes_done
+    return steps_in_this_pass + passes_between * steps_of(batch_size, accumulation)
 
 
 def steps_ahead(rollout: PolicyRolloutSettings, accumulation: AccumulationSettings) -> int:
@@ -51,7 +67,7 @@ def steps_ahead(rollout: PolicyRolloutSettings, accumulation: AccumulationSettin
     """
     if rollout.max_staleness is None:
         return rollout.lag
-    steps_per_batch = steps_of(rollout.prompts_per_batch * rollout.group_size, accumulation)
+    steps_per_batch = steps_of_batch(rollout, accumulation)
     return min(rollout.max_staleness - (steps_per_batch - 1), steps_per_batch)
 
 

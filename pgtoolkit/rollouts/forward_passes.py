@@ -202,7 +202,7 @@ class ForwardPasses:
             and self._batch_size % docs_per_step > 0
         )
         drops = rollout.uninformative == Uninformative.drop
-        return self.reads_early or is_late or is_carried or drops
+        return self.reads_early or is_late or is_carried or drops or rollout.passes > 1
 
     def _num_on_policy(self, documents: Sequence[SampledDocument]) -> int:
         """Return how many documents, from the first on, are on_policy: the forward pass of their

@@ -33,6 +33,7 @@ from pgtoolkit.rollouts.group_rollouts import (
     scored_groups,
     small_rewards_note,
 )
+from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.saved_batches import STATE
 from pgtoolkit.rollouts.settings import (
@@ -109,6 +110,7 @@ class SampledRollouts(Source):
     def __post_init__(self) -> None:
         self._rollout = self.settings
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
+        self.passes = Passes.of(self._rollout, self.seed)
         # A batch is sampled this many steps before the first step that trains on it.
         self._ahead = steps_ahead(self._rollout, self.accumulation)
         self._stopwatch = Stopwatch()
@@ -165,8 +167,9 @@ class SampledRollouts(Source):
         """Return whether rollout.retire_at has left no prompt to ask."""
         return bool(self._retired) and len(self._retired) == self.task.task.num_prompts
 
-    def before_step(self, position: int) -> None:
-        """Sample the batches that are due before the step that begins at this position.
+    def before_step(self, position: int, number: int = 0) -> None:
+        """Sample the batches that are due before the step that begins at this position, in pass
+        `number` over its batch.
 
         With `rollout.max_staleness` the last of them only begins to be sampled. Without lag nothing
         is due: `document` then samples a batch when it needs it.
@@ -174,18 +177,20 @@ class SampledRollouts(Source):
         if self._ahead == 0:
             return
         self._use(position // self.batch_size)
-        number = self._next_batch
-        while self._steps_before(number, position) <= self._ahead:
-            self._begin_sampling(number)
+        batch = self._next_batch
+        while self._steps_before(batch, position, number) <= self._ahead:
+            self._begin_sampling(batch)
             if self._rollout.max_staleness is None or self._unscored:
                 self._finish_sampling()
             if self.all_retired:
                 break
-            number += 1
+            batch += 1
 
-    def _steps_before(self, number: int, position: int) -> int:
-        """Return the number of steps from `position` until training on batch `number` begins."""
-        return steps_before(number, position, self.batch_size, self.accumulation)
+    def _steps_before(self, batch: int, position: int, passes_done: int) -> int:
+        """Return the number of steps from `position` until training on a batch begins."""
+        return steps_before(
+            batch, position, self.batch_size, self.accumulation, self.passes.count, passes_done
+        )
 
     def document(self, position: int) -> Document:
         number, place = divmod(position, self.batch_size)

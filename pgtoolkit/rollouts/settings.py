@@ -28,6 +28,7 @@ AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 """Why a resumed run cannot change the keys that decide which batches were sampled early."""
 
 _BATCH = "the position in the data is counted in batches of this size"
+_PASSES = "the position in the data is counted in passes over a batch"
 _NOT_REPEATABLE = (
     "The weights that sample further rounds would depend on when checkpoints are written."
 )
@@ -52,6 +53,11 @@ class Uninformative(StrEnum):
 class Truncated(StrEnum):
     train = "train"
     mask = "mask"
+
+
+class PassOrder(StrEnum):
+    same = "same"
+    shuffled = "shuffled"
 
 
 class TrainedTurns(StrEnum):
@@ -214,6 +220,28 @@ class PolicyRolloutSettings(RolloutSettings):
         most=10**6,
         fixed=AHEAD,
         alters=Alters.age,
+    )
+    passes: int = key(
+        default=1,
+        help="How often each batch of rollouts is trained (>= 1). With more than one, old "
+        "log-probs are computed before its first update and kept, so that clips act.",
+        least=1,
+        most=1000,
+        learns="rollout.passes>1",
+        fixed=_PASSES,
+        added=True,
+        alters=Alters.age,
+    )
+    pass_order: PassOrder = key(
+        default=PassOrder.same,
+        help="The order of a batch in its passes: same (that in which it was sampled) or shuffled "
+        "(whole prompts, anew in each pass).",
+        only_if="rollout.passes>1",
+        use="rollout.passes=4",
+        learns="rollout.pass_order=shuffled",
+        fixed=_PASSES,
+        added=True,
+        alters=Alters.nothing,
     )
     keep_completions: int = key(
         default=8,

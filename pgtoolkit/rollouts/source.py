@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pgtoolkit.document import Document
+from pgtoolkit.rollouts.passes import ONE_PASS, Passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,16 @@ class Source(Protocol):
     num_documents: the length of the stream; None if it has no end, or if the end is not known yet.
     batch_size: the number of documents of a batch.
     has_groups: True if it is known which documents share a prompt.
+    passes: how often each batch is trained, and in which order.
     """
 
     num_documents: int | None = None
     batch_size: int = 0
     has_groups: bool = True
+    passes: Passes = ONE_PASS
 
-    def before_step(self, position: int) -> None:
-        """Prepare for the step that begins at this position.
+    def before_step(self, position: int, number: int = 0) -> None:
+        """Prepare for the step that begins at this position, in pass `number` over its batch.
 
         It is called once, before the documents of the step are asked for.
         """

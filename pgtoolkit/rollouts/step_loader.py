@@ -3,7 +3,8 @@
 Which documents make a step depends on `docs_per_step` and on where trajectories, groups and batches
 of rollouts end, not on how the step is then cut into micro-batches. Only where `docs_per_step` is 0
 a step is instead as many documents as fit into `micro_batches_per_step`. The loader's place in the
-data is one integer, the position of the next document.
+data is two integers: the position of the next document, and the number of the pass over its batch,
+0 where each batch is trained once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pgtoolkit.batch import Step, known_vectors
+from pgtoolkit.batch import Pass, Step, known_vectors
 from pgtoolkit.document import Document, cut, vectors_of_critic
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
@@ -67,7 +68,9 @@ class StepLoader:
     max_steps: int
     layout: Layout = ONE_PROCESS
     _position: int = 0
+    _pass: int = 0
     _step_start: int = 0
+    _step_pass: int = 0
     _num_steps: int = 0
     _num_left_out_in_a_row: int = 0
 
@@ -92,6 +95,9 @@ class StepLoader:
             if not documents:
                 return
             self._num_steps += 1
+            of_pass = None
+            if self.source.passes.count > 1:
+                of_pass = Pass(is_first=self._step_pass == 0, ends_batch=self.ends_batch)
             share = divide_among_ranks(documents, size)[rank]
             if isinstance(documents[0], Outline):
                 # Such a source leaves out no document, so that the positions are consecutive.
@@ -100,7 +106,7 @@ class StepLoader:
                     for place in share:
                         documents[place] = self.source.document(start + place)
             step = make_step(documents, self.accumulation.max_tokens, self._state(), rank, size)
-            yield replace(step, seconds=self.source.seconds())
+            yield replace(step, seconds=self.source.seconds(), of_pass=of_pass)
 
     @property
     def num_batches(self) -> int:
@@ -113,14 +119,17 @@ class StepLoader:
 
     @property
     def ends_batch(self) -> bool:
-        """Return whether the batch of rollouts in which the last step begins has no further one."""
+        """Return whether the batch of rollouts in which the last step begins has no further one, in
+        any pass."""
         end = self.source.batch_end(self._step_start)
+        if self._position < end and self._pass < self.source.passes.count - 1:
+            return False  # The next pass has the documents of the last step again.
         if self.source.num_documents is not None:
             end = min(end, self.source.num_documents)
         drops = self.accumulation.last_step == LastStep.drop
         rest: list[Document] = []
         for position in range(self._position, end):
-            document = self._document_or_outline(position)
+            document = self._document(position)
             if document.left_out:
                 continue
             rest.append(document)
@@ -137,14 +146,22 @@ class StepLoader:
         The source may be sampling the next batch, and its state waits for that. A checkpoint should
         wait, but not each step.
         """
-        return {
+        state = {
             "position": self._position,
             "num_steps": self._num_steps,
             "source": self.source.state_dict,
         }
+        if self.source.passes.count > 1:
+            state["pass"] = self._pass
+        return state
 
     def load_state_dict(self, state: dict) -> None:
+        """Continue from a state that `state_dict` returned. Raises ValueError for any other one."""
         self._position = state["position"]
+        self._pass = state.get("pass", 0)
+        if self._pass >= self.source.passes.count:
+            count = self.source.passes.count
+            raise ValueError(f"it is in pass {self._pass + 1} of {count} over a batch")
         self._num_steps = state["num_steps"]
         self.source.load_state_dict(state["source"])
 
@@ -153,14 +170,16 @@ class StepLoader:
 
         Raises DataError if there is nothing to train on.
         """
-        self.source.before_step(self._position)
+        self.source.before_step(self._position, self._pass)
         num_dropped = 0
         attempts = 2  # the rest of a batch, then a complete batch
         while attempts > 0:
             start = self._position
             self._step_start = start
-            documents, self._position = self._collect(start)
-            if not documents and self._position > start:
+            self._step_pass = self._pass
+            documents, end = self._collect(start)
+            self._go_on_from(start, end)
+            if not documents and end > start:
                 continue  # Every document in the rest of the batch is left out.
             attempts -= 1
             drops = self.accumulation.last_step == LastStep.drop
@@ -169,6 +188,22 @@ class StepLoader:
             elif documents or self._num_steps > 0:
                 return documents
         raise DataError(nothing_to_train(num_dropped) if num_dropped else _ALL_SOLVED)
+
+    def _go_on_from(self, start: int, end: int) -> None:
+        """Set the place to that after a step from `start` to `end`: there, or at the beginning of
+        the next pass where the step has ended one."""
+        self._position = end
+        if self.source.passes.count == 1 or end < self.source.batch_end(start):
+            return
+        self._pass += 1
+        if self._pass < self.source.passes.count:
+            self._position = self.source.batch_end(start) - self.source.batch_size
+        else:
+            self._pass = 0
+
+    def _document(self, position: int) -> Document:
+        """Return the document at this position of the present pass, or its outline."""
+        return self._document_or_outline(self.source.passes.source_position(position, self._pass))
 
     def _collect(self, start: int) -> tuple[list[Document], int]:
         """Return (the documents of a step that begins at `start`, the position after them).
@@ -181,14 +216,15 @@ class StepLoader:
         while not self._must_end(position, start):
             if documents and self._closes_before(position, documents):
                 break
-            document = self._document_or_outline(position)
+            document = self._document(position)
             position += 1
             if not document.left_out:
                 self._num_left_out_in_a_row = 0
                 documents.append(document)
                 continue
             self._num_left_out_in_a_row += 1
-            if self._num_left_out_in_a_row >= _MAX_EMPTY_BATCHES * self.source.batch_size:
+            most = _MAX_EMPTY_BATCHES * self.source.batch_size * self.source.passes.count
+            if self._num_left_out_in_a_row >= most:
                 raise DataError(_NO_SIGNAL)
         return documents, position
 
@@ -216,15 +252,14 @@ class StepLoader:
         for name in ("trajectory", "group") if self.close_on_groups else ("trajectory",):
             # Neither a trajectory nor a group goes on in another batch.
             number = None if at_batch_end else getattr(last, name)
-            if number is not None and getattr(self._document_or_outline(position), name) == number:
+            if number is not None and getattr(self._document(position), name) == number:
                 return False
         if self.accumulation.docs_per_step > 0:
             return True
-        if self._document_or_outline(position).left_out:
+        following = self._document(position)
+        if following.left_out:
             return False
-        with_next = cut(
-            [*documents, self._document_or_outline(position)], self.accumulation.max_tokens
-        )
+        with_next = cut([*documents, following], self.accumulation.max_tokens)
         assert self.accumulation.micro_batches_per_step is not None
         return len(with_next) > self.accumulation.micro_batches_per_step
 

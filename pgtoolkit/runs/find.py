@@ -91,11 +91,21 @@ class Run:
         return values(self.columns, metric)
 
     def points(self, axis: str, metric: str) -> np.ndarray:
-        """Return the (2, points) values of an axis and a metric, at the steps that have both."""
+        """Return the (2, points) values of an axis and a metric, at the steps that have both.
+
+        Over documents_seen, the steps of several passes over the same documents are one point: a
+        metric of training is their mean.
+        """
         if axis not in self.columns or metric not in self.columns:
             return np.empty((2, 0))
         both = np.array([self.columns[axis], self.columns[metric]])
-        return both[:, ~np.isnan(both).any(0)]
+        both = both[:, ~np.isnan(both).any(0)]
+        if axis != "documents_seen" or metric.startswith(HELD_OUT):
+            return both
+        x, numbers = np.unique(both[0], return_inverse=True)
+        if x.size == both[0].size:
+            return both
+        return np.array([x, np.bincount(numbers, both[1]) / np.bincount(numbers)])
 
     def last(self, name: str) -> float:
         """Return the value of a column in the last row; 0 where it has none."""

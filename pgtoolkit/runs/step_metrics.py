@@ -216,8 +216,14 @@ OF_DATA_AND_TRAINER = (
     ),
     Metric(
         "documents_seen",
-        "documents of this step and all before it, also before a resume",
+        "documents of this step and all before it, also before a resume, each counted once",
         over="the run",
+    ),
+    Metric(
+        "documents_trained",
+        "the same with each document counted in each pass over its batch",
+        over="the run",
+        where="with `rollout.passes` > 1",
     ),
     _of_step("learning_rate", "the learning rate of the step's update"),
     _of_step(

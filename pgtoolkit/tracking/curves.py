@@ -56,7 +56,10 @@ def _figure(recorded: Columns, title: str) -> Figure:
     )
     title = " ".join(title.split())
     figure.suptitle(title if present else f"{title}: nothing was measured", fontsize=11)
-    axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
+    # Several passes over the same documents would be one place on that axis.
+    seen = recorded.get("documents_seen", np.array([np.nan]))
+    rises = not np.isnan(seen).any() and bool((np.diff(seen) > 0).all())
+    axis = "documents_seen" if rises else "step"
     for number, names in enumerate(present, start=1):
         axes = figure.add_subplot(rows, columns, number)
         if number > len(present) - columns:  # in the lowest row

@@ -60,7 +60,10 @@ class DynamicAccumulation(lightning.LightningModule):
     max_bad_steps: after this number of bad steps in a row NumericalError is raised. A step is bad
         if its loss or its gradient is not finite.
     num_updates: the updates made so far.
-    documents_seen: the documents of all steps so far, also of those without an update.
+    documents_seen: the documents of all steps so far, also of those without an update. Each counts
+        once, however many passes train it.
+    documents_trained: the same with each document counted in each pass; None where each batch is
+        trained once.
     num_skipped_steps: the steps so far that had no trained token or were bad.
     loss_scale: for gradients in float16; None if they have another type. A step whose gradient
         overflows makes no update on any rank. It is neither bad nor skipped: the loss scale counts
@@ -82,6 +85,7 @@ class DynamicAccumulation(lightning.LightningModule):
         self.max_bad_steps = max_bad_steps
         self.num_updates = 0
         self.documents_seen = 0
+        self.documents_trained: int | None = None
         self.num_skipped_steps = 0
         self._bad_steps_in_a_row = 0
 
@@ -166,7 +170,7 @@ class DynamicAccumulation(lightning.LightningModule):
         The metrics reach `Callback.on_train_batch_end` under the key "metrics".
         """
         started = time.perf_counter()
-        self.documents_seen += int(step.totals.num_documents)
+        self._count_documents(step)
         updates_before = self.num_updates
         of_update = {}
         if step.totals.num_tokens == 0:
@@ -179,8 +183,17 @@ class DynamicAccumulation(lightning.LightningModule):
             "documents_seen": self.documents_seen,
             "num_skipped_steps": self.num_skipped_steps,
         }
+        if self.documents_trained is not None:
+            metrics["documents_trained"] = self.documents_trained
         metrics |= self._time_and_memory(step, started)
         return {"metrics": metrics}
+
+    def _count_documents(self, step: Step) -> None:
+        documents = int(step.totals.num_documents)
+        if step.of_pass is None or step.of_pass.is_first:
+            self.documents_seen += documents
+        if step.of_pass is not None:
+            self.documents_trained = (self.documents_trained or 0) + documents
 
     def _update(self, step: Step) -> dict[str, float]:
         """Compute the gradient of a step, and update the weights unless a number is not finite.

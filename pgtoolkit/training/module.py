@@ -63,7 +63,9 @@ class PolicyGradientModule(DynamicAccumulation):
         need none.
     max_bad_steps: consecutive steps with a loss or gradient that is not finite that end the run.
     reference_every: updates between moves of the reference towards the policy; None: it stays.
+        Where each batch has several passes, a move waits for the last step of the last one.
     reference_rate: how far it moves, 0 to 1.
+    reference_is_due: whether the reference is to move once its batch has been trained.
     Attributes that may be set afterwards:
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
@@ -108,6 +110,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._reference_rate = reference_rate
         self._optimizer_settings = optimizer
         self._first_pass: FirstPass | None = None
+        self.reference_is_due = False
         self.record: JsonObject = {}
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
@@ -133,6 +136,8 @@ class PolicyGradientModule(DynamicAccumulation):
         updates_before = self.num_updates
         output = super().training_step(step, batch_index)
         if self.num_updates > updates_before:
+            self._note_due_reference()
+        if self.reference_is_due and (step.of_pass is None or step.of_pass.ends_batch):
             self._move_reference()
         rowwise.tell()
         metrics = output["metrics"]
@@ -367,13 +372,17 @@ class PolicyGradientModule(DynamicAccumulation):
         self.reference.put_away()
         return _at_places_of_policy(log_probs, micro_batch)
 
+    def _note_due_reference(self) -> None:
+        """Note that the reference is to move, if the last update is one of `reference_every`."""
+        every = self.reference_every
+        if every is not None and self.num_updates % every == 0:
+            self.reference_is_due = True
+
     @torch.no_grad()
     def _move_reference(self) -> None:
-        """Move the reference towards the policy, if this update is one of `reference_every`."""
-        every = self.reference_every
-        if every is None or self.num_updates % every != 0:
-            return
+        """Move the reference towards the policy."""
         assert self.reference is not None
+        self.reference_is_due = False
         weights = named_weights(self.policy.model)
         for name, weight in named_weights(self.reference.model).items():
             if weight.is_floating_point():

@@ -135,7 +135,7 @@ class Recorder(RunCallback):
         if self._run is not None:
             self._run.append_metrics(self.step, metrics)
             self.progress.show(self.step, metrics)
-        if self.completions is not None:
+        if self.completions is not None and (batch.of_pass is None or batch.of_pass.is_first):
             self.completions.add(self.step, batch.documents)
         if self._num_updates == 0:
             self._follow_first_update(module, metrics, batch.documents)

@@ -52,6 +52,10 @@ def snapshot(
         "data": data_state,
         "config": json.dumps(module.record),
     }
+    if module.documents_trained is not None:
+        state["documents_trained"] = module.documents_trained
+    if module.reference_is_due:
+        state["reference_is_due"] = True
     if module.loss_scale is not None:
         state["loss_scale"] = module.loss_scale.state_dict()
     if module.policy.base_digest is not None:
@@ -145,6 +149,8 @@ def restore(module: PolicyGradientModule, state: dict) -> None:
         module.num_updates = state["num_updates"]
         module.num_skipped_steps = state["num_skipped_steps"]
         module.documents_seen = state["documents_seen"]
+        module.documents_trained = state.get("documents_trained")
+        module.reference_is_due = state.get("reference_is_due", False)
         if module.critic is not None:
             module.critic.num_updates = state["critic_updates"]
         # A run that had another number type before has no scale to restore.

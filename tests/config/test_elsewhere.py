@@ -145,7 +145,7 @@ def test_a_section_stands_for_its_keys():
         ("num_train_epochs", "trainer.max_steps counts optimizer steps"),
         ("scale_rewards", "group, true: `advantage=grpo`; batch: `advantage=batch_std`"),
         ("top_k", "here: 0, -1, null: nothing to type"),
-        ("ppo_epochs", "each completion is trained on once"),
+        ("ppo_epochs", "1: nothing to type; else rollout.passes"),
         ("lam", "here: `advantage.gae_lambda`"),
         ("kl_loss_type", "where: kl_in_loss is actor.use_kl_loss and actor.kl_loss_coef and not"),
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
@@ -161,7 +161,7 @@ def test_explain_answers_the_words_of_other_trainers(word, answer):
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("num_iterations=2", "TRL's num_iterations is here 1: nothing to type (each completion is"),
+        ("num_iterations=2", "Use rollout.passes=2."),
         ("data.train_batch_size=64", "Use rollout.prompts_per_batch=64."),
         ("push_to_hub=true", "TRL's push_to_hub has no equal here: `pgtk export RUN DIR` writes"),
         ("scale_rewards=batch", "batch: `advantage=batch_std`"),

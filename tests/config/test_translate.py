@@ -179,7 +179,12 @@ TRL = [
         {"mask_truncated_completions": True, "loss_type": "grpo"},
         {"rollout.truncated": "mask", "mask_truncated_completions": None},
     ),
-    ({"num_iterations": 2, "top_k": 50, "min_p": 0.1}, {"num_iterations": "left", "top_k": "left"}),
+    ({"top_k": 50, "min_p": 0.1}, {"top_k": "left"}),
+    ({"num_iterations": 2}, {"rollout.passes": 2, "num_iterations": None}),
+    (
+        {"num_iterations": 2, "steps_per_generation": 3, "gradient_accumulation_steps": 2},
+        {"rollout.passes": None, "accumulation.last_step": "carry", "num_iterations": "left"},
+    ),
     ({"top_k": 0, "top_p": 1, "repetition_penalty": 1.0}, {"top_k": None, "rollout.top_p": None}),
     ({"max_grad_norm": 0}, {"optimizer.max_grad_norm": "null"}),
     (
@@ -226,6 +231,11 @@ VERL = [
         {"trainer.total_training_steps": 100},
         {"trainer.max_steps": 200, "trainer.total_epochs": None},
     ),
+    (
+        {f"{ACTOR}.ppo_epochs": 3, "trainer.total_training_steps": 100},
+        {"rollout.passes": 3, "trainer.max_steps": 600},
+    ),
+    ({f"{ACTOR}.shuffle": True}, {f"{ACTOR}.shuffle": "left", "rollout.pass_order": None}),
     ({"trainer.save_freq": 20}, {"trainer.checkpoint_every": 40, "trainer.total_epochs": "left"}),
     # Warm-up counts batches.
     ({f"{ACTOR}.optim.lr_warmup_steps": 10}, {"optimizer.warmup_steps": 20}),
@@ -388,7 +398,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
 ):
     (tmp_path / "grpo.yaml").write_text(
         "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nlearning_rate: 2e-6\n"
-        "num_iterations: 2\nseed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
+        "seed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
         "warmup_ratio: 0.1\nsave_steps: 0.1\n"
     )
     assert main(["translate", str(tmp_path / "grpo.yaml"), "--processes", "4"]) == 0
@@ -402,7 +412,6 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "Assumed:\n  task.path is to be filled in\n" in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
-    assert "  num_iterations=2: each completion is trained on once" in page
     assert "the command has aggregation=sample_mean" in page.partition("loss_type=nonsense")[2]
     share = "a share of the steps, whose number follows from the data there; the command has "
     assert f"  warmup_ratio=0.1: {share}optimizer.warmup_steps=10\n" in page

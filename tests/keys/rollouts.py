@@ -136,6 +136,21 @@ def documents_of_groups_with_equal_rewards_are_left_out_if_asked():
     assert any(left_out)
 
 
+@key_test("rollout/policy.passes", "rollout/policy.pass_order")
+def a_batch_is_trained_as_often_as_asked_in_the_same_order_or_in_others():
+    def names(*overrides: str) -> list[list[str]]:
+        """Return the documents of each step; a batch is one step of a pass."""
+        _, loader = module_and_steps("accumulation.docs_per_step=16", *overrides)
+        return [[document.name for document in step.documents] for step in loader]
+
+    once = names()
+    assert len({tuple(step) for step in once}) == 6
+    assert names("rollout.passes=3") == [once[0]] * 3 + [once[1]] * 3
+    shuffled = names("rollout.passes=3", "rollout.pass_order=shuffled")
+    assert [sorted(step) for step in shuffled] == [sorted(once[0])] * 3 + [sorted(once[1])] * 3
+    assert len({tuple(step) for step in shuffled}) > 2
+
+
 @key_test("sampler/transformers.name")
 def the_sampler_is_that_of_its_name():
     _, loader = module_and_steps("sampler=transformers")

@@ -30,6 +30,7 @@ from pgtoolkit.document import Document
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.batch_counts import steps_before, steps_of
 from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
+from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
@@ -211,17 +212,15 @@ def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
     assert (num_without > 0) is (not correction and last_step == "short")
 
 
-class BatchRecorder:
+class BatchRecorder(Source):
     """An endless source of batches; notes the position before each step, and the step that begins
     each batch."""
-
-    num_documents = None
 
     def __init__(self) -> None:
         self.positions: list[int] = []
         self.first_steps: dict[int, int] = {}
 
-    def before_step(self, position: int) -> None:
+    def before_step(self, position: int, number: int = 0) -> None:
         self.positions.append(position)
 
     def document(self, position: int) -> SimpleNamespace:

@@ -31,9 +31,6 @@ class ListSource(Source):
         self.num_documents = None if endless else len(documents)
         self.asked: list[int] = []
 
-    def before_step(self, position: int) -> None:
-        pass
-
     def document(self, position: int) -> Document:
         self.asked.append(position)
         return self._documents[position]

@@ -29,6 +29,9 @@ from pgtoolkit.runs.records import read_provenance
 STEPS_OF_5 = ("trainer.max_steps=9", "accumulation.docs_per_step=5")
 STEPS_OF_12 = ("trainer.max_steps=9", "accumulation.docs_per_step=12")
 PROXIMAL = ("rollout.old_log_probs=proximal", "correction=token_truncate", "correction.high=1.001")
+PASSES = ("rollout.passes=3", "rollout.pass_order=shuffled", "trainer.max_steps=9")
+"""A batch makes two steps in each of three passes."""
+MOVING = ("kl.update_every=1", "kl.update_rate=0.5")
 OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
 
 
@@ -51,6 +54,12 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
                 (3, 4),
             ),
             (("rollout.uninformative=drop",), (3,)),
+            (PASSES, (1, 3, 5)),
+            (
+                (*PASSES, "advantage=gae", "loss=grpo", "kl=k3", "kl.coefficient=0.3", *MOVING),
+                (5, 6),
+            ),
+            (("rollout.passes=2", "rollout.max_staleness=9", OVERLAP[1], *STEPS_OF_5), (3, 6)),
             (("advantage=gae", "loss=grpo", "critic.steps_before_policy=1"), (1, 2)),
             (
                 (

@@ -11,7 +11,7 @@ from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.model.misfits import unknown_parts
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
-from pgtoolkit.rollouts.batch_counts import steps_of
+from pgtoolkit.rollouts.batch_counts import steps_of_batch
 from pgtoolkit.rollouts.recorded_folder import batches_in
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.report import Report, is_number, plural, refusal, text
@@ -41,7 +41,7 @@ def rollout(c: Config, report: Report) -> None:
             use=f"rollout.prompts_per_batch={_MOST_DOCUMENTS // rollout.group_size}",
         )
     _completions(rollout, report)
-    _sampled_ahead(c, rollout, batch, report)
+    _sampled_ahead(c, rollout, report)
     length = rollout.max_completion_length
     if isinstance(c.task, GeneratedTaskSettings):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
@@ -91,12 +91,10 @@ def _completions(rollout: PolicyRolloutSettings, report: Report) -> None:
         )
 
 
-def _sampled_ahead(
-    c: Config, rollout: PolicyRolloutSettings, batch_size: int, report: Report
-) -> None:
+def _sampled_ahead(c: Config, rollout: PolicyRolloutSettings, report: Report) -> None:
     """Check how early batches are sampled."""
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
-    steps = steps_of(batch_size, c.accumulation) if is_counted else 0
+    steps = steps_of_batch(rollout, c.accumulation) if is_counted else 0
     if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
         report.refuse_value(
             key="rollout.lag",
@@ -109,10 +107,14 @@ def _sampled_ahead(
         report.refuse_value(
             key="rollout.max_staleness",
             value=rollout.max_staleness,
-            needs=f"at least the {steps} steps of a batch",
+            needs=f"at least the {steps} steps of a batch{_in_passes(rollout)}",
             reason="With less, nothing could be trained while a batch is sampled.",
             better=2 * steps - 1,
         )
+
+
+def _in_passes(rollout: PolicyRolloutSettings) -> str:
+    return f" in its {rollout.passes} passes" if rollout.passes > 1 else ""
 
 
 def room_for_answer(task: GeneratedTaskSettings, key: str, length: int, report: Report) -> None:

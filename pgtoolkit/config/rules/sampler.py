@@ -9,7 +9,8 @@ from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.environment import world_size
-from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of
+from pgtoolkit.rollouts.batch_counts import steps_of_batch
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.sampling.settings import TransformersSamplerSettings, VllmSamplerSettings
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
@@ -43,11 +44,10 @@ def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report:
             reason="Each of these has others complete its prompts.",
             use=use,
         )
-    elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
+    elif count and isinstance(c.rollout, PolicyRolloutSettings) and c.rollout.max_staleness is None:
         advice = "rollout.max_staleness, which needs accumulation.docs_per_step > 0, lets"
-        batch_size = documents_per_batch(c.rollout)
-        if batch_size is not None and c.accumulation.docs_per_step > 0:
-            staleness = 2 * steps_of(batch_size, c.accumulation) - 1
+        if c.accumulation.docs_per_step > 0:
+            staleness = 2 * steps_of_batch(c.rollout, c.accumulation) - 1
             advice = f"rollout.max_staleness={staleness} rollout.old_log_probs=sampling lets"
             if c.rollout.lag:
                 advice = f"rollout.lag=0 {advice}"

@@ -11,6 +11,7 @@ from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.model.misfits import misfits
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.rollouts.batch_counts import documents_per_batch, samples_ahead
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.rollouts.whole_steps import misfits_of_function, misfits_of_groups
 from pgtoolkit.system.report import Report
 
@@ -39,10 +40,16 @@ def accumulation(c: Config, report: Report) -> None:
             f"loss={c.loss.name}", family, docs, group_size, c.correction.name
         )
     batch = documents_per_batch(c.rollout)
+    has_no_ratio = family is not None and not family.reads_old_log_probs
+    passes = c.rollout.passes if isinstance(c.rollout, PolicyRolloutSettings) else 1
+    if passes > 1 and not has_no_ratio:
+        report.note(
+            f"rollout.passes={passes}: ratios compare with the weights before the first pass over "
+            "a batch, so that clips act from pass two on, also where a batch is one step."
+        )
     if batch is not None and docs > 0:
-        _steps_per_batch(c, batch, docs, c.accumulation.last_step, report)
-        has_no_ratio = family is not None and not family.reads_old_log_probs
-        is_off_policy = docs < batch or samples_ahead(c.rollout)
+        _steps_per_batch(c, batch, docs, passes, report)
+        is_off_policy = docs < batch or passes > 1 or samples_ahead(c.rollout)
         if has_no_ratio and is_off_policy and c.advantage.estimator != "none":
             report.note(
                 f"loss={c.loss.name} has no ratio: nothing corrects for updates between sampling "
@@ -65,7 +72,8 @@ def _size_of_step(c: Config, report: Report) -> None:
         )
 
 
-def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report) -> None:
+def _steps_per_batch(c: Config, batch: int, docs: int, passes: int, report: Report) -> None:
+    last = c.accumulation.last_step
     if docs > batch and last == "drop":
         report.refuse(
             setting="accumulation.last_step=drop",
@@ -85,7 +93,7 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
         }
         reason = f"does not divide the {batch} documents of a batch"
         report.note(f"accumulation.docs_per_step={docs} {reason}: {effects[last]}.")
-    elif docs == batch and not samples_ahead(c.rollout):
+    elif docs == batch and passes == 1 and not samples_ahead(c.rollout):
         report.note(
             "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and "
             "the losses differ only in their weights."

@@ -343,6 +343,13 @@ ACCUMULATION = (
         because="A prompt's mean needs all its completions in one step.",
         use="accumulation=dynamic",
     ),
+    Rule(
+        "rollout.pass_order=shuffled",
+        needs="accumulation.last_step!=drop",
+        because="Each pass would leave out other documents, so that some are trained more often "
+        "than others.",
+        use="accumulation.last_step=short or rollout.pass_order=same",
+    ),
 )
 
 PARALLELISM = (

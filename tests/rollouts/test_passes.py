@@ -1,0 +1,462 @@
+"""Several passes over a batch of rollouts: the steps of each, what stays as it was at the batch's
+begin, and where a resumed run continues. Losses are those of loops in float64."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from builders.documents import document_of
+from builders.parallel_runs import assert_runs_close, run_on_ranks
+from builders.runs import SHORT
+from builders.threads import on_ranks
+from keys.small_runs import labels_of, module_and_steps, specified
+from losses import group_formulas
+from torch import nn
+
+from pgtoolkit.batch import Step
+from pgtoolkit.document import OPTIONAL_VECTORS, Document
+from pgtoolkit.errors import DataError
+from pgtoolkit.losses import reference_terms
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.batch_counts import steps_before
+from pgtoolkit.rollouts.passes import Passes
+from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
+from pgtoolkit.rollouts.source import Source
+from pgtoolkit.rollouts.step_loader import StepLoader, loadable
+from pgtoolkit.training.module import PolicyGradientModule
+
+SHUFFLED = Passes(3, groups=3, group_size=2, seed=7)
+
+
+class Batches(Source):
+    """Batches of six documents, two to a prompt; notes where each step begins.
+
+    left_out: positions of the documents that are in no step.
+    """
+
+    batch_size = 6
+
+    def __init__(self, passes: Passes, num_batches: int = 2, left_out: Sequence[int] = ()):
+        self.passes = passes
+        self.num_documents = num_batches * self.batch_size
+        self._left_out = left_out
+        self.begins: list[tuple[int, int]] = []
+
+    def before_step(self, position: int, number: int = 0) -> None:
+        self.begins.append((position, number))
+
+    def document(self, position: int) -> Document:
+        return document_of(
+            4,
+            torch.arange(4) >= 2,
+            group=position // 2,
+            name=str(position),
+            left_out=position in self._left_out,
+        )
+
+
+def loader_of(
+    source: Source,
+    docs_per_step: int = 4,
+    last_step: str = "short",
+    layout: Layout = ONE_PROCESS,
+    max_tokens: int = 8,
+    groups: bool = False,
+) -> StepLoader:
+    accumulation = AccumulationSettings(
+        docs_per_step=docs_per_step, max_tokens=max_tokens, last_step=LastStep(last_step)
+    )
+    return StepLoader(source, accumulation, groups, 99, layout)
+
+
+def names(step: Step) -> list[int]:
+    return [int(document.name) for document in step.documents]
+
+
+def places(steps: list[Step]) -> list[tuple[bool, bool]]:
+    return [(step.of_pass.is_first, step.of_pass.ends_batch) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("last_step", "left_out", "of_a_pass"),
+    [
+        ("short", (), [[0, 1, 2, 3], [4, 5]]),
+        ("drop", (), [[0, 1, 2, 3]]),
+        ("short", (0, 1, 6, 7), [[2, 3, 4, 5]]),
+        ("short", (4, 5, 10, 11), [[0, 1, 2, 3]]),
+    ],
+)
+def test_the_steps_of_a_batch_are_made_again_in_each_pass(last_step, left_out, of_a_pass):
+    steps = [*loader_of(Batches(Passes(3), left_out=left_out), last_step=last_step)]
+    of_second = [[number + 6 for number in step] for step in of_a_pass]
+    assert [names(step) for step in steps] == [*of_a_pass * 3, *of_second * 3]
+    length = len(of_a_pass)
+    of_batch = [(place < length, place == 3 * length - 1) for place in range(3 * length)]
+    assert places(steps) == of_batch * 2
+
+
+def names_on_a_rank(rank: int) -> list[list[int]]:
+    layout = Layout.of_world("cpu", 60, data_parallel=2)
+    return [names(step) for step in loader_of(Batches(SHUFFLED), layout=layout)]
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+def test_shuffled_passes_take_whole_groups_in_an_order_that_only_the_seed_decides():
+    """Neither micro-batches nor ranks nor the size of a step change it."""
+    steps = [*loader_of(Batches(SHUFFLED))]
+    orders = [names(steps[i]) + names(steps[i + 1]) for i in range(0, len(steps), 2)]
+    for place, order in enumerate(orders):
+        batch, number = divmod(place, 3)
+        seed = int(np.random.PCG64([7, batch]).random_raw()) >> 32
+        groups = np.argsort(np.random.PCG64([seed, number]).random_raw(3), kind="stable")
+        assert order == [6 * batch + 2 * group + member for group in groups for member in (0, 1)]
+    assert len({tuple(order) for order in orders[:3]}) > 1
+    assert orders[0] != [0, 1, 2, 3, 4, 5]
+    of_other_sizes = [names(step) for step in loader_of(Batches(SHUFFLED), 6, max_tokens=4)]
+    assert of_other_sizes == orders
+
+    assert on_ranks(2, names_on_a_rank) == [[names(step) for step in steps]] * 2
+
+
+@pytest.mark.parametrize("passes", [Passes(3), SHUFFLED])
+def test_a_loader_goes_on_from_each_place_in_each_pass(passes):
+    whole = [*loader_of(Batches(passes))]
+    for done, step in enumerate(whole, 1):
+        resumed = loader_of(Batches(passes))
+        resumed.load_state_dict(loadable(step.state_after))
+        rest = [*resumed]
+        assert [names(later) for later in rest] == [names(later) for later in whole[done:]]
+        assert places(rest) == places(whole[done:])
+    state = loadable(whole[0].state_after)
+    assert (state["position"], state["pass"]) == (4, 0)
+    state = loadable(whole[1].state_after)
+    assert (state["position"], state["pass"]) == (0, 1)
+    with pytest.raises(ValueError, match="it is in pass 4 of 3 over a batch"):
+        loader_of(Batches(passes)).load_state_dict(state | {"pass": 3})
+
+
+def test_a_place_has_no_pass_where_each_batch_has_one():
+    step = next(iter(loader_of(Batches(Passes()))))
+    assert loadable(step.state_after) == {"position": 4, "num_steps": 1, "source": {}}
+    assert step.of_pass is None
+    resumed = loader_of(Batches(Passes(3)))
+    resumed.load_state_dict(loadable(step.state_after))
+    assert [names(later) for later in resumed][:3] == [[4, 5], [0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("docs_per_step", [1, 4, 6, 9])
+@pytest.mark.parametrize("last_step", ["short", "drop"])
+def test_the_steps_until_a_batch_count_all_passes(docs_per_step, last_step):
+    if last_step == "drop" and docs_per_step > Batches.batch_size:
+        return  # there would be no step
+    source = Batches(Passes(3), num_batches=4)
+    loader = loader_of(source, docs_per_step, last_step)
+    batches = [names(step)[0] // 6 for step in loader]
+    first_steps = {batch: batches.index(batch) for batch in range(4)}
+    for step, (position, number) in enumerate(source.begins[: len(batches)]):
+        for batch in range(position // 6 + 1, 4):
+            left = steps_before(batch, position, 6, loader.accumulation, 3, number)
+            assert left == first_steps[batch] - step
+
+
+@pytest.mark.parametrize("num_empty", [9, 10])
+def test_batches_without_a_signal_count_once_however_many_passes(num_empty):
+    loader = loader_of(Batches(Passes(3), num_empty + 1, left_out=range(6 * num_empty)))
+    if num_empty == 10:
+        with pytest.raises(DataError, match="10 batches in a row"):
+            next(iter(loader))
+    else:
+        assert names(next(iter(loader))) == [54, 55, 56, 57]
+
+
+TRAINED = ("rollout.passes=3", "optimizer.learning_rate=0.02", "trainer.max_steps=9")
+"""Nine steps of a small run; a batch has sixteen documents, which make two steps in each pass."""
+
+ONE_STEP = ("accumulation.docs_per_step=16",)
+
+COMPARED = (
+    "kl_new_old",
+    "ratio_new_old",
+    "clipped_ratio_fraction",
+    "clipped_low_fraction",
+    "clipped_high_fraction",
+    "new_logprobs",
+    "old_logprobs",
+)
+
+
+@torch.no_grad()
+def log_probs(model: nn.Module, document: Document) -> torch.Tensor:
+    """Return the log-probs of the trained tokens, by the model's own logits."""
+    return differentiable_log_probs(model, document)
+
+
+def differentiable_log_probs(model: nn.Module, document: Document) -> torch.Tensor:
+    rows = model(input_ids=document.tokens[None]).logits[0, :-1].log_softmax(-1)
+    return rows.gather(-1, document.tokens[1:, None])[document.loss_mask[1:], 0]
+
+
+def vectors_of(document: Document) -> dict[str, object]:
+    """Return what a document has from the time when training on its batch began."""
+    names = (*OPTIONAL_VECTORS, "advantages", "values", "returns")
+    vectors = {name: getattr(document, name) for name in names}
+    return {name: vector.tolist() for name, vector in vectors.items() if vector is not None}
+
+
+class Models(NamedTuple):
+    """The models of a module as they were at some time."""
+
+    model: nn.Module
+    reference: nn.Module | None
+    critic: nn.Module | None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+
+class Trained(NamedTuple):
+    """A step of a small run.
+
+    begin: the models when training on its batch began. before: before its update. gradient: of the
+    policy's parameters.
+    """
+
+    step: Step
+    metrics: dict[str, float]
+    begin: Models
+    before: Models
+    gradient: list[torch.Tensor]
+
+
+def trained_steps(*overrides: str) -> Iterator[Trained]:
+    """Train a small run in float64, and yield its steps.
+
+    Asserts that no document changes while its batch is trained.
+    """
+    module, loader = module_and_steps(*TRAINED, *overrides)
+    kept: dict[str, dict[str, object]] = {}
+    begin = module
+    is_new = True
+    for number, step in enumerate(loader):
+        before = frozen(module)
+        if is_new:
+            begin = before
+            kept = {}
+        for document in step.documents:
+            assert kept.setdefault(document.name, vectors_of(document)) == vectors_of(document)
+        metrics = module.training_step(step, number)["metrics"]
+        gradient = [parameter.grad.clone() for parameter in module.model.parameters()]
+        yield Trained(step, metrics, begin, before, gradient)
+        is_new = step.of_pass.ends_batch
+    loader.source.close()
+
+
+def frozen(module: PolicyGradientModule) -> Models:
+    reference = None if module.reference is None else copy.deepcopy(module.reference.model)
+    critic = None if module.critic is None else copy.deepcopy(module.critic.body.model)
+    return Models(copy.deepcopy(module.model), reference, critic)
+
+
+def assert_as_specified(trained: Trained, **choices: object) -> None:
+    """Assert that loss, gradient and metrics of a step are those of loops in float64."""
+    expected, of_parameters = specified(trained.before, trained.step.documents, **choices)
+    metrics = trained.metrics
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-9, abs=1e-13)
+    torch.testing.assert_close(trained.gradient, of_parameters, rtol=1e-8, atol=1e-12)
+    for name in {*COMPARED, "kl_ref"} & metrics.keys() & expected.metrics.keys():
+        assert metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("order", "cut"),
+    [("same", ()), ("shuffled", ("accumulation.max_tokens=200",)), ("shuffled", ONE_STEP)],
+)
+def test_each_step_is_that_of_loops_with_the_old_log_probs_of_the_batchs_begin(order, cut):
+    """Loss, gradient and metrics in all passes. In pass two ratios are not 1, and clips act."""
+    counts = []
+    steps = [*trained_steps(f"rollout.pass_order={order}", *cut)]
+    for trained in steps:
+        step = trained.step
+        metrics = trained.metrics
+        for document in step.documents:
+            old = log_probs(trained.begin.model, document)
+            torch.testing.assert_close(document.old_log_probs.double(), old, rtol=0, atol=1e-5)
+        assert_as_specified(trained)
+        if cut == ONE_STEP and step.of_pass.is_first:
+            assert metrics["kl_new_old"] < 1e-12
+        elif not step.of_pass.is_first:
+            assert metrics["kl_new_old"] > 1e-3
+            assert metrics["clipped_low_fraction"] + metrics["clipped_high_fraction"] > 0
+        counts.append((metrics["documents_seen"], metrics["documents_trained"]))
+    if cut == ONE_STEP:
+        assert counts == [(16 * (1 + i // 3), 16 * (1 + i)) for i in range(9)]
+    else:
+        seen = [8, 16, 16, 16, 16, 16, 24, 32, 32]
+        assert counts == [(seen[i], 8 * (1 + i)) for i in range(9)]
+
+
+def test_the_values_of_a_critic_stay_those_of_the_batchs_begin():
+    """The clip of the value loss is around them, also in pass three."""
+    most_clipped = 0.0
+    for trained in trained_steps("advantage=gae", "critic.learning_rate=0.1", "critic.clip=0.1"):
+        assert_as_specified(trained)
+        loss = 0.0
+        for document in trained.step.documents:
+            old = values_of(trained.begin.critic, document)
+            torch.testing.assert_close(document.values.double(), old, rtol=0, atol=1e-5)
+            now = values_of(trained.before.critic, document)
+            columns = (now, document.values, document.returns)
+            for row in zip(*(column.tolist() for column in columns), strict=True):
+                loss += reference_terms.value_loss(*row, 0.1)[0] / 4
+        loss /= len(trained.step.documents)
+        assert trained.metrics["value_loss"] == pytest.approx(loss, rel=1e-9, abs=1e-13)
+        if not trained.step.of_pass.is_first:
+            most_clipped = max(most_clipped, trained.metrics["value_clipped_fraction"])
+    assert most_clipped > 0.1
+
+
+@torch.no_grad()
+def values_of(critic: nn.Module, document: Document) -> torch.Tensor:
+    states = critic.base_model(document.tokens[None]).last_hidden_state[0, :-1]
+    head = critic.get_output_embeddings()
+    return (states @ head.weight[0] + head.bias)[document.loss_mask[1:]]
+
+
+@pytest.mark.parametrize(("every", "moves"), [(1, (6, 12)), (4, (6, 12)), (7, (12,))])
+def test_a_reference_moves_once_a_batch_has_had_its_last_pass(every, moves):
+    """Steps 1 to 6 are the first batch; of moves that are due during a batch one is made."""
+    penalty = ("kl=k3", "kl.coefficient=0.3", "kl.update_rate=0.5", f"kl.update_every={every}")
+    steps = [*trained_steps(*penalty, "trainer.max_steps=13")]
+    expected = [weight.clone() for weight in steps[0].before.reference.parameters()]
+    for number, trained in enumerate(steps, 1):
+        reference = trained.before.reference
+        torch.testing.assert_close([*reference.parameters()], expected, rtol=1e-12, atol=1e-15)
+        if number < 8:
+            distances = [log_probs(reference, document) for document in trained.step.documents]
+            labels = labels_of(trained.step.documents)
+            ref_log_probs = torch.zeros(len(labels), dtype=torch.float64)
+            ref_log_probs.masked_scatter_(labels >= 0, torch.cat(distances))
+            assert_as_specified(trained, kl="k3", kl_coefficient=0.3, ref_log_probs=ref_log_probs)
+        if number in moves and number < 13:
+            after = steps[number].before.parameters()
+            pairs = zip(expected, after, strict=True)
+            expected = [old + 0.5 * (new.detach() - old) for old, new in pairs]
+
+
+def test_a_penalty_on_rewards_is_that_of_the_batchs_begin():
+    penalty = ("kl=k1", "kl.coefficient=0.3", "kl.place=reward", "kl.update_every=1")
+    largest = 0.0
+    for trained in trained_steps(*penalty, "kl.update_rate=0.5", "trainer.max_steps=12"):
+        assert_as_specified(trained)
+        for document in trained.step.documents:
+            old = log_probs(trained.begin.model, document)
+            away = old - log_probs(trained.begin.reference, document)
+            assert document.kl_reward == pytest.approx(-0.3 * float(away.sum()), abs=1e-5)
+            largest = max(largest, abs(document.kl_reward))
+    assert largest > 0.01
+
+
+def test_a_correction_acts_in_each_pass_by_the_log_probs_of_the_batchs_begin():
+    """A batch is sampled six updates before training on it begins: one batch before."""
+    ahead = ("rollout.lag=6", "rollout.old_log_probs=proximal", "trainer.max_steps=10")
+    factors = []
+    for number, trained in enumerate(
+        trained_steps(*ahead, "correction=token_truncate", "correction.high=1.01")
+    ):
+        settings = {"low": None, "high": 1.01}
+        assert_as_specified(trained, correction="token_truncate", correction_settings=settings)
+        for document in trained.step.documents:
+            assert document.model_version == 0
+        assert trained.metrics["staleness"] == number
+        factors.append(trained.metrics["correction_factor"])
+    assert factors[:6] == pytest.approx([1.0] * 6, abs=1e-5)
+    assert factors[6:8] == pytest.approx(factors[8:10], abs=1e-12)
+    assert min(factors[6:]) < 0.99
+
+
+def test_completions_are_sampled_while_all_passes_over_the_batch_before_are_trained():
+    """Six steps make a batch, and no document becomes older than eleven updates."""
+    overlap = ("rollout.max_staleness=11", "rollout.old_log_probs=sampling")
+    for number, trained in enumerate(trained_steps(*overlap, "trainer.max_steps=20")):
+        version = max(0, number // 6 * 6 - 6)
+        assert {document.model_version for document in trained.step.documents} == {version}
+
+
+def test_groups_without_a_signal_are_left_out_of_each_pass():
+    counts = []
+    for trained in trained_steps("rollout.uninformative=drop", "rollout.pass_order=shuffled"):
+        assert all((document.advantages != 0).any() for document in trained.step.documents)
+        of_pass = trained.step.of_pass
+        counts.append((of_pass.is_first, of_pass.ends_batch, len(trained.step.documents)))
+        assert_as_specified(trained)
+    of_batch = counts[: [ends for _, ends, _ in counts].index(True) + 1]
+    length = len(of_batch) // 3
+    sizes = [sum(size for *_, size in of_batch[i * length : (i + 1) * length]) for i in range(3)]
+    assert 0 < sizes[0] < 16
+    assert sizes == [sizes[0]] * 3
+    assert trained.metrics["documents_trained"] == sum(size for *_, size in counts)
+    assert trained.metrics["documents_seen"] == sum(
+        size for is_first, _, size in counts if is_first
+    )
+
+
+def centred(log_ratio, rewards, group_rewards, documents, groups):
+    """A loss of the user's own: the reward of each document pulls at its sum of log-ratios, from
+    which the group's mean is taken."""
+    sums = documents.sum(log_ratio)
+    better = documents.mean(rewards - group_rewards)
+    return -better * (sums - groups.spread(groups.mean(sums))).tanh()
+
+
+def centred_by_loops(new, old, sampled, rewards):
+    sums = [(p - o).sum() for p, o in zip(new, old, strict=True)]
+    mean = sum(sums) / len(sums)
+    reward = sum(rewards) / len(rewards)
+    return [-(r - reward) * (s - mean).tanh() for r, s in zip(rewards, sums, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "formula"),
+    [
+        (("loss=tpo", "loss.log_prob=mean"), lambda *v: group_formulas.tpo(*v, log_prob="mean")),
+        (("loss=lpo",), group_formulas.lpo),
+        (("loss=rollouts.test_passes.centred",), centred_by_loops),
+    ],
+)
+def test_a_loss_of_groups_is_that_of_loops_in_each_pass(loss, formula):
+    """Each step's own two passes over its micro-batches go with each pass over the batch."""
+    advantage = () if "centred" in loss[0] else ("advantage=none",)
+    losses = []
+    for trained in trained_steps(*loss, *advantage, "trainer.max_steps=6"):
+        documents = trained.step.documents
+        total = torch.zeros((), dtype=torch.float64)
+        for first in range(0, len(documents), 4):
+            group = documents[first : first + 4]
+            new = [differentiable_log_probs(trained.before.model, one) for one in group]
+            old = [one.old_log_probs.double() for one in group]
+            sampled = [one.sampling_log_probs.double() for one in group]
+            values = formula(new, old, sampled, [one.reward for one in group])
+            values = values if isinstance(values, list) else [values] * 4
+            for value, one in zip(values, group, strict=True):
+                total = total + value * one.num_trained / (4 * len(documents))
+        assert trained.metrics["loss"] == pytest.approx(float(total.detach()), rel=1e-9, abs=1e-12)
+        expected = torch.autograd.grad(total, list(trained.before.parameters()))
+        torch.testing.assert_close(trained.gradient, [*expected], rtol=1e-7, atol=1e-11)
+        losses.append(float(total.detach()))
+    assert abs(losses[0] - losses[-2]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [("loss=grpo", "advantage=gae"), ("loss=tpo", "advantage=none")]
+)
+def test_ranks_make_the_same_passes(tmp_path, settings):
+    passes = ("rollout.passes=3", "rollout.pass_order=shuffled", "optimizer.learning_rate=0.02")
+    runs = [
+        run_on_ranks(tmp_path / f"on {ranks}", [*SHORT, *passes, *settings], **sizes)
+        for ranks, sizes in ((1, {}), (2, {"data_parallel": 2}))
+    ]
+    assert_runs_close(runs[1], runs[0], 1e-4)
