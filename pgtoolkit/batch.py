@@ -134,6 +134,9 @@ class StepTotals:
     tokens_per_group: (num_groups,) int64, or None.
     tokens_per_trajectory: (trajectories,) int64; None where each document is a trajectory by
         itself.
+    completions_by_sign, tokens_by_sign: (num_groups, 3) int64, a group's documents with A < 0,
+        A = 0 and A > 0, and their trained tokens. A document without a trained token counts as one
+        with A = 0. None where no aggregation asks for them.
     """
 
     num_documents: int | Tensor
@@ -142,6 +145,8 @@ class StepTotals:
     num_groups: int | Tensor | None = None
     tokens_per_group: Tensor | None = None
     tokens_per_trajectory: Tensor | None = None
+    completions_by_sign: Tensor | None = None
+    tokens_by_sign: Tensor | None = None
 
     @property
     def num_trajectories(self) -> int | Tensor:

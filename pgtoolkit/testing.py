@@ -17,6 +17,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.checks import shown
 from pgtoolkit.losses.corrections import Correction, correction_of
+from pgtoolkit.losses.documents import counted_by_sign
 from pgtoolkit.losses.families import Family, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
@@ -189,8 +190,16 @@ class _Step:
         trained = self.mask.sum(1)
         groups = int(self.groups.max()) + 1
         per_group = torch.zeros(groups, dtype=torch.int64).index_add(0, self.groups, trained)
+        signs = self.tensors["advantages"][:, 0].sign().long().where(trained > 0, 0)
+        by_sign = counted_by_sign(self.groups, signs, trained, groups)
         return StepTotals(
-            len(trained), int(trained.sum()), int((trained == 0).sum()), groups, per_group
+            len(trained),
+            int(trained.sum()),
+            int((trained == 0).sum()),
+            groups,
+            per_group,
+            None,
+            *by_sign,
         )
 
     def poisoned(self, filler: float) -> _Step:

@@ -32,6 +32,7 @@ from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS, Correction, correction_of
+from pgtoolkit.losses.documents import counted_by_sign
 from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
@@ -319,9 +320,25 @@ class PolicyGradientTrainer(GRPOTrainer):
         tokens_of_groups = token_counts.new_zeros(num_groups).index_add_(
             0, group_index, token_counts
         )
-        sums = self.accelerator.reduce(torch.cat([sums, tokens_of_groups]), reduction="sum")
-        num_documents, num_tokens, num_empty = sums[:3]
-        return StepTotals(num_documents, num_tokens, num_empty, num_groups, sums[3:])
+        counts = [sums, tokens_of_groups]
+        if self.weighting.by_sign:
+            signs = torch.cat([_signs(piece) for piece in pieces])
+            by_sign = counted_by_sign(group_index, signs, token_counts, num_groups)
+            counts += [numbers.flatten() for numbers in by_sign]
+        sums = self.accelerator.reduce(torch.cat(counts), reduction="sum")
+        (num_documents, num_tokens, num_empty), *of_groups = sums.split(
+            [len(numbers) for numbers in [sums[:3], *counts[1:]]]
+        )
+        tokens_of_groups, *by_sign = of_groups
+        return StepTotals(
+            num_documents,
+            num_tokens,
+            num_empty,
+            num_groups,
+            tokens_of_groups,
+            None,
+            *(numbers.view(num_groups, 3) for numbers in by_sign),
+        )
 
     def tokens_and_loss(
         self, inputs: Inputs, mask: Tensor, log_probs: Tensor
@@ -476,6 +493,14 @@ class PolicyGradientTrainer(GRPOTrainer):
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low | high,
         }
+
+
+def _signs(inputs: Inputs) -> Tensor:
+    """Return (B,) int64 signs of the advantages, 0 where no token is trained."""
+    mask = trained_tokens(inputs)
+    # Those of a document whose tokens differ have no sign; the loss then refuses it.
+    first = torch.where(mask, _advantages(inputs, mask), 0.0).sum(1)
+    return first.sign().long()
 
 
 def _advantages(inputs: Inputs, mask: Tensor) -> Tensor:

@@ -193,8 +193,10 @@ def _imported_reducer(key: str, path: str) -> Reducer:
     imported. So does the wrapped function where it does not return one finite weight per token.
     """
     setting = f"{key}={path}"
-    function = import_function(key, path, ("totals",), REDUCER_KEYWORDS, [*AGGREGATIONS])
+    asked = Custom(import_function(key, path, None, (), [*AGGREGATIONS])).asked
+    function = import_function(key, path, ("totals",), (*REDUCER_KEYWORDS, *asked))
 
+    @functools.wraps(function)
     def reducer(totals: StepTotals, *, mask: Tensor, **indices: Tensor) -> Tensor:
         with blaming(setting, ConfigError, f"a micro-batch of {len(mask)} tokens"):
             weights = function(totals, mask=mask, **indices)
@@ -226,10 +228,16 @@ def _try_reducer(reducer: Reducer) -> None:
     each after one token of the prompt.
     """
     totals = StepTotals(4, 9, 0, num_groups=2, tokens_per_group=torch.tensor([4, 5]))
+    on_request = {
+        "advantages": torch.tensor([0.0, -0.5, -0.5, -0.5, 0.0, 1.0, 1.0]),
+        "completions_by_sign": torch.tensor([[1, 0, 1], [0, 1, 1]]),
+        "tokens_by_sign": torch.tensor([[3, 0, 1], [0, 3, 2]]),
+    }
     reducer(
         totals,
         mask=torch.tensor([False, True, True, True, False, True, True]),
         document_index=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
         tokens_per_document=torch.tensor([3, 2]),
         group_index=torch.tensor([0, 1]),
+        **{name: on_request[name] for name in Custom(reducer).asked},
     )

@@ -25,6 +25,7 @@ from pgtoolkit.training.whole_step import (
     whole_step,
     with_kept_tokens,
     with_rewards,
+    with_signs,
 )
 
 CLIPS = (
@@ -143,7 +144,7 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
     """
     _check_groups(made, loss)
     step = replace(made.step, micro_batches=[piece.micro_batch for piece in made.pieces])
-    step = with_rewards(step, loss, Layout())
+    step = with_signs(with_rewards(step, loss, Layout()), loss, Layout())
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]

@@ -21,6 +21,7 @@ RULES: tuple[Check, ...] = (
     loss_terms.aggregation,
     loss_terms.correction,
     *table.CORRECTION,
+    *table.BALANCED,
     *table.TOP_ENTROPY,
     *table.GROUP_LOSS,
     *table.ADVANTAGE,

@@ -7,6 +7,7 @@ the pieces of a step add up to the same loss however it was cut. No torch is imp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,7 +25,12 @@ Reducer = Callable[..., "Tensor"]
 
 It is called as `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)`, and
 with trajectory_index= too where documents are parts of trajectories, which it must count by itself.
+It also gets those of `ON_REQUEST` that are names of its parameters.
 """
+
+_BY_SIGN = ("completions_by_sign", "tokens_by_sign")
+ON_REQUEST = ("advantages", *_BY_SIGN)
+"""What a reducer gets if it has a parameter of this name: (T,), and the totals' (groups, 3)."""
 
 _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
 
@@ -49,15 +55,30 @@ class Aggregation:
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
+    @property
+    def by_sign(self) -> bool:
+        """Return True if the totals by the sign of the advantage are needed."""
+        return False
+
+    @property
+    def of_penalties(self) -> Aggregation:
+        """Return the aggregation that weighs the penalties and the entropy bonus."""
+        return self
+
     def weights(
-        self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None
+        self,
+        totals: StepTotals,
+        documents: DocumentSums,
+        mask: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None,
+        advantages: Tensor,
     ) -> Tensor:
         """Return w_t, (T,) float64, 0 where mask is False.
 
-        indices: group_index and trajectory_index, each (documents,) with the numbers of the totals,
-            or None.
+        group_index, trajectory_index: (documents,) each with the numbers of the totals, or None.
+        advantages: (T,), read only where mask is True.
         """
-        group_index, trajectory_index = indices
         counts = documents.counts
         if trajectory_index is not None:
             assert totals.tokens_per_trajectory is not None
@@ -166,6 +187,72 @@ class Constant(Aggregation):
 
 
 @dataclass(frozen=True)
+class Balanced(PromptMean):
+    """Of each prompt, the mean over the tokens of completions with A > 0 and that over those with
+    A < 0, joined by their numbers of completions (Balanced Aggregation, arXiv 2605.04077)."""
+
+    name: ClassVar[str] = "balanced"
+    equation: ClassVar[str] = "(G_gs / G_g) / (N_gs G), s the sign of the document's advantage"
+    symbols: ClassVar[str] = (
+        "G prompts in the step, G_g completions of the prompt, G_gs of this sign, N_gs trained "
+        "tokens of these; 0 where A = 0; penalties and the entropy bonus have 1 / (G N_g)"
+    )
+    total: ClassVar[str] = "the share of a prompt's completions with A != 0, on average"
+
+    @property
+    def by_sign(self) -> bool:
+        return True
+
+    @property
+    def of_penalties(self) -> Aggregation:
+        return PromptMean()
+
+    def weights(
+        self,
+        totals: StepTotals,
+        documents: DocumentSums,
+        mask: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None,
+        advantages: Tensor,
+    ) -> Tensor:
+        """Return w_t, NaN in documents whose tokens have different advantages."""
+        assert group_index is not None
+        assert totals.completions_by_sign is not None
+        assert totals.tokens_by_sign is not None
+        assert totals.num_groups is not None
+        signs, differs = signs_of(documents, advantages, mask)
+        place = group_index, signs + 1
+        of_group = totals.completions_by_sign.to(signs.device)
+        completions = of_group[place].double()
+        tokens = totals.tokens_by_sign.to(signs.device)[place].double()
+        share = completions / of_group.sum(1)[group_index]
+        of_document = share / (tokens.clamp(min=1) * totals.num_groups)
+        of_document = of_document.where(signs != 0, 0.0).where(~differs, float("nan"))
+        return documents.broadcast(of_document).where(mask, 0.0)
+
+    def weight_sum(self, totals: StepTotals) -> float | None:
+        if totals.completions_by_sign is None or totals.tokens_by_sign is None:
+            return None
+        assert totals.num_groups is not None
+        counted = totals.completions_by_sign.where(totals.tokens_by_sign > 0, 0)[:, [0, 2]].sum(1)
+        shares = counted.double() / totals.completions_by_sign.sum(1)
+        return float(shares.sum() / totals.num_groups)
+
+
+def signs_of(documents: DocumentSums, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sign of each document's advantage, whether its tokens have different ones).
+
+    Both are (documents,), int64 and bool. The sign is 0 where no token is trained.
+    """
+    known = advantages.where(mask, 0.0)
+    mean = documents.mean(known)
+    distance = documents.sum((known - documents.broadcast(mean)).abs()) / documents.counts.clamp(1)
+    # A mean of equal numbers may round.
+    return mean.nan_to_num(0.0).sign().long(), distance > 1e-4 * mean.abs()
+
+
+@dataclass(frozen=True)
 class Custom(Aggregation):
     """A reducer of the user's own; see `Reducer`."""
 
@@ -174,16 +261,37 @@ class Custom(Aggregation):
     name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
 
+    @property
+    def asked(self) -> list[str]:
+        """Return the names in ON_REQUEST that the reducer has as parameters."""
+        parameters = inspect.signature(self.reducer).parameters
+        return [name for name in ON_REQUEST if name in parameters]
+
+    @property
+    def by_sign(self) -> bool:
+        return bool({*_BY_SIGN} & {*self.asked})
+
     def weights(
-        self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None
+        self,
+        totals: StepTotals,
+        documents: DocumentSums,
+        mask: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None,
+        advantages: Tensor,
     ) -> Tensor:
-        group_index, trajectory_index = indices
         options = {
             "mask": mask,
             "document_index": documents.index,
             "tokens_per_document": documents.counts,
             "group_index": group_index,
         }
+        of_request = {
+            "advantages": advantages,
+            "completions_by_sign": totals.completions_by_sign,
+            "tokens_by_sign": totals.tokens_by_sign,
+        }
+        options |= {name: of_request[name] for name in self.asked}
         if trajectory_index is not None:
             options["trajectory_index"] = trajectory_index
         weights = self.reducer(totals, **options)
@@ -197,7 +305,8 @@ class Custom(Aggregation):
 
 
 AGGREGATIONS: dict[str, type[Aggregation]] = {
-    aggregation.name: aggregation for aggregation in (SampleMean, PromptMean, TokenMean, Constant)
+    aggregation.name: aggregation
+    for aggregation in (SampleMean, PromptMean, Balanced, TokenMean, Constant)
 }
 """Name in `aggregation=` -> aggregation."""
 

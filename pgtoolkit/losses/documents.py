@@ -175,10 +175,12 @@ def whole_step_totals(
     group_index: Tensor | None,
     trajectory_index: Tensor | None,
     data_group: ProcessGroup | None = None,
+    signs: Tensor | None = None,
 ) -> tuple[StepTotals, Tensor | None, Tensor | None]:
     """Return (totals of these documents as a complete step, group_index, trajectory_index).
 
     The indices are (documents,), renumbered from 0.
+    signs: (documents,) int64, of the advantages, for totals by them; None for totals without.
     data_group: ranks with other documents of the step; a group or a trajectory must have the same
         number on all of them.
     """
@@ -192,10 +194,36 @@ def whole_step_totals(
     groups, tokens_per_group = _renumbered(group_index, counts, data_group)
     trajectories, tokens_per_trajectory = _renumbered(trajectory_index, counts, data_group)
     num_groups = None if tokens_per_group is None else len(tokens_per_group)
+    by_sign = ()
+    if signs is not None and groups is not None and num_groups is not None:
+        by_sign = [
+            all_sum(numbers, data_group)
+            for numbers in counted_by_sign(groups, signs, counts, num_groups)
+        ]
     totals = StepTotals(
-        num_documents, num_tokens, num_empty, num_groups, tokens_per_group, tokens_per_trajectory
+        num_documents,
+        num_tokens,
+        num_empty,
+        num_groups,
+        tokens_per_group,
+        tokens_per_trajectory,
+        *by_sign,
     )
     return totals, groups, trajectories
+
+
+def counted_by_sign(
+    group_index: Tensor, signs: Tensor, counts: Tensor, num_groups: int
+) -> tuple[Tensor, Tensor]:
+    """Return (completions_by_sign, tokens_by_sign) of `StepTotals`, (num_groups, 3) each.
+
+    group_index, signs, counts: (documents,) int64: the group, the sign of the advantage, and the
+        number of trained tokens of each document.
+    """
+    place = 3 * group_index + signs + 1
+    empty = counts.new_zeros(3 * num_groups)
+    completions = empty.index_add(0, place, counts.new_ones(len(counts)))
+    return completions.view(-1, 3), empty.index_add(0, place, counts).view(-1, 3)
 
 
 def _renumbered(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.losses.aggregation import Aggregation, Custom, signs_of
 from pgtoolkit.losses.corrections import Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
@@ -52,28 +53,53 @@ def make_objective(
         # Before all other sums, since this one also exchanges the documents' lengths, which the
         # others need.
         scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
-    of_documents = tokens.group_index, tokens.trajectory_index
+    group_index = tokens.group_index
+    trajectory_index = tokens.trajectory_index
     totals_given = totals is not None or ranks.data is not None
     if totals is None:
-        totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
+        signs = signs_of(documents, advantages, mask)[0] if aggregation.by_sign else None
+        totals, group_index, trajectory_index = whole_step_totals(
+            documents, group_index, trajectory_index, ranks.data, signs
+        )
 
-    # A weight of NaN makes the loss NaN, and `Objective.check_finite` finds it.
-    weights = aggregation.weights(totals, documents, mask, *of_documents)
-    weights = torch.where(misplaced, torch.nan, weights).to(dtype)
     truncated = tokens.truncated if loss.masks_truncated else None
-    for left_out in (truncated, tokens.excluded):
-        if left_out is not None:
-            weights = torch.where(documents.broadcast(left_out.to(dtype)) > 0, 0.0, weights)
+    unreadable = torch.zeros_like(mask)
     sampling_log_ratio = None
     if sampling_log_probs is not None and old_log_probs is not None:
         sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
     of_sampler = sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio
     for numbers in (of_sampler, ref_log_probs):
         if numbers is not None:  # also where they are only measured
-            weights = torch.where(mask & ~torch.isfinite(numbers), torch.nan, weights)
+            unreadable = unreadable | mask & ~torch.isfinite(numbers)
+
+    def weights_of(aggregation: Aggregation) -> Tensor:
+        """Return (T,) weights, 0 in documents that are left out.
+
+        They are NaN where an input is none. That makes the loss NaN, and `Objective.check_finite`
+        finds it.
+        """
+        weights = aggregation.weights(
+            totals, documents, mask, group_index, trajectory_index, advantages
+        )
+        weights = torch.where(misplaced, torch.nan, weights).to(dtype)
+        for left_out in (truncated, tokens.excluded):
+            if left_out is not None:
+                weights = torch.where(documents.broadcast(left_out.to(dtype)) > 0, 0.0, weights)
+        return torch.where(unreadable, torch.nan, weights)
+
+    weights = weights_of(aggregation)
+    of_penalties = weights
+    if aggregation.of_penalties is not aggregation:
+        of_penalties = weights_of(aggregation.of_penalties)
     divergence = torch.zeros_like(weights) if loss.full_kl else None
     penalties = Penalties(
-        loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence
+        loss.kl,
+        loss.entropy_coefficient,
+        mask,
+        of_penalties,
+        old_log_probs,
+        ref_log_probs,
+        divergence,
     )
 
     # Corrections and factors weight the surrogate alone, not the penalties.
@@ -187,10 +213,26 @@ def _check_groups(tokens: Tokens, totals: StepTotals | None, loss: Loss) -> None
     has_groups = tokens.group_index is not None and (
         totals is None or totals.tokens_per_group is not None
     )
-    if loss.aggregation.needs_groups and not has_groups:
+    aggregation = loss.aggregation
+    name = f"aggregation={aggregation.name!r}"
+    if aggregation.by_sign and isinstance(aggregation, Custom):
+        name = "a reducer that asks for totals by sign"
+    if (aggregation.needs_groups or aggregation.by_sign) and not has_groups:
         raise ValueError(
-            "aggregation='prompt_mean' needs group_index, each document's group (and totals that "
-            "count groups)"
+            f"{name} needs group_index, each document's group (and totals that count groups)"
+        )
+    if aggregation.by_sign and tokens.trajectory_index is not None:
+        raise ValueError(
+            f"{name} counts completions, and does not know trajectories of several documents (got "
+            "trajectory_index)"
+        )
+    has_signs = totals is None or (
+        totals.completions_by_sign is not None and totals.tokens_by_sign is not None
+    )
+    if aggregation.by_sign and not has_signs:
+        raise ValueError(
+            f"{name} needs totals with completions_by_sign and tokens_by_sign: a group's documents "
+            "with A < 0, A = 0 and A > 0, and their trained tokens"
         )
 
 

@@ -504,7 +504,8 @@ class Objective:
         if data_is_finite and not weights_are_finite:
             raise ValueError(
                 "the weight of a trained token is not finite: it comes from a reducer, a factor, "
-                "or totals that count none"
+                "totals that count none, or with aggregation='balanced' from a document whose "
+                "tokens have different advantages"
             )
         self._refuse_documents(documents)
 

@@ -69,11 +69,13 @@ class _Step:
 
     trained: the places of the trained tokens of each document.
     groups, attempts: the group and the attempt of each document.
+    signs: of the advantage of each document, 0 where no token is trained.
     """
 
     trained: list[list[int]]
     groups: list[int]
     attempts: list[int]
+    signs: list[int]
     N: int
     G: int
     N_g: dict[int, int]
@@ -87,6 +89,7 @@ class _Step:
         num_documents: int | None,
         group_index: Tensor | None,
         trajectory_index: Tensor | None,
+        advantage: list[float],
     ) -> _Step:
         D = num_documents if num_documents is not None else max(document_index) + 1
         trained = [
@@ -99,6 +102,10 @@ class _Step:
             trained=trained,
             groups=groups,
             attempts=attempts,
+            signs=[
+                (advantage[tokens[0]] > 0) - (advantage[tokens[0]] < 0) if tokens else 0
+                for tokens in trained
+            ],
             N=sum(len(tokens) for tokens in trained),
             G=len(set(groups)),
             N_g={g: sum(len(trained[d]) for d in range(D) if groups[d] == g) for g in groups},
@@ -113,6 +120,13 @@ class _Step:
             return 1 / (self.G * self.N_g[self.groups[d]])
         if aggregation == "token_mean":
             return 1 / self.N
+        if aggregation == "balanced":
+            if self.signs[d] == 0:
+                return 0.0
+            group = [e for e in range(len(self.groups)) if self.groups[e] == self.groups[d]]
+            same = [e for e in group if self.signs[e] == self.signs[d]]
+            N_gs = sum(len(self.trained[e]) for e in same)
+            return len(same) / len(group) / (N_gs * self.G)
         assert aggregation == "constant"
         assert divisor is not None
         return 1 / (len(self.N_a) * divisor)
@@ -173,7 +187,9 @@ def policy_loss(
     b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
     f = None if ref_log_probs is None else ref_log_probs.double().tolist()
     given = [1.0] * len(y) if factors is None else factors.double().tolist()
-    step = _Step.of(y, document_index.tolist(), num_documents, group_index, trajectory_index)
+    step = _Step.of(
+        y, document_index.tolist(), num_documents, group_index, trajectory_index, advantage
+    )
     p, entropy, probs = _softmax_of_trained(z, y, step.trained)
     kept = {t for tokens in step.trained for t in tokens}
     if entropy_top_fraction is not None:
@@ -197,10 +213,14 @@ def policy_loss(
         log_ratio = {t: p[t] - o[t] for t in tokens}
         term = token_terms(loss, log_ratio, mean_advantage, parameters)
         scoped = over_scope(loss, term)
-        uncorrected = dict.fromkeys(tokens, step.weight(aggregation, d, divisor))
+        of_surrogate = step.weight(aggregation, d, divisor)
+        of_penalties = of_surrogate
+        if aggregation == "balanced":
+            of_penalties = step.weight("prompt_mean", d, divisor)
+        uncorrected = dict.fromkeys(tokens, of_penalties)
         corrected |= corrections(correction, correction_settings, tokens, p, o, b, advantage)
         weight = {
-            t: uncorrected[t] * corrected.get(t, (1.0,))[0] * given[t] * (t in kept) for t in tokens
+            t: of_surrogate * corrected.get(t, (1.0,))[0] * given[t] * (t in kept) for t in tokens
         }
         slopes: dict[int, float] = {}
         penalty = dict.fromkeys(tokens, 0.0)
@@ -337,10 +357,10 @@ def names(family: Family, aggregation: Aggregation) -> Parameters:
     if (
         is_custom
         or loss not in SURROGATES
-        or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant")
+        or mode not in ("sample_mean", "prompt_mean", "balanced", "token_mean", "constant")
     ):
         raise ValueError(
-            "impl='reference' computes whole steps under the four aggregations and the families of "
+            "impl='reference' computes whole steps under the aggregations and the families of "
             "pgtoolkit, no others"
         )
     return {

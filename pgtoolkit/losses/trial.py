@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.losses.aggregation import Custom
-from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, clamped, over_scope, scope_mean
@@ -75,8 +75,12 @@ def check_reducer(aggregation: Custom) -> None:
     counts = torch.tensor(_LENGTHS)
     groups = torch.tensor(_GROUPS)
     of_groups = torch.zeros(max(_GROUPS) + 1, dtype=torch.int64).index_add(0, groups, counts)
-    totals = StepTotals(len(_LENGTHS), len(index), 0, len(of_groups), of_groups)
-    _check_reducer(aggregation, index, (groups, None), totals, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    of_documents = _noise(len(counts), generator)
+    by_sign = counted_by_sign(groups, of_documents.sign().long(), counts, len(of_groups))
+    totals = StepTotals(len(_LENGTHS), len(index), 0, len(of_groups), of_groups, None, *by_sign)
+    advantages = of_documents[index]
+    _check_reducer(aggregation, index, (groups, None), advantages, totals, generator)
 
 
 def check_on_step(
@@ -118,7 +122,8 @@ def check_on_step(
             _check_family(loss.family, numbers, generator)
     if isinstance(loss.aggregation, Custom):
         indices = tokens.group_index, tokens.trajectory_index
-        _check_reducer(loss.aggregation, documents.index, indices, totals, generator)
+        advantages = tokens.advantages
+        _check_reducer(loss.aggregation, documents.index, indices, advantages, totals, generator)
 
 
 def measured_by(family: FunctionFamily) -> tuple[bool, tuple[str, ...]]:
@@ -193,19 +198,24 @@ def _check_reducer(
     aggregation: Custom,
     document_index: Tensor,
     indices: tuple[Tensor | None, Tensor | None],
+    advantages: Tensor,
     totals: StepTotals,
     generator: torch.Generator,
 ) -> None:
     """Raise ValueError where a reducer weighs a token otherwise in a part of the step.
 
-    indices: group_index and trajectory_index, (documents,) each.
+    indices: group_index and trajectory_index, (documents,) each. advantages: (T,).
     """
 
     def weights(part: Tensor) -> Tensor:
         present, index = document_index[part].unique(return_inverse=True)
-        of_documents = (None if numbers is None else numbers[present] for numbers in indices)
+        groups, trajectories = (
+            None if numbers is None else numbers[present] for numbers in indices
+        )
         mask = torch.ones_like(index, dtype=torch.bool)
-        return aggregation.weights(totals, _sums(index), mask, *of_documents)
+        return aggregation.weights(
+            totals, _sums(index), mask, groups, trajectories, advantages[part]
+        )
 
     whole = weights(torch.ones_like(document_index, dtype=torch.bool))
     for part in _parts(document_index, generator):

@@ -24,6 +24,7 @@ _NEEDS_KL: Needs = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 class AggregationMode(StrEnum):
     sample_mean = "sample_mean"
     prompt_mean = "prompt_mean"
+    balanced = "balanced"
     token_mean = "token_mean"
     constant = "constant"
 
@@ -236,6 +237,13 @@ OPTIONS = {
             AggregationSettings,
             help="Every prompt weighs the same, its tokens equally: w_t = 1 / (G N_g). "
             "ScaleRL's choice (arXiv 2510.13786).",
+            base="sample_mean",
+        ),
+        "balanced": Option(
+            AggregationSettings,
+            help="Every prompt weighs the same; the tokens of its completions with A > 0 and those "
+            "with A < 0 are averaged apart, and both means joined by their numbers of completions: "
+            "w_t = (G_gs / G_g) / (N_gs G). Balanced Aggregation (arXiv 2605.04077).",
             base="sample_mean",
         ),
         "token_mean": Option(

@@ -44,6 +44,7 @@ from pgtoolkit.training.whole_step import (
     needs_first_pass,
     whole_step,
     with_rewards,
+    with_signs,
 )
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
         self._check_log_probs(step)
+        step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
         output = super().training_step(step, batch_index)
         if self.num_updates > updates_before:

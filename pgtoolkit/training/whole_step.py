@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, Tokens
+from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import coefficients_of_step
+from pgtoolkit.losses.documents import counted_by_sign
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.step_documents import documents_of, tokens_of_step
@@ -93,6 +95,43 @@ def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
             )
         )
     return replace(step, micro_batches=micro_batches)
+
+
+def with_signs(step: Step, loss: Loss, layout: Layout) -> Step:
+    """Return the step with totals by the sign of the advantage, if the aggregation asks for them.
+
+    Raises DataError, on every rank, for a document whose tokens have different advantages, and for
+    documents that are parts of one attempt.
+    """
+    if not loss.aggregation.by_sign:
+        return step
+    here = {}
+    for micro_batch in step.micro_batches:
+        for place, group in zip(micro_batch.step_places, _groups(micro_batch), strict=True):
+            advantages = step.documents[place].advantages
+            signs = set(advantages.sign().long().tolist()) or {0}
+            is_one = not len(advantages) or bool((advantages == advantages[0]).all())
+            here[place] = group, signs.pop() if is_one else None, len(advantages)
+    everywhere = _of_all_ranks(here, layout)
+    for place, (_, sign, _) in everywhere.items():
+        document = step.documents[place]
+        problem = None
+        if sign is None:
+            problem = "one advantage for all tokens of a document (got several"
+        elif document.trajectory is not None:
+            problem = "attempts of one document each (got a trajectory"
+        if problem is not None:
+            raise DataError(
+                f"aggregation={loss.aggregation.name} needs {problem} in {document.name}). It "
+                "counts completions by the sign of their advantage. Use aggregation=prompt_mean."
+            )
+    numbers = torch.tensor([everywhere[place] for place in sorted(everywhere)]).view(-1, 3)
+    num_groups = step.totals.num_groups
+    assert num_groups is not None
+    groups, signs, counts = numbers.unbind(1)
+    completions, tokens = counted_by_sign(groups, signs, counts, int(num_groups))
+    totals = replace(step.totals, completions_by_sign=completions, tokens_by_sign=tokens)
+    return replace(step, totals=totals)
 
 
 def needs_first_pass(loss: Loss) -> bool:

@@ -14,13 +14,15 @@ import torch
 pytest.importorskip("trl", reason="the extra trl")
 pytest.importorskip("peft", reason="the extra lora")
 
+import accelerate
+import trl
 from adapters import trl_runs
 from builders.models import small_llama
 from builders.processes import ForkedProcess, free_port
 from builders.quick import with_slow_rest
 from peft import LoraConfig
 
-from pgtoolkit import corrections, families
+from pgtoolkit import corrections, families, top_entropy
 
 TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
 NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
@@ -132,7 +134,7 @@ def test_the_correction_for_vllms_log_probs_is_trls(engine, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
+@pytest.mark.parametrize("aggregation", ["prompt_mean", "balanced", "token_mean"])
 def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     ours = {"loss": "gspo", "aggregation": aggregation}
     coarse = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -145,14 +147,14 @@ def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     for row, fine_row in zip(of_whole[:-1], of_fine[:-1], strict=True):
         for name in (name for name in row if name.startswith("pgtk/")):
             assert fine_row[name] == pytest.approx(row[name], abs=1e-5), name
-    assert of_whole[0].get("pgtk/num_groups") == (2 if aggregation == "prompt_mean" else None)
+    assert of_whole[0].get("pgtk/num_groups") == (None if aggregation == "token_mean" else 2)
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_trls_do_and_share_their_totals(folder, tmp_path):
     """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
     token = {"loss": "grpo", "aggregation": "token_mean"}
-    prompt = {"loss": "grpo", "aggregation": "prompt_mean"}
+    prompt = {"loss": "grpo", "aggregation": "balanced"}
     small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
     coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     # Here DDP looks for the parameters of a step in what its forward pass returns.
@@ -323,3 +325,23 @@ def test_settings_that_trl_and_we_both_have_or_that_trl_lacks_are_refused(
         for line, message in zip(lines, messages, strict=True)
         if not line.startswith(message)
     ] == []
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.35, 1.0])
+def test_the_most_uncertain_tokens_of_a_micro_batch_are_trls(fraction):
+    """Of one that is the whole step; of parts of a step TRL keeps others."""
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)  # for its choice, without model and data
+    trainer.accelerator = accelerate.Accelerator(cpu=True)
+    draw = torch.Generator().manual_seed(0)
+    entropy = 3 * torch.rand(16, 40, generator=draw) ** 4
+    entropy[:, 0] = entropy[0, 0]  # a prompt's first tokens have the same one
+    mask = torch.arange(40) < torch.randint(10, 41, (16, 1), generator=draw)
+
+    def by_trl(rows: slice) -> torch.Tensor:
+        return trainer.get_high_entropy_mask(entropy[rows], mask[rows].long(), 1 - fraction)
+
+    flat = entropy.flatten(), mask.flatten()
+    ours = top_entropy(*flat, fraction).factors.bool().view_as(mask)
+    assert torch.equal(by_trl(slice(None)), ours)
+    parts = torch.cat([by_trl(slice(0, 8)), by_trl(slice(8, 16))])
+    assert torch.equal(parts, ours) == (fraction == 1)

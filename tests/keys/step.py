@@ -224,12 +224,24 @@ def each_setting_of_a_correction_changes_the_loss_as_specified(key: str):
 @key_test("aggregation.mode")
 def each_aggregation_has_its_loss_and_prompt_mean_ends_a_step_after_a_group(tmp_path: Path):
     """A recorded prompt has two documents, so prompt_mean takes four where three are asked for."""
-    divisors = {"constant": 4, "sample_mean": None, "prompt_mean": None, "token_mean": None}
+    divisors = {
+        "constant": 4,
+        "sample_mean": None,
+        "prompt_mean": None,
+        "token_mean": None,
+        "balanced": None,
+    }
     losses = []
     for mode, divisor in divisors.items():
         losses.append(loss_as_specified([f"aggregation={mode}"], aggregation=mode, divisor=divisor))
     assert len({round(loss, 6) for loss in losses}) == 4
-    for mode, expected in (("token_mean", [3, 3, 3, 1]), ("prompt_mean", [4, 4, 2])):
+    # A group has two documents here, one of each sign.
+    assert losses[4] == pytest.approx(losses[1], rel=1e-12)
+    for mode, expected in (
+        ("token_mean", [3, 3, 3, 1]),
+        ("prompt_mean", [4, 4, 2]),
+        ("balanced", [4, 4, 2]),
+    ):
         steps = recorded_steps(tmp_path, f"aggregation={mode}", "accumulation.docs_per_step=3")
         assert [len(step) for step in steps] == expected
 

@@ -2,6 +2,7 @@
 micro-batches and ranks, and are those of plain loops over its documents in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from builders.processes import layout, world
 from torch import nn
 
 from pgtoolkit.document import Document
+from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, loss_of_logits
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
@@ -19,7 +21,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.training.whole_step import after_first_pass, with_rewards
+from pgtoolkit.training.whole_step import after_first_pass, with_rewards, with_signs
 
 VOCABULARY = 7
 LENGTHS = (9, 2, 12, 5, 7, 1, 3, 8, 11)
@@ -27,6 +29,7 @@ LEFT_OUT = 4
 """A document that no verifier could score."""
 TOP = 0.3
 BONUS = 0.07
+ADVANTAGES = (0.5, -0.375, 0.25, 0.0, 0.25, 0.875, 0.75, -0.75, -0.125)
 
 
 def towards_rewards(log_probs, old_log_probs, rewards, group_rewards, documents, groups):
@@ -48,7 +51,7 @@ def documents(is_on_policy: bool) -> list[Document]:
             document_of(
                 torch.randint(0, VOCABULARY, (length,), generator=draw),
                 mask,
-                advantages=0.5,
+                advantages=ADVANTAGES[number],
                 old_log_probs=None if is_on_policy else old_log_probs,
                 on_policy=is_on_policy,
                 group=number // 3,
@@ -147,23 +150,42 @@ def by_loops_of_top(kind: str, is_on_policy: bool) -> tuple:
         n = len(new)
         mean = sum(p - o for p, o in zip(new, old, strict=True)) / n
         for p, o, t in zip(new, old, places[number], strict=True):
-            weight = 1 / (len(step) * n)
+            weight = penalty_weight = 1 / (len(step) * n)
+            if kind == "balanced":
+                weight, penalty_weight = balanced_weights(step, number)
             ratio = (mean if kind == "gspo" else p - o).exp()
-            surrogate = -torch.minimum(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5)
+            A = ADVANTAGES[number]
+            surrogate = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
             # The same token before has the same entropy, but for rounding: there are many ties.
             if float(entropy[number, t].detach()) >= threshold - 1e-6:
                 loss = loss + weight * surrogate
-            loss = loss - BONUS * weight * entropy[number, t]
+            loss = loss - BONUS * penalty_weight * entropy[number, t]
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     return float(loss.detach()), list(gradients), threshold
+
+
+def balanced_weights(step: list[Document], number: int) -> tuple[float, float]:
+    """Return w_t of the surrogate and of the bonus in a document; one without a trained token has
+    no sign."""
+
+    def sign(other: int) -> int:
+        has_tokens = step[other].num_trained > 0
+        return has_tokens * ((ADVANTAGES[other] > 0) - (ADVANTAGES[other] < 0))
+
+    group = range(number // 3 * 3, number // 3 * 3 + 3)
+    same = [other for other in group if sign(other) == sign(number)]
+    of_group = 1 / (3 * sum(step[other].num_trained for other in group))
+    if sign(number) == 0:
+        return 0.0, of_group
+    return len(same) / 3 / (3 * sum(step[other].num_trained for other in same)), of_group
 
 
 def loss_of(kind: str) -> Loss:
     if kind == "groups":
         return Loss(FunctionLoss(towards_rewards), aggregation_of("prompt_mean"), metrics="basic")
     return Loss(
-        family_of(kind, epsilon_low=0.2, epsilon_high=0.2),
-        aggregation_of("sample_mean"),
+        family_of("grpo" if kind == "balanced" else kind, epsilon_low=0.2, epsilon_high=0.2),
+        aggregation_of("balanced" if kind == "balanced" else "sample_mean"),
         metrics="basic",
         entropy_coefficient=BONUS,
         entropy_top_fraction=TOP,
@@ -176,7 +198,7 @@ def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool, kind: str) -> 
     loss = loss_of(kind)
     rank = ranks.rank_in("data_parallel")
     step = make_step(documents(is_on_policy), max_tokens, None, rank, ranks.size("data_parallel"))
-    step = with_rewards(step, loss, ranks)
+    step = with_signs(with_rewards(step, loss, ranks), loss, ranks)
 
     @torch.no_grad()
     def forward(micro_batch, with_entropy):
@@ -223,7 +245,7 @@ def assert_as_by_loops(taken, is_on_policy, kind):
         torch.testing.assert_close(gradient, of_loops, rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo"])
+@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo", "balanced"])
 @pytest.mark.parametrize("is_on_policy", [False, True])
 @pytest.mark.parametrize("max_tokens", [1000, 24, 12])
 def test_a_step_is_that_of_plain_loops_however_it_is_cut(max_tokens, is_on_policy, kind):
@@ -231,7 +253,7 @@ def test_a_step_is_that_of_plain_loops_however_it_is_cut(max_tokens, is_on_polic
     assert_as_by_loops(taken, is_on_policy, kind)
 
 
-@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo"])
+@pytest.mark.parametrize("kind", ["groups", "grpo", "gspo", "balanced"])
 @pytest.mark.parametrize(
     "sizes", [{"data_parallel": 2}, {"sequence_data_parallel": 2}, {"data_parallel": 4}]
 )
@@ -239,3 +261,17 @@ def test_a_step_over_several_ranks_is_that_of_one_process(sizes, kind):
     num_ranks = math.prod(sizes.values())
     for taken in world(num_ranks).run(take_step_on_rank, sizes, 12, False, kind):
         assert_as_by_loops(taken, False, kind)
+
+
+def test_documents_without_one_sign_are_named():
+    loss = loss_of("balanced")
+    made = documents(is_on_policy=False)
+    by_token = replace(made[2], advantages=torch.linspace(-1, 1, made[2].num_trained))
+    part = replace(made[3], trajectory=7)
+    for number, document, problem in (
+        (2, by_token, r"one advantage for all tokens of a document \(got several in document 2\)"),
+        (3, part, r"attempts of one document each \(got a trajectory in document 3\)"),
+    ):
+        step = make_step([*made[:number], document, *made[number + 1 :]], 24)
+        with pytest.raises(DataError, match=problem):
+            with_signs(step, loss, ONE_PROCESS)

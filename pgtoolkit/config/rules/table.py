@@ -73,6 +73,29 @@ CORRECTION = (
     ),
 )
 
+BALANCED = (
+    Rule(
+        "aggregation=balanced",
+        needs="loss!=tpo and loss!=lpo",
+        because="It weighs completions by the sign of their advantage, and this loss reads rewards "
+        "alone.",
+        use="aggregation=prompt_mean",
+    ),
+    Rule(
+        "aggregation=balanced and loss!=tpo and loss!=lpo",
+        needs="advantage!=none",
+        because="It weighs completions by the sign of their advantage, and has none here.",
+        use="advantage=dr_grpo or aggregation=prompt_mean",
+    ),
+    Rule(
+        "aggregation=balanced",
+        needs="advantage!=gae",
+        because="It weighs completions by the sign of their advantage, and here each token has its "
+        "own.",
+        use="advantage=dr_grpo or aggregation=prompt_mean",
+    ),
+)
+
 TOP_ENTROPY = (
     Rule(
         "entropy.top_fraction!=null",
@@ -338,7 +361,7 @@ ACCUMULATION = (
         use="accumulation=fixed",
     ),
     Rule(
-        "aggregation=prompt_mean",
+        "aggregation=prompt_mean or aggregation=balanced",
         needs="accumulation.docs_per_step>0",
         because="A prompt's mean needs all its completions in one step.",
         use="accumulation=dynamic",
@@ -405,6 +428,7 @@ EVALUATION = (
 
 TABLE = (
     *CORRECTION,
+    *BALANCED,
     *TOP_ENTROPY,
     *GROUP_LOSS,
     *ADVANTAGE,
