@@ -115,7 +115,7 @@ def _with_own_folder(argv: list[str]) -> list[str]:
 
 def _refuse_no_folder(setting: str, folder: str) -> None:
     """Raise ConfigError if there is no such folder."""
-    if not Path(folder).is_dir():
+    if not folder or not Path(folder).is_dir():
         raise ConfigError(
             refusal(
                 setting=setting,

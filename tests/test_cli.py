@@ -456,6 +456,8 @@ def test_only_a_single_configuration_is_printed_at_a_time(capsys):
         ("--config-path=x", "--config-path=x needs to be left out"),
         ("--experimental-rerun=x.pickle", "--experimental-rerun=x.pickle needs to be left out"),
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),
+        ("--config-dir", "--config-dir= needs a folder (got '')."),
+        ("--config-dir=", "--config-dir= needs a folder (got '')."),
     ],
 )
 def test_options_of_hydra_that_pgtk_does_not_take_are_refused(capsys, command, typed, says):

@@ -386,6 +386,10 @@ def _problem_of_task(
     run_task, run_seed: of the run. template: of the prompts that the reference reads, if they are
         other ones.
     """
+    if isinstance(task, PromptsTaskSettings):
+        seed = 0  # Its rows are tried in the order of the files.
+    if isinstance(run_task, PromptsTaskSettings) or not isinstance(model, TinyModelSettings):
+        run_seed = 0  # The tokenizer is that of the model's folder, or has the files' characters.
     arguments = (model, run_task, run_seed, task, seed, stop, template, room)
     return _problem_of_tokens(os.getcwd(), pickle.dumps(arguments))
 

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pgtoolkit.assembly.continuing import branch_command
 from pgtoolkit.assembly.data import record_data
 from pgtoolkit.config.keys import changes_learning, declared, existing_key, shown
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
-from pgtoolkit.config.saved import cannot_change
+from pgtoolkit.config.saved import cannot_change, edited
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
@@ -28,6 +29,7 @@ from pgtoolkit.runs.records import (
     plain,
     read_config,
     read_data,
+    read_drift,
     read_evaluations,
     read_provenance,
     read_status,
@@ -222,9 +224,22 @@ def _refuse_another(config: JsonObject, run_dir: Path, checkpoint: dict) -> None
     movable = {*read_data(run_dir)}
     saved = json.loads(checkpoint["config"])
     problems = [problem for _, problem in cannot_change(saved, config, movable)]
+    step = checkpoint["step"]
+    drift = [entry for entry in read_drift(run_dir) if entry["step"] >= step]
+    changes = {} if problems else edited(saved, read_config(run_dir)[0], drift)
+    changes = {key: values for key, values in changes.items() if key not in movable}
+    if changes:
+        needs = "need a run of their own" if len(changes) > 1 else "needs a run of its own"
+        had = " ".join(f"{key}={text(old)}" for key, (old, _) in changes.items())
+        has = [f"{key}={text(new)}" for key, (_, new) in changes.items()]
+        problems.append(
+            f"{' '.join(has)} {needs} (got {shell_path(run_dir)}, which has made {step} steps with "
+            f"{had}). It changes what is learned, and a run is the record of one training. Use "
+            f"{had} in config.yaml; then {branch_command(run_dir, has)} goes on with the other."
+        )
     if problems:
         way_out = (
             f"{shell_path(run_dir / 'config.yaml')} has changed since the checkpoint of step "
-            f"{checkpoint['step']}: put the value back to continue this run."
+            f"{step}: put the value back to continue this run."
         )
         raise ConfigError("\n".join([*problems, way_out]))

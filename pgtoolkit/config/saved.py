@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from pgtoolkit.config.keys import (
     shown,
     values_in_words,
 )
+from pgtoolkit.config.names import decides_training, without_options
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
@@ -163,16 +164,37 @@ def fixed_keys(config: object) -> Iterator[Key]:
 
 
 def record_of(config: object) -> JsonObject:
-    """Return the part of its configuration that a checkpoint keeps.
+    """Return the part of its configuration that a checkpoint keeps, by dotted names.
 
-    It has the values of the fixed keys, and of the keys in their conditions.
+    It has the values of the fixed keys, of the keys in their conditions, and of all keys that
+    decide what is learned.
     """
-    names = set()
+    names = {key.name for key in keys_of(config) if decides_training(key.name, config)}
     for key in fixed_keys(config):
         names.add(key.name)
         if key.fixed_if:
             names |= {parts(condition)[0] for condition in singles(key.fixed_if)}
     return {name: plain(value_of(config, name)) for name in sorted(names)}
+
+
+def edited(
+    record: JsonObject, written: JsonObject, drift: Sequence[JsonObject]
+) -> dict[str, list[object]]:
+    """Return {key: [old value, value]} of each key that decides what is learned and was changed in
+    config.yaml by hand.
+
+    record: what a checkpoint keeps. written: config.yaml. drift: the changes that resumes made
+        since the checkpoint.
+    """
+    values = dict(leaves(written))
+    for entry in reversed(drift):
+        values |= {key: old for key, (old, _) in entry["changes"].items()}
+    changes = {
+        shown(name): [old, values[name]]
+        for name, old in leaves(record)
+        if name in values and old != values[name] and decides_training(name, written)
+    }
+    return without_options(changes)
 
 
 def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:

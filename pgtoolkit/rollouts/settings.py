@@ -261,6 +261,10 @@ class PolicyRolloutSettings(RolloutSettings):
         alters=Alters.nothing,
     )
 
+    def __post_init__(self) -> None:
+        if self.top_p == 1:  # It is sampled from all tokens, as without it.
+            object.__setattr__(self, "top_p", None)
+
     @property
     def sampling(self) -> SamplingSettings:
         return SamplingSettings(

@@ -158,9 +158,10 @@ def shell_path(path: str | Path) -> str:
 
 
 def shortest_path(path: str | Path) -> str:
-    """Return the path, absolute or relative to the current directory, whichever is shorter."""
+    """Return the path from the current directory if it lies inside, else the absolute one."""
     absolute = os.path.abspath(path)
-    return min(os.path.relpath(absolute), absolute, key=len)
+    relative = os.path.relpath(absolute)
+    return absolute if Path(relative).parts[:1] == (os.pardir,) else relative
 
 
 def program(name: str) -> str:

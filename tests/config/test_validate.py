@@ -41,3 +41,8 @@ def test_the_interpreter_of_triton_needs_its_package(monkeypatch):
     [problem] = validated(compose(["kernel=triton"]))[1].problems
     assert problem.startswith("kernel=triton needs the package triton (got not installed).")
     assert problem.endswith('Use pip install "pgtk[triton]".')
+
+
+def test_top_p_of_one_is_the_configuration_without_it():
+    assert compose(["rollout.top_p=1"]).config == compose([]).config
+    assert compose(["rollout.top_p=0.9"]).config != compose([]).config

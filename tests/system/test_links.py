@@ -10,6 +10,7 @@ from builders.runs import run
 
 from pgtoolkit.cli import main
 from pgtoolkit.system.plain_files import remove, write_atomically
+from pgtoolkit.system.report import shortest_path
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,18 @@ def test_a_run_directory_may_itself_be_a_link(run_dir, tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "outputs" / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
     assert main(["compare", str(tmp_path / "outputs" / "run")]) == 0
+
+
+def test_a_path_is_shown_from_here_or_from_the_root_and_never_through_a_folder_above(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "..b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    shown = [shortest_path(path) for path in ("x/y", "../b", tmp_path, ".", tmp_path / "a" / "x")]
+    assert shown == ["x/y", f"{tmp_path}/b", f"{tmp_path}", ".", "x"]
+    monkeypatch.chdir(tmp_path)
+    assert shortest_path("..b") == "..b"
 
 
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):

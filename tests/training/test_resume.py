@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -213,6 +214,26 @@ def test_a_key_changed_by_hand_that_a_resume_cannot_change_is_refused(copied, ca
     assert "seed=1 needs to stay as the run began (got 1, was 0). " in error
     assert "config.yaml has changed since the checkpoint of step 6: put the value back" in error
     assert metrics_of(copied) == rows
+
+
+def test_a_key_changed_by_hand_that_decides_what_is_learned_needs_a_run_of_its_own(
+    copied, capsys, monkeypatch
+):
+    """As where it is typed; the command that is shown makes that run once the value is back."""
+    monkeypatch.chdir(copied.parent)
+    text = (copied / "config.yaml").read_text()
+    edited = re.sub(r"(\noptimizer:\n(?:  .*\n)*?  learning_rate: ).*", r"\g<1>0.5", text)
+    (copied / "config.yaml").write_text(edited)
+    rows = metrics_of(copied)
+    error = refusal(capsys, "resume", copied)
+    assert "optimizer.learning_rate=0.5 needs a run of its own (got " in error
+    assert metrics_of(copied) == rows
+    (copied / "config.yaml").write_text(text)
+    command = error.partition("config.yaml; then ")[2].partition(" goes on")[0]
+    assert main(shlex.split(command)[1:]) == 0
+    branch = Path(f"{copied}-6")
+    assert "learning_rate: 0.5" in (branch / "config.yaml").read_text()
+    assert len(metrics_of(branch)) == 12
 
 
 def test_a_key_changed_by_hand_that_a_resume_may_change_acts(copied):
