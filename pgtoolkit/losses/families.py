@@ -313,8 +313,8 @@ class Dppo(Family):
         20.0,
         least=1e-6,
         most=1e9,
-        help="Upper bound of the ratio that weighs a token (> 0). verl 0.9.1 ships 3; prime-rl and "
-        "SkyRL have no cap.",
+        help="Upper bound of the ratio that weighs a token (> 0). verl 0.9.1 ships 3, prime-rl's "
+        "ipo 1e4; SkyRL has no cap.",
     )
     divergence: Divergence = parameter(
         Divergence.total_variation,
