@@ -4,8 +4,9 @@
 
 The cases are forward and backward of bfloat16 logits that are given, and of the fused head, each
 with an entropy bonus, a penalty against a reference (whose own forward pass is not in the times)
-and every correction, against the same loss without. Errors are those of the gradient against
-float64 on fewer tokens; without a GPU all is small and in float32.
+and every correction, against the same loss without; and with score centering by 32 tokens. Errors
+are those of the gradient against float64 on fewer tokens; without a GPU all is small and in
+float32.
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ TERMS = {
     },
 }
 """What each case adds to the loss. Log-probs: their standard deviation from the old ones."""
+_CENTERED = {"none": {}, "score centering": {"score_centering": True}}
+CASES = {"grpo": TERMS, "gspo": TERMS, "cispo": _CENTERED, "reinforce": _CENTERED}
+_WIDTH = 32
+"""Tokens of the sampler at each position, for score centering."""
 
 
 def main() -> None:
     repetitions, device, large, small, machine = setup("terms", __doc__)
     print(f"{machine}; {large[0]} tokens, width {large[1]}, vocabulary {large[2]}")
     print(f"{'':18}{'metrics':9}{'':20}{'ms':>9}{'of none':>9}{'MiB':>8}{'error':>10}")
-    states, head, workload = problem(*large, device)
+    states, head, workload, top = problem(*large, device)
     few = problem(*small, device)
     for fused in (False, True):
         leaves = (states, head) if fused else ((states @ head.T).detach().requires_grad_(),)
-        for loss in ("grpo", "gspo"):
-            errors = {name: error(*few, fused, loss, term) for name, term in TERMS.items()}
+        for loss, terms in CASES.items():
+            errors = {name: error(*few, fused, loss, term) for name, term in terms.items()}
             for level in ("none", "basic"):
                 calls = {
-                    name: call(leaves, workload, loss, term, metrics=level)
-                    for name, term in TERMS.items()
+                    name: call(leaves, workload, top, loss, term, metrics=level)
+                    for name, term in terms.items()
                 }
                 memory = {name: peak_bytes(run, device) for name, run in calls.items()}
                 times = seconds(calls, repetitions, device)
@@ -62,8 +67,9 @@ def main() -> None:
 
 def problem(
     tokens: int, hidden_size: int, vocabulary: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor, Workload]:
-    """Return hidden states, head, and packed documents, of whose tokens GRPO clips 5 %."""
+) -> tuple[torch.Tensor, torch.Tensor, Workload, dict[str, torch.Tensor]]:
+    """Return hidden states, head, packed documents, of whose tokens GRPO clips 5 %, and the
+    likeliest tokens of a sampler close to the policy, as keywords of the loss."""
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     lengths = document_lengths(tokens, *((64, 2048) if tokens > 2048 else (4, 64)))
     with torch.no_grad():
@@ -72,13 +78,22 @@ def problem(
     def log_probs_of(labels: torch.Tensor) -> torch.Tensor:
         return choose_implementation("auto", logits).forward(logits, labels, 1.0, False)[0]
 
-    return hidden, weight, make_workload("grpo", log_probs_of, vocabulary, lengths, device)
+    workload = make_workload("grpo", log_probs_of, vocabulary, lengths, device)
+    values, ids = logits.topk(_WIDTH)
+    ones = torch.ones_like(workload.labels)
+    normalizer = choose_implementation("auto", logits).forward(logits, ones, 1.0, False)[1]
+    generator = torch.Generator().manual_seed(2)
+    noise = 0.05 * torch.randn(*values.shape, generator=generator).to(normalizer)
+    top = values - normalizer.sum(0)[:, None] + noise - 0.05
+    old = workload.old_log_probs[:, None]
+    top = torch.where(ids == workload.labels[:, None], old, top)
+    return hidden, weight, workload, {"sampling_top_ids": ids, "sampling_top_log_probs": top}
 
 
-def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
+def call(leaves: tuple, workload: Workload, top: dict, loss: str, term: dict, **options):
     """Return a function that computes the loss and returns its gradients.
 
-    leaves: (hidden, weight) or (logits,).
+    leaves: (hidden, weight) or (logits,). top: from `problem`.
     """
     options |= {
         "loss": loss,
@@ -91,6 +106,8 @@ def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
             old = workload.old_log_probs
             noise = torch.randn(len(old), generator=torch.Generator().manual_seed(seed)).to(old)
             options[name] = old + term[name] * noise
+    if "score_centering" in term:
+        options |= top
     if len(leaves) == 2:
         options["counts"] = workload.counts()
     compute = policy_loss if len(leaves) == 1 else linear_policy_loss
@@ -108,6 +125,7 @@ def error(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     workload: Workload,
+    top: dict,
     fused: bool,
     loss: str,
     term: dict,
@@ -115,16 +133,16 @@ def error(
     """Return the largest relative error of a gradient, against float64 from the same numbers."""
     if fused:
         # With logits in float32: a rounded logit does not clip all that an exact one does.
-        gradients = call((hidden, weight), workload, loss, term, fp32_logits=True)()
+        gradients = call((hidden, weight), workload, top, loss, term, fp32_logits=True)()
         leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         logits = leaves[0] @ leaves[1].T
     else:
         rounded = (hidden @ weight.T).detach().requires_grad_()
-        gradients = call((rounded,), workload, loss, term)()
+        gradients = call((rounded,), workload, top, loss, term)()
         logits = rounded.detach().double().requires_grad_()
         leaves = [logits]
     by_logits = logits.detach().requires_grad_()
-    call((by_logits,), workload, loss, term, impl="torch")()
+    call((by_logits,), workload, top, loss, term, impl="torch")()
     exact = torch.autograd.grad(logits, leaves, by_logits.grad) if fused else [by_logits.grad]
     return max(
         float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)

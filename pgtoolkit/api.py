@@ -50,6 +50,8 @@ def policy_loss(
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
     factors: Tensor | None = None,
+    sampling_top_ids: Tensor | None = None,
+    sampling_top_log_probs: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -103,6 +105,10 @@ def policy_loss(
         sampling_log_probs; "off_policy_mask" takes old_log_probs where there are none.
     sampling_log_probs: (T,) floating, as the sampler gave them, read only where trained. Their
         distance from old_log_probs is among the basic metrics.
+    sampling_top_ids, sampling_top_log_probs: (T, k) integers and floating, for score centering (a
+        field of pgtoolkit.families.Reinforce, Cispo and Icepop): the k likeliest tokens of the
+        sampler at each position, each once, and their log-probs at `temperature`; -1 and -inf where
+        unused. old_log_probs are then the sampler's.
     temperature: log-probs are log_softmax(logits / temperature).
     entropy_coefficient: of the entropy bonus: the loss has minus this number times the sum of
         w_t H_t, H_t the entropy of the softmax at each trained position. The metrics then have
@@ -164,6 +170,7 @@ def policy_loss(
         )
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
+    top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     tokens = arguments.tokens_of(
         "logits",
         logits,
@@ -172,6 +179,7 @@ def policy_loss(
         (group_index, trajectory_index),
         totals,
         rewards=rewards,
+        top=top,
     )
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
@@ -199,6 +207,8 @@ def linear_policy_loss(
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
     factors: Tensor | None = None,
+    sampling_top_ids: Tensor | None = None,
+    sampling_top_log_probs: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -287,6 +297,7 @@ def linear_policy_loss(
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
+    top = arguments.check_top(definition, sampling_top_ids, sampling_top_log_probs)
     indices = group_index, trajectory_index
     tokens = arguments.tokens_of(
         "hidden",
@@ -297,6 +308,7 @@ def linear_policy_loss(
         totals,
         counts,
         rewards,
+        top,
     )
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 

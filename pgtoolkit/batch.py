@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pgtoolkit.document import (
     OPTIONAL_VECTORS,
+    TOP_VECTORS,
     Document,
     SampledDocument,
     vectors_of_critic,
@@ -43,6 +45,8 @@ class Tokens:
         every ratio is 1.
     factors: (T,) floating, or None: rho_t as the caller has computed it; l_t is multiplied by it,
         and by the factor of any correction.
+    sampling_top_ids, sampling_top_log_probs: (T, k) integers and floating, or None: the likeliest
+        tokens of the sampler at each position and their log-probs; -1 and -inf where unused.
     coefficients: (T,) floating, or None: c_t of the surrogate, where the loss of the whole step was
         computed before from all of its log-probs.
     rewards, group_rewards: (documents,) floating, each document's reward and the mean of its
@@ -68,6 +72,8 @@ class Tokens:
     old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    sampling_top_ids: Tensor | None = None
+    sampling_top_log_probs: Tensor | None = None
     factors: Tensor | None = None
     coefficients: Tensor | None = None
     rewards: Tensor | None = None
@@ -223,7 +229,29 @@ def pack(documents: Sequence[Document], known: tuple[str, ...] | None = None) ->
     others = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
     for name in ("advantages", *others, *vectors_of_critic(documents)):
         vectors[name] = labelled([getattr(document, name) for document in documents])
+    if documents and all(document.sampling_top_ids is not None for document in documents):
+        vectors |= _top_tokens(documents, len(micro_batch.tokens), predicting)
     return replace(micro_batch, **vectors)
+
+
+def _top_tokens(
+    documents: Sequence[Document], length: int, predicting: Tensor
+) -> dict[str, Tensor]:
+    """Return TOP_VECTORS of a micro-batch, as wide as those of its widest document.
+
+    length: T. predicting: the positions of the labels.
+    """
+    vectors = {}
+    for name, unused in zip(TOP_VECTORS, (-1, -math.inf), strict=True):
+        of_documents = [getattr(document, name) for document in documents]
+        width = max(rows.shape[1] for rows in of_documents)
+        rows = torch.cat([_widened(rows, width, unused) for rows in of_documents])
+        vectors[name] = rows.new_full((length, width), unused).index_copy(0, predicting, rows)
+    return vectors
+
+
+def _widened(rows: Tensor, width: int, unused: float) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=unused)
 
 
 def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:

@@ -60,6 +60,9 @@ class Completion:
         (`StopStrings`), whichever comes first, and with it.
     log_probs: (N,) float32, of each drawn token under the distribution it was sampled from:
         tempered, and renormalised if top_p cuts it.
+    top_ids, top_log_probs: (N, k) int32 and float32, the k likeliest tokens in the place of each
+        drawn one, each once, ties by the smaller id, and their log-probs under the same
+        distribution; None unless they are asked for.
     finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the
         longest allowed.
     model_version: of the weights that wrote it, as `publish` was told.
@@ -73,4 +76,6 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     model_version: int
     drawn: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
     conversation: Any = None

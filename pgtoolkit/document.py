@@ -18,6 +18,9 @@ A step has those that all its documents have. Old log-probs are an exception: ea
 them unless it is on_policy.
 """
 
+TOP_VECTORS = ("sampling_top_ids", "sampling_top_log_probs")
+"""Rows of each trained token that the documents of a sampler with `sampler.keep_top` have."""
+
 CRITIC_VECTORS = ("values", "returns")
 """Numbers of each trained token that the documents of a run with a critic have."""
 
@@ -35,6 +38,9 @@ class SampledDocument:
         None: it is an attempt by itself.
     sampling_log_probs: (N,) float32 or None, log-prob of each trained token, in order, as the
         sampler gave it.
+    sampling_top_ids, sampling_top_log_probs: (N, k) int32 and float32, or None: the k likeliest
+        tokens of the sampler in the place of each trained token, each once, and their log-probs; -1
+        and -inf where unused.
     reward, exact_match, truncated, model_version: as far as the source knows them, or None.
     score_failed: True where no verifier could score it. Without a reward it is then left out: see
         `is_excluded`.
@@ -49,7 +55,7 @@ class SampledDocument:
     Raises ValueError where the numbers do not belong to these tokens.
     """
 
-    _vectors: ClassVar[tuple[str, ...]] = ("sampling_log_probs",)
+    _vectors: ClassVar[tuple[str, ...]] = ("sampling_log_probs", *TOP_VECTORS)
     """The fields that have a number for each trained token, or are None."""
 
     tokens: Tensor
@@ -58,6 +64,8 @@ class SampledDocument:
     name: str
     trajectory: int | None = None
     sampling_log_probs: Tensor | None = None
+    sampling_top_ids: Tensor | None = None
+    sampling_top_log_probs: Tensor | None = None
     reward: float | None = None
     exact_match: bool | None = None
     truncated: bool | None = None
@@ -148,7 +156,12 @@ class Document(SampledDocument):
         the run retires none.
     """
 
-    _vectors: ClassVar[tuple[str, ...]] = ("advantages", *OPTIONAL_VECTORS, *CRITIC_VECTORS)
+    _vectors: ClassVar[tuple[str, ...]] = (
+        "advantages",
+        *OPTIONAL_VECTORS,
+        *TOP_VECTORS,
+        *CRITIC_VECTORS,
+    )
 
     advantages: Tensor
     old_log_probs: Tensor | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pgtoolkit.config.schema import Config
+from pgtoolkit.document import TOP_VECTORS
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -44,6 +45,7 @@ def recorded_rollouts(
         "sampling_log_probs": loss.needs_sampling_log_probs,
         "ref_log_probs": config.kl.reference == "recorded",
         "truncated": loss.masks_truncated,
+        **dict.fromkeys(TOP_VECTORS, loss.family.score_centering),
     }
     assert isinstance(config.rollout, RecordedRolloutSettings)
     return RecordedRollouts(

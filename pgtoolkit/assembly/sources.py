@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +140,8 @@ def _sampled_rollouts(
     make_sampler = functools.partial(
         _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
     )
-    sampler = make_sampler(rollout.sampling, module, tokenized, longest_document, run_dir, is_async)
+    sampling = replace(rollout.sampling, keep_top=config.sampler.keep_top)
+    sampler = make_sampler(sampling, module, tokenized, longest_document, run_dir, is_async)
     ignored = ignored_settings(module.policy, rollout.sampling)
     if ignored and isinstance(config.model, HuggingFaceModelSettings):
         values = ", ".join(f"{name}={value}" for name, value in ignored.items())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pgtoolkit.config.defaults import ByScores, ByWeights, Computed, SameAs
+from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights, Computed, SameAs
 from pgtoolkit.system.declared import Declared
 
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -97,6 +97,11 @@ CONDITIONS: Mapping[str, Declared] = {
         "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
         "are gone.",
     },
+    "sampler.keep_top": {
+        "only_if": "rollout.name=policy",
+        "use": "rollout=policy",
+        "why": "Recorded rollouts have columns of them, or not.",
+    },
     "rollout.chat": _NEEDS_TOKENIZER,
     "rollout.trained_turns": _NEEDS_TOKENIZER,
     "rollout.too_long": {
@@ -120,6 +125,9 @@ DEFAULTS: Mapping[str, Computed] = {
     "critic.learning_rate": ByWeights(random=1e-3, trained=1e-5),
     "accumulation.max_tokens": ByWeights(random=512, trained=4096),
     "rollout/policy.max_completion_length": ByWeights(random=7, trained=256),
+    "sampler.keep_top": ByCondition(
+        (("loss.score_centering=true and rollout.name=policy", 32),), 0
+    ),
     "sampler.answer_seconds": SameAs("parallelism.timeout_seconds"),
     "evaluation.best": ByScores(),
 }

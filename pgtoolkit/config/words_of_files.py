@@ -96,6 +96,18 @@ COLUMNS = (
         type="list of S numbers, optional",
     ),
     Word(
+        "sampling_top_ids",
+        "the likeliest tokens of the sampler in the place of this token, each once, for "
+        "`loss.score_centering=true`; -1 where unused, and an empty list where nothing is trained",
+        type="list of S lists of integers, optional",
+    ),
+    Word(
+        "sampling_top_log_probs",
+        "their log-probs, at the temperature the token was sampled with; `old_log_probs` are then "
+        "the sampler's",
+        type="list of S lists of numbers, optional",
+    ),
+    Word(
         "ref_log_probs",
         "the same under a frozen reference, for `kl.reference=recorded` and the metric `kl_ref`; "
         "by the same rules",

@@ -32,6 +32,7 @@ def tokens_of(
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
     rewards: Tensor | None = None,
+    top: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tokens:
     """Return the tokens of `rows`, with integers as int64.
 
@@ -40,6 +41,7 @@ def tokens_of(
     of_documents: those of OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host.
     rewards: (documents,) floating, or None.
+    top: sampling_top_ids and sampling_top_log_probs, (T, k) each, or None for both.
     Raises ValueError for a vector that does not fit the rows.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
@@ -65,8 +67,41 @@ def tokens_of(
     if rewards is not None:
         needed = f"one reward per document, {num_documents}"
         check_tensor("rewards", rewards, rows, (num_documents,), needed)
+    top_ids, top_log_probs = top
+    if top_ids is not None and top_log_probs is not None:
+        _check_top(top_ids, top_log_probs, rows, name)
+        named["sampling_top_ids"] = top_ids
+        named["sampling_top_log_probs"] = top_log_probs
     indices = {key: index.long() for key, index in indices.items()}
     return Tokens(**named, num_documents=num_documents, **indices, counts=counts, rewards=rewards)
+
+
+def _check_top(top_ids: Tensor, top_log_probs: Tensor, rows: Tensor, name: str) -> None:
+    """Raise ValueError for likeliest tokens of the sampler that do not fit the rows."""
+    width = top_ids.shape[-1] if isinstance(top_ids, Tensor) and top_ids.dim() == 2 else 0
+    shape = (len(rows), width) if width else None
+    needed = f"one row of k >= 1 entries per row of {name}, {len(rows)}"
+    check_tensor("sampling_top_ids", top_ids, rows, shape, needed, is_integer=True)
+    needed = f"the shape of sampling_top_ids, {shape}"
+    check_tensor("sampling_top_log_probs", top_log_probs, rows, shape, needed)
+
+
+def check_top(
+    loss: Loss, top_ids: Tensor | None, top_log_probs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the likeliest tokens of the sampler and their log-probs.
+
+    Raises ValueError where only one of them is there, and where the loss does not read them.
+    """
+    given = [x is not None for x in (top_ids, top_log_probs)]
+    if any(given) and not all(given):
+        raise ValueError("sampling_top_ids and sampling_top_log_probs need each other (got one)")
+    if any(given) and not loss.family.score_centering:
+        raise ValueError(
+            "sampling_top_ids have no effect without score centering. Use "
+            "loss=pgtoolkit.families.Reinforce(score_centering=True), or another family that has it"
+        )
+    return top_ids, top_log_probs
 
 
 def check_reference(

@@ -15,9 +15,10 @@ so c only scales vectors of width H, and the score can overwrite the logits befo
 c_t depends on all tokens of its document, one pass still suffices, because a chunk holds complete
 documents.
 
-An entropy bonus, or the full KL against a reference, adds a second term to the gradient by the
-logits, with a coefficient of its own. Then the logits of a slab, and those of the reference, are
-kept until the coefficients are known, and read once more. No product is computed again for that.
+An entropy bonus, the full KL against a reference, or score centering adds a second term to the
+gradient by the logits, with coefficients of its own. Then the logits of a slab, and those of the
+reference, are kept until the coefficients are known, and read once more. No product is computed
+again for that.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
-from pgtoolkit.kernels.given_logits import GradientsFromForward, Passes, compared
+from pgtoolkit.kernels.given_logits import (
+    GradientsFromForward,
+    Passes,
+    compared,
+    where_all_known,
+)
 from pgtoolkit.kernels.products import (
     LMHead,
     ParallelProduct,
@@ -40,6 +46,7 @@ from pgtoolkit.kernels.products import (
     accumulation_dtype,
 )
 from pgtoolkit.kernels.torch_passes import Teacher
+from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
@@ -80,7 +87,7 @@ class HeadOptions:
     @property
     def keeps_logits(self) -> bool:
         """Return True if the gradient by a row's logits has more terms than c_t times the score."""
-        return self.bonus or self.loss.full_kl
+        return self.bonus or self.loss.full_kl or self.loss.family.score_centering
 
     @property
     def with_entropy(self) -> bool:
@@ -147,10 +154,12 @@ def linear_loss(
     ]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         divergence = objective.penalties.divergence
-        fused = _FusedPass(hidden, head, labels, options, needs_gradient, divergence)
+        top_ids = None if objective.centering is None else objective.centering.top_ids
+        fused = _FusedPass(hidden, head, labels, options, needs_gradient, divergence, top_ids)
         fused.all_chunks(objective)
+        objective = objective.at(fused.log_probs, fused.top_log_probs)
         loss, _, sums = evaluate_objective(
-            objective.at(fused.log_probs), fused.log_probs, fused.entropy, options.loss.level
+            objective, fused.log_probs, fused.entropy, options.loss.level
         )
     if any(needs_gradient):
         gradients = [fused.hidden_gradient, fused.weight_gradient, fused.bias_gradient]
@@ -196,13 +205,16 @@ class _FusedPass:
         options: HeadOptions,
         needs_gradient: list[bool],
         divergence: Tensor | None = None,
+        top_ids: Tensor | None = None,
     ):
         """Allocate the results.
 
         needs_gradient: whether the gradients by hidden states, weight and bias are asked for.
         divergence: (T,); the full KL of each row is written into it.
+        top_ids: (T, k), the tokens whose log-probs score centering needs.
         """
         self.divergence = divergence
+        self.top_ids = top_ids
         self.any_not_finite: AnyOnHost | None = None
         self.policy = Projection(hidden, head)
         self.reference = None if head.reference is None else Projection(*head.reference)
@@ -213,6 +225,9 @@ class _FusedPass:
         wide = accumulation_dtype(hidden)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
+        self.top_log_probs = None
+        if top_ids is not None:
+            self.top_log_probs = torch.zeros_like(top_ids, dtype=wide)
 
         self.with_gradient = any(needs_gradient)
         by_hidden, by_weight, by_bias = needs_gradient
@@ -262,15 +277,16 @@ class _FusedPass:
             if not chunk.needs_gradient:
                 continue
             # A rank without rows makes this call too, since ranks may exchange sums in it.
-            coefficients = self._coefficients(
+            coefficients, centered = self._coefficients(
                 ordered.take(slice(chunk.start, chunk.stop), chunk.documents),
                 torch.cat([self.log_probs[:0], *log_probs]),
+                plan.rows[chunk.start : chunk.stop],
             )
             if last_rows is None or last_slab is None:
                 continue
             *earlier, last = coefficients.split([len(part) for part in log_probs], -1)
             compact = clips_documents and not earlier
-            self.add_products(last_rows, last_slab, last, compact)
+            self.add_products(last_rows, last_slab, last, compact, centered)
             # The score of the last slab has overwritten those of the others, whose logits are
             # computed again. There are others only where a document is longer than max_rows.
             for rows, of_slab in zip(earlier_rows, earlier, strict=True):
@@ -279,16 +295,21 @@ class _FusedPass:
             # Each rank has the sum over its own tokens of the vocabulary.
             all_reduce_(self.hidden_gradient, options.vocabulary_group)
 
-    def _coefficients(self, objective: Objective, log_probs: Tensor) -> Tensor:
-        """Return c_t of these rows, (N,); with `keeps_logits` (n, N), as `torch_passes.backward`
-        takes them.
+    def _coefficients(
+        self, objective: Objective, log_probs: Tensor, rows: Tensor
+    ) -> tuple[Tensor, CenteredRows | None]:
+        """Return (c_t of these rows, score centering), as `torch_passes.backward` takes them.
 
-        objective: of the rows of a chunk.
+        The first is (N,); with `keeps_logits` (n, N).
+        objective: of the rows of a chunk. Score centering is of families by token, whose chunks
+            with a gradient are a single slab.
         """
-        coefficients = objective.at(log_probs).coefficients(log_probs)
+        top_log_probs = None if self.top_log_probs is None else self.top_log_probs[rows]
+        objective = objective.at(log_probs, top_log_probs)
+        coefficients = objective.coefficients(log_probs)
         if self.options.keeps_logits:
             coefficients = torch.stack([coefficients, *objective.penalties.of_rows])
-        return coefficients
+        return coefficients, objective.centered_rows
 
     def make_buffers(self, largest: int) -> None:
         """Allocate memory for the logits of chunks of at most `largest` rows.
@@ -326,6 +347,13 @@ class _FusedPass:
             )
             assert teacher.divergence is not None
             self.divergence[rows] = teacher.divergence
+        if self.top_ids is not None:
+            assert self.top_log_probs is not None
+            top_log_probs = implementation.log_probs_at(
+                logits, self.top_ids[rows], normalizer, self.temperature
+            )
+            self.top_log_probs[rows] = top_log_probs
+            log_probs = where_all_known(log_probs, top_log_probs)
         if self.options.bonus:
             assert entropy is not None
             normalizer = torch.cat([normalizer, entropy[None]])
@@ -345,14 +373,18 @@ class _FusedPass:
         return Slab(hidden, score, self._record(rows, log_probs, entropy))
 
     def _gradient_as_score(
-        self, rows: Tensor, slab: Slab, coefficients: Tensor
+        self,
+        rows: Tensor,
+        slab: Slab,
+        coefficients: Tensor,
+        centered: CenteredRows | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient by the logits of a slab in the form of a score and its coefficients.
 
         The result is (score, c): (c / temperature) * score is the gradient. Here `score` is the
         gradient times `self.scale`, which keeps small numbers in the range of float16.
 
-        coefficients: (n, N), as `torch_passes.backward` takes them.
+        coefficients, centered: as `torch_passes.backward` takes them.
         """
         logits = slab.score
         dtype = slab.hidden.dtype
@@ -365,10 +397,18 @@ class _FusedPass:
             self.temperature,
             out=out,
             teacher=slab.teacher,
+            centered=None if centered is None else centered.times(self.scale),
         )
         return score, torch.full_like(coefficients[0], self.temperature / self.scale)
 
-    def add_products(self, rows: Tensor, slab: Slab, coefficients: Tensor, compact: bool) -> None:
+    def add_products(
+        self,
+        rows: Tensor,
+        slab: Slab,
+        coefficients: Tensor,
+        compact: bool,
+        centered: CenteredRows | None = None,
+    ) -> None:
         """Add the part of these rows to the gradients of hidden states, weight and bias.
 
         Overwrites the slab.
@@ -377,7 +417,7 @@ class _FusedPass:
         hidden = slab.hidden
         score = slab.score
         if self.options.keeps_logits:
-            score, coefficients = self._gradient_as_score(rows, slab, coefficients)
+            score, coefficients = self._gradient_as_score(rows, slab, coefficients, centered)
         elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.temperature)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
+from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.exchange import gather_stacked
 from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
@@ -78,9 +79,11 @@ def logits_loss(
     values = logits.detach()
     one_pass = None
     teacher = None
+    centering = objective.centering
+    top_log_probs = None
     with torch.no_grad():
         known = objective.old_log_probs is not None and ref_logits is None
-        by_token = needs_gradient and known and not objective.by_document
+        by_token = needs_gradient and known and not objective.by_document and centering is None
         if by_token and not isinstance(implementation, VocabularyShard) and implementation.one_pass:
             # A token's coefficient follows from its log-prob alone, so the gradient comes from the
             # same read.
@@ -94,6 +97,11 @@ def logits_loss(
             log_probs, normalizer, entropy = implementation.forward(
                 values, labels, temperature, with_entropy
             )
+            if centering is not None:
+                top_log_probs = implementation.log_probs_at(
+                    values, centering.top_ids, normalizer, temperature
+                )
+                log_probs = where_all_known(log_probs, top_log_probs)
             if ref_logits is not None:
                 assert loss.kl is not None
                 assert objective.penalties.divergence is not None
@@ -108,9 +116,8 @@ def logits_loss(
                 )
                 assert teacher.divergence is not None
                 objective.penalties.divergence.copy_(teacher.divergence)
-        value, coefficients, sums = evaluate_objective(
-            objective.at(log_probs), log_probs, entropy, loss.level
-        )
+        objective = objective.at(log_probs, top_log_probs)
+        value, coefficients, sums = evaluate_objective(objective, log_probs, entropy, loss.level)
         of_rows = objective.penalties.of_rows if needs_gradient and one_pass is None else []
         if of_rows:
             coefficients = torch.stack([coefficients, *of_rows])
@@ -120,11 +127,20 @@ def logits_loss(
     if one_pass is not None:
         value = GradientsFromForward.apply(value, [gradient], implementation.scale_, True, logits)
     elif needs_gradient:
-        arguments = labels, normalizer, coefficients, temperature, teacher
+        centered = objective.centered_rows
+        arguments = labels, normalizer, coefficients, temperature, teacher, centered
         value = _GradientInBackward.apply(
             value, implementation.backward, arguments, overwrite, logits
         )
     return value, log_probs, sums
+
+
+def where_all_known(log_probs: Tensor, top_log_probs: Tensor) -> Tensor:
+    """Return the log-probs (T,): NaN where one of the top tokens, (T, k), has none.
+
+    It then lies outside of the vocabulary, which is refused as it is for a label.
+    """
+    return torch.where(top_log_probs.isnan().any(-1), torch.nan, log_probs)
 
 
 def compared(
@@ -152,7 +168,7 @@ class _GradientInBackward(torch.autograd.Function):
         ctx,
         loss: Tensor,
         compute: Callable[..., Tensor],
-        arguments: tuple[Tensor, Tensor, Tensor, float, Teacher | None],
+        arguments: tuple[Tensor, Tensor, Tensor, float, Teacher | None, CenteredRows | None],
         overwrite: bool,
         logits: Tensor,
     ) -> Tensor:
@@ -175,10 +191,16 @@ class _GradientInBackward(torch.autograd.Function):
         if ctx.overwrite:
             ctx.logits = None
             out = logits
-        labels, normalizer, coefficients, temperature, teacher = ctx.arguments
-        coefficients = coefficients * upstream
+        labels, normalizer, coefficients, temperature, teacher, centered = ctx.arguments
         gradient = ctx.compute(
-            logits, labels, normalizer, coefficients, temperature, out=out, teacher=teacher
+            logits,
+            labels,
+            normalizer,
+            coefficients * upstream,
+            temperature,
+            out=out,
+            teacher=teacher,
+            centered=None if centered is None else centered.times(upstream),
         )
         return None, None, None, None, gradient
 
@@ -272,6 +294,16 @@ class VocabularyShard:
         log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)
         return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
 
+    def log_probs_at(
+        self, logits: Tensor, ids: Tensor, normalizer: Tensor, temperature: float
+    ) -> Tensor:
+        """Do as `torch_passes.log_probs_at` for all columns, with one collective of (T, k)."""
+        here = self.implementation.log_probs_at(logits, ids, normalizer, temperature, self.start)
+        shards = gather_stacked(here, self.group)
+        held = ~torch.isnan(shards) & (ids >= 0)
+        log_probs = torch.where(held, shards, 0.0).sum(0)
+        return torch.where((ids >= 0) & (held.sum(0) != 1), torch.nan, log_probs)
+
     def divergence(self, logits: Tensor, *others) -> Tensor:
         """Do as `torch_passes.divergence` for all columns, with one collective of (T,)."""
         return gather_stacked(self.implementation.divergence(logits, *others), self.group).sum(0)
@@ -289,13 +321,11 @@ class VocabularyShard:
             logits, labels, temperature, with_entropy, dtype, self.forward, self.backward
         )
 
-    def backward(
-        self, logits: Tensor, *others, out: Tensor | None = None, teacher: Teacher | None = None
-    ) -> Tensor:
+    def backward(self, logits: Tensor, *others, out: Tensor | None = None, **more) -> Tensor:
         """Do as `torch_passes.backward`, for this rank's columns."""
         if logits.numel() == 0:
             return torch.empty_like(logits) if out is None else out
-        return self.implementation.backward(logits, *others, self.start, out, teacher)
+        return self.implementation.backward(logits, *others, self.start, out, **more)
 
 
 Passes = ModuleType | VocabularyShard

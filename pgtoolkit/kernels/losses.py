@@ -90,6 +90,9 @@ def loss_of_logits(
             objective.penalties.divergence.copy_(divergence)
         # The reference's clamps would hide a NaN.
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
+        if objective.centering is not None:
+            top_log_probs = _log_probs_at(logits, objective.centering.top_ids, loss.temperature)
+            objective = objective.at(log_probs, top_log_probs)
         sums = sum_metrics(objective, loss.level, log_probs, entropy)
     else:
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
@@ -242,6 +245,12 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
     return linear(hidden, head.weight, head.bias, head.fp32_logits)
 
 
+def _log_probs_at(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return (T, k), the log-probs of the tokens ids (T, k), 0 where ids < 0."""
+    log_probs = (logits.detach().double() / temperature).log_softmax(-1)
+    return torch.where(ids < 0, 0.0, log_probs.gather(-1, ids.clamp(min=0)))
+
+
 def _by_reference(
     logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None
 ) -> tuple[Tensor, ...]:
@@ -269,6 +278,8 @@ def _by_reference(
         ref_log_probs=tokens.ref_log_probs,
         ref_logits=ref_logits,
         factors=tokens.factors,
+        sampling_top_ids=tokens.sampling_top_ids,
+        sampling_top_log_probs=tokens.sampling_top_log_probs,
     )
     vectors = result.log_probs, result.entropy, result.divergence
     vectors = logits.new_tensor(vectors, dtype=torch.float64)

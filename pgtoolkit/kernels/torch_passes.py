@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.losses.centering import CenteredRows
 
 one_pass = False
 
@@ -100,6 +101,23 @@ class Teacher(NamedTuple):
     divergence: Tensor | None = None
 
 
+def log_probs_at(
+    logits: Tensor, ids: Tensor, normalizer: Tensor, temperature: float, vocabulary_start: int = 0
+) -> Tensor:
+    """Return (T, k), the log-probs of the tokens ids (T, k), 0 where ids < 0.
+
+    The logits (T, V) are the columns from vocabulary_start on; of a token of other columns the
+    log-prob is NaN. normalizer: that of all columns.
+    """
+    local = ids - vocabulary_start
+    inside = (ids >= 0) & (local >= 0) & (local < logits.shape[1])
+    if logits.shape[1] == 0:
+        return torch.where(ids < 0, 0.0, torch.nan).to(normalizer.dtype)
+    chosen = logits.gather(-1, torch.where(inside, local, 0))
+    log_probs = torch.where(inside, _log_softmax(chosen, normalizer, temperature), torch.nan)
+    return torch.where(ids < 0, 0.0, log_probs)
+
+
 def divergence(
     logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
 ) -> Tensor:
@@ -128,10 +146,11 @@ def backward(
     vocabulary_start: int = 0,
     out: Tensor | None = None,
     teacher: Teacher | None = None,
+    centered: CenteredRows | None = None,
 ) -> Tensor:
     """Return the gradient by the logits, (T, V) in their dtype.
 
-    It is (c_t / temperature) (onehot(label) - softmax), and 0 where c_t = 0.
+    It is (c_t / temperature) (onehot(label) - softmax), and 0 where c_t = 0, plus what follows.
     coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where
         there is a teacher. e_t is the derivative of the loss by each row's entropy H_t, the last
         row of normalizer, and adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is
@@ -139,6 +158,8 @@ def backward(
         p (log p - log f - KL) for a reverse one, or p - f for a forward one.
     normalizer: that of all columns, where logits are a shard of them.
     out: written and returned; may be `logits`.
+    centered: adds on_top / temperature at the tokens of top_ids, and -(elsewhere / temperature) p
+        at all others.
     """
     gradient = torch.empty_like(logits) if out is None else out
     coefficients = torch.atleast_2d(coefficients)
@@ -163,13 +184,35 @@ def backward(
         block = -scale * probabilities
         for factor, term in zip(others, terms, strict=True):
             block += factor * term
+        active = labels[rows] >= 0
+        if centered is None:
+            active = active & (coefficients[:, rows] != 0).any(0)
+        else:
+            block += _of_centered(centered, rows, probabilities, temperature, vocabulary_start)
         local = (labels[rows] - vocabulary_start).unsqueeze(-1)
         inside = (local >= 0) & (local < logits.shape[1])
         block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
         # Select, never multiply by 0: a row that is not trained may hold NaN or infinity.
-        active = ((labels[rows] >= 0) & (coefficients[:, rows] != 0).any(0)).unsqueeze(-1)
-        gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
+        gradient[rows] = torch.where(active.unsqueeze(-1), block, 0.0).to(gradient.dtype)
     return gradient
+
+
+def _of_centered(
+    centered: CenteredRows,
+    rows: slice,
+    probabilities: Tensor,
+    temperature: float,
+    vocabulary_start: int,
+) -> Tensor:
+    """Return the part of score centering in the gradient of these rows, (N, V)."""
+    columns = probabilities.shape[1]
+    part = -(centered.elsewhere[rows] / temperature).unsqueeze(-1) * probabilities
+    # Tokens of other columns, and places that are not used, are written into one more column.
+    part = torch.nn.functional.pad(part, (0, 1))
+    local = centered.top_ids[rows] - vocabulary_start
+    inside = (centered.top_ids[rows] >= 0) & (local >= 0) & (local < columns)
+    place = torch.where(inside, local, columns)
+    return part.scatter_(-1, place, centered.on_top[rows] / temperature)[:, :columns]
 
 
 def forward_score_(

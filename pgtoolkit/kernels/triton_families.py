@@ -41,7 +41,7 @@ def numbers_of(family: Family) -> tuple[float, float, float, float]:
     which an advantage moves a token down: 0, or infinity for all advantages.
     """
     values = [getattr(family, field.name) for field in fields(family)]
-    numbers = [value for value in values if not isinstance(value, str)]
+    numbers = [value for value in values if not isinstance(value, str | bool)]
     if type(family) is Dppo and not family.clips_by_sign:
         numbers.append(math.inf)
     numbers += [0.0] * (4 - len(numbers))

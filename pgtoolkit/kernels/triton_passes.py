@@ -9,6 +9,7 @@ import math
 import os
 
 import torch
+import triton
 from torch import Tensor
 
 from pgtoolkit.kernels import torch_passes
@@ -17,9 +18,11 @@ from pgtoolkit.kernels.triton_families import numbers_of, slope_of
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
 from pgtoolkit.kernels.triton_scale import scale_kernel, scale_rows_kernel
 from pgtoolkit.kernels.triton_two_pass import backward_kernel, divergence_kernel, forward_kernel
+from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.objective import Objective
 
 one_pass = True
+log_probs_at = torch_passes.log_probs_at
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -104,6 +107,7 @@ def backward(
     vocabulary_start: int = 0,
     out: Tensor | None = None,
     teacher: Teacher | None = None,
+    centered: CenteredRows | None = None,
 ) -> Tensor:
     """Do as `torch_passes.backward`."""
     gradient = out
@@ -119,6 +123,8 @@ def backward(
     of_teacher = [coefficients] * 5
     if teacher is not None:
         of_teacher = others.pop(), teacher.divergence, _rows(teacher.logits), *teacher.normalizer
+    of_centered = [labels, coefficients, coefficients] if centered is None else centered
+    num_top = 0 if centered is None else centered.top_ids.shape[1]
     backward_kernel[(rows * -(-columns // block),)](
         logits,
         gradient,
@@ -129,16 +135,19 @@ def backward(
         *(others or [coefficients]),
         *(entropies or [log_sums]),
         *of_teacher,
+        *of_centered,
         rows,
         logits.stride(0),
         gradient.stride(0),
         of_teacher[2].stride(0),
+        num_top,
         columns,
         vocabulary_start,
         _LOG2_E / temperature,
         1 / temperature,
         BONUS=bool(others),
         KIND=None if teacher is None else teacher.kind,
+        TOP=triton.next_power_of_2(num_top) if num_top else 0,
         BLOCK=block,
         num_warps=2,
     )

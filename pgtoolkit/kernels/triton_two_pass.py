@@ -8,6 +8,7 @@ normalizer:
              - (e / temperature) p (log p + H),  e the derivative of the loss by the entropy H
              + (k / temperature) (p (log p - log f - K), or p - f), k that by the full KL, K, of p
              and a reference's f
+             + score centering's part, which losses/centering.py has
 
 `triton_passes` launches them.
 """
@@ -155,6 +156,40 @@ def divergence_kernel(
     tl.store(divergences + row, tl.sum(total, 0) * LN_2)
 
 
+@triton.jit
+def _terms(
+    x,
+    y,
+    m,
+    log_sum,
+    ref_m,
+    ref_log_sum,
+    scale,
+    bonus,
+    entropy,
+    distill,
+    divergence,
+    BONUS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Return (p, the terms of entropy and full KL in the gradient) of logits x, and y of the
+    reference."""
+    exponent = (x - m) * scale - log_sum
+    probabilities = tl.exp2(exponent)
+    more = tl.zeros_like(probabilities)
+    if BONUS:
+        # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
+        more -= bonus * probabilities * (tl.maximum(exponent, -1000.0) * LN_2 + entropy)
+    if KIND is not None:
+        ref_exponent = (y - ref_m) * scale - ref_log_sum
+        if KIND == "full_forward":
+            more += distill * (probabilities - tl.exp2(ref_exponent))
+        else:
+            term = probabilities * ((exponent - ref_exponent) * LN_2 - divergence)
+            more += distill * tl.where(exponent > -float("inf"), term, 0.0)
+    return probabilities, more
+
+
 @triton.jit(do_not_specialize=["num_rows", "vocabulary_start"])
 def backward_kernel(
     logits,
@@ -170,22 +205,29 @@ def backward_kernel(
     ref_logits,
     ref_maxima,
     ref_log_sums,
+    top_ids,
+    on_top,
+    elsewhere,
     num_rows,
     row_stride,
     gradient_stride,
     ref_stride,
+    num_top,
     num_columns,
     vocabulary_start,
     scale,
     inverse_temperature,
     BONUS: tl.constexpr,
     KIND: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute the gradient, with a program for each block of a row.
 
     BONUS: include the derivative of the loss by each row's entropy.
     KIND: include the derivative by each row's full KL of this kind; None for no full KL.
+    TOP: include score centering, of top_ids and on_top, (T, num_top), and elsewhere, (T,): the
+        power of two from num_top on; 0 for none.
     """
     blocks_per_row = tl.cdiv(num_columns, BLOCK)
     # The last rows come first: forward has read them last, and they are still in the cache.
@@ -199,57 +241,92 @@ def backward_kernel(
     if label >= 0:
         factor = tl.load(coefficients + row) * inverse_temperature
     nothing = factor == 0
+    bonus, entropy = 0.0, 0.0
     if BONUS:
-        bonus = 0.0
         if label >= 0:
             bonus = tl.load(by_entropy + row) * inverse_temperature
         nothing = nothing & (bonus == 0)
+    distill, divergence, ref_m, ref_log_sum = 0.0, 0.0, 0.0, 0.0
     if KIND is not None:
-        distill = 0.0
         if label >= 0:
             distill = tl.load(by_divergence + row) * inverse_temperature
         nothing = nothing & (distill == 0)
+    if TOP:
+        # The coefficient may be 0 where score centering has a gradient.
+        nothing = label < 0
     if nothing:
         # An untrained row is not read: it may hold NaN or infinity.
         tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
     else:
+        label -= vocabulary_start
+        logits += row * row_stride
         m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
-        x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(
-            tl.float32
-        )
-        exponent = (x - m) * scale - log_sum
-        probabilities = tl.exp2(exponent)
-        more = tl.zeros([BLOCK], tl.float32)
+        x = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        y = x
         if BONUS:
-            # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
-            more -= (
-                bonus
-                * probabilities
-                * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
-            )
+            entropy = tl.load(entropies + row)
         if KIND is not None:
-            y = tl.load(
-                ref_logits + row * ref_stride + columns, mask=inside, other=-float("inf")
-            ).to(tl.float32)
-            ref_exponent = (y - tl.load(ref_maxima + row)) * scale - tl.load(ref_log_sums + row) * (
-                1 / LN_2
+            ref_logits += row * ref_stride
+            y = tl.load(ref_logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            divergence = tl.load(divergences + row)
+            ref_m, ref_log_sum = tl.load(ref_maxima + row), tl.load(ref_log_sums + row) * (1 / LN_2)
+        probabilities, more = _terms(
+            x,
+            y,
+            m,
+            log_sum,
+            ref_m,
+            ref_log_sum,
+            scale,
+            bonus,
+            entropy,
+            distill,
+            divergence,
+            BONUS,
+            KIND,
+        )
+        if TOP:
+            places = row * num_top + tl.arange(0, TOP)
+            used = tl.arange(0, TOP) < num_top
+            ids = tl.load(top_ids + places, mask=used, other=-1)
+            used = used & (ids >= 0)
+            ids -= vocabulary_start
+            used = used & (ids >= start) & (ids < start + BLOCK) & (ids < num_columns)
+            x_top = tl.load(logits + ids, mask=used, other=-float("inf")).to(tl.float32)
+            y_top = x_top
+            if KIND is not None:
+                y_top = tl.load(ref_logits + ids, mask=used, other=-float("inf")).to(tl.float32)
+            p_top, at_top = _terms(
+                x_top,
+                y_top,
+                m,
+                log_sum,
+                ref_m,
+                ref_log_sum,
+                scale,
+                bonus,
+                entropy,
+                distill,
+                divergence,
+                BONUS,
+                KIND,
             )
-            if KIND == "full_forward":
-                more += distill * (probabilities - tl.exp2(ref_exponent))
-            else:
-                term = probabilities * (
-                    (exponent - ref_exponent) * LN_2 - tl.load(divergences + row)
-                )
-                more += distill * tl.where(exponent > -float("inf"), term, 0.0)
+            at_top += tl.load(on_top + places, mask=used, other=0.0) * inverse_temperature
+            at_top += tl.where(ids == label, factor * (1 - p_top), -factor * p_top)
+            more -= tl.load(elsewhere + row) * inverse_temperature * probabilities
+            # The result may overwrite the logits: all must have been read before it is stored.
+            tl.debug_barrier()
         tl.store(
             gradient + columns,
             (more - factor * probabilities).to(gradient.dtype.element_ty),
             mask=inside,
         )
         # The label's entry is corrected afterwards, which is cheaper than a comparison per column.
-        label -= vocabulary_start
         if (label >= start) & (label < start + BLOCK) & (label < num_columns):
             mended = factor * (1 - tl.sum(tl.where(columns == label, probabilities, 0.0), 0))
             mended += tl.sum(tl.where(columns == label, more, 0.0), 0)
             tl.debug_barrier()  # the block's stores must land before that of the label
             tl.store(gradient + label, mended.to(gradient.dtype.element_ty))
+        if TOP:
+            tl.debug_barrier()  # as above
+            tl.store(gradient + ids, at_top.to(gradient.dtype.element_ty), mask=used)

@@ -11,6 +11,12 @@ from typing import TypeGuard
 MAX_LOG_PROB = 1e-3
 """A log-prob up to this counts as rounding, as of half precision; it is at most 0."""
 
+LARGEST_GAP = 1e-2
+"""How far two numbers for one log-prob of a sampler may lie apart, which rounds them."""
+
+LARGEST_MASS = 1.01
+"""Probabilities that add up to at most this count as rounding; they add up to at most 1."""
+
 
 def check_name(key: str, value: object, known: Iterable[str]) -> None:
     """Raise ValueError unless value is one of the known names."""

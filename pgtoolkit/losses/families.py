@@ -69,6 +69,45 @@ class _Clipped(Family):
         return losses, (-ratio * advantages).where(passes, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Family):
+    """The base class of families of the form l = -f(ratio) A p, without a gradient through f.
+
+    They may have score centering (`losses/centering.py`), which needs nothing of them but f.
+    """
+
+    score_centering: bool = parameter(
+        False,
+        help="Take the pull towards the sampler out of the gradient (arXiv 2609.20807), by the "
+        "likeliest tokens of the sampler at each position: sampler.keep_top of them. It needs "
+        "old log-probs that are the sampler's.",
+        learns="loss.score_centering=true",
+        added=True,
+    )
+
+    slope_of: ClassVar[str] = "log_prob"
+
+    def factor(self, ratio: Tensor) -> Tensor:
+        """Return f(ratio), in the shape of the ratio, which has no gradient."""
+        raise TypeError(f"{type(self).__name__} needs a method factor(ratio)")
+
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        slope = -self.factor(log_ratio.detach().exp()) * advantages
+        return slope * log_probs, slope
+
+    @property
+    def centered(self) -> str:
+        """Return what score centering adds to the equation."""
+        if not self.score_centering:
+            return ""
+        return (
+            " + A_t sum over the sampler's likeliest tokens v of a_v ln pi_v, no gradient through "
+            "a_v (score centering)"
+        )
+
+
 @dataclass(frozen=True)
 class Grpo(_Clipped):
     """GRPO: one ratio per token, clipped per token (arXiv 2402.03300, equation 3; asymmetric clip
@@ -162,7 +201,7 @@ class Gspo(_Clipped):
 
 
 @dataclass(frozen=True)
-class Cispo(_Clipped):
+class Cispo(Weighted, _Clipped):
     """CISPO: the clipped ratio weights each token's gradient and never removes it (arXiv
     2506.13585, equations 4 and 5)."""
 
@@ -181,18 +220,17 @@ class Cispo(_Clipped):
         "gives ScaleRL's cap of 5 (arXiv 2510.13786).",
     )
 
-    slope_of: ClassVar[str] = "log_prob"
     clips_by_sign: ClassVar[bool] = False
 
     @property
     def equation(self) -> str:
-        return f"-{self.clip('r_t')} A_t p_t, no gradient through the clip,  {_RATIO}, p_t the new"
+        return (
+            f"-{self.clip('r_t')} A_t p_t{self.centered}, no gradient through the clip,  {_RATIO}, "
+            "p_t the new"
+        )
 
-    def surrogate(
-        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        slope = -log_ratio.detach().exp().clamp(*self.bounds) * advantages
-        return slope * log_probs, slope
+    def factor(self, ratio: Tensor) -> Tensor:
+        return ratio.clamp(*self.bounds)
 
 
 @dataclass(frozen=True)
@@ -425,7 +463,7 @@ class Dppo(Family):
 
 
 @dataclass(frozen=True)
-class Icepop(Family):
+class Icepop(Weighted):
     """IcePop's mask as the loss: the ratio weights each token's gradient, and tokens whose ratio
     lies outside of two bounds are left out (arXiv 2510.18855; prime-rl's icepop).
 
@@ -446,7 +484,6 @@ class Icepop(Family):
         help="Upper bound: a token with a ratio above it gets no gradient (>= 1).",
     )
 
-    slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = False
 
@@ -457,15 +494,13 @@ class Icepop(Family):
     @property
     def equation(self) -> str:
         kept = f"where {self.low:g} <= r_t <= {self.high:g}, else 0"
-        return f"-r_t A_t p_t {kept}, no gradient through the ratio,  {_RATIO}, p_t the new"
+        return (
+            f"-r_t A_t p_t {kept}{self.centered}, no gradient through the ratio,  {_RATIO}, p_t "
+            "the new"
+        )
 
-    def surrogate(
-        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ratio = log_ratio.detach().exp()
-        left_out = (ratio < self.low) | (ratio > self.high)
-        slope = (-ratio * advantages).where(~left_out, 0.0)
-        return slope * log_probs, slope
+    def factor(self, ratio: Tensor) -> Tensor:
+        return ratio.where(~((ratio < self.low) | (ratio > self.high)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -548,22 +583,19 @@ class Kimi(Family):
 
 
 @dataclass(frozen=True)
-class Reinforce(Family):
+class Reinforce(Weighted):
     """REINFORCE (Williams 1992): the log-prob weighted by the advantage; with advantages of 1,
     supervised fine-tuning."""
 
-    slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
     reads_old_log_probs: ClassVar[bool] = False
 
     @property
     def equation(self) -> str:
-        return "-A_t p_t,  p_t the new log-prob of token t"
+        return f"-A_t p_t{self.centered},  p_t the new log-prob of token t"
 
-    def surrogate(
-        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return -advantages * log_probs, -advantages
+    def factor(self, ratio: Tensor) -> Tensor:
+        return ratio.new_ones(ratio.shape)
 
 
 _ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Icepop, Vespo, Kimi, Reinforce, Tpo, Lpo)

@@ -96,6 +96,8 @@ def check_parameters(declared: DataclassInstance) -> None:
         if isinstance(attribute.default, StrEnum):
             check_name(attribute.name, value, tuple(type(attribute.default)))
             continue
+        if isinstance(attribute.default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{attribute.name} needs True or False (got {shown(value)})")
         may_be_none = "None" in str(attribute.type)
         if "range" not in attribute.metadata or (value is None and may_be_none):
             continue
@@ -127,6 +129,7 @@ class Family:
         without old log-probs can be trained on.
     clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0;
         False if both act whatever the sign of A.
+    score_centering: True if the loss has the term of `centering.py`.
     """
 
     scope: ClassVar[str] = "token"
@@ -134,6 +137,7 @@ class Family:
     silent_without_advantage: ClassVar[bool] = False
     reads_old_log_probs: ClassVar[bool] = True
     clips_by_sign: ClassVar[bool] = True
+    score_centering = False
 
     def __post_init__(self):
         for parameter in fields(self):

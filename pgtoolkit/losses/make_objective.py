@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.losses.aggregation import Aggregation, Custom, signs_of
+from pgtoolkit.losses.centering import centering_of
 from pgtoolkit.losses.corrections import Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
 from pgtoolkit.losses.exchange import Ranks
@@ -35,6 +36,7 @@ def make_objective(
     """
     _check_groups(tokens, totals, loss)
     _check_level(tokens, loss, is_whole_step)
+    _check_centering(tokens, loss)
     family = loss.family
     aggregation = loss.aggregation
     correction = loss.correction
@@ -142,6 +144,7 @@ def make_objective(
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
         has_factors=tokens.factors is not None,
+        centering=centering_of(tokens, family, mask, weights, old_log_probs),
     )
 
 
@@ -205,6 +208,21 @@ def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:
         raise ValueError(
             f"the loss function {family.name} depends on whole groups, and does not know "
             "trajectories of several documents (got trajectory_index)"
+        )
+
+
+def _check_centering(tokens: Tokens, loss: Loss) -> None:
+    """Raise ValueError for what does not go with score centering."""
+    if not loss.family.score_centering:
+        return
+    if loss.correction is not None:
+        raise ValueError(
+            f"score_centering beside correction={loss.correction.name!r}: the family's own factor "
+            "corrects for the sampler already, and old_log_probs are the sampler's"
+        )
+    if tokens.coefficients is not None:
+        raise ValueError(
+            "score_centering beside coefficients, which take the place of the family's surrogate"
         )
 
 

@@ -68,6 +68,7 @@ _KINDS = _LEVELS | {
         ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"),
         ("max_difference_old_sampling",),
     ),
+    "centering": _Kind(("score_centering", "top_mass_sampling", "top_mass_new")),
     "correction": _Kind(
         ("correction_factor", "correction_outside_fraction", "correction_clamped_fraction"),
         ("max_correction_factor",),
@@ -75,7 +76,8 @@ _KINDS = _LEVELS | {
         "correction_effective_sample_size",
     ),
 }
-"""Name -> metrics: of each level, of a reference's and the sampler's log-probs, of a correction."""
+"""Name -> metrics: of each level, of a reference's and the sampler's log-probs, of score
+centering, of a correction."""
 _OF_BOTH_LOG_PROBS = {
     "old_logprobs",
     "ratio_new_old",

@@ -17,6 +17,7 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
+from pgtoolkit.losses.centering import CenteredRows, Centering
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
@@ -70,6 +71,8 @@ class Loss:
     def reads_old_log_probs(self) -> bool:
         """Return True if the loss depends on old log-probs; else documents need not have them."""
         if self.family.reads_old_log_probs or self.correction is not None:
+            return True
+        if self.family.score_centering:
             return True
         return self.kl is not None and self.kl.reads_old_log_probs
 
@@ -151,6 +154,7 @@ class Objective:
     known_before: the vectors of `function.KNOWN_BEFORE` that the family asks for, by name.
     group_index: (documents,) int64, where the objective is the whole step's and the family's level
         is the step.
+    centering: the term of score centering, or None.
     coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
         surrogate's own value is then not computed.
     has_factors: whether the caller gave factors, which may be 0.
@@ -176,10 +180,18 @@ class Objective:
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
     has_factors: bool = False
+    centering: Centering | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
-    def at(self, log_probs: Tensor) -> Objective:
-        """Return the objective with old log-probs: its own, or else these new ones, detached."""
+    def at(self, log_probs: Tensor, top_log_probs: Tensor | None = None) -> Objective:
+        """Return the objective with old log-probs: its own, or else these new ones, detached.
+
+        top_log_probs: (T, k), the new ones of the sampler's likeliest tokens, for score centering.
+        """
+        if top_log_probs is not None:
+            assert self.centering is not None
+            centering = self.centering.at(top_log_probs)
+            return replace(self, centering=centering, _last_terms=[]).at(log_probs)
         if self.old_log_probs is not None:
             return self
         sampling_log_ratio = None
@@ -215,14 +227,20 @@ class Objective:
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
-        losses: the weighted surrogate, plus the penalty by token.
+        losses: the weighted surrogate, plus score centering and the penalty by token.
         coefficients: c_t, the derivative of the sum of the losses by each log-prob. Formulas give
             it in the place of autograd, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
-        return self.penalties.with_kl(
-            log_probs, self.weights * terms.losses, self.gradient_weights * terms.slope
-        )
+        losses = self.weights * terms.losses
+        if self.centering is not None:
+            losses = losses + self.centering.losses
+        return self.penalties.with_kl(log_probs, losses, self.gradient_weights * terms.slope)
+
+    @property
+    def centered_rows(self) -> CenteredRows | None:
+        """Return score centering's part of the gradient by the logits; None without it."""
+        return None if self.centering is None else self.centering.rows
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
         """Return (T,), the coefficients c_t alone."""
@@ -465,6 +483,7 @@ class Objective:
             **{name: vector[rows] for name, vector in vectors.items() if vector is not None},
             documents=documents,
             penalties=self.penalties.take(rows),
+            centering=None if self.centering is None else self.centering.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
             known_before={name: vector[rows] for name, vector in self.known_before.items()},
             sampling_log_ratio=None,
@@ -532,6 +551,7 @@ class Objective:
             self.sampling_log_ratio,
             self.penalties.ref_log_probs,
             self.penalties.divergence,
+            None if self.centering is None else self.centering.problems,
             log_probs,
         )
         first, *others = (vector for vector in vectors if vector is not None)
@@ -544,6 +564,8 @@ class Objective:
             "sampling_log_probs": self.sampling_log_probs,
             "ref_log_probs": self.penalties.ref_log_probs,
         }
+        if self.centering is not None:
+            vectors["sampling_top_log_probs"] = self.centering.largest_log_probs
         return {name: values for name, values in vectors.items() if values is not None}
 
     def _refuse_documents(self, documents: list[int]) -> NoReturn:
@@ -558,6 +580,11 @@ class Objective:
             inputs.append("ref_log_probs")
         if self.penalties.divergence is not None:
             inputs.append("a full KL (infinite where the reference alone has probability 0)")
+        if self.centering is not None:
+            inputs.append(
+                "sampling_top_log_probs (which need old_log_probs at the label, and each token "
+                "once)"
+            )
         raise DataError(
             f"non-finite {', '.join(inputs)} or advantages at a trained position of document "
             f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "

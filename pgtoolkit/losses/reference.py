@@ -33,6 +33,7 @@ from pgtoolkit.losses.reference_terms import (
     OF_ROW,
     OF_TOKEN,
     DocumentMean,
+    centering,
     corrections,
     k3,
     kept_by_entropy,
@@ -167,6 +168,8 @@ def policy_loss(
     ref_logits: Tensor | None = None,
     factors: Tensor | None = None,
     entropy_top_fraction: float | None = None,
+    sampling_top_ids: Tensor | None = None,
+    sampling_top_log_probs: Tensor | None = None,
     **parameters: float | str | None,
 ) -> Reference:
     """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
@@ -205,6 +208,8 @@ def policy_loss(
     measured: dict[int, tuple[float, float, bool]] = {}
     divergence = [0.0] * len(y)
     by_logit: dict[int, list[float]] = {}
+    centered: dict[int, tuple[float, float, float]] = {}
+    centered_by_logit: dict[int, list[float]] = {}
     for d, tokens in enumerate(step.trained):
         if not tokens:
             continue
@@ -231,6 +236,17 @@ def policy_loss(
             was_clamped[t] = abs(raw) > 20.0
             rho[t] = math.exp(lam[t])
             surrogate, slopes[t] = SURROGATES[loss](rho[t], lam[t], A, p[t], **parameters)
+            if parameters.get("score_centering"):
+                assert sampling_top_ids is not None
+                assert sampling_top_log_probs is not None
+                top = zip(
+                    sampling_top_ids[t].tolist(), sampling_top_log_probs[t].tolist(), strict=True
+                )
+                q = {v: x for v, x in top if v >= 0}
+                value, slopes_by_logit, mass = centering(loss, parameters, log_softmax(z[t]), q)
+                total.append(weight[t] * A * value)
+                centered[t] = A * value, math.fsum(math.exp(x) for x in q.values()), mass
+                centered_by_logit[t] = [weight[t] * A * x for x in slopes_by_logit]
             clips[t] = clips_of(loss, rho[t], p[t], log_ratio[t], A, parameters)
             total.append(weight[t] * surrogate)
             total.append(-entropy_coefficient * uncorrected[t] * entropy[t])
@@ -269,6 +285,9 @@ def policy_loss(
                 divergence_by_logit=by_logit.get(t),
                 temperature=temperature,
             )
+            if t in centered_by_logit:
+                pairs = zip(row, centered_by_logit[t], strict=True)
+                row = [x + y / temperature for x, y in pairs]
             gradient[t] = torch.tensor(row, dtype=torch.float64)
 
     results: dict[str, float] = {
@@ -290,6 +309,9 @@ def policy_loss(
         results["kl_ref"] = step.document_mean(lambda t: divergence[t])
     elif metrics != "none" and f is not None:
         results["kl_ref"] = step.document_mean(lambda t: k3(p[t], o[t], f[t])[0])
+    if metrics != "none" and centered:
+        for place, name in enumerate(("score_centering", "top_mass_sampling", "top_mass_new")):
+            results[name] = step.document_mean(lambda t, place=place: centered[t][place])
     if metrics == "with_entropy":
         results["entropy"] = step.document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, divergence, results, gradient)

@@ -42,12 +42,22 @@ def _clip(
     return -min(r * A, clipped * A), -r * A if passes else 0.0
 
 
+def factor(loss: str, r: float, parameters: Parameters) -> float:
+    """Return f(r) of the families with l = -f(r) A p, without a gradient through f."""
+    if loss == "cispo":
+        low = parameters["epsilon_low"]
+        return min(1 + parameters["epsilon_high"], max(0.0 if low is None else 1 - low, r))
+    if loss == "icepop":
+        return r if parameters["low"] <= r <= parameters["high"] else 0.0
+    assert loss == "reinforce"
+    return 1.0
+
+
 def _cispo(
-    r: float, x: float, A: float, p: float, epsilon_low: float | None, epsilon_high: float
+    r: float, x: float, A: float, p: float, **parameters: float | None
 ) -> tuple[float, float]:
-    lower = 0.0 if epsilon_low is None else 1 - epsilon_low
-    clipped = min(1 + epsilon_high, max(lower, r))
-    return -clipped * A * p, -clipped * A
+    slope = -factor("cispo", r, parameters) * A
+    return slope * p, slope
 
 
 def _sapo(
@@ -83,10 +93,11 @@ def _dppo(
     return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
 
 
-def _icepop(r: float, x: float, A: float, p: float, low: float, high: float) -> tuple[float, float]:
-    if r < low or r > high:
-        return 0.0, 0.0
-    return -r * A * p, -r * A
+def _icepop(
+    r: float, x: float, A: float, p: float, **parameters: float | None
+) -> tuple[float, float]:
+    slope = -factor("icepop", r, parameters) * A
+    return slope * p, slope
 
 
 def _moved(x: float, p: float, divergence: str) -> float:
@@ -124,8 +135,11 @@ def _kimi(r: float, x: float, A: float, p: float, tau: float) -> tuple[float, fl
     return -A * p + tau / 2 * x**2, -A + tau * x
 
 
-def _reinforce(r: float, x: float, A: float, p: float) -> tuple[float, float]:
-    return -A * p, -A
+def _reinforce(
+    r: float, x: float, A: float, p: float, **parameters: float | None
+) -> tuple[float, float]:
+    slope = -factor("reinforce", r, parameters) * A
+    return slope * p, slope
 
 
 SURROGATES: dict[str, Callable[..., tuple[float, float]]] = {

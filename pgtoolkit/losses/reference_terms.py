@@ -1,4 +1,4 @@
-"""The specification of corrections, of penalties against a reference, and of a critic.
+"""The specification of corrections, penalties against a reference, score centering and a critic.
 
 It is written as `reference.py` is. A penalty on a token is a function of its log-probs p (new), o
 (old) and f (of the reference), and returns (value, its derivative by p). A penalty on a row of the
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pgtoolkit.losses.reference_families import Parameters
+from pgtoolkit.losses.reference_families import Parameters, factor
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.corrections import Correction
@@ -168,6 +168,28 @@ def _full_forward(p: list[float], f: list[float]) -> tuple[float, list[float]]:
 
 OF_ROW = {"full_reverse": _full_reverse, "full_forward": _full_forward}
 """Kind of penalty -> its function of a row of the vocabulary."""
+
+
+def centering(
+    loss: str, parameters: Parameters, p: list[float], q: dict[int, float]
+) -> tuple[float, list[float], float]:
+    """Return (sum over H of a_v ln pi_v, its derivatives by the logits, sum over H of pi_v).
+
+    p: the new log-probs of a row of the vocabulary. q: the sampler's log-probs of the tokens of H.
+    Source: arXiv 2609.20807. The advantage, the weight and the temperature are not in it.
+    """
+    pi = {v: math.exp(p[v]) for v in q}
+    rest_pi = max(1 - math.fsum(pi.values()), 1e-6)
+    rest_q = max(1 - math.fsum(math.exp(x) for x in q.values()), 1e-6)
+    rho = rest_q / rest_pi
+    alpha = rho * factor(loss, 1 / rho, parameters)
+    a = {
+        v: math.exp(q[v]) * factor(loss, math.exp(_clamp(p[v] - q[v])), parameters) - alpha * pi[v]
+        for v in q
+    }
+    value = math.fsum(a[v] * max(p[v], -1000.0) for v in q)
+    by_logit = [a.get(v, 0.0) - math.exp(x) * math.fsum(a.values()) for v, x in enumerate(p)]
+    return value, by_logit, math.fsum(pi.values())
 
 
 def gae(

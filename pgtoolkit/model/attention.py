@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, known_vectors, without_waiting
+from pgtoolkit.document import TOP_VECTORS
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order
@@ -254,7 +255,9 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     names = ("tokens", "position_ids", "labels", "document_index", "advantages")
     names += known_vectors(micro_batch)
     names += tuple(
-        name for name in ("factors", "coefficients") if getattr(micro_batch, name) is not None
+        name
+        for name in ("factors", "coefficients", *TOP_VECTORS)
+        if getattr(micro_batch, name) is not None
     )
     return replace(
         micro_batch,
@@ -267,7 +270,7 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
 
 def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
     piece = values[start : start + length]
-    return torch.cat([piece, piece.new_full((length - len(piece),), fill)])
+    return torch.cat([piece, piece.new_full((length - len(piece), *piece.shape[1:]), fill)])
 
 
 def documents_here(

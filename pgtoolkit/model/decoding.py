@@ -271,6 +271,8 @@ class Decoding:
     stopped: returns which rows have ended for another reason, (B,) bool, given the tokens of the
         rows so far, (B, C), and how many of the C tokens are new since the last call.
     body: returns hidden states (B, S, H), given tokens (B, S) and the cache; see `MergedBody`.
+    top: returns the likeliest tokens and their log-probs, (B, k) each, given logits, as
+        `Completion` has them; it may not wait for the device either. None: they are not asked for.
     head: the weight of the LM head (V, H), if a kernel may draw from hidden states by it, as it
         would from float32 `logits`.
 
@@ -290,17 +292,20 @@ class Decoding:
     stopped: Callable[[Tensor, int], Tensor] | None = None
     body: Callable[[Tensor, Cache], Tensor] | None = None
     head: Tensor | None = None
+    top: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     @torch.no_grad()
-    def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
+    def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, ...]:
         """Return tokens and log-probs, (rows, max_tokens) each, with a row for each prompt.
+
+        With `top` the likeliest tokens and their log-probs follow, (rows, max_tokens, k) each.
 
         What follows the end of a completion has no meaning.
         """
         self._start(prompts, max_tokens)
         while self._num_drawn < max_tokens and len(self._rows):
             self._continue(max_tokens)
-        return self.tokens, self.log_probs
+        return self.tokens, self.log_probs, *self._top
 
     def _start(self, prompts: list[list[int]], max_tokens: int) -> None:
         """Read the prompts, and draw the first token of each completion."""
@@ -308,6 +313,11 @@ class Decoding:
         device = self.model.device
         self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
+        self._top: tuple[Tensor, ...] = ()
+        if self.top is not None:
+            self._top = tuple(
+                x.new_zeros(len(prompts), max_tokens, x.shape[1]) for x in self.top(logits[:1])
+            )
         # The rows that are left, by their number in self.tokens.
         self._rows = torch.arange(len(prompts), device=device)
         # With its position so far, where a row's next token belongs in the flat self.tokens.
@@ -397,7 +407,7 @@ class Decoding:
         of the rows in place.
         """
         hidden = self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0]
-        if self.head is not None and isinstance(self.draw, float):
+        if self.head is not None and isinstance(self.draw, float) and self.top is None:
             from pgtoolkit.kernels.triton_draw import draw_next_of_hidden
 
             draw_next_of_hidden(hidden, self.head, self.uniform, self.draw, *self._state())
@@ -406,6 +416,10 @@ class Decoding:
 
     def _draw_tokens(self, logits: Tensor) -> None:
         """Draw a token of each row, store it with its log-prob, and advance the positions."""
+        if self.top is not None:
+            places = self._offsets + self._cache.positions
+            for kept, new in zip(self._top, self.top(logits), strict=True):
+                kept.flatten(end_dim=1).index_copy_(0, places, new)
         if isinstance(self.draw, float):
             from pgtoolkit.kernels.triton_draw import draw_next
 

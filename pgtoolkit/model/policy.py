@@ -193,10 +193,11 @@ class Policy:
 
     def decode(
         self, prompts: list[list[int]], max_tokens: int, fp32_lm_head: bool, **options
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Sample one completion of each prompt; return tokens and log-probs, (B, max_tokens) each.
 
-        options: draw, uniform, check, ends and stopped of `decoding.Decoding`.
+        The likeliest tokens follow as `Decoding.complete` returns them.
+        options: draw, uniform, check, ends, stopped and top of `decoding.Decoding`.
         """
         self.model.eval()
         with decoding(self.model):

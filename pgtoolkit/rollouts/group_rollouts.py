@@ -131,6 +131,8 @@ def as_completion(conversation: Conversation) -> Completion:
         finish_reason="length" if conversation.end == LENGTH else "stop",
         model_version=conversation.version,
         drawn=torch.tensor(conversation.drawn),
+        top_ids=torch.cat(conversation.top_ids) if conversation.top_ids else None,
+        top_log_probs=torch.cat(conversation.top_log_probs) if conversation.top_ids else None,
         conversation=conversation,
     )
 
@@ -219,6 +221,8 @@ def _document(
         group=group,
         name=name,
         sampling_log_probs=completion.log_probs,
+        sampling_top_ids=completion.top_ids,
+        sampling_top_log_probs=completion.top_log_probs,
         reward=reward,
         exact_match=score.exact_match,
         truncated=completion.finish_reason == "length",

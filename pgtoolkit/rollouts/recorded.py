@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pgtoolkit.document import OPTIONAL_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, TOP_VECTORS, Document
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import Conversations, LoadTokenizer
@@ -41,7 +41,7 @@ class RecordedRollouts(Source):
         fits, if limited.
     needs: fields that are needed for other reasons than the estimator: group_id (prompt_mean),
         sampling_log_probs (a correction), ref_log_probs (a penalty), truncated
-        (rollout.truncated=mask).
+        (rollout.truncated=mask), TOP_VECTORS (score centering).
     first: the number of rows of each file to read at most, only to see whether they would be
         refused; None: all.
     layout: the ranks. The first one reads the files for the index and gives it to the others.
@@ -75,7 +75,7 @@ class RecordedRollouts(Source):
         with failing_together(self.layout):
             indexed = self._indexed() if self.layout.rank == 0 else None
         self.index, paths = of_rank_0(indexed, self.layout)
-        self._files = open_files(paths, COLUMNS)
+        self._files = open_files(paths, self._columns)
         self._rows = self.index.rows
         self.groups = self._rows["group"]
         self.has_groups = self.index.has_groups
@@ -119,6 +119,8 @@ class RecordedRollouts(Source):
             old_log_probs=numbers if row["old_log_probs"] else None,
             sampling_log_probs=numbers if row["sampling_log_probs"] else None,
             ref_log_probs=numbers if row["ref_log_probs"] else None,
+            sampling_top_ids=numbers if "sampling_top_ids" in self.needs else None,
+            sampling_top_log_probs=numbers if "sampling_top_log_probs" in self.needs else None,
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
             score_failed=bool(row["score_failed"]),
@@ -145,11 +147,16 @@ class RecordedRollouts(Source):
         is_required = {
             "reward": self._reads_rewards,
             "advantage": reads_advantages and self.reads_old_log_probs,
-            **{name: name in self.needs for name in OPTIONAL_VECTORS},
+            **{name: name in self.needs for name in (*OPTIONAL_VECTORS, *TOP_VECTORS)},
             "truncated": "truncated" in self.needs,
             "old_log_probs": self.reads_old_log_probs,
         }
         return [name for name, required in is_required.items() if required]
+
+    @property
+    def _columns(self) -> list[str]:
+        """Return the columns that are read from the files."""
+        return [name for name in COLUMNS if name not in TOP_VECTORS or name in self.needs]
 
     @property
     def _reads_rewards(self) -> bool:
@@ -167,7 +174,7 @@ class RecordedRollouts(Source):
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         """Return the index, which is kept in the run directory, and the files; log its notes."""
         paths = find_files(self.config.path, "rollout.path")
-        files = open_files(paths, COLUMNS)
+        files = open_files(paths, self._columns)
         indexing = Indexing(
             files, self.config, self.estimator, self._rules, self._needs_groups, self.first
         )

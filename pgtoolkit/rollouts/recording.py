@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pgtoolkit.document import OPTIONAL_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, TOP_VECTORS, Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, RecordedRow
@@ -82,6 +82,15 @@ def row_of(document: Document) -> RecordedRow:
         numbers[mask] = values.numpy()
         return numbers
 
+    def rows_per_token(values: torch.Tensor | None) -> list[np.ndarray] | None:
+        """Return a list for each token from the rows of the trained ones, empty elsewhere."""
+        if values is None:
+            return None
+        rows = values.numpy()
+        nothing = np.zeros(0, rows.dtype)
+        of_trained = iter(rows)
+        return [next(of_trained) if is_trained else nothing for is_trained in mask]
+
     return RecordedRow(
         token_ids=document.tokens.numpy(),
         loss_mask=mask,
@@ -92,6 +101,7 @@ def row_of(document: Document) -> RecordedRow:
         id=document.name,
         measures=document.measures,
         **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},
+        **{name: rows_per_token(getattr(document, name)) for name in TOP_VECTORS},
         **{name: getattr(document, name) for name in OF_THE_DOCUMENT},
     )
 

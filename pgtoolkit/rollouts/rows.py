@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pgtoolkit.document import OPTIONAL_VECTORS, Document
-from pgtoolkit.losses.checks import MAX_LOG_PROB
+from pgtoolkit.document import OPTIONAL_VECTORS, TOP_VECTORS, Document
+from pgtoolkit.losses.checks import LARGEST_GAP, LARGEST_MASS, MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
 from pgtoolkit.tasks.prompt_rows import TOOLS
@@ -51,7 +51,8 @@ class RecordedRow(SimpleNamespace):
     """A checked row: each of FIELDS, None if it is not recorded. Arrays have one entry per token.
 
     token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where
-        nothing is trained.
+        nothing is trained. sampling_top_ids, sampling_top_log_probs: (S, k) int32 and float32, -1
+        and -inf where unused; read only where `Rules.required` has them.
     measures: further numbers of the document, which a run records with it.
     """
 
@@ -81,7 +82,7 @@ class RecordedRow(SimpleNamespace):
             advantages = self.advantage[mask]
         else:
             advantages = np.full(mask.sum(), advantage, np.float32)
-        vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
+        vectors = {name: getattr(self, name) for name in (*OPTIONAL_VECTORS, *TOP_VECTORS)}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
@@ -149,6 +150,106 @@ def _log_probs(value: object, row: RecordedRow, _rules: Rules) -> np.ndarray:
     if place is not None:
         raise Unusable(f"is {log_probs[place]:g} at position {place}; a log-prob is at most 0")
     return log_probs
+
+
+def _top_ids(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None:
+    if "sampling_top_ids" not in rules.required:
+        return None
+    ids = _rows_per_token(value, "iu", "integers", row, -1)
+    if row.loss_mask is None or len(row.loss_mask) != len(ids):
+        return ids.astype(np.int32)
+    ids = np.where(row.loss_mask[:, None], ids, -1)
+    is_outside = (ids < -1) | (ids >= rules.vocabulary_size)
+    place = _first(np.any(is_outside, axis=1))
+    if place is not None:
+        raise Unusable(
+            f"has {ids[place].tolist()} at position {place}; the vocabulary is 0 to "
+            f"{rules.vocabulary_size - 1}, and -1 an unused place"
+        )
+    place = _first(row.loss_mask & (ids < 0).all(1))
+    if place is not None:
+        raise Unusable(f"has no token at position {place}, which is trained")
+    in_order = np.sort(ids, axis=1)
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
+    place = _first(twice.any(1))
+    if place is not None:
+        raise Unusable(f"has a token twice at position {place}")
+    return ids.astype(np.int32)
+
+
+def _top_log_probs(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None:
+    ids = row.sampling_top_ids
+    if "sampling_top_log_probs" not in rules.required or ids is None:
+        return None
+    with np.errstate(over="ignore"):
+        top = _rows_per_token(value, "fiu", "numbers", row, -np.inf).astype(np.float32)
+    if top.shape != ids.shape:
+        raise Unusable("needs as many numbers at each position as sampling_top_ids has")
+    used = ids >= 0
+    top = np.where(used, top, np.float32(-np.inf))
+    place = _first((used & (np.isnan(top) | (top > MAX_LOG_PROB))).any(1))
+    if place is not None:
+        raise Unusable(f"has {top[place].tolist()} at position {place}; a log-prob is at most 0")
+    mass = np.exp(top, dtype=np.float64).sum(1)
+    place = _first(mass > LARGEST_MASS)
+    if place is not None:
+        raise Unusable(
+            f"has probabilities at position {place} that add up to {mass[place]:.4g}, more than 1"
+        )
+    _check_of_sampler(ids, top, row)
+    return top
+
+
+def _check_of_sampler(ids: np.ndarray, top: np.ndarray, row: RecordedRow) -> None:
+    """Raise Unusable where old_log_probs are not those of the sampler."""
+    old = row.old_log_probs
+    sampling = row.sampling_log_probs
+    if old is None:
+        return
+    if sampling is not None and not np.array_equal(old, sampling):
+        place = _first(old != sampling)
+        raise Unusable(
+            f"is for old_log_probs that are the sampler's, and sampling_log_probs are others "
+            f"({sampling[place]:g} and {old[place]:g} at position {place}). Leave one of the two "
+            "columns out, so that old_log_probs are the sampler's"
+        )
+    gap = np.abs(np.where(ids == row.token_ids[:, None], top - old[:, None], 0))
+    place = _first(~(gap <= LARGEST_GAP).all(1) & row.loss_mask)
+    if place is not None:
+        of_token = float(top[place][ids[place] == row.token_ids[place]][0])
+        raise Unusable(
+            f"gives the token at position {place} {of_token:g}, and old_log_probs "
+            f"{old[place]:g}; they are the same number, at the sampler's temperature"
+        )
+
+
+def _rows_per_token(
+    value: object, kinds: str, content: str, row: RecordedRow, unused: float
+) -> np.ndarray:
+    """Return (S, k) numbers from a list of lists, as wide as the longest; `unused` elsewhere.
+
+    kinds, content: see `_vector`. An entry may be null where nothing is trained.
+    """
+    if not isinstance(value, (list, np.ndarray)):
+        raise Unusable(f"needs a list of {content} for every token (got {value!r:.40})")
+    tokens = value if row.token_ids is None else row.token_ids
+    if len(value) != len(tokens):
+        raise Unusable(
+            f"has {len(value)} entries and token_ids has {len(tokens)}; there is one for every "
+            "token"
+        )
+    lists = []
+    for entry in value:
+        if isinstance(entry, list):
+            entry = [math.nan if x is None else x for x in entry] if unused != -1 else entry
+        numbers = np.array([] if entry is None else entry)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in kinds):
+            raise Unusable(f"needs a list of {content} for every token (got {entry!r:.40})")
+        lists.append(numbers)
+    result = np.full((len(lists), max(1, *map(len, lists), 1)), unused)
+    for place, numbers in enumerate(lists):
+        result[place, : len(numbers)] = numbers
+    return result
 
 
 def _advantage(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None:
@@ -258,6 +359,8 @@ FIELDS = {
     "token_ids": (pa.list_(pa.int32()), _token_ids),
     "loss_mask": (pa.list_(pa.bool_()), _loss_mask),
     **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
+    "sampling_top_ids": (pa.list_(pa.list_(pa.int32())), _top_ids),
+    "sampling_top_log_probs": (pa.list_(pa.list_(pa.float32())), _top_log_probs),
     "score_failed": (pa.bool_(), _truth),
     "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),

@@ -19,6 +19,14 @@ _are_tokens = partial(_is_vector, dtypes=(torch.int64,))
 _are_numbers = partial(_is_vector, dtypes=(torch.float32, torch.float64))
 
 
+def _are_rows(value: object, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and value.dtype == dtype
+
+
+_are_top_ids = partial(_are_rows, dtype=torch.int32)
+_are_top_numbers = partial(_are_rows, dtype=torch.float32)
+
+
 def _is_batch_number(value: object) -> bool:
     """Return whether a value is the number of a batch, or -1 before the first."""
     return type(value) is int and value >= -1
@@ -56,6 +64,8 @@ _DOCUMENT = {
     "values?": _may_be(_are_numbers),
     "returns?": _may_be(_are_numbers),
     "logged?": {str: str},
+    "sampling_top_ids?": _may_be(_are_top_ids),
+    "sampling_top_log_probs?": _may_be(_are_top_numbers),
 }
 _COMPLETION = {
     "tokens": _are_tokens,
@@ -63,6 +73,8 @@ _COMPLETION = {
     "finish_reason": str,
     "model_version": int,
     "drawn": _may_be(partial(_is_vector, dtypes=(torch.bool,))),
+    "top_ids?": _may_be(_are_top_ids),
+    "top_log_probs?": _may_be(_are_top_numbers),
 }
 _UNSCORED = {"prompt": is_count, "completions": [_COMPLETION]}
 STATE = {

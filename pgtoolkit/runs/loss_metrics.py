@@ -12,6 +12,9 @@ _basic = partial(Metric, level="basic")
 _of_ratios = partial(_basic, over="documents", where="with old log-probs")
 _of_sampler = partial(_basic, over="documents", where="where the sampler's log-probs are known")
 _of_correction = partial(_basic, over="documents", where="with a `correction`")
+_of_centering = partial(
+    _basic, over="documents", where="with `loss.score_centering=true`", see="losses.md"
+)
 
 OF_THE_LOSS = (
     Metric(
@@ -147,6 +150,24 @@ OF_THE_LOSS = (
         where="with `loss=tpo` and `lpo`",
         healthy="between 1 / completions and 1; at 1 the others teach nothing",
         see="losses.md",
+    ),
+    _of_centering(
+        "score_centering",
+        "mean term of score centering. Only its gradient means something: the value moves with "
+        "how much of the probability the likeliest tokens have",
+        formula="Σ u A Σ_v a_v ln π_v / D",
+    ),
+    _of_centering(
+        "top_mass_sampling",
+        "probability of the sampler's likeliest tokens under the sampler",
+        formula="Σ u Σ_v q_v / D",
+        healthy="above 0.9; below, the rest is modelled in the shape of the policy's",
+    ),
+    _of_centering(
+        "top_mass_new",
+        "the same under the policy in training",
+        formula="Σ u Σ_v π_v / D",
+        healthy="near `top_mass_sampling`",
     ),
     _basic(
         "kl_ref",

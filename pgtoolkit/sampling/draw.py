@@ -18,6 +18,38 @@ _LARGEST = 2.0**43
 """The integer weight of the likeliest token. The sum over a million tokens is then below 2^63."""
 
 
+_MOST_AT_ONCE = 2**25
+"""Scores of which `likeliest_tokens` makes keys at once, of 8 bytes each."""
+
+
+def likeliest_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest scores of each row, (B, count): ids int32, and log-probs float32.
+
+    scores: (B, V) float32, whose softmax has the probabilities. Of equal scores the smaller ids
+    come first, on every device. A vocabulary of fewer tokens fills the rest with -1 and -inf. Does
+    not wait for the device.
+    """
+    rows = max(1, _MOST_AT_ONCE // scores.shape[1])
+    blocks = [_likeliest(block, min(count, scores.shape[1])) for block in scores.split(rows)]
+    ids = torch.cat([ids for ids, _ in blocks])
+    log_probs = torch.cat([log_probs for _, log_probs in blocks])
+    unused = (0, count - ids.shape[1])
+    pad = torch.nn.functional.pad
+    return pad(ids, unused, value=-1), pad(log_probs, unused, value=-torch.inf)
+
+
+def _likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    # `topk` leaves open which of equal numbers it takes. No two keys are equal: a score's bits,
+    # whose order as integers is that of the scores, and then the id. -0.0 + 0.0 is 0.0.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    keys = (ordered << 32) + (0xFFFFFFFF - ids)
+    chosen = 0xFFFFFFFF - (keys.topk(count).values & 0xFFFFFFFF)
+    log_probs = scores.gather(-1, chosen) - scores.logsumexp(-1, keepdim=True)
+    return chosen.int(), log_probs
+
+
 def uniform_numbers(rows: Sequence[tuple[int, int]], count: int) -> Tensor:
     """Return (B, count) float64 numbers from [0, 1), one for each token.
 

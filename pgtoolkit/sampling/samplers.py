@@ -16,7 +16,7 @@ from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy, torch_type
-from pgtoolkit.sampling.draw import draw, uniform_numbers
+from pgtoolkit.sampling.draw import draw, likeliest_tokens, uniform_numbers
 from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
 from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.system.report import refusal
@@ -182,6 +182,7 @@ class TransformersSampler:
         self._fp32_lm_head = policy.fp32_lm_head
         self._max_sequences = settings.max_sequences
         self._stops = StopStrings(sampling.stop, policy.tokenizer)
+        self._keep_top = sampling.keep_top
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version
@@ -285,7 +286,7 @@ class TransformersSampler:
         uniform = uniform_numbers(seeds, limits[0]).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
-        tokens, log_probs = (sampled.cpu() for sampled in sample(prompts, uniform))
+        tokens, log_probs, *top = (sampled.cpu() for sampled in sample(prompts, uniform))
         if not log_probs.isfinite().all():
             raise NumericalError(
                 "the policy's probabilities are not finite, so no completion can be sampled. An "
@@ -295,7 +296,12 @@ class TransformersSampler:
         is_end = torch.isin(tokens, torch.tensor(self._ends(), dtype=torch.int64))
         first_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1])
         up_to_end = (first_end + 1).tolist()
-        return list(map(self._completion, tokens, log_probs, limits, up_to_end))
+        if top:
+            top_ids, top_log_probs = top
+            # The same number, rounded in the same way, as the token's own.
+            is_drawn = top_ids == tokens.unsqueeze(-1)
+            top = top_ids, torch.where(is_drawn, log_probs.unsqueeze(-1), top_log_probs)
+        return list(map(self._completion, tokens, log_probs, limits, up_to_end, *top))
 
     @property
     def _drawn_by_kernel(self) -> bool:
@@ -316,9 +322,14 @@ class TransformersSampler:
             scores = process(None, scores)
         return draw(scores, uniform)
 
-    def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likeliest tokens of each row of logits, as `likeliest_tokens` does."""
+        return likeliest_tokens(logits.float() / self.settings.temperature, self._keep_top)
+
+    def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, ...]:
         """Return tokens and log-probs, (B, C) each, by a cache of fixed size.
 
+        With `keep_top` the likeliest tokens and their log-probs follow, (B, C, k) each.
         uniform: (B, C), a number for each token.
         """
         return self._policy.decode(
@@ -330,23 +341,28 @@ class TransformersSampler:
             check=self._check_open,
             ends=self._ends(),
             stopped=self._stopped if self._stops else None,
+            top=self._top if self._keep_top else None,
         )
 
-    def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, ...]:
         """Return the same as `_decoded` by transformers' `generate`, for any of its models."""
         log_probs: list[Tensor] = []
+        top: list[tuple[Tensor, Tensor]] = []
 
         def choose(logits: Tensor) -> Tensor:
             self._check_open()
             tokens, token_log_probs = self._draw(logits, uniform[:, len(log_probs)])
             log_probs.append(token_log_probs)
+            if self._keep_top:
+                top.append(self._top(logits))
             return tokens
 
         settings = copy.deepcopy(self.settings)
         settings.max_new_tokens = uniform.shape[1]
         stopped = self._stopped if self._stops else None
         tokens = generate(self._policy, prompts, settings, choose, self._fp32_lm_head, stopped)
-        return tokens, torch.stack(log_probs, dim=-1)
+        of_top = [torch.stack(parts, dim=1) for parts in zip(*top, strict=True)]
+        return tokens, torch.stack(log_probs, dim=-1), *of_top
 
     def _check_open(self) -> None:
         if self._closed:
@@ -372,11 +388,18 @@ class TransformersSampler:
         return torch.tensor(stopped, device=written.device)
 
     def _completion(
-        self, tokens: Tensor, log_probs: Tensor, limit: int, up_to_end: int
+        self,
+        tokens: Tensor,
+        log_probs: Tensor,
+        limit: int,
+        up_to_end: int,
+        top_ids: Tensor | None = None,
+        top_log_probs: Tensor | None = None,
     ) -> Completion:
         """Return a completion up to its first end-of-sequence token or stop string.
 
-        tokens, log_probs: (C,), of all that was sampled. limit: the most tokens that it may have.
+        tokens, log_probs: (C,), of all that was sampled; the other two (C, k).
+        limit: the most tokens that it may have.
         up_to_end: the number of tokens up to and with the first end-of-sequence token; more than C
             where there is none.
         """
@@ -385,5 +408,10 @@ class TransformersSampler:
         reason = "stop" if up_to_end <= limit or stopped is not None else "length"
         length = stopped or length
         return Completion(
-            tokens[:length].clone(), log_probs[:length].clone(), reason, self._version
+            tokens[:length].clone(),
+            log_probs[:length].clone(),
+            reason,
+            self._version,
+            top_ids=None if top_ids is None else top_ids[:length].clone(),
+            top_log_probs=None if top_log_probs is None else top_log_probs[:length].clone(),
         )

@@ -30,6 +30,7 @@ class ServerSampling:
     ends: token ids that end a completion. stops: texts that end one.
     vocabulary_size: number of tokens of the trainer's model.
     seeded: whether the server gets the seed of each request.
+    keep_top: likeliest tokens that it gives beside each token.
     """
 
     temperature: float
@@ -39,6 +40,7 @@ class ServerSampling:
     stops: StopStrings
     vocabulary_size: int
     seeded: bool
+    keep_top: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,14 @@ class Choice:
     """One completion as a server gives it: any JSON, which `Server` checks.
 
     tokens, log_probs: a list of numbers each, of equal length.
+    top: for each token a list of pairs, of a token and its log-prob: the likeliest ones, and
+        perhaps the token itself; None unless they were asked for.
     finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     """
 
     tokens: Json
     log_probs: Json
+    top: Json
     finish_reason: object
     stop_text: object
 

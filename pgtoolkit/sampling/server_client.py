@@ -32,6 +32,8 @@ _MAX_BYTES = 2**20
 """Most bytes of an answer without tokens."""
 _BYTES_PER_TOKEN = 2**10
 """Further bytes that are allowed for each token that was sent or asked for."""
+_BYTES_PER_TOP_TOKEN = 2**6
+"""Further bytes for each of the likeliest tokens that are asked for beside a token."""
 _BY_CHANCE = -30.0
 """Log-probability below which completions of a prompt are not the same by chance."""
 _CONNECTIONS = 1024
@@ -100,10 +102,13 @@ class Server:
         if request.max_tokens is not None:
             sampling = replace(sampling, max_tokens=request.max_tokens)
         tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
-        answer = self.post(self._api.completions(request, sampling, salt), deadline, tokens)
+        top_tokens = request.completions * sampling.max_tokens * (sampling.keep_top + 1)
+        max_bytes = _MAX_BYTES + _BYTES_PER_TOKEN * tokens + _BYTES_PER_TOP_TOKEN * top_tokens
+        answer = self.post(self._api.completions(request, sampling, salt), deadline, max_bytes)
         try:
             choices = self._api.choices(answer)
             tensors = [_tensors(choice) for choice in choices]
+            tops = [_top(choice, sampling.keep_top) for choice in choices]
         except _FORM as error:
             form = f"the form of {self._api.NAME}'s"
             raise self._fault(
@@ -114,8 +119,8 @@ class Server:
                 f"it gave {len(choices)} completions instead of {request.completions}"
             )
         completions = [
-            self._completion(choice, *tensors_of_choice, sampling, version)
-            for choice, tensors_of_choice in zip(choices, tensors, strict=True)
+            self._completion(choice, *tensors_of_choice, top, sampling, version)
+            for choice, tensors_of_choice, top in zip(choices, tensors, tops, strict=True)
         ]
         if sampling.temperature > 0:
             self._check_drawn(completions)
@@ -124,7 +129,8 @@ class Server:
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """Return the (S - 1,) float32 log-probs of a text's tokens from the second on, before
         temperature and top_p."""
-        answer = self.post(self._api.scores(tokens, salt), deadline, len(tokens))
+        max_bytes = _MAX_BYTES + _BYTES_PER_TOKEN * len(tokens)
+        answer = self.post(self._api.scores(tokens, salt), deadline, max_bytes)
         try:
             return torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
@@ -135,10 +141,13 @@ class Server:
         choice: Choice,
         tokens: Tensor,
         log_probs: Tensor,
+        top: tuple[Tensor, Tensor] | None,
         sampling: ServerSampling,
         version: int,
     ) -> Completion:
-        foreign = tokens[(tokens < 0) | (tokens >= sampling.vocabulary_size)]
+        top_ids, top_log_probs = (None, None) if top is None else top
+        named = tokens if top_ids is None else torch.cat([tokens, top_ids[top_ids >= 0].long()])
+        foreign = named[(named < 0) | (named >= sampling.vocabulary_size)]
         if len(foreign):
             raise self._fault(
                 f"it sampled token {foreign[0]}, and the trainer's vocabulary has "
@@ -148,7 +157,14 @@ class Server:
         # the text.
         stopped = sampling.stops.end(tokens.tolist())
         reason = "stop" if stopped else self._finish(tokens.tolist(), choice, sampling)
-        return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
+        return Completion(
+            tokens[:stopped],
+            log_probs[:stopped],
+            reason,
+            version,
+            top_ids=None if top_ids is None else top_ids[:stopped],
+            top_log_probs=None if top_log_probs is None else top_log_probs[:stopped],
+        )
 
     def _finish(
         self, tokens: list[int], choice: Choice, sampling: ServerSampling
@@ -188,14 +204,10 @@ class Server:
                     f"log-prob is {log_prob:.0f}: it did not draw each of them"
                 )
 
-    def post(self, call: Call, deadline: float, tokens: int = 0) -> Json:
-        """Return the JSON of the answer, None where it is empty.
-
-        tokens: number of tokens that were sent or asked for, which bounds the size of the answer.
-        """
+    def post(self, call: Call, deadline: float, max_bytes: int = _MAX_BYTES) -> Json:
+        """Return the JSON of the answer, of at most max_bytes; None where it is empty."""
         path, body = call
         patient_until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
-        max_bytes = _MAX_BYTES + _BYTES_PER_TOKEN * tokens
         while True:
             self._check_process()
             seconds_left = max(0.1, deadline - time.monotonic())
@@ -306,3 +318,22 @@ def _tensors(choice: Choice) -> tuple[Tensor, Tensor]:
     if tokens.ndim != 1 or not len(tokens) or tokens.shape != log_probs.shape:
         raise ValueError("a completion has no log-prob for each of its tokens")
     return tokens, log_probs
+
+
+def _top(choice: Choice, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return the `count` likeliest tokens beside each token, as a `Completion` has them.
+
+    Of equal log-probs the smaller ids come first, among the tokens that the server gave. count 0:
+    None. Raises one of _FORM where they are something else.
+    """
+    if not count:
+        return None
+    ids = torch.full((len(choice.tokens), count), -1, dtype=torch.int32)
+    log_probs = torch.full((len(choice.tokens), count), -torch.inf)
+    for place, pairs in enumerate(choice.top):
+        kept = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+        if not kept:
+            raise ValueError("a completion has no likeliest tokens beside one of its tokens")
+        ids[place, : len(kept)] = torch.tensor([token for token, _ in kept], dtype=torch.int32)
+        log_probs[place, : len(kept)] = torch.tensor([log_prob for _, log_prob in kept])
+    return ids, log_probs

@@ -102,6 +102,7 @@ class ServerSampler:
             stops=StopStrings(sampling.stop, policy.tokenizer),
             vocabulary_size=policy.vocabulary_size,
             seeded=settings.seeded,
+            keep_top=sampling.keep_top,
         )
         self._ways = [of_training]
         dtype = torch_type(settings.dtype, policy.compute_dtype)

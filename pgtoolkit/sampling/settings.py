@@ -30,6 +30,17 @@ class SamplerSettings:
     name: str = key(option=True)
     max_sequences: int | None = key()
     dtype: NumberType = key()
+    keep_top: int = key(
+        default=0,
+        help="Likeliest tokens of the sampler that are kept with each token, with their log-probs "
+        "(0 to 1024), which take 8 bytes each: score centering needs them, and "
+        "rollout.save_path records them; 0: none.",
+        least=0,
+        most=1024,
+        learns="loss.score_centering=true",
+        added=True,
+        alters=Alters.nothing,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +222,14 @@ class SamplingSettings:
         sampled.
     top_p: see `PolicyRolloutSettings`; None for 1.
     stop: texts that end a completion.
+    keep_top: likeliest tokens that are kept with each token.
     """
 
     max_completion_length: int | None
     temperature: float = 1.0
     top_p: float | None = None
     stop: Sequence[str] = ()
+    keep_top: int = 0
 
 
 OPTIONS = {

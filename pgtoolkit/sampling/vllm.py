@@ -73,6 +73,8 @@ class Vllm:
             f"{_EXTENSION}=pgtk_vllm_worker.FromMemory",
             # Nothing but stop strings needs the text of tokens.
             *([] if has_stops else ["--skip-tokenizer-init"]),
+            # Without it the server gives 20 at most.
+            *([f"--max-logprobs={settings.keep_top}"] if settings.keep_top else []),
             "--disable-uvicorn-access-log",
             "--disable-log-stats",
             *(["--enable-sleep-mode"] if plan.sleeps else []),
@@ -96,7 +98,7 @@ class Vllm:
             "repetition_penalty": 1.0,
             "stop_token_ids": sampling.ends,
             "ignore_eos": True,  # the ends are those above and no others
-            "logprobs": 0,
+            "logprobs": sampling.keep_top,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # saves decoding tokens for the log-probs
             "cache_salt": salt,
@@ -111,10 +113,20 @@ class Vllm:
             Choice(
                 tokens=choice.get("token_ids"),
                 log_probs=(choice.get("logprobs") or {}).get("token_logprobs"),
+                top=self._top((choice.get("logprobs") or {}).get("top_logprobs")),
                 finish_reason=choice.get("finish_reason"),
                 stop_text=choice.get("stop_reason"),
             )
             for choice in answer["choices"]
+        ]
+
+    def _top(self, top: Json) -> Json:
+        """Return the likeliest tokens as a `Choice` has them: vLLM names a token "token_id:7"."""
+        if top is None:
+            return None
+        return [
+            [(int(name.removeprefix("token_id:")), log_prob) for name, log_prob in of_token.items()]
+            for of_token in top
         ]
 
     def scores(self, tokens: list[int], salt: str) -> Call:

@@ -42,7 +42,9 @@ class Conversation:
 
     environment: as `Environments` keeps it.
     tokens, drawn: the tokens after the prompt, and whether the policy drew each of them.
-    log_probs: (N,) of each of the policy's turns. version: of the weights of its last turn.
+    log_probs: (N,) of each of the policy's turns. top_ids, top_log_probs: (N, k) of each, as a
+        `Completion` has them; empty where they are not asked for.
+    version: of the weights of its last turn.
     end: what has ended it; None while it goes on.
     failure: why the environment has no score for it. asked: the method that was called last.
     unanswered: tokens of a message that left no room for an answer; 0 without one.
@@ -54,6 +56,8 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+    top_ids: list[Tensor] = field(default_factory=list)
+    top_log_probs: list[Tensor] = field(default_factory=list)
     version: int = 0
     end: str | None = None
     failure: Failure | None = None
@@ -68,6 +72,9 @@ class Conversation:
         """Add a turn of the policy. text: the turn as the environment sees it."""
         self.add(completion.tokens.tolist(), True, {"role": "assistant", "content": text})
         self.log_probs.append(completion.log_probs)
+        if completion.top_ids is not None and completion.top_log_probs is not None:
+            self.top_ids.append(completion.top_ids)
+            self.top_log_probs.append(completion.top_log_probs)
         self.version = completion.model_version
         if self.failure is None:
             self.end = LENGTH if completion.finish_reason == "length" else None

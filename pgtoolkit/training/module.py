@@ -451,6 +451,15 @@ class PolicyGradientModule(DynamicAccumulation):
                 "It compares the policy with the one that sampled. Give them, or use "
                 "loss=reinforce correction=none kl=none."
             )
+        without_top = [
+            document.name for document in step.documents if document.sampling_top_ids is None
+        ]
+        if without_top and self.loss.family.score_centering:
+            raise DataError(
+                "loss.score_centering=true needs sampling_top_ids of every document (got none of "
+                f"{without_top[0]}). The checkpoint's batch of rollouts was sampled without them. "
+                "Use loss.score_centering=false, or start a new run."
+            )
         without_sampling = [
             document.name for document in step.documents if document.sampling_log_probs is None
         ]

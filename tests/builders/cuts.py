@@ -190,7 +190,8 @@ def _arguments(
     }
     arguments |= choice.keywords()
     for name, vector in choice.token_vectors(case, fused).items():
-        arguments[name] = _padded(vector, rows, dtype)
+        filler = torch.nan if vector.is_floating_point() else -1
+        arguments[name] = _padded(vector, rows, dtype, filler)
     for name, vector in choice.document_vectors(case).items():
         arguments[name] = vector[list(documents)]
     if fused:

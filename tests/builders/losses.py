@@ -18,7 +18,8 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Cispo, Dppo, Grpo, family_of
+from pgtoolkit.losses.families import Cispo, Dppo, Grpo, Icepop, Reinforce, family_of
+from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS, KL
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss, Objective
@@ -73,6 +74,13 @@ FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETE
         sides="both",
     ),
 }
+CENTERED = {
+    "reinforce, centered": Reinforce(score_centering=True),
+    "cispo, centered": Cispo(epsilon_low=0.15, epsilon_high=0.2, score_centering=True),
+    "cispo, centered, no lower bound": Cispo(epsilon_high=0.2, score_centering=True),
+    "icepop, centered": Icepop(0.85, 1.2, score_centering=True),
+}
+"""Every family that has score centering, with it."""
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
 PENALTIES = (None, *KINDS, *FULL_KINDS)
@@ -170,6 +178,29 @@ class Case:
         return (self.old_log_probs + noise + drift[self.document_index]).clamp(max=0)
 
     @property
+    def sampling_top(self) -> dict[str, Tensor]:
+        """The four likeliest tokens of a sampler, (T, 4) each by the keyword of the loss.
+
+        The sampler is the policy plus noise, and gives each label its old log-prob. The last place
+        of some positions is not used. At masked tokens the numbers are out of range.
+        """
+        generator = torch.Generator().manual_seed(5)
+        logits = self.logits.nan_to_num() + 0.5 * _normal(generator, *self.logits.shape)
+        log_probs = (logits / TEMPERATURE).log_softmax(-1)
+        labels = self.labels.clamp(min=0)[:, None]
+        # Those of the other tokens add up to what the label's old probability leaves.
+        old = self.old_log_probs[:, None].nan_to_num().clamp(max=-1e-3)
+        others = log_probs.scatter(-1, labels, -torch.inf).log_softmax(-1) + (-old.expm1()).log()
+        log_probs = others.scatter(-1, labels, self.old_log_probs[:, None])
+        top, ids = log_probs.topk(4)
+        unused = torch.zeros_like(ids, dtype=torch.bool)
+        unused[::3, -1] = True
+        masked = self.labels[:, None] < 0
+        top = torch.where(unused, -torch.inf, torch.where(masked, torch.nan, top))
+        ids = torch.where(unused, -1, torch.where(masked, 10**6, ids))
+        return {"sampling_top_ids": ids, "sampling_top_log_probs": top}
+
+    @property
     def ref_log_probs(self) -> Tensor:
         """(T,) The old log-probs plus noise; NaN at masked tokens."""
         noise = 0.3 * _normal(torch.Generator().manual_seed(8), len(self.labels))
@@ -199,7 +230,8 @@ def on_device(tensor: Tensor, dtype: torch.dtype, device: str = DEVICE) -> Tenso
 
 @dataclass(frozen=True)
 class Choice:
-    """The loss of a step, by names in FAMILIES, CORRECTIONS, PENALTIES, AGGREGATIONS and LEVELS."""
+    """The loss of a step, by names in FAMILIES or CENTERED, CORRECTIONS, PENALTIES, AGGREGATIONS
+    and LEVELS."""
 
     family: str
     correction: str | None = None
@@ -212,6 +244,10 @@ class Choice:
 
     def __str__(self) -> str:
         return ", ".join(str(value) for value in vars(self).values())
+
+    @property
+    def loss(self) -> Family:
+        return (FAMILIES | CENTERED)[self.family]
 
     @property
     def divisor(self) -> float | None:
@@ -227,6 +263,8 @@ class Choice:
             log_softmax = (case.logits / TEMPERATURE).log_softmax(-1)
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
             vectors["factors"] = top_entropy(entropy, case.labels >= 0, self.top_fraction).factors
+        if self.family in CENTERED:
+            vectors |= case.sampling_top
         if self.correction is not None:
             vectors["sampling_log_probs"] = case.sampling_log_probs
         if self.kl in FULL_KINDS and fused:
@@ -258,7 +296,7 @@ class Choice:
     def keywords(self) -> dict[str, object]:
         """Return the keywords of `policy_loss` that are the same in every step."""
         keywords: dict[str, object] = {
-            "loss": FAMILIES[self.family],
+            "loss": self.loss,
             "aggregation": self.aggregation,
             "divisor": self.divisor,
             "correction": CORRECTIONS.get(self.correction),
@@ -292,7 +330,7 @@ class Choice:
 
         logits: in place of the case's.
         """
-        family = FAMILIES[self.family]
+        family = self.loss
         aggregation = aggregation_of(self.aggregation, self.divisor)
         penalty = {} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4}
         needs_entropy = self.metrics == "basic" and self.entropy

@@ -192,6 +192,7 @@ class Engine:
         """Sample a completion, token by token, until a stop or the limit."""
         tokens = []
         log_probs = []
+        top = []
         reason = "length"
         stop_reason = None
         while len(tokens) < body["max_tokens"]:
@@ -209,6 +210,10 @@ class Engine:
             raw = self.options.logprobs_mode == "raw_logprobs" or self.failing("unprocessed")
             tokens.append(token)
             log_probs.append(float((logits if raw else scaled).log_softmax(-1)[token]))
+            likeliest = scaled.log_softmax(-1).topk(body.get("logprobs") or 0)
+            others = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            pairs = [(token, log_probs[-1]), *others]
+            top.append({f"token_id:{other}": max(value, -9999.0) for other, value in pairs})
             if token in body["stop_token_ids"]:
                 reason = "stop"
                 break
@@ -229,7 +234,9 @@ class Engine:
             "finish_reason": reason,
             "stop_reason": stop_reason,
             "text": "",
-            "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
+            "logprobs": None
+            if body.get("logprobs") is None
+            else {"token_logprobs": log_probs, "top_logprobs": top},
             "token_ids": tokens if body.get("return_token_ids") else None,
             "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
         }
@@ -323,6 +330,15 @@ class Handler(BaseHTTPRequestHandler):
                 400,
                 {"error": f"This model's maximum context length is {engine.options.max_model_len}"},
             )
+        most = engine.options.max_logprobs
+        if (body.get("logprobs") or 0) > most:
+            return self._answer(
+                400,
+                {
+                    "error": f"Requested sample logprobs of {body['logprobs']}, which is greater "
+                    f"than max allowed: {most}"
+                },
+            )
         if engine.asleep:
             return self._answer(500, {"error": "the engine is asleep"})
         if engine.failing("no_json"):
@@ -401,6 +417,7 @@ def main(handler: type[Handler] = Handler) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-logprobs", type=int, default=20)
     for name in OPTIONS:
         parser.add_argument(f"--{name}")
     for name in SWITCHES:

@@ -211,9 +211,12 @@ def divergence(kl: str, dtype: str) -> bytes:
     return _of_two_passes(triton_two_pass.divergence_kernel, constants, dtype, 8)
 
 
-def backward(kl: str, dtype: str) -> bytes:
-    """Compile the backward pass of a KL divergence over the vocabulary, with an entropy bonus."""
-    constants = {"KIND": kl, "BONUS": True, "BLOCK": 2048}
+def backward(kl: str | None, dtype: str, top: int = 0) -> bytes:
+    """Compile the backward pass of a KL divergence over the vocabulary, with an entropy bonus.
+
+    top: tokens of score centering.
+    """
+    constants = {"KIND": kl, "BONUS": True, "TOP": top, "BLOCK": 2048}
     return _of_two_passes(triton_two_pass.backward_kernel, constants, dtype, 2)
 
 
@@ -223,8 +226,8 @@ def _of_two_passes(
     strides = ("row_stride", "gradient_stride", "ref_stride", "num_columns")
     types = {
         **dict.fromkeys(("logits", "gradient", "ref_logits"), f"*{dtype}"),
-        "labels": "*i64",
-        **dict.fromkeys((*strides, "num_rows", "vocabulary_start"), "i32"),
+        **dict.fromkeys(("labels", "top_ids"), "*i64"),
+        **dict.fromkeys((*strides, "num_rows", "vocabulary_start", "num_top"), "i32"),
         **dict.fromkeys(("scale", "inverse_temperature"), "fp32"),
     }
     return compiled(kernel, constants, types, divisible=strides, num_warps=num_warps)

@@ -107,6 +107,13 @@ def test_the_kernels_of_the_full_kl_spill_no_register(usage_of, kernel, kind, dt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [(None, "bf16"), ("full_reverse", "fp32")])
+def test_the_kernel_with_score_centering_spills_no_register(usage_of, kind, dtype):
+    usage = usage_of("backward", kl=kind, dtype=dtype, top=32)
+    assert " STACK:0 " in usage, usage
+
+
+@pytest.mark.slow
 def test_the_kernels_for_attention_spill_no_register(usage_of):
     assert " STACK:0 " in usage_of("combine")
     for dtype, group, parts, rotates in (

@@ -133,6 +133,13 @@ TESTED_ELSEWHERE = {
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
+    **dict.fromkeys(
+        [f"loss/{name}.score_centering" for name in ("reinforce", "cispo", "icepop")],
+        "rollouts/test_top_tokens.py::test_the_loss_of_recorded_rows_is_that_of_the_specification",
+    ),
+    "sampler/transformers.keep_top": "rollouts/test_top_tokens.py::"
+    "test_the_likeliest_tokens_are_those_of_the_logits",
+    "sampler/vllm.keep_top": f"{_VLLM}::test_a_server_gives_the_likeliest_tokens_that_are_asked_for",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
     "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_number_type_has_log_probs_further_from_the_trainers",
     "sampler/transformers.static_cache": "tasks/test_stops.py::test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens",

@@ -17,7 +17,11 @@ import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
-from sampling.server_checks import assert_log_probs_of_trainer, update
+from sampling.server_checks import (
+    assert_log_probs_of_trainer,
+    log_probs_by_transformers,
+    update,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pgtoolkit.assembly.build import build
@@ -98,6 +102,31 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
     sampling = sampler._ways[1]
     _, evaluation_body = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
     assert evaluation_body == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
+
+
+def test_a_server_gives_the_likeliest_tokens_that_are_asked_for(server, tmp_path):
+    """Beside a token that is not among them, too; a server that allows fewer refuses in its
+    words, and one that pgtk starts allows as many as are asked for."""
+    settings = ("rollout.temperature=1.7", "rollout.old_log_probs=sampling")
+    with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=3") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        completions = sampler.complete(REQUESTS)
+        rows = log_probs_by_transformers(module, REQUESTS, completions)
+        num_others = 0
+        for completion, row in zip(completions, rows, strict=True):
+            expected, ids = row.topk(3)
+            assert torch.equal(completion.top_ids, ids.int())
+            torch.testing.assert_close(completion.top_log_probs, expected, rtol=1e-4, atol=1e-4)
+            num_others += int((completion.top_ids != completion.tokens[:, None]).all(1).sum())
+        assert num_others > 0
+        command = Vllm().command(
+            sampler._settings, 0, False, tmp_path, sampler._plan, "localhost", 1
+        )
+        assert "--max-logprobs=3" in command
+    with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=21") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        with pytest.raises(SamplerLost, match="of 21, which is greater than max allowed: 20"):
+            sampler.complete(REQUESTS)
 
 
 def test_the_same_version_is_published_once(server, tmp_path):

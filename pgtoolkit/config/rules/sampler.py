@@ -15,15 +15,33 @@ from pgtoolkit.sampling.settings import TransformersSamplerSettings, VllmSampler
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
+_BYTES_OF_TOP = 8
+"""Bytes of a token's id and log-prob."""
+
 
 def sampler(c: Config, report: Report) -> None:
     if not needs_sampler(c):
         return
+    _note_likeliest(c, report)
     world = world_size(c.parallelism)
     if isinstance(c.sampler, TransformersSamplerSettings):
         _copies(c, c.sampler, world, report)
     else:
         _servers(c, c.sampler, world, report)
+
+
+def _note_likeliest(c: Config, report: Report) -> None:
+    """Say what the likeliest tokens of the sampler cost, and what a server needs for them."""
+    count = c.sampler.keep_top
+    if not count:
+        return
+    server = ""
+    if isinstance(c.sampler, VllmSamplerSettings) and c.sampler.urls:
+        server = f" The servers need --max-logprobs={count} or more; vLLM's own number is 20."
+    report.note(
+        f"sampler.keep_top={count}: each sampled token takes {_BYTES_OF_TOP * count} bytes more, "
+        f"in memory, checkpoints and rollouts that are recorded.{server}"
+    )
 
 
 def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report: Report) -> None:

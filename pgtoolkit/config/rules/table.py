@@ -113,6 +113,40 @@ TOP_ENTROPY = (
     ),
 )
 
+_OF_THE_SAMPLER = (
+    "Its centre is that of the sampler, which has to be the policy that ratios are anchored at."
+)
+_WHOLE_SOFTMAX = (
+    "The likeliest tokens have their probabilities under the whole vocabulary, and the token that "
+    "was drawn would have another one."
+)
+
+CENTERING = (
+    Rule(
+        "loss.score_centering=true",
+        needs="correction=none",
+        because="The factor of the loss itself corrects for the sampler, as far as the loss has "
+        "one.",
+    ),
+    Rule(
+        "loss.score_centering=true and rollout=policy",
+        needs="rollout.old_log_probs=sampling",
+        because=_OF_THE_SAMPLER,
+    ),
+    Rule(
+        "loss.score_centering=true and rollout=policy",
+        needs="sampler.keep_top>0",
+        because="It needs the likeliest tokens of the sampler at each position.",
+        use="sampler.keep_top=32",
+    ),
+    Rule(
+        "sampler.keep_top>0 and rollout=policy",
+        needs="rollout.top_p=null or rollout.top_p=1",
+        because=_WHOLE_SOFTMAX,
+        use="rollout.top_p=null",
+    ),
+)
+
 GROUP_LOSS = (
     Rule(
         "loss=tpo or loss=lpo",
@@ -430,6 +464,7 @@ TABLE = (
     *CORRECTION,
     *BALANCED,
     *TOP_ENTROPY,
+    *CENTERING,
     *GROUP_LOSS,
     *ADVANTAGE,
     *SIGNAL,
