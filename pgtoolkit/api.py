@@ -15,8 +15,8 @@ from pgtoolkit.kernels.given_logits import IMPLEMENTATIONS
 from pgtoolkit.kernels.losses import (
     Computation,
     LMHead,
+    LossOfStep,
     PolicyLoss,
-    coefficients_of_step,
     loss_of_hidden,
     loss_of_log_probs,
     loss_of_logits,
@@ -445,8 +445,10 @@ def step_coefficients(
         definition,
         rewards,
     )
-    result = coefficients_of_step(log_probs, tokens, definition, check_finite)
-    return StepCoefficients(*result)
+    of_step = LossOfStep(log_probs, tokens, definition, check_finite)
+    value, measured = of_step.measured()
+    device = log_probs.device
+    return StepCoefficients(value.to(device), of_step.coefficients().to(device), measured)
 
 
 def _tokens_of_log_probs(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pgtoolkit.adapters.trl_heads import Inputs, Trainer, log_probs_of, trained_tokens
-from pgtoolkit.kernels.losses import coefficients_of_step
-from pgtoolkit.losses.step_documents import documents_of, tokens_of_step
+from pgtoolkit.kernels.losses import LossOfStep
+from pgtoolkit.losses.step_documents import by_document, documents_of, tokens_of_step
 
 _Value = TypeVar("_Value")
 
@@ -38,26 +38,27 @@ def first_pass(trainer: Trainer, pieces: list[Inputs]) -> FirstPass:
     pieces: those of this process. The loss is computed on the documents of all processes, in
     float64 on the CPU.
     """
-    here = []
+    documents = []
+    new = []
     trained = []
     for piece in pieces:
         mask = trained_tokens(piece)
         log_probs = log_probs_of(trainer, piece)
         tokens, loss = trainer.tokens_and_loss(piece, mask, log_probs)
-        here += documents_of(tokens.on_the_host(), {"log_probs": log_probs.reshape(-1).cpu()})
+        tokens = tokens.on_the_host()
+        documents += documents_of(tokens)
+        new += by_document(tokens, log_probs.reshape(-1).cpu())
         trained.append(mask.reshape(-1).cpu())
-    of_processes = _of_all_processes(here)
-    everywhere = [document for documents in of_processes for document in documents]
-    surrogate = replace(loss, kl=None)
-    whole, measured = tokens_of_step(everywhere)
-    new = measured["log_probs"]
-    value, coefficients, metrics = coefficients_of_step(new, whole, surrogate, True)
-    counts = [
-        sum(len(document.vectors["advantages"]) for document in documents)
-        for documents in of_processes
-    ]
+    of_processes = _of_all_processes((documents, new))
+    documents = [document for of_process, _ in of_processes for document in of_process]
+    new = [log_probs for _, of_process in of_processes for log_probs in of_process]
+    of_step = LossOfStep(
+        torch.cat(new), tokens_of_step(documents, new), replace(loss, kl=None), True
+    )
+    value, metrics = of_step.measured()
+    counts = [sum(map(len, of_process)) for _, of_process in of_processes]
     rank = dist.get_rank() if len(of_processes) > 1 else 0
-    of_process = coefficients.split(counts)[rank]
+    of_process = of_step.coefficients().split(counts)[rank]
     parts = of_process.split([int(mask.sum()) for mask in trained])
     return FirstPass(
         value,

@@ -193,26 +193,35 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, sum_metrics(objective, loss.metrics, new, None), objective.totals)
 
 
-@torch.no_grad()
-def coefficients_of_step(
-    log_probs: Tensor, tokens: Tokens, loss: Loss, check_finite: bool
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (loss, coefficients of the surrogate, metrics) of a whole step, in float64.
+class LossOfStep:
+    """The loss of a whole step, computed in float64 on the CPU from all of its log-probs.
 
-    log_probs: (T,) floating, of all documents. The coefficients are on their device, (T,).
+    Coefficients come first, since a second pass waits for them; all else can be asked for while a
+    GPU makes that pass.
     """
-    device = log_probs.device
-    tokens = tokens.on_the_host()
-    objective = make_objective(tokens, None, loss, torch.float64, Ranks(), is_whole_step=True)
-    new = torch.where(objective.mask, log_probs.cpu().double(), 0.0)
-    if check_finite:
-        objective.check_finite(new)
-    objective = objective.at(new)
-    terms = objective.token_terms(new)
-    losses, _ = objective.losses_and_coefficients(new)
-    sums = sum_metrics(objective, loss.metrics, new, None)
-    coefficients = objective.gradient_weights * terms.slope
-    return losses.sum().to(device), coefficients.to(device), sums.finalize(objective.totals)
+
+    @torch.no_grad()
+    def __init__(self, log_probs: Tensor, tokens: Tokens, loss: Loss, check_finite: bool):
+        """log_probs: (T,) floating, of all documents."""
+        tokens = tokens.on_the_host()
+        objective = make_objective(tokens, None, loss, torch.float64, Ranks(), is_whole_step=True)
+        self._new = torch.where(objective.mask, log_probs.cpu().double(), 0.0)
+        if check_finite:
+            objective.check_finite(self._new)
+        self._objective = objective.at(self._new)
+        self._level = loss.metrics
+
+    @torch.no_grad()
+    def coefficients(self) -> Tensor:
+        """Return the coefficients of the surrogate, (T,)."""
+        return self._objective.gradient_weights * self._objective.token_terms(self._new).slope
+
+    @torch.no_grad()
+    def measured(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (loss, metrics), 0-dim each."""
+        losses, _ = self._objective.losses_and_coefficients(self._new)
+        sums = sum_metrics(self._objective, self._level, self._new, None)
+        return losses.sum(), sums.finalize(self._objective.totals)
 
 
 def _head_options(

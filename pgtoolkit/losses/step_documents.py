@@ -3,6 +3,7 @@ depends on the whole step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,10 @@ _OF_DOCUMENTS = (
 
 @dataclass(frozen=True)
 class StepDocument:
-    """The numbers of one document that a loss of the whole step reads.
+    """The numbers of one document that a loss of the whole step reads, and that are known before a
+    forward pass.
 
-    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields, log_probs, and entropy
-        where it is known.
+    vectors: (N,) of the trained tokens, by the names of `Tokens`' fields.
     numbers: 0-dim, by the names of `Tokens`' fields.
     """
 
@@ -33,19 +34,13 @@ class StepDocument:
     numbers: dict[str, Tensor]
 
 
-def documents_of(tokens: Tokens, measured: dict[str, Tensor]) -> list[StepDocument]:
-    """Return the numbers of each document of a piece of a step, whose tokens follow each other.
+def documents_of(tokens: Tokens) -> list[StepDocument]:
+    """Return the numbers of each document of a piece of a step.
 
-    tokens: on the CPU.
-    measured: log_probs, and entropy where it is known, (T,) each on the CPU. The log-probs are the
-        old ones of documents that are on_policy.
+    tokens: on the CPU; those of a document follow each other.
     """
-    trained = tokens.labels >= 0
-    counts = torch.bincount(tokens.document_index[trained], minlength=tokens.num_documents).tolist()
-    vectors = measured | {"old_log_probs": measured["log_probs"]}
-    for name in ("advantages", *known_vectors(tokens)):
-        vectors[name] = getattr(tokens, name)
-    split = {name: vector[trained].split(counts) for name, vector in vectors.items()}
+    names = ("advantages", *known_vectors(tokens))
+    split = {name: by_document(tokens, getattr(tokens, name)) for name in names}
     of_documents = {
         name: getattr(tokens, name) for name in _OF_DOCUMENTS if getattr(tokens, name) is not None
     }
@@ -58,15 +53,32 @@ def documents_of(tokens: Tokens, measured: dict[str, Tensor]) -> list[StepDocume
     ]
 
 
-def tokens_of_step(documents: list[StepDocument]) -> tuple[Tokens, dict[str, Tensor]]:
-    """Return the trained tokens of all documents of a step, and what was measured of them, (T,)
-    each."""
-    lengths = torch.tensor([len(document.vectors["advantages"]) for document in documents])
+def by_document(tokens: Tokens, vector: Tensor) -> Sequence[Tensor]:
+    """Return the numbers of the trained tokens of each document of a piece of a step.
+
+    tokens: on the CPU. vector: (T,) on the CPU.
+    """
+    trained = tokens.labels >= 0
+    counts = torch.bincount(tokens.document_index[trained], minlength=tokens.num_documents)
+    return vector[trained].split(counts.tolist())
+
+
+def tokens_of_step(documents: Sequence[StepDocument], log_probs: Sequence[Tensor]) -> Tokens:
+    """Return the trained tokens of all documents of a step.
+
+    log_probs: of the trained tokens of each document, the new ones; they are the old ones of
+        documents that are on_policy.
+    """
     known = set(documents[0].vectors).intersection(*(document.vectors for document in documents))
     vectors = {
-        name: torch.cat([document.vectors[name] for document in documents]) for name in known
+        name: torch.cat(
+            [
+                document.vectors.get(name, new)
+                for document, new in zip(documents, log_probs, strict=True)
+            ]
+        )
+        for name in known | {"old_log_probs"}
     }
-    measured = {name: vectors.pop(name) for name in ("log_probs", "entropy") if name in vectors}
     # Excluded documents are a rare field, which not every micro-batch has.
     of_documents = {}
     for name in _OF_DOCUMENTS:
@@ -76,13 +88,11 @@ def tokens_of_step(documents: list[StepDocument]) -> tuple[Tokens, dict[str, Ten
         known_values = [value for value in values if value is not None]
         if len(known_values) == len(documents):
             of_documents[name] = torch.stack(known_values)
-    return (
-        Tokens(
-            labels=torch.zeros(len(measured["log_probs"]), dtype=torch.int64),
-            document_index=torch.repeat_interleave(torch.arange(len(documents)), lengths),
-            num_documents=len(documents),
-            **vectors,
-            **of_documents,
-        ),
-        measured,
+    lengths = torch.tensor([len(new) for new in log_probs])
+    return Tokens(
+        labels=torch.zeros(int(lengths.sum()), dtype=torch.int64),
+        document_index=torch.repeat_interleave(torch.arange(len(documents)), lengths),
+        num_documents=len(documents),
+        **vectors,
+        **of_documents,
     )

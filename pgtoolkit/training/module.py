@@ -276,12 +276,14 @@ class PolicyGradientModule(DynamicAccumulation):
         return metrics
 
     def _clip_and_measure(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
+        # The first pass is measured while a GPU still works on the second one.
+        of_whole = None if self._first_pass is None else self._first_pass.measured()
         metrics = super()._clip_and_measure(outputs, step)
-        if self._first_pass is not None:
-            of_first = {name: value.item() for name, value in self._first_pass.metrics.items()}
-            if self._first_pass.loss is not None:
+        if of_whole is not None:
+            loss, of_first = of_whole
+            if loss is not None:
                 # The second pass has the value of the penalties alone.
-                of_first["loss"] = metrics["loss"] + float(self._first_pass.loss)
+                of_first["loss"] = metrics["loss"] + loss
             metrics |= of_first
         if self.critic is not None:
             metrics |= self._critic_gradient(self.critic, step)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, Tokens
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.losses import coefficients_of_step
+from pgtoolkit.kernels.losses import LossOfStep
 from pgtoolkit.losses.documents import counted_by_sign
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.step_documents import documents_of, tokens_of_step
+from pgtoolkit.losses.step_documents import by_document, documents_of, tokens_of_step
 from pgtoolkit.losses.top_entropy import has_weight, top_entropy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -29,12 +29,18 @@ _Value = TypeVar("_Value")
 class FirstPass:
     """The results of the first pass over a step, the same on all ranks.
 
-    loss: 0-dim float64, of the surrogate; None where the second pass has it.
-    metrics: 0-dim tensors by name, without those of a penalty or of the entropy.
+    of_loss: the loss of the whole step; None where the second pass has it.
+    of_choice: metrics of the choice of tokens, 0-dim tensors by name.
     """
 
-    loss: Tensor | None
-    metrics: dict[str, Tensor]
+    of_loss: LossOfStep | None
+    of_choice: dict[str, Tensor]
+
+    def measured(self) -> tuple[float | None, dict[str, float]]:
+        """Return (loss or None, metrics by name), without what a penalty or the entropy gives."""
+        loss, metrics = (None, {}) if self.of_loss is None else self.of_loss.measured()
+        numbers = {name: value.item() for name, value in (metrics | self.of_choice).items()}
+        return None if loss is None else loss.item(), numbers
 
 
 @dataclass(frozen=True)
@@ -163,21 +169,18 @@ def after_first_pass(
     log_probs = [of_tokens for of_tokens, _ in passes]
     entropies = [entropy for _, entropy in passes if entropy is not None]
     whole = whole_step(step, log_probs, layout, entropies or None)
-    value = None
-    metrics = {}
+    of_choice = {}
     if with_entropy:
-        step, whole, metrics = with_kept_tokens(step, whole, loss)
-    if of_whole_step(loss):
-        # A surrogate alone: penalties and entropy are known to the second pass.
-        surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
-        if loss.metrics == "with_entropy":
-            surrogate = replace(surrogate, metrics="basic")
-        value, coefficients, of_surrogate = coefficients_of_step(
-            whole.log_probs, whole.tokens, surrogate, False
-        )
-        metrics = of_surrogate | metrics
-        step = _with_vector(step, "coefficients", coefficients, whole)
-    return step, FirstPass(value, metrics)
+        step, whole, of_choice = with_kept_tokens(step, whole, loss)
+    if not of_whole_step(loss):
+        return step, FirstPass(None, of_choice)
+    # A surrogate alone: penalties and entropy are known to the second pass.
+    surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
+    if loss.metrics == "with_entropy":
+        surrogate = replace(surrogate, metrics="basic")
+    of_loss = LossOfStep(whole.log_probs, whole.tokens, surrogate, False)
+    step = _with_vector(step, "coefficients", of_loss.coefficients(), whole)
+    return step, FirstPass(of_loss, of_choice)
 
 
 def with_kept_tokens(
@@ -226,17 +229,31 @@ def whole_step(
     log_probs, entropies: of each micro-batch, (T,).
     """
     here = {}
-    for number, micro_batch in enumerate(step.micro_batches):
-        measured = {"log_probs": log_probs[number].cpu()}
-        if entropies is not None:
-            measured["entropy"] = entropies[number].cpu()
-        documents = documents_of(micro_batch, measured)
-        here |= dict(zip(micro_batch.step_places, documents, strict=True))
-    everywhere = _of_all_ranks(here, layout)
-    places = sorted(everywhere)
-    tokens, measured = tokens_of_step([everywhere[place] for place in places])
-    lengths = [len(everywhere[place].vectors["advantages"]) for place in places]
-    return WholeStep(places, lengths, tokens, **measured)
+    for micro_batch in step.micro_batches:
+        here |= dict(zip(micro_batch.step_places, documents_of(micro_batch), strict=True))
+    documents = _of_all_ranks(here, layout)
+    # Here the host waits for the forward passes.
+    new = list(_of_documents(log_probs, step, layout).values())
+    entropy = None
+    if entropies is not None:
+        entropy = torch.cat([*_of_documents(entropies, step, layout).values()])
+    tokens = tokens_of_step([*documents.values()], new)
+    return WholeStep(
+        [*documents], [len(of_document) for of_document in new], tokens, torch.cat(new), entropy
+    )
+
+
+def _of_documents(vectors: Sequence[Tensor], step: Step, layout: Layout) -> dict[int, Tensor]:
+    """Return the numbers of the trained tokens of each document of the step, on the CPU, by its
+    place in the step.
+
+    vectors: of each micro-batch of this rank, (T,).
+    """
+    here = {}
+    for micro_batch, vector in zip(step.micro_batches, vectors, strict=True):
+        split = by_document(micro_batch, vector.cpu())
+        here |= dict(zip(micro_batch.step_places, split, strict=True))
+    return _of_all_ranks(here, layout)
 
 
 def _groups(micro_batch: MicroBatch) -> list[int]:
@@ -246,10 +263,11 @@ def _groups(micro_batch: MicroBatch) -> list[int]:
 
 
 def _of_all_ranks(here: dict[int, _Value], layout: Layout) -> dict[int, _Value]:
-    """Return the values of the documents of all data-parallel ranks, by places in the step."""
+    """Return the values of the documents of all data-parallel ranks by their places in the step, in
+    this order."""
     everywhere: dict[int, _Value] = {}
     for of_rank in gather_objects(here, layout.world_group):
         for place, value in of_rank.items():
             # Ranks that share a model have the same documents; those of the first are taken.
             everywhere.setdefault(place, value)
-    return everywhere
+    return dict(sorted(everywhere.items()))

@@ -225,10 +225,11 @@ def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool, kind: str) -> 
     for summed in [values, *gradients]:
         if ranks.loss_group is not None:
             torch.distributed.all_reduce(summed, group=ranks.loss_group)
-    if first.loss is not None:
+    value, metrics = first.measured()
+    if value is not None:
         assert float(values) == 0  # the value is the first pass's
-        return float(first.loss), gradients, float(first.metrics["largest_target"])
-    return float(values), gradients, float(first.metrics["entropy_threshold"])
+        return value, gradients, metrics["largest_target"]
+    return float(values), gradients, metrics["entropy_threshold"]
 
 
 def take_step_on_rank(sizes: dict[str, int], *others):
