@@ -11,7 +11,7 @@ from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.statistics import mean_interval
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth, thinned
-from pgtoolkit.system.pictures import own_settings
+from pgtoolkit.system.pictures import for_notebook, own_settings
 from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
@@ -97,6 +97,12 @@ def picture(compared: Compared, kind: str) -> bytes:
             metadata=metadata,
         )
     return file.getvalue()
+
+
+def figure_of(compared: Compared) -> Figure:
+    """Return the picture as a figure of matplotlib, which a notebook shows."""
+    with own_settings(_SETTINGS):
+        return for_notebook(draw(compared))
 
 
 def draw(compared: Compared) -> Figure:

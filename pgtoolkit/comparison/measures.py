@@ -4,13 +4,14 @@ value."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, isnan, nan
 
 import numpy as np
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.find import HELD_OUT, Run, find_runs
 from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.system.report import refusal
 
@@ -111,6 +112,15 @@ def needed_for(metric: str | None) -> set[str]:
     if metric:
         names.add(metric)
     return names
+
+
+def runs_with(metric: str | None, reach: str | None, paths: Sequence[str]) -> list[Run]:
+    """Return the runs in these folders, with what a comparison by a metric needs of them.
+
+    metric, reach: see `groups.compare`. Raises ConfigError for a folder without runs.
+    """
+    name = parse_metric(metric)[1] if metric else (reach or "").rpartition("=")[0]
+    return find_runs(paths, needed_for(name))
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:

@@ -314,28 +314,7 @@ def _render_html(compared: Compared, command: str, svg: str, problems: list[str]
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     # The text's own colour can be read on light and dark pages.
     svg = svg.replace("#000000", "currentColor")
-    excluded = text_report.left_out(compared)
-    runs = [
-        [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
-        for row in run_rows(compared)
-    ]
-    common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
-    notes = (
-        f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in [*compared.notes, *problems]
-    )
-    lead = [f"<p>{escaped(text_report.heading(compared))}.</p>", *notes]
-    parts = [
-        _table(text_report.group_rows(compared)),
-        _sentences(text_report.definitions(compared)),
-        f"<h2>{escaped(text_report.question(compared))}</h2>",
-        *_tables_of_differences(compared),
-    ]
-    if excluded:
-        parts += ["<h2>Runs excluded from averages</h2>", _sentences(excluded)]
-    parts += [
-        f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
-        f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
-    ]
+    lead, parts = html_parts(compared, problems)
     page = Template(
         files("pgtoolkit.comparison").joinpath("report.html").read_text(encoding="utf-8")
     )
@@ -348,6 +327,34 @@ def _render_html(compared: Compared, command: str, svg: str, problems: list[str]
     )
 
 
+def html_parts(compared: Compared, problems: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return what stands on the page before its picture, and after it. problems: as notes."""
+    excluded = text_report.left_out(compared)
+    runs = [
+        [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
+        for row in run_rows(compared)
+    ]
+    common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
+    notes = (
+        f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in [*compared.notes, *problems]
+    )
+    lead = [f"<p>{escaped(text_report.heading(compared))}.</p>", *notes]
+    parts = [
+        table_as_html(text_report.group_rows(compared)),
+        _sentences(text_report.definitions(compared)),
+        f"<h2>{escaped(text_report.question(compared))}</h2>",
+        *_tables_of_differences(compared),
+    ]
+    if excluded:
+        parts += ["<h2>Runs excluded from averages</h2>", _sentences(excluded)]
+    parts += [
+        f"<details><summary>Every run ({len(runs) - 1})</summary>\n{table_as_html(runs)}</details>",
+        "<details><summary>Configuration shared by all</summary>\n"
+        f"{table_as_html(common)}</details>",
+    ]
+    return lead, parts
+
+
 def _tables_of_differences(compared: Compared) -> list[str]:
     """Return a table for each of the best configurations, and sentences on how to read them."""
     parts = []
@@ -355,7 +362,7 @@ def _tables_of_differences(compared: Compared) -> list[str]:
     for place, group in enumerate(compared.groups[:_TABLES]):
         pairs = compared.comparisons.against(place)
         if pairs:
-            table = _table(text_report.difference_rows(compared, pairs))
+            table = table_as_html(text_report.difference_rows(compared, pairs))
             title = f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>"
             parts.append(f"{title}\n{table}")
             shown += pairs
@@ -367,7 +374,7 @@ def _sentences(sentences: Sequence[str]) -> str:
     return "\n".join(f'<p class="quiet">{escaped(sentence)}</p>' for sentence in sentences)
 
 
-def _table(rows: Sequence[Sequence[object]]) -> str:
+def table_as_html(rows: Sequence[Sequence[object]]) -> str:
     """Return a table in HTML; the first row is its header."""
     header, *body = [[escaped("-" if cell is None else str(cell)) for cell in row] for row in rows]
     lines = [f"<tr><th>{'</th><th>'.join(header)}</th></tr>"]

@@ -14,7 +14,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 
 from pgtoolkit.config.files import config_directory, own_folder
-from pgtoolkit.config.hydra_files import register
+from pgtoolkit.config.hydra_files import reading_as_pgtk, register
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
@@ -91,7 +91,7 @@ def hydra_answers(argv: list[str]) -> int:
         main = hydra.main(
             version_base="1.3", config_path=str(config_directory()), config_name="config"
         )
-        with contextlib.redirect_stdout(printed):
+        with reading_as_pgtk(), contextlib.redirect_stdout(printed):
             main(lambda config: None)()
     finally:
         sys.argv = argv_before

@@ -18,8 +18,10 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
@@ -63,6 +65,11 @@ def compose_files(
     """
     config, problems = _compose_cached(tuple(choices), own_folder(), sweep_file)
     return copy.deepcopy(config), [*problems]
+
+
+def forget_files() -> None:
+    """Read all files anew from here on: in a process that lives long they may have changed."""
+    _compose_cached.cache_clear()
 
 
 @functools.cache
@@ -120,10 +127,34 @@ def _hydra_reads(reading: Reading | None, primary: Path) -> Iterator[None]:
     user's is added to `reading`."""
     UserFiles.reading = reading
     try:
-        with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
+        with (
+            reading_as_pgtk(),
+            hydra.initialize_config_dir(str(primary.parent), version_base="1.3"),
+        ):
             yield
     finally:
         UserFiles.reading = None
+
+
+@contextlib.contextmanager
+def reading_as_pgtk() -> Iterator[None]:
+    """Let Hydra read all files as those of pgtk in the block.
+
+    What the owner of this process has initialized of Hydra, as in a notebook, is put back after it.
+    """
+    was_reading = UserFiles.reads_all
+    before = {kind: Singleton._instances.get(kind) for kind in (GlobalHydra, VersionBase)}
+    for kind in before:
+        Singleton._instances.pop(kind, None)
+    UserFiles.reads_all = True
+    try:
+        yield
+    finally:
+        UserFiles.reads_all = was_reading
+        for kind, instance in before.items():
+            Singleton._instances.pop(kind, None)
+            if instance is not None:
+                Singleton._instances[kind] = instance
 
 
 @dataclass
@@ -140,6 +171,8 @@ class UserFiles(FileConfigSource):
     """The reader of files of options.
 
     reading: gets what is wrong in files of the user's; None where there are none.
+    reads_all: whether all files are pgtk's. Otherwise another program composes in this process:
+        only what lies in conf/ is read as described here, and all else as Hydra does.
 
     A file without a list `defaults` has the keys of its group's schema, with their types. The
     dotted path of own code in the place of an option counts as a file, too, see `own_code`.
@@ -149,15 +182,21 @@ class UserFiles(FileConfigSource):
     """
 
     reading: ClassVar[Reading | None] = None
+    reads_all: ClassVar[bool] = False
 
     def is_config(self, config_path: str) -> bool:
         return super().is_config(config_path) or self._is_own_code(config_path)
 
     def _is_own_code(self, config_path: str) -> bool:
         group, _, name = config_path.rpartition("/")
-        return is_own_code(group, name) and Path(self.path) == config_directory()
+        return is_own_code(group, name) and self._is_shipped()
+
+    def _is_shipped(self) -> bool:
+        return Path(self.path).resolve() == config_directory().resolve()
 
     def load_config(self, config_path: str) -> ConfigResult:
+        if not self.reads_all and not self._is_shipped():
+            return super().load_config(config_path)
         if not super().is_config(config_path) and self._is_own_code(config_path):
             group, _, name = config_path.rpartition("/")
             place = f"{self.scheme()}://{self.path}"

@@ -202,7 +202,7 @@ def render_plan(checked: PlannedRun | Sweep) -> str:
     """Return the page of `pgtk check`: the first run's plan, then notes and problems of all."""
     return "\n\n".join(
         title + "\n" + "\n".join(f"  {line}" for line in lines)
-        for title, lines in _sections(checked)
+        for title, lines in page_sections(checked)
         if lines
     )
 
@@ -211,7 +211,7 @@ def plan_as_json(checked: PlannedRun | Sweep) -> str:
     """Return the same as a JSON object: lines by the title of their section, and a list of runs."""
     sections = {
         title.partition(" (")[0].lower().replace(" ", "_"): lines
-        for title, lines in _sections(checked)
+        for title, lines in page_sections(checked)
         if lines
     }
     runs = []
@@ -233,7 +233,7 @@ def plan_as_json(checked: PlannedRun | Sweep) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def _sections(checked: PlannedRun | Sweep) -> list[tuple[str, list[str]]]:
+def page_sections(checked: PlannedRun | Sweep) -> list[tuple[str, list[str]]]:
     """Return (title, lines) for each section of the page."""
     first = checked.runs[0] if isinstance(checked, Sweep) else checked
     prompt_notes: list[str] = []

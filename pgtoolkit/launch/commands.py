@@ -58,14 +58,12 @@ def _compare(args: argparse.Namespace, parser: _Parser) -> None:
 
     from pgtoolkit.comparison.bases import refuse_other_measures
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import needed_for, parse_metric
+    from pgtoolkit.comparison.measures import runs_with
     from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison
-    from pgtoolkit.runs.find import find_runs
 
     _refuse_overrides(args.runs)
-    metric = parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
-    runs = find_runs(args.runs, needed_for(metric))
+    runs = runs_with(args.metric, args.reach, args.runs)
     is_pair = len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs)
     if is_pair and not args.json:
         from pgtoolkit.comparison.diff import render_diff

@@ -220,9 +220,8 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     """
     wait_until_free(run_dir)
     if not (run_dir / "config.yaml").is_file():
-        quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
         command = ["pgtk", "continue", str(run_dir), *argv]
-        return start([*argv, f"hydra.run.dir='{quoted}'"], None, command)
+        return start([*argv, in_directory(run_dir)], None, command)
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides), args.overrides)
     rank = joined()
@@ -236,6 +235,12 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
         raise _ending_other_ranks(refused(run.report.problems), run)
     train_job(run.named_config, run_dir, args.overrides)
     return 0
+
+
+def in_directory(run_dir: str | Path) -> str:
+    """Return the override that trains in this directory."""
+    quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.run.dir='{quoted}'"
 
 
 def refused(problems: list[str]) -> PgtoolkitError:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtoolkit.launch.sweep import PlannedRun
-from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking.progress import duration
 
 if TYPE_CHECKING:
-    from pgtoolkit.tracking.renewed_line import RenewedLine
+    from pgtoolkit.tracking.renewed_line import RenewedLine, ToldLine
 
 _SECONDS_BETWEEN = 0.5
 _TAIL = 65536
@@ -38,13 +37,13 @@ class SweepLine:
             _all_steps(job) if job.status == "done" else job.step for job in jobs
         )
         self._steps_in_all = sum(_all_steps(job) for job in jobs)
-        self._line: RenewedLine | None = None
+        self._line: RenewedLine | ToldLine | None = None
 
     def begin(self) -> None:
-        from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
+        from pgtoolkit.tracking.renewed_line import progress_line
 
-        if is_terminal(output()):
-            self._line = RenewedLine(self._steps_in_all, self._steps_before)
+        self._line = progress_line(self._steps_in_all, self._steps_before)
+        if self._line is not None:
             self._line.show(self._steps_before, [f"{len(self._jobs)} jobs"])
 
     def show(self, waiting: Collection[PlannedRun], running: Collection[PlannedRun]) -> None:

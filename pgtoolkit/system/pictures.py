@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.errors import first_line, refused_by_disk
 from pgtoolkit.system.imports import imports_skipping, variables
 from pgtoolkit.system.report import shell_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = ("png", "jpg", "pdf", "svg")
 """What a picture can be written as; the end of its file's name says which."""
@@ -63,6 +68,18 @@ def own_settings(settings: Mapping[str, object] | None = None) -> Iterator[None]
         parameters.update(settings or {})
         matplotlib.rcParams.update(parameters)
         yield
+
+
+def for_notebook(figure: Figure) -> Figure:
+    """Return the figure, which a notebook now shows also where pyplot was never imported."""
+    vars(figure)["_repr_png_"] = functools.partial(_png, figure)
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", backend="agg")
+    return file.getvalue()
 
 
 @contextlib.contextmanager

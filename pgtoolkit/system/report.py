@@ -70,11 +70,16 @@ def print_error(error: PgtoolkitError) -> int:
     """Print the error and return its exit status; several processes print the same error once."""
     rank = joined()
     if rank is None or rank.number == 0:
-        start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
-        say(f"{start}: {error}", error=True)
+        say(in_words(error), error=True)
     elif not error.on_all_ranks:
         say(f"pgtk: error: rank {rank.number}: {error}", error=True)
     return error.exit_status
+
+
+def in_words(error: PgtoolkitError) -> str:
+    """Return the message with which an error ends the command."""
+    start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
+    return f"{start}: {error}"
 
 
 def key_of(override: str) -> str:

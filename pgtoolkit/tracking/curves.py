@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pgtoolkit.runs.series import Columns, smooth, thinned
-from pgtoolkit.system.pictures import own_settings
+from pgtoolkit.system.pictures import for_notebook, own_settings
 from pgtoolkit.system.plain_files import replacing
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
         figure = _figure(recorded, title)
         with replacing(path_png) as file:
             figure.savefig(file, format="png", backend="agg")
+
+
+def figure_of(recorded: Columns, title: str) -> Figure:
+    """Return the same picture as a figure of matplotlib, which a notebook shows."""
+    with own_settings():
+        return for_notebook(_figure(recorded, title))
 
 
 def _figure(recorded: Columns, title: str) -> Figure:

@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING
 
 from pgtoolkit.runs.series import mean
 from pgtoolkit.system.plain_files import JsonObject
-from pgtoolkit.system.terminal import output
 
 if TYPE_CHECKING:
-    from pgtoolkit.tracking.renewed_line import RenewedLine
+    from pgtoolkit.tracking.renewed_line import RenewedLine, ToldLine
 
 log = logging.getLogger("pgtoolkit")
 
 WIDTH = 100
 """Columns of a page for the terminal."""
-
-ERASE_LINE = "\r\x1b[K"
-"""Moves the cursor to the beginning of a terminal's line, and erases the line."""
 
 _UNKNOWN = "?"
 
@@ -60,14 +56,14 @@ class Progress:
     def __init__(self, max_steps: int):
         self._line = ProgressLine(max_steps)
         self._max_steps = max_steps
-        self._renewed: RenewedLine | None = None
+        self._renewed: RenewedLine | ToldLine | None = None
 
     def begin(self, step: int) -> None:
         """Show that this many steps are done."""
-        from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
+        from pgtoolkit.tracking.renewed_line import progress_line
 
-        if is_terminal(output()):
-            self._renewed = RenewedLine(self._max_steps, step)
+        self._renewed = progress_line(self._max_steps, step)
+        if self._renewed is not None:
             self._renewed.show(step, [self._line.position(step)])
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
@@ -84,7 +80,7 @@ class Progress:
 
     def above(self, text: str) -> bytes:
         """Return a line for the handler of a signal, which writes past this process's streams."""
-        start = "" if self._renewed is None else ERASE_LINE
+        start = "" if self._renewed is None else self._renewed.before_text
         return f"{start}{text}\n".encode()
 
 

@@ -1,8 +1,12 @@
-"""The line at the foot of a terminal that renews itself, below all that is printed meanwhile."""
+"""Progress that renews itself: a line at the foot of a terminal, below all that is printed
+meanwhile, or a bar in a notebook."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ from tqdm import tqdm
 from tqdm.utils import disp_len
 
 from pgtoolkit.system.safe_text import legible
-from pgtoolkit.system.terminal import output, use_streams
+from pgtoolkit.system.terminal import output, use_streams, write_line
 
 _SECONDS_BETWEEN = 0.1
 """The shortest time between renewals, so that quick steps do not wait for the terminal."""
@@ -32,6 +36,109 @@ _LEAST_WITH_BAR = 50
 """Columns of a terminal that has room for the bar besides the first numbers."""
 
 
+_READER = "PGTK_PROGRESS"
+"""Environment variable with the pipe whose reader shows the progress in a notebook: a process tells
+it only if its standard output is that pipe."""
+
+_TOLD = "\x1e"
+"""Begins a line of a pipe that tells the progress; no other line of ours has this character."""
+
+
+def progress_line(total: int, done: int) -> RenewedLine | ToldLine | None:
+    """Return what shows the progress where standard output can: a line of its own on a terminal,
+    or a bar of the notebook that reads it; None elsewhere."""
+    if is_terminal(output()):
+        return RenewedLine(total, done)
+    if os.environ.get(_READER) == _name_of_pipe(1):
+        return ToldLine(total)
+    return None
+
+
+def variables_for(pipe: int) -> dict[str, str]:
+    """Return the variables of a process that prints to this pipe, whose reader shows progress."""
+    return {_READER: _name_of_pipe(pipe)}
+
+
+def _name_of_pipe(number: int) -> str:
+    try:
+        status = os.fstat(number)
+    except OSError:  # it is closed
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"
+
+
+class ToldLine:
+    """Tells the reader of standard output how far this process is, which shows it."""
+
+    before_text = ""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._shown_at = 0.0
+
+    def show(self, done: int, fields: Sequence[str]) -> None:
+        """Tell the number of steps that are done. fields: as those of `RenewedLine`."""
+        is_last = done == self._total
+        if is_last or time.monotonic() - self._shown_at >= _SECONDS_BETWEEN:
+            self._shown_at = time.monotonic()
+            told = json.dumps([self._total, done, [*map(legible, fields)]])
+            write_line(_TOLD + told, output())
+
+    def close(self, leave: bool = True) -> None:
+        """Tell that no more comes. leave: whether the bar stays."""
+        write_line(_TOLD + json.dumps(leave), output())
+
+
+class NotebookBar:
+    """Shows, by a bar of tqdm in a notebook, what a `ToldLine` tells."""
+
+    def __init__(self):
+        self._bar: tqdm | None = None
+
+    def take(self, line: str) -> bool:
+        """Show what a line tells; return whether it tells any progress."""
+        if not line.startswith(_TOLD):
+            return False
+        told = json.loads(line.removeprefix(_TOLD))
+        if isinstance(told, bool):
+            self.close(leave=told)
+        else:
+            self._show(*told)
+        return True
+
+    def _show(self, total: int, done: int, fields: list[str]) -> None:
+        if self._bar is None:
+            self._bar = _notebook_bar(total, done)
+        self._bar.n = done
+        self._bar.set_description_str(fields[0] if fields else "", refresh=False)
+        self._bar.set_postfix_str("  ".join(fields[1:]), refresh=False)
+        self._bar.refresh()
+
+    def close(self, leave: bool = True) -> None:
+        """End the bar. leave: whether it stays to be seen."""
+        if self._bar is not None:
+            self._bar.leave = leave
+            self._bar.close()
+        self._bar = None
+
+
+def _notebook_bar(total: int, done: int) -> tqdm:
+    """Return a bar of widgets, or of text where the notebook has none."""
+    options = {"total": total, "initial": done, "bar_format": "{desc} {bar} {postfix}"}
+    if importlib.util.find_spec("ipywidgets") is None:
+        return tqdm(**options, file=sys.stdout, ncols=100)
+    from tqdm.notebook import tqdm as bar_of_widgets
+
+    return bar_of_widgets(**options)
+
+
+def is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 def is_terminal(stream: TextIO) -> bool:
     """Return whether a line of a stream can be renewed: on a terminal whose cursor can move."""
     try:
@@ -44,7 +151,12 @@ class RenewedLine:
     """A progress bar with numbers on one line of standard output, which is a terminal.
 
     While it is shown, all that this process prints, by any thread, appears above it.
+
+    before_text: what comes before a text that is written past this process's streams: it moves the
+        cursor to the beginning of the line, and erases the line.
     """
+
+    before_text = "\r" + _ERASE
 
     def __init__(self, total: int, done: int = 0):
         # Reentrant, since a signal handler may print while its thread renews the line.

@@ -1,0 +1,149 @@
+"""Runs and their comparison for Python: frames of pandas, figures, and tables for notebooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgtoolkit.config.keys import shown
+from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.runs import find
+from pgtoolkit.runs.completion_files import completion_files
+from pgtoolkit.runs.records import read_evaluations, reading_file
+from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.safe_text import legible
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+    from pgtoolkit.comparison.compared_runs import Compared
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run as its directory shows it now. `load` reads it anew.
+
+    path: its directory.
+    status: done, running, interrupted, failed, killed, incomplete, pending or unreadable.
+    reason: why it is in that state, or None.
+    step: the steps that it has made.
+    config: name of a key -> its value, as in docs/keys.md.
+    """
+
+    path: Path
+    status: str
+    reason: str | None
+    step: int
+    config: dict[str, object] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @functools.cached_property
+    def metrics(self) -> pandas.DataFrame:
+        """The rows of metrics.jsonl, one for each step."""
+        import pandas
+
+        return pandas.DataFrame(read_metrics(self.path / "metrics.jsonl"))
+
+    @functools.cached_property
+    def evaluations(self) -> pandas.DataFrame:
+        """The rows of evaluations.jsonl, one for each set of prompts at each evaluated step."""
+        import pandas
+
+        return pandas.DataFrame(read_evaluations(self.path))
+
+    @functools.cached_property
+    def samples(self) -> pandas.DataFrame:
+        """The completions that the run kept, one a row; `set` is `training` or an evaluation set's
+        name."""
+        import pandas
+
+        frames = []
+        for file in completion_files(self.path):
+            with reading_file(file.path):
+                frames.append(pandas.read_parquet(file.path).assign(set=file.set))
+        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
+
+    def figure(self) -> Figure:
+        """Return the curves of the run."""
+        from pgtoolkit.tracking.curves import figure_of
+
+        return figure_of(read_metrics(self.path / "metrics.jsonl"), legible(self.name))
+
+    def _repr_html_(self) -> str:
+        return _runs_as_html([self])
+
+
+class Runs(tuple[Run, ...]):
+    """Runs in the order of their names."""
+
+    def _repr_html_(self) -> str:
+        return _runs_as_html(self)
+
+
+def shown_values(values: Mapping[str, object]) -> dict[str, object]:
+    """Return values by the names of keys that users type."""
+    return {shown(key): value for key, value in as_typed(values).items()}
+
+
+def run_in(path: Path) -> Run:
+    found = find.read_run(path, ())
+    config = shown_values(found.config)
+    return Run(path, found.state, found.reason, found.step, config)
+
+
+def runs_below(path: str) -> Runs:
+    return Runs(map(run_in, find.run_directories("load", [path])))
+
+
+class Comparison:
+    """What runs reached over seeds, and whether it differs, as `pgtk compare` says it."""
+
+    def __init__(self, compared: Compared):
+        self._compared = compared
+
+    @property
+    def table(self) -> pandas.DataFrame:
+        """A row for each configuration: its mean with interval, n, and how it differs from its
+        base."""
+        import pandas
+
+        from pgtoolkit.comparison.reports import configuration_rows
+
+        header, *rows = configuration_rows(self._compared)
+        return pandas.DataFrame(rows, columns=[str(name) for name in header])
+
+    def figure(self) -> Figure:
+        """Return the curves, and the means with their intervals."""
+        from pgtoolkit.comparison.charts import figure_of
+
+        return figure_of(self._compared)
+
+    def __str__(self) -> str:
+        from pgtoolkit.comparison.text_report import render_comparison
+
+        return render_comparison(self._compared)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from pgtoolkit.comparison.reports import html_parts
+
+        lead, parts = html_parts(self._compared)
+        return "\n".join([*lead, *parts])
+
+
+def _runs_as_html(runs: Sequence[Run]) -> str:
+    from pgtoolkit.comparison.reports import table_as_html
+
+    rows = [
+        [run.name, run.status, run.step, run.reason or "", shell_path(run.path)] for run in runs
+    ]
+    return table_as_html([["run", "status", "steps", "reason", "folder"], *rows])

@@ -1,0 +1,339 @@
+"""Experiments from Python, as in a notebook: what the command `pgtk` does, by functions.
+
+    from pgtoolkit import experiment
+
+    config = experiment.compose("loss=gspo", "aggregation=constant")
+    run = experiment.train(config)
+    run.metrics  # a frame of pandas
+    runs = experiment.sweep({"loss": ["grpo", "gspo"], "seed": [0, 1, 2]})
+    experiment.compare(runs)
+
+What the functions return shows itself in a notebook. What the command refuses is an exception here,
+with the same message. Training, checks and sweeps run in processes of their own, and leave this one
+as it is; importing this module loads no torch.
+
+For programs that compose by Hydra: this module registers the types and resolvers of conf/, which
+lies in CONFIG_DIRECTORY, so that `hydra.compose` works on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from pgtoolkit.comparison.results import (
+    Comparison,
+    Run,
+    Runs,
+    run_in,
+    runs_below,
+    shown_values,
+)
+from pgtoolkit.config import compose as composing
+from pgtoolkit.config.files import config_directory, sweep_file
+from pgtoolkit.config.hydra_files import forget_files, register
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.plan import plan_sections
+from pgtoolkit.config.sweeps import compose_sweep
+from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
+from pgtoolkit.launch import check as checking
+from pgtoolkit.launch.apart import call_apart
+from pgtoolkit.launch.start import in_directory, refused, start, start_or_continue
+from pgtoolkit.runs import find
+from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import in_words, key_of, refusal, text
+from pgtoolkit.system.safe_text import escaped, legible
+
+__all__ = [
+    "CONFIG_DIRECTORY",
+    "Checked",
+    "Comparison",
+    "Configuration",
+    "Run",
+    "Runs",
+    "check",
+    "compare",
+    "compose",
+    "load",
+    "sweep",
+    "train",
+]
+
+CONFIG_DIRECTORY = str(config_directory())
+"""The folder conf/, for `hydra.initialize_config_dir`."""
+
+register()
+
+Grid = Mapping[str, object]
+Sections = list[tuple[str, list[str]]]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _refusing_as_the_command(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a notebook show an error of the function as the command does, without a traceback."""
+
+    @functools.wraps(function)
+    def called(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        try:
+            return function(*arguments, **keywords)
+        except OSError as error:
+            raise _shown_alone(as_storage_error(error)) from error
+        except PgtoolkitError as error:
+            _shown_alone(error)
+            raise
+
+    return called
+
+
+def _shown_alone(error: PgtoolkitError) -> PgtoolkitError:
+    """Return the error, of which IPython now shows the message alone."""
+    vars(error)["_render_traceback_"] = lambda: [legible(redact(in_words(error)))]
+    return error
+
+
+@dataclass(frozen=True, eq=False)
+class Configuration(Mapping[str, object]):
+    """The configuration of a run: the value of each key, by its name in docs/keys.md.
+
+    overrides: what it was composed of.
+    by_key: name of a key -> its value; the option of a group by the group's name.
+    sections: the plan of the loss and what differs from the defaults, as `pgtk check` shows them.
+    """
+
+    overrides: tuple[str, ...]
+    by_key: dict[str, object]
+    sections: Sections
+
+    def __getitem__(self, key: str) -> object:
+        return self.by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_key)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __repr__(self) -> str:
+        return f"compose({', '.join(map(repr, self.overrides))})"
+
+    def _repr_html_(self) -> str:
+        return _sections_as_html(self.sections)
+
+
+@_refusing_as_the_command
+def compose(*overrides: str) -> Configuration:
+    """Return the configuration of a run, by overrides as `pgtk` takes them: `"loss=gspo"`.
+
+    Raises ConfigError with all problems for overrides that make none.
+    """
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(
+                refusal(
+                    setting="compose",
+                    needs="overrides, each a text",
+                    got=repr(override),
+                    reason="An override is what stands behind pgtk in a shell.",
+                    use='compose("loss=gspo", "seed=1"), or compose(*overrides) for a list',
+                )
+            )
+    forget_files()
+    run = checking.check_run(composing.compose([*overrides]), [*overrides])
+    if run.report.problems:
+        raise refused(run.report.problems)
+    defaults = composing.compose([]).config
+    assert defaults is not None
+    sections = plan_sections(run.config, defaults, [*overrides])
+    return Configuration(overrides, shown_values(dict(leaves(plain_config(run.config)))), sections)
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """The page of `pgtk check`.
+
+    sections: titles with their lines. problems: nothing trains while there are some. notes: what
+    may surprise.
+    """
+
+    sections: Sections
+    problems: list[str]
+    notes: list[str]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            title + "\n" + "\n".join(f"  {line}" for line in lines)
+            for title, lines in self.sections
+            if lines
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _sections_as_html(self.sections)
+
+
+@_refusing_as_the_command
+def check(config: Configuration | Grid | str | Path, *overrides: str) -> Checked:
+    """Check a configuration, or what `sweep` takes, also for this machine; train nothing."""
+    if isinstance(config, Configuration):
+        words = [*config.overrides, *overrides]
+        return call_apart(_checked, (words, False, None), ["pgtk", "check", *words])
+    words, file, command = _sweep_words(config, overrides)
+    return call_apart(_checked, (words, True, file), ["pgtk", "check", *command[1:]])
+
+
+def _checked(overrides: list[str], multirun: bool, file: Path | None) -> Checked:
+    checked = checking.check(overrides, multirun, file)
+    sections = checking.page_sections(checked)
+    return Checked(sections, checking.problems(checked), checking.notes(checked))
+
+
+@_refusing_as_the_command
+def train(config: Configuration, directory: str | Path | None = None) -> Run:
+    """Train, and return the run.
+
+    directory: of the run. A run of this configuration that has begun there goes on, and one that is
+        done stays as it is, as by `pgtk continue`. None for a new one below outputs/.
+
+    Interrupting it, as by the kernel's button, finishes the step, saves a checkpoint and raises
+    Interrupted; the same call with this directory goes on from there.
+    Raises PgtoolkitError.
+    """
+    if not isinstance(config, Configuration):
+        raise ConfigError(
+            refusal(
+                setting="train",
+                needs="a configuration",
+                got=repr(config),
+                reason="All problems with it are found before.",
+                use='train(compose("loss=gspo"))',
+            )
+        )
+    words = [*config.overrides]
+    if directory is not None:
+        folder = Path(os.path.abspath(directory))
+        call_apart(start_or_continue, (folder, words), ["pgtk", "continue", str(folder), *words])
+        return run_in(folder)
+    composed = composing.compose(words)
+    if composed.directory is None:
+        raise refused(composed.problems_of_directory)
+    folder = Path(os.path.abspath(composed.directory))
+    typed = [] if "hydra.run.dir" in map(key_of, words) else [in_directory(folder)]
+    command = ["pgtk", *words]
+    call_apart(start, ([*words, *typed], None, command), command)
+    return run_in(folder)
+
+
+@_refusing_as_the_command
+def sweep(grid: Grid | str | Path, *overrides: str) -> Runs:
+    """Train the runs of a sweep that are not done yet, and return all of its folder.
+
+    grid: keys with their values, as in `{"loss": ["grpo", "gspo"], "seed": [0, 1, 2]}`, of which
+        every combination is trained; or the name or the file of a sweep, as of `pgtk sweep`.
+    overrides: more keys for all of its runs.
+
+    Runs that failed are among them: `run.status` says so, and `run.reason` why.
+    Raises PgtoolkitError.
+    """
+    forget_files()
+    words, file, command = _sweep_words(grid, overrides)
+    folder = compose_sweep(words, file).folder
+    call_apart(start, (["--multirun", *words], file, command), command)
+    assert folder is not None  # without it nothing would have begun
+    return runs_below(str(folder))
+
+
+def _sweep_words(
+    grid: Grid | str | Path, overrides: Sequence[str]
+) -> tuple[list[str], Path | None, list[str]]:
+    """Return the overrides of a sweep, its file if it has one, and the command that is the same."""
+    if isinstance(grid, Mapping):
+        words = [f"{key}={_values(values)}" for key, values in grid.items()]
+        words += overrides
+        return words, None, ["pgtk", "-m", *words]
+    file = sweep_file(str(grid))
+    return [*overrides], file, ["pgtk", "sweep", str(grid), *overrides]
+
+
+def _values(values: object) -> str:
+    """Return the values of a key as they stand in an override."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        return text(values)
+    return ",".join(map(text, values))
+
+
+@_refusing_as_the_command
+def load(path: str | Path) -> Run | Runs:
+    """Return the run of a directory, or the runs in and below a folder, or of a sweep's name.
+
+    Other files in the folder are passed over. Raises ConfigError where there is no run.
+    """
+    return run_in(Path(path)) if find.is_run(Path(path)) else runs_below(str(path))
+
+
+@_refusing_as_the_command
+def compare(
+    *runs: Run | Iterable[Run] | str | Path,
+    metric: str | None = None,
+    best_of: str | None = None,
+    reach: str | None = None,
+    over: str | None = None,
+    against: str | None = None,
+    margin: str | None = None,
+    ignore_code: bool = False,
+    labels: Sequence[str] = (),
+) -> Comparison:
+    """Compare runs, or those in folders and of sweeps.
+
+    The keywords are the options of `pgtk compare`: `against="loss=grpo"` is `--against loss=grpo`.
+    ignore_code: `--ignore code`. labels: `--label`, each.
+
+    Raises ConfigError if no run can be read or has the metric, and for an option that does not fit
+    the runs.
+    """
+    from pgtoolkit.comparison import groups
+    from pgtoolkit.comparison.bases import refuse_other_measures
+    from pgtoolkit.comparison.measures import runs_with
+
+    compared = groups.compare(
+        runs_with(metric, reach, [*_paths(runs)]),
+        metric,
+        best_of,
+        reach,
+        over,
+        against,
+        margin,
+        ignore_code,
+        labels,
+    )
+    refuse_other_measures(compared)
+    return Comparison(compared)
+
+
+def _paths(runs: Iterable[Run | Iterable[Run] | str | Path]) -> Iterator[str]:
+    for run in runs:
+        if isinstance(run, Run):
+            yield str(run.path)
+        elif isinstance(run, str | Path):
+            yield str(run)
+        else:
+            yield from _paths(run)
+
+
+def _sections_as_html(sections: Sections) -> str:
+    return "\n".join(
+        f"<details open><summary><b>{escaped(title)}</b></summary>"
+        f"<pre>{_lines(lines)}</pre></details>"
+        for title, lines in sections
+        if lines
+    )
+
+
+def _lines(lines: list[str]) -> str:
+    return escaped("\n".join(lines))

@@ -1,0 +1,288 @@
+"""Experiments from Python are what the command makes of them, and leave the process as it is."""
+
+import ast
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import hydra
+import pytest
+from builders.runs import CLOCK_COLUMNS, SHORT, config_of, last_of_each_key, run
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import getbase, setbase
+
+import pgtoolkit
+from pgtoolkit import experiment
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
+from pgtoolkit.launch.apart import call_apart
+from pgtoolkit.launch.ranks import train_job
+from pgtoolkit.runs.records import leaves, read_provenance, read_status
+from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.tracking.renewed_line import NotebookBar, ToldLine
+
+SMALL = (*SHORT, "trainer.max_steps=3", "metrics=basic")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """A folder of two short runs, of two losses, and a file that is none."""
+    folder = tmp_path_factory.mktemp("runs")
+    for loss in ("grpo", "gspo"):
+        run(folder / loss, f"loss={loss}", "trainer.max_steps=3", "rollout.keep_completions=2")
+    (folder / "notes.txt").write_text("of mine")
+    return folder
+
+
+def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typed():
+    config = experiment.compose(*last_of_each_key(*SMALL, "loss=grpo", "loss.epsilon_low=0.1"))
+    assert config["loss"] == "grpo"
+    assert config["loss.epsilon_low"] == 0.1
+    assert config["trainer.max_steps"] == 3
+    plain = dict(leaves(plain_config(config_of(*SMALL, "loss=grpo", "loss.epsilon_low=0.1"))))
+    assert config["rollout.group_size"] == plain["rollout.group_size"] == 4
+    assert len(config) == len([*config]) > 90
+    assert "loss.epsilon_high = 0.2 (default 0.0004)" in config._repr_html_()
+    own = experiment.compose("loss=my_losses.soft_clip", "loss.softness=0.2")
+    assert (own["loss"], own["loss.softness"]) == ("my_losses.soft_clip", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (("los=grpo", "trainer.max_steps=x"), ["Unknown key 'los'", "needs a whole number"]),
+        (("loss=grpo,gspo",), ["needs -m"]),
+        (("advantage=gae", "rollout=recorded"), ["advantage=gae needs"]),
+        ((["loss=grpo"],), ["compose needs overrides, each a text", "compose(*overrides)"]),
+    ],
+)
+def test_all_problems_are_refused_together_and_shown_as_the_command_shows_them(words, problems):
+    with pytest.raises(ConfigError) as refused:
+        experiment.compose(*words)
+    (shown,) = refused.value._render_traceback_()
+    assert shown == f"pgtk: error: {refused.value}"
+    assert all(problem in shown for problem in problems)
+
+
+def test_hydra_stays_as_the_owner_of_the_process_has_initialized_it(tmp_path):
+    """And composes pgtk's options, beside files of another program with the same names."""
+    before = getbase()
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "sgd.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.1\n")
+    (tmp_path / "main.yaml").write_text("defaults:\n  - optimizer: sgd\n")
+    try:
+        with hydra.initialize_config_dir(str(tmp_path), version_base="1.2"):
+            experiment.compose("loss=grpo")
+            theirs = hydra.compose("main")
+            assert str(getbase()) == "1.2"
+        with hydra.initialize_config_dir(experiment.CONFIG_DIRECTORY, version_base="1.3"):
+            ours = hydra.compose("config", overrides=["loss=grpo", "loss.epsilon_low=0.1"])
+            with pytest.raises(Exception, match="epsilon_low=much"):
+                hydra.compose("config", overrides=["loss=grpo", "loss.epsilon_low=much"])
+        assert not GlobalHydra.instance().is_initialized()
+    finally:
+        setbase("1.3" if before is None else str(before))
+    assert theirs.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert (ours.loss.name, ours.loss.epsilon_low) == ("grpo", 0.1)
+    assert ours.optimizer.learning_rate == 1e-3  # by pgtk's own resolver
+
+
+def test_files_of_options_are_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "experiment").mkdir()
+    for seed in (3, 4):
+        text = f"# @package _global_\nseed: {seed}\n"
+        (tmp_path / "experiment" / "mine.yaml").write_text(text)
+        assert experiment.compose("experiment=mine")["seed"] == seed
+
+
+def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
+    loaded = experiment.load(two_runs / "grpo")
+    assert (loaded.name, loaded.status, loaded.step) == ("grpo", "done", 3)
+    assert loaded.config["loss"] == "grpo"
+    rows = [json.loads(row) for row in (loaded.path / "metrics.jsonl").open()]
+    assert {*loaded.metrics.columns} == {name for row in rows for name in row}
+    assert loaded.metrics["reward"].tolist() == [row["reward"] for row in rows]
+    assert len(loaded.evaluations) == 0
+    assert {"step", "prompt", "completion", "reward", "set"} <= {*loaded.samples.columns}
+    assert set(loaded.samples["set"]) == {"training"}
+    assert loaded.figure()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
+    runs = experiment.load(two_runs)
+    assert [loaded.name for loaded in runs] == ["grpo", "gspo"]
+    assert runs._repr_html_().count("<tr>") == 3
+    compared = experiment.compare(runs, metric="reward", against="loss=grpo")
+    assert str(compared) == str(experiment.compare(two_runs, metric="reward", against="loss=grpo"))
+    assert compared.table["label"].tolist() == ["grpo", "gspo"]
+    assert compared.table["verdict"][0] == "base"
+    assert "<table>" in compared._repr_html_()
+    assert len(compared.figure().axes) == 3
+    with pytest.raises(ConfigError, match="no such folder"):
+        experiment.load(two_runs / "none")
+
+
+def test_values_of_a_grid_become_the_words_of_the_command():
+    words, file, command = experiment._sweep_words(
+        {"loss": ["grpo", "gspo"], "seed": range(2), "trainer.max_steps": 3}, ["metrics=basic"]
+    )
+    assert words == ["loss=grpo,gspo", "seed=0,1", "trainer.max_steps=3", "metrics=basic"]
+    assert (file, command[:2]) == (None, ["pgtk", "-m"])
+    words, file, command = experiment._sweep_words("clip_range", ["seed=1"])
+    assert (words, file.name) == (["seed=1"], "clip_range.yaml")
+    assert command == ["pgtk", "sweep", "clip_range", "seed=1"]
+
+
+def test_progress_that_is_told_by_another_process_is_a_bar(capsys):
+    told = ToldLine(total=4)
+    told.show(1, ["step 1/4", "0:09 left"])
+    told.show(4, ["step 4/4", "0:00 left"])
+    first, last = capsys.readouterr().out.rstrip("\n").split("\n")
+    bar = NotebookBar()
+    assert bar.take(first)
+    assert bar.take(last)
+    assert (bar._bar.n, bar._bar.total) == (4, 4)
+    bar.close()
+    assert not bar.take("reward       0.058 -> 0.076")
+    assert "step 4/4" in capsys.readouterr().out
+
+
+FAILING = """
+import os, signal
+from pgtoolkit.errors import StorageError
+
+def fail(kind):
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"known": StorageError("a full disk"), "unknown": KeyError("x")}[kind]
+"""
+
+
+def test_a_call_in_a_process_of_its_own_has_its_result_and_its_errors(tmp_path, monkeypatch, capfd):
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fail = importlib.import_module("failing").fail
+    assert call_apart(os.path.join, ("a", "b"), ["pgtk"]) == "a/b"
+    with pytest.raises(StorageError, match="a full disk"):
+        call_apart(fail, ("known",), ["pgtk"])
+    with pytest.raises(PgtoolkitError, match="KeyError: 'x'"):
+        call_apart(fail, ("unknown",), ["pgtk"])
+    assert 'raise {"known"' in capfd.readouterr().err
+    with pytest.raises(PgtoolkitError, match="ended by SIGKILL"):
+        call_apart(fail, ("kill",), ["pgtk"])
+
+
+def numbers(folder: Path) -> dict[str, list[float]]:
+    columns = read_metrics(folder / "metrics.jsonl")
+    return {name: values.tolist() for name, values in columns.items() if name not in CLOCK_COLUMNS}
+
+
+@pytest.mark.slow
+def test_trainings_after_each_other_are_those_of_the_command_whatever_torch_is_set_to(tmp_path):
+    """And what the owner of the process has set stays; the record is the command's, too."""
+    import torch
+
+    words = last_of_each_key(*SMALL, "loss=grpo")
+    os.chdir(tmp_path)
+    train_job(config_of(*words), tmp_path / "command", words)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    state = torch.get_rng_state()
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        config = experiment.compose(*words)
+        first = experiment.train(config, "first")
+        second = experiment.train(config)
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (os.environ, signal.getsignal(signal.SIGINT)) == (environment, handler)
+    assert numbers(first.path) == numbers(second.path) == numbers(tmp_path / "command")
+    assert second.path.relative_to(tmp_path).parts[0] == "outputs"
+    assert read_provenance(second.path)["command"] == ["pgtk", *words]
+    assert read_provenance(first.path)["command"][:2] == ["pgtk", "continue"]
+    assert experiment.train(config, "first").step == 3
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
+    os.chdir(tmp_path)
+    config = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=30"))
+
+    def interrupt() -> None:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not metrics.exists() or not metrics.stat().st_size:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Interrupted, match=r"stopped as asked \(SIGINT\) after step"):
+        experiment.train(config, "run")
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
+    assert 0 < status["saved"] == status["step"] < 30
+    other = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=5"))
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=30, not 5"):
+        experiment.train(other, "run")
+    assert experiment.train(config, "run").step == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first_comparison", "own_loss"])
+def test_the_notebooks_run(name, tmp_path):
+    os.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]
+    namespace: dict = {}
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for cell in cells:
+            assert cell.get("outputs", []) == []
+            if cell["cell_type"] == "code":
+                shown = run_cell("".join(cell["source"]), namespace)
+                if hasattr(shown, "_repr_html_"):
+                    assert shown._repr_html_()
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert {found.status for found in namespace["runs"]} == {"done"}
+    assert len(namespace["comparison"].table) == 2
+
+
+def run_cell(source: str, namespace: dict) -> object:
+    """Run a cell of a notebook, of fewer steps; return the value of its last line."""
+    if source.startswith("%%writefile "):
+        first, _, text = source.partition("\n")
+        Path(first.split()[1]).write_text(text + "\n")
+        return None
+    source = source.replace("STEPS = 100", "STEPS = 2").replace("STEPS = 60", "STEPS = 2")
+    tree = ast.parse(source)
+    if not isinstance(tree.body[-1], ast.Expr):
+        exec(compile(tree, "cell", "exec"), namespace)
+        return None
+    last = ast.Expression(tree.body.pop().value)
+    exec(compile(tree, "cell", "exec"), namespace)
+    return eval(compile(last, "cell", "eval"), namespace)
+
+
+def test_importing_it_loads_no_large_library_and_the_package_is_the_command():
+    code = """
+import sys, pgtoolkit.experiment
+large = {"torch", "lightning", "mlflow", "transformers", "pandas", "matplotlib"}
+print(sorted(large & set(sys.modules)))
+"""
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert loaded.stdout == "[]\n", loaded.stderr
+    command = [sys.executable, "-m", "pgtoolkit", "--version"]
+    version = subprocess.run(command, capture_output=True, text=True)
+    assert version.stdout == f"pgtk {pgtoolkit.__version__}\n"
