@@ -1,6 +1,7 @@
 """Settings of all tests: Triton's interpreter where there is no GPU, a single thread, no hub, and
 no time limit for hypothesis's examples."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -14,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+from builders.forked import forked_children
 
 import pgtoolkit.launch  # noqa: F401  (Lightning is then imported as for the command)
 from pgtoolkit.runs.directory import RunDirectory
@@ -46,11 +48,12 @@ def quicken_interpreter():
 def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
-    The map for interpolations is made only where a default has an interpolation, and the metadata
-    of a node are copied by their fields.
+    Interpolations are parsed once, too. The map for interpolations is made only where a default has
+    an interpolation, and the metadata of a node are copied by their fields.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
+    from omegaconf import base, grammar_parser
     from omegaconf.base import Metadata
 
     load = ConfigRepository.load_config
@@ -80,6 +83,7 @@ def quicken_hydra():
         return None
 
     Metadata.__deepcopy__ = copied_metadata
+    base.parse = functools.cache(grammar_parser.parse)  # nothing changes a tree
     ConfigRepository.load_config = load_config
     defaults_list._create_interpolation_map = interpolation_map
 
@@ -119,8 +123,10 @@ PICTURES = Pictures()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol():
-    with pytest.MonkeyPatch.context() as patch:
+def pytest_runtest_protocol(item):
+    with contextlib.ExitStack() as block:
+        patch = block.enter_context(pytest.MonkeyPatch.context())
+        block.enter_context(forked_children(not item.get_closest_marker("starts_python")))
         if "pgtoolkit.assembly.train" in sys.modules:
             train = sys.modules["pgtoolkit.assembly.train"]
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)

@@ -1,13 +1,17 @@
 """What the tests cost: CPU seconds by folder, of pytest's processes and of those that they started.
 
-`pytest --cpu-seconds=GOAL` prints a table at the end, with the goal beside the sum.
+`pytest --cpu-seconds=GOAL` prints a table at the end, with the goal beside the sum; the goals stand
+in the Makefile. Counted is, from the setup of each test to its teardown, the time of pytest's
+processes, of their children that have ended, and of the processes that tests share: the server that
+forks and the ranks, each with the test that uses it. Not counted are pytest's own start, the
+collection of the tests, and children of others that were killed.
 """
 
 import os
 from collections import Counter
 from multiprocessing import forkserver
+from pathlib import Path
 
-import psutil
 import pytest
 
 STARTED = pytest.StashKey[float]()
@@ -28,14 +32,24 @@ def pytest_configure(config):
 
 
 def spent() -> float:
-    """Return the CPU seconds of this process, of its children that have ended, and of the server
-    that forks processes for tests, with those of its processes that have ended."""
-    times = os.times()
-    seconds = times.user + times.system + times.children_user + times.children_system
+    """Return the CPU seconds of this process and of its children that have ended, and those of the
+    server that forks processes for tests, and of its processes, those that still run included."""
+    seconds = sum(os.times()[:4])
     server = forkserver._forkserver._forkserver_pid
     if server is not None:
-        seconds += sum(psutil.Process(server).cpu_times()[:4])
+        running = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        seconds += sum(map(_spent_by, [server, *running]))
     return seconds
+
+
+def _spent_by(pid: int | str) -> float:
+    """Return the CPU seconds of a process and of its children that have ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, and its parent knows its time
+        return 0.0
+    ticks = state.rpartition(b")")[2].split()[11:15]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def pytest_runtest_setup(item):

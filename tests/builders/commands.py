@@ -15,6 +15,7 @@ import psutil
 
 from builders.processes import ForkedProcess
 from builders.runs import SHORT, last_of_each_key
+from pgtoolkit.system import child
 
 PGTK = Path(sys.executable).with_name("pgtk")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -86,9 +87,9 @@ class ForkedCommand(Command):
 @contextlib.contextmanager
 def running_sweep(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Run a sweep in folder/sweep as a process, which is killed at the end of the block."""
-    command = [PGTK, "-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)]
-    process = subprocess.Popen(
-        command,
+    overrides = last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)
+    process = child.subprocess.Popen(  # of `forked_children`, where the test starts no Python
+        [sys.executable, "-m", "pgtoolkit.cli", "-m", *overrides],
         cwd=folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

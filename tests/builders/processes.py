@@ -28,6 +28,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from builders.forked import are_children_forked, become, forked_children
+
 if TYPE_CHECKING:
     from pgtoolkit.ranks.layout import Layout
 
@@ -37,6 +39,8 @@ PRELOADED = [
     "torch.distributed.tensor",
     "pgtoolkit.assembly.train",
     "pgtoolkit.cli",
+    "pgtoolkit.sampling.copies",
+    "builders.forked",
     "transformers.models.gpt2.modeling_gpt2",
 ]
 
@@ -130,6 +134,8 @@ class World:
 class ForkedProcess:
     """`pgtk` in a process that has the imports of a run done, with the methods of a Popen.
 
+    Its own children are forks of it, unless the test is marked `starts_python`.
+
     words: its arguments.
     cwd: its current directory.
     environment: its variables.
@@ -145,7 +151,7 @@ class ForkedProcess:
         log: Path,
         program: str = "pgtk",
     ):
-        arguments = (program, words, str(cwd), environment, str(log))
+        arguments = (program, words, str(cwd), environment, str(log), are_children_forked())
         # A daemon is ended at the end of the session.
         self._process = fork_server().Process(target=_become, args=arguments, daemon=True)
         self._process.start()
@@ -173,22 +179,27 @@ class ForkedProcess:
 
 
 def _become(
-    program: str, words: list[str], cwd: str, environment: dict[str, str], log: str
+    program: str,
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    log: str,
+    forks_children: bool,
 ) -> None:
     """Run a program in this process, which ends with its exit status."""
-    from pgtoolkit.cli import run
 
-    os.environ.clear()
-    os.environ |= environment
-    tempfile.tempdir = None  # which the server has looked up in its own environment
-    os.chdir(cwd)
+    def run() -> None:
+        sys.argv = [program, *words]
+        if program != "pgtk":
+            runpy.run_path(program, run_name="__main__")
+            return
+        from pgtoolkit.cli import run
+
+        with forked_children(forks_children):
+            run()
+
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number in (1, 2):
-        os.dup2(file, number)
-    sys.argv = [program, *words]
-    if program == "pgtk":
-        run()
-    runpy.run_path(program, run_name="__main__")
+    become([-1, file, file], cwd, environment, Path(program).stem, run)
 
 
 @functools.cache
@@ -227,7 +238,8 @@ def _work(connection: Connection, store: str, rank: int, size: int) -> None:
         sys.path[:] = path
         try:
             function, arguments = pickle.loads(task)
-            answer = pickle.dumps((True, function(*arguments)))
+            with forked_children():
+                answer = pickle.dumps((True, function(*arguments)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)

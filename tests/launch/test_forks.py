@@ -65,6 +65,9 @@ def score(completion, answer):
 """A verifier that starts a process, which would outlive a job that is killed."""
 
 
+pytestmark = pytest.mark.starts_python
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with both verifiers and their prompts."""

@@ -32,10 +32,11 @@ class Run(ForkedCommand):
 
     def workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "worker" in " ".join(child.cmdline())]
+        started = "pgtoolkit.launch.worker"
+        return [child for child in children if child.name() == "rank" or started in child.cmdline()]
 
     def rank(self, number: int) -> psutil.Process:
-        return next(worker for worker in self.workers() if worker.environ()["RANK"] == str(number))
+        return sorted(self.workers(), key=psutil.Process.create_time)[number]
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -94,6 +95,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_can_be_resumed
     ]
 
 
+@pytest.mark.starts_python
 def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start):
     """A terminal sends it to all processes at once, while the interpreter of a worker starts."""
     run = start(*SHORT, *LONG, steps=0)

@@ -46,10 +46,11 @@ def run_sweep(
     """Return a function that runs a sweep in tmp_path/sweep, and returns its exit status and what
     it prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engines, "Forks", lambda environment: forks)
 
     def run(*overrides: str) -> tuple[int, str]:
-        status = main(["-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)])
+        with monkeypatch.context() as patch:
+            patch.setattr(engines, "Forks", lambda environment: forks)
+            status = main(["-m", *last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *overrides)])
         printed = capfd.readouterr()
         return status, printed.out + printed.err
 
@@ -177,6 +178,7 @@ def test_ctrl_c_lets_the_running_jobs_save_and_prints_the_command_that_continues
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
 
 
+@pytest.mark.starts_python
 def test_a_signal_before_training_has_begun_ends_a_job_which_stays_pending(tmp_path):
     with running_sweep(tmp_path, "seed=0,1") as launcher:
         while not launcher.stdout.readline().startswith("[1/2] starts"):
