@@ -162,7 +162,7 @@ def _sampled_rollouts(
         module.layout,
         folder,
         penalty=penalty_on_rewards(config.kl),
-        reference_moves=config.kl.update_every is not None,
+        reference_every=config.kl.update_every,
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
     )

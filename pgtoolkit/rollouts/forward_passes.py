@@ -51,7 +51,7 @@ class ForwardPasses:
     is_ahead: whether batches are sampled some steps before training on them begins.
     reads_early: whether old log-probs are read before a batch's first update.
     has_kl_reward: whether rewards have a penalty, which reads the reference's log-probs.
-    reference_moves: whether the reference does, during the run.
+    reference_every: the number of updates after which the reference moves; None: it never does.
     """
 
     rollout: PolicyRolloutSettings
@@ -62,7 +62,7 @@ class ForwardPasses:
     is_ahead: bool
     reads_early: bool
     has_kl_reward: bool
-    reference_moves: bool
+    reference_every: int | None
 
     def log_probs(
         self,
@@ -105,7 +105,7 @@ class ForwardPasses:
         their rewards."""
         known = [document.ref_log_probs for document in documents]
         ref_log_probs = [vector for vector in known if vector is not None]
-        if len(ref_log_probs) < len(documents):
+        if len(ref_log_probs) < len(documents) or self._reference_may_have_moved(documents):
             ref_log_probs = self.measured(documents, self.trained.ref_log_probs)
         return [
             replace(
@@ -174,15 +174,22 @@ class ForwardPasses:
     def _log_probs(self, micro_batch: MicroBatch) -> Tensor:
         """Return (T, 1) log-probs of the present policy, or (T, 2) with those of the reference."""
         columns = [self.trained.log_probs(micro_batch)]
-        if self.has_kl_reward and self._reference_stays:
+        if self.has_kl_reward:
             columns.append(self.trained.ref_log_probs(micro_batch))
         return torch.stack(columns, dim=1)
 
-    @property
-    def _reference_stays(self) -> bool:
-        """Return whether the reference is the same until training on the batch begins."""
+    def _reference_may_have_moved(self, documents: list[Document]) -> bool:
+        """Return whether the reference may be another one than when the documents' old log-probs
+        were computed, which was before training on them began."""
+        every = self.reference_every
         is_late = self.is_ahead and self.rollout.old_log_probs == OldLogProbs.training
-        return not is_late or not self.reference_moves
+        versions = [document.model_version for document in documents]
+        if every is None or not is_late:
+            return False
+        if self.rollout.passes > 1 or None in versions:  # moves then wait for a batch's end
+            return True
+        oldest = min(version for version in versions if version is not None)
+        return self.trained.num_updates // every > oldest // every
 
     def _on_policy(self, document: SampledDocument) -> LogProbs:
         """Return the log-probs of a document whose old ones its update's forward pass gives."""

@@ -88,7 +88,7 @@ class SampledRollouts(Source):
     seed: of the prompts' completions.
     folder: the folder where each batch is recorded; None if batches are not recorded.
     penalty: on rewards, by the reference of `trained`; None: there is none.
-    reference_moves: whether that reference moves during the run.
+    reference_every: the number of updates after which that reference moves; None: it never does.
     gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
     correction: of the loss; one of the gap to the sampler reads old log-probs early.
     """
@@ -103,7 +103,7 @@ class SampledRollouts(Source):
     layout: Layout = ONE_PROCESS
     folder: Path | None = None
     penalty: KL | None = None
-    reference_moves: bool = False
+    reference_every: int | None = None
     gae: AdvantageSettings | None = None
     correction: Correction | None = None
 
@@ -125,7 +125,7 @@ class SampledRollouts(Source):
             or self.penalty is not None
             or (self.correction is not None and not self.correction.of_policy),
             has_kl_reward=self.penalty is not None,
-            reference_moves=self.reference_moves,
+            reference_every=self.reference_every,
         )
         # The number of the batch in use: the one that steps take documents from. -1 before the
         # first.

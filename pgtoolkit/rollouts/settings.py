@@ -405,7 +405,7 @@ class AdvantageSettings:
     whiten: bool = key(
         default=True,
         help="Whether the advantages of a batch's trained tokens are scaled to mean 0 and standard "
-        "deviation 1.",
+        "deviation 1. Tokens of completions that nobody could score do not count.",
         **_ONLY_GAE,
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_runs_close, run_on_ranks
-from builders.runs import SHORT, config_of, module_and_loader, with_model
+from builders.runs import SHORT, config_of, metrics_of, module_and_loader, with_model
 from torch import Tensor
 
 from pgtoolkit.config.validate import validate
@@ -165,9 +165,17 @@ def test_groups_of_equal_task_rewards_are_left_out_though_their_penalties_differ
     assert num_left_out > 0
 
 
-def test_the_distance_of_the_policy_from_itself_is_exactly_0():
-    """Though the groups of several rounds are cut into other micro-batches than the batch is."""
-    settings = [*SHORT, *IN_REWARD, "model.hidden_size=128", "accumulation.max_tokens=50"]
+MOVING = ("kl.update_every=100", "kl.update_rate=1.0")
+WIDE = ("model.hidden_size=128", "accumulation.max_tokens=50")
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("rollout.max_staleness=5", *MOVING), ("rollout.lag=3", *MOVING)], ids=str
+)
+def test_the_distance_of_the_policy_from_itself_is_exactly_0(more):
+    """Though the groups of several rounds are cut into other micro-batches than the batch is, and
+    a reference may move until training on the batch begins."""
+    settings = [*SHORT, *IN_REWARD, *WIDE, *more]
     module, loader = module_and_loader(*settings, "rollout.max_sampling_rounds=4", dtype=None)
     documents = [loader.source.document(place) for place in range(loader.source.batch_size)]
     assert module.reference is not None
@@ -186,6 +194,14 @@ def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
     two_ranks = run_on_ranks(tmp_path / "two ranks", sharded, data_parallel=2)
     single = run_on_ranks(tmp_path / "single", settings)
     assert_runs_close(two_ranks, single, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("rollout.lag=3", *MOVING)], ids=str)
+def test_the_distance_of_the_policy_from_itself_is_exactly_0_on_two_ranks(more, tmp_path):
+    settings = [*SHORT, *IN_REWARD, *WIDE, *more, "trainer.max_steps=1"]
+    folder = run_on_ranks(tmp_path / "run", settings, data_parallel=2)
+    assert metrics_of(folder)[0]["kl_reward"] == 0
 
 
 @pytest.mark.parametrize(
