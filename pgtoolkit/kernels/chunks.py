@@ -97,7 +97,7 @@ def make_plan(
     if (
         documents.group is not None
         or check_finite
-        or (with_gradient and objective.has_silent_tokens)
+        or (with_gradient and objective.multiplier is not None)
     ):
         known = None
     num_trained = num_informative = 0

@@ -433,31 +433,24 @@ class Objective:
         return self.family.silent_without_advantage and not known and not self.penalties.active
 
     @property
-    def has_silent_tokens(self) -> bool:
-        """Return True if some trained tokens may have a gradient of 0 for another reason than
-        their advantage: a coefficient that is known, or a factor of 0."""
-        return self._multiplier is not None
-
-    @property
-    def _multiplier(self) -> Tensor | None:
-        """Return (T,) numbers that multiply the slope, where they may be 0; None if not."""
+    def multiplier(self) -> Tensor | None:
+        """Return (T,) numbers without which a token has no gradient, its document's other tokens
+        aside: its known coefficient, or its weight with the caller's factor. None where no more is
+        known than advantages."""
         if self.penalties.active:
             return None
         if self.coefficients_of_step is not None:
             return self.coefficients_of_step
-        if not self.has_factors:
-            return None
-        if isinstance(self.family, FunctionFamily):
-            return self.weights if self.family.level == "token" else None
-        return self.gradient_weights
+        return self.weights if self.has_factors else None
 
     def informative(self) -> Tensor:
-        """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
+        """Return (T,) bool, False where the gradient is 0 whatever the log-probs are; with
+        `by_document`, where all tokens of the document are such."""
         informative = self.mask
         if self.silent_without_advantage:
             informative = informative & (self.scope_advantages != 0)
-        if self._multiplier is not None:
-            informative = informative & (self._multiplier != 0)
+        if self.multiplier is not None:
+            informative = informative & (self.multiplier != 0)
         return informative
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:

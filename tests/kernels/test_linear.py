@@ -1,6 +1,8 @@
 """The fused LM head has the loss and gradients of materialised logits, in every precision and
 however its rows are cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders.losses import (
@@ -12,6 +14,7 @@ from builders.losses import (
     Choice,
     assert_results_close,
     make_head_case,
+    objective_of,
     relative_error,
     result_of,
 )
@@ -19,6 +22,7 @@ from builders.losses import (
 from pgtoolkit import kl, linear_policy_loss
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels import losses
+from pgtoolkit.kernels.chunks import make_plan
 
 
 def limit_rows(monkeypatch: pytest.MonkeyPatch, rows: int, implementation: str) -> None:
@@ -240,3 +244,18 @@ def test_two_calls_on_a_gpu_agree_to_the_last_bit(loss):
         results.append([out.loss.detach(), *(x.grad for x in leaves), *out.metrics.values()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_tokens_that_do_not_count_take_no_part_in_the_backward_products(loss):
+    """With a ratio of documents, whole documents of such tokens alone."""
+    case = make_head_case().case
+    objective = objective_of(case.tensors[1:], loss, num_documents=case.num_documents)
+    counts = (torch.arange(len(case.labels)) % 3 == 0) & (case.document_index != 3)
+    weights = torch.where(counts, objective.weights, 0.0)
+    plan = make_plan(replace(objective, weights=weights, has_factors=True), 4, True, False)
+    planned = [chunk.stop - chunk.start for chunk in plan.chunks if chunk.needs_gradient]
+    active = counts & (case.labels >= 0) & (case.advantages != 0)
+    if loss == "gspo":
+        active = (case.labels >= 0) & torch.isin(case.document_index, case.document_index[active])
+    assert sum(planned) == int(active.sum())

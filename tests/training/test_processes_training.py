@@ -52,9 +52,9 @@ def test_a_refusal_on_rank_0_alone_ends_every_rank_before_its_timeout(tmp_path):
     [
         (2, ["aggregation=constant", "aggregation.divisor=4", "metrics=with_entropy"]),
         # The four documents of a prompt are on four ranks.
-        (4, ["loss=grpo", "aggregation=prompt_mean"]),
+        (4, ["loss=grpo", "aggregation=balanced", "entropy.coefficient=0.1"]),
         # One rank gets no document.
-        (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),
+        (4, ["accumulation.docs_per_step=3", "aggregation=token_mean", "entropy.top_fraction=0.4"]),
     ],
     ids=["two ranks", "groups over ranks", "fewer documents than ranks"],
 )
