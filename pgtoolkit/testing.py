@@ -22,6 +22,7 @@ from pgtoolkit.losses.families import Family, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.reference_terms import correction_names
+from pgtoolkit.losses.trial import check_function
 
 LENGTHS = (5, 1, 7, 3, 6, 4)
 """Number of tokens of each document of a step, trained or not, before padding."""
@@ -123,7 +124,8 @@ def assert_conforms(
 
 
 def _refuse_unknown_inputs(family: Family, kl: KL | None) -> None:
-    """Raise ValueError for a loss that reads what the made-up steps do not have."""
+    """Raise ValueError for a loss that reads what the made-up steps do not have, and for a function
+    whose numbers depend on the cut of a step."""
     if not isinstance(family, FunctionFamily):
         return
     if kl is not None:
@@ -133,6 +135,7 @@ def _refuse_unknown_inputs(family: Family, kl: KL | None) -> None:
         raise ValueError(
             f"assert_conforms has no {', '.join(lacking)}, for which {family.name} asks"
         )
+    check_function(family)
 
 
 @dataclass(frozen=True)

@@ -448,6 +448,8 @@ def test_a_loss_of_somebodys_own_is_held_against_a_function():
         assert_conforms(padded_soft_clip, soft_clip, aggregation="sample_mean", softness=0.2)
     with pytest.raises(AssertionError, match="its value is"):
         assert_conforms(padded_soft_clip, soft_clip, aggregation="token_mean")
+    with pytest.raises(ValueError, match="where the step is cut: it depends on other tokens"):
+        assert_conforms(padded_soft_clip, centred_by_call, aggregation="token_mean")
     with pytest.raises(ValueError, match="has no rewards, for which tpo asks"):
         assert_conforms(padded_soft_clip, "tpo", aggregation="prompt_mean")
 
