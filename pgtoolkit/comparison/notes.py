@@ -22,7 +22,7 @@ def notes_of(compared: Compared) -> list[str]:
             "the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says "
             "what changed"
         )
-    notes += _length_notes([run for run in counted if not run.collapsed])
+    notes += length_notes([run for run in counted if not run.collapsed])
     names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
     if names:
         notes.append(
@@ -34,7 +34,7 @@ def notes_of(compared: Compared) -> list[str]:
     return notes + _scale_notes(compared.groups)
 
 
-def _length_notes(runs: list[Run]) -> list[str]:
+def length_notes(runs: list[Run]) -> list[str]:
     """Return a note on runs of different length, by the documents that they have seen.
 
     Where prompts are dropped each run has sampled another number of them, and steps are counted:

@@ -123,7 +123,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     max_steps = config.trainer.max_steps
     number, checkpoint = _step_and_checkpoint(run_dir, max_steps, number, steps)
     if number is None:
-        number = _last_of_batch(config.rollout, documents_per_step(config), checkpoint)
+        number = last_of_batch(config.rollout, documents_per_step(config), checkpoint)
         number = min(number, steps[-1] if run_dir else max_steps)
     for line in imports(config, *(other for _, other in compared)):
         say(f"note: {line}", error=True)
@@ -222,7 +222,7 @@ def _step_and_checkpoint(
     return number, checkpoint
 
 
-def _last_of_batch(rollout: Rollout, per_step: int, checkpoint: dict | None) -> int:
+def last_of_batch(rollout: Rollout, per_step: int, checkpoint: dict | None) -> int:
     """Return the last step on the batch of documents with which training continues from a
     checkpoint, in the last pass over it: there ratios are widest.
 

@@ -225,8 +225,13 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
 
 
 def _leaves(config: object, key: Key) -> list[tuple[str, object]]:
-    """Return the name of the key with its value; for a free-form key, those of its entries."""
+    """Return the name of the key with its value; for a free-form key, those of its entries.
+
+    A record that is older than the key means its default.
+    """
     value = plain_value(config, key.name)
+    if value is None and key.added:
+        value = key.default
     if key.free:
         return leaves({key.name: value}) if value else []
     return [(key.name, value)]

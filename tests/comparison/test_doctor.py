@@ -61,6 +61,17 @@ def test_scores_of_the_user_s_own_code_solve_a_task_by_their_mean():
         assert {rule.name for rule, _ in examine(run).failures} == {"groups without signal"}
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_reward_without_a_trend_is_not_lost_however_often_its_documents_are_trained(passes):
+    """A batch is one step of each pass, so that rewards come three times in a row."""
+    for seed in range(20):
+        rewards = np.random.default_rng(seed).normal(size=60).repeat(passes)
+        steps = np.arange(1.0, len(rewards) + 1)
+        columns = {"step": steps, "documents_seen": 8 * ((steps - 1) // passes + 1)}
+        run = Run("/", "run", "done", None, len(steps), {"seed": 0}, columns | {"reward": rewards})
+        assert examine(run).failures == []
+
+
 def failures(folder: Path, **config: object) -> list[set[str]]:
     """Return the names of the failures of each run below a folder whose configuration has these
     values.

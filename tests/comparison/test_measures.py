@@ -14,6 +14,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.headline import chosen_metric
 from pgtoolkit.comparison.measures import Goal, goal_of, reached
+from pgtoolkit.comparison.notes import length_notes
 from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
@@ -41,6 +42,34 @@ def run_of(
     return Run(
         "/", "name", "done", None, len(values), config, columns | {metric: np.array(values, float)}
     )
+
+
+def test_several_passes_over_the_same_documents_are_one_point_of_a_curve():
+    """Two batches of two steps, which are trained again in pass two."""
+    run = run_of([1, 2, 3, 4, 5, 6, 7, 8], metric="kl_new_old")
+    run.columns["documents_seen"] = np.array([4.0, 8, 8, 8, 12, 16, 16, 16])
+    run.columns[HELD_OUT] = np.array([np.nan, 0.1, np.nan, 0.3, np.nan, 0.5, np.nan, 0.7])
+    assert run.points("documents_seen", "kl_new_old").tolist() == [[4, 8, 12, 16], [1, 3, 5, 7]]
+    assert run.points("step", "kl_new_old").tolist() == [[*range(1, 9)], [*range(1, 9)]]
+    assert run.points("documents_seen", HELD_OUT).tolist() == [[8, 8, 16, 16], [0.1, 0.3, 0.5, 0.7]]
+    found = reached(run, Goal("kl_new_old", 3.0, "", 0.0, (4.0, 16.0)))
+    assert found.to == {"documents_seen": 8, "tokens_seen": 12, "seconds": 0.0}
+    assert found.mean == 4
+    found = reached(run, Goal(HELD_OUT, 0.3, "", 0.0, (8.0, 16.0)))
+    assert found.to == {"documents_seen": 8, "tokens_seen": 12, "seconds": 0.0}
+    found = reached(run, Goal(HELD_OUT, 0.5, "", 0.0, (8.0, 16.0)))
+    assert found.to == {"documents_seen": 16, "tokens_seen": 18, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(("steps", "noted"), [(4, []), (6, ["2, 3 steps of one pass"])])
+def test_lengths_are_compared_by_the_steps_of_one_pass_where_prompts_are_dropped(steps, noted):
+    once = run_of([0.5] * 2)
+    twice = run_of([0.5] * steps, **{"rollout.passes": 2})
+    for run in (once, twice):
+        run.columns["dropped_group_fraction"] = np.full(run.step, 0.25)
+    notes = length_notes([once, twice])
+    assert [text for text in noted if text not in notes[0]] == []
+    assert len(notes) == len(noted)
 
 
 def first_reaching_step(

@@ -18,7 +18,7 @@ from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config, retrained
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules.executed import named_commands, named_functions
-from pgtoolkit.config.saved import cannot_change, typed
+from pgtoolkit.config.saved import cannot_change, record_of, typed
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
@@ -148,6 +148,13 @@ def test_the_sampler_changes_the_digest_unless_it_writes_for_evaluation_alone(ov
     transformers = plain_config(compose([*overrides, "sampler=transformers"]).config)
     vllm = plain_config(compose([*overrides, "sampler=vllm"]).config)
     assert (digest(transformers) != digest(vllm)) is differs
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.fixed and key.added])
+def test_a_checkpoint_older_than_a_fixed_key_means_its_default(key):
+    config = plain_of(key.schema)
+    record = {name: value for name, value in record_of(config).items() if name != key.name}
+    assert [*cannot_change(record, config, set())] == []
 
 
 @pytest.mark.parametrize("key", KEYS, ids=IDS)

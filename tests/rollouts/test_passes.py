@@ -10,13 +10,16 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.parallel_runs import assert_runs_close, run_on_ranks
-from builders.runs import SHORT
+from builders.runs import SHORT, config_of
 from builders.threads import on_ranks
 from keys.small_runs import labels_of, module_and_steps, specified
 from losses import group_formulas
 from torch import nn
 
 from pgtoolkit.batch import Step
+from pgtoolkit.comparison.tokens import last_of_batch
+from pgtoolkit.config.plan import arithmetic
+from pgtoolkit.config.validate import validate
 from pgtoolkit.document import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses import reference_terms
@@ -26,6 +29,7 @@ from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.settings import AccumulationSettings, LastStep
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader, loadable
+from pgtoolkit.training.fit import BatchesOfRollouts
 from pgtoolkit.training.module import PolicyGradientModule
 
 SHUFFLED = Passes(3, groups=3, group_size=2, seed=7)
@@ -136,6 +140,15 @@ def test_a_loader_goes_on_from_each_place_in_each_pass(passes):
     assert (state["position"], state["pass"]) == (0, 1)
     with pytest.raises(ValueError, match="it is in pass 4 of 3 over a batch"):
         loader_of(Batches(passes)).load_state_dict(state | {"pass": 3})
+
+
+def test_an_epoch_of_the_trainer_is_a_batch_with_all_its_passes():
+    batches = BatchesOfRollouts(loader_of(Batches(Passes(3))))
+    epochs = []
+    while not batches.have_ended:
+        epochs.append([names(step) for step in batches])
+        assert batches.number == min(len(epochs), 2)
+    assert epochs == [[[0, 1, 2, 3], [4, 5]] * 3, [[6, 7, 8, 9], [10, 11]] * 3, []]
 
 
 def test_a_place_has_no_pass_where_each_batch_has_one():
@@ -460,3 +473,37 @@ def test_ranks_make_the_same_passes(tmp_path, settings):
         for ranks, sizes in ((1, {}), (2, {"data_parallel": 2}))
     ]
     assert_runs_close(runs[1], runs[0], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ((), ["2 steps per batch of rollouts", "9 steps, 72 documents"]),
+        (
+            ("rollout.passes=3",),
+            [
+                "6 steps per batch of rollouts, in 3 passes over it",
+                "9 steps, 32 documents, each trained 3 times",
+            ],
+        ),
+    ],
+)
+def test_check_counts_the_steps_of_all_passes(overrides, lines):
+    config = config_of(*SHORT, *overrides, "trainer.max_steps=9")
+    *_, step, of_run = arithmetic(config)
+    assert step.endswith(lines[0])
+    assert of_run == f"run: at most {lines[1]}"
+    clips = [note for note in validate(config)[1].notes if "clips act from pass two on" in note]
+    assert len(clips) == len(overrides)
+
+
+@pytest.mark.parametrize(
+    ("place", "last"), [(None, 6), ((8, 0), 7), ((0, 1), 6), ((8, 2), 3), ((16, 0), 8)]
+)
+def test_tokens_shows_the_last_step_of_the_last_pass(place, last):
+    """place: (position, pass) of a checkpoint of step 2, or none."""
+    config = config_of(*SHORT, "rollout.passes=3")
+    checkpoint = None
+    if place is not None:
+        checkpoint = {"step": 2, "data": {"position": place[0], "pass": place[1]}}
+    assert last_of_batch(config.rollout, 8, checkpoint) == last

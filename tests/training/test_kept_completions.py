@@ -224,3 +224,9 @@ def test_the_best_and_worst_of_several_prompts_are_kept(count, expected):
     assert [(document.group, document.reward) for document in kept] == expected
     backwards = chosen(documents[::-1], names, count)
     assert sorted((document.group, document.reward) for document in backwards) == sorted(expected)
+
+
+def test_completions_are_kept_once_where_they_are_trained_twice(tmp_path):
+    """A batch makes two steps in each of two passes."""
+    folder = run(tmp_path / "run", "rollout.passes=2", "trainer.max_steps=5")
+    assert [row.step for row in kept_rows(folder)] == [1] * 8 + [2] * 8 + [5] * 8
