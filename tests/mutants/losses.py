@@ -245,3 +245,17 @@ def extrema_of_a_step_are_those_of_one_rank(right, self, loss, group):
 @mutant("losses.measure:_maxima")
 def maxima_are_never_below_zero(right, objective, values):
     return right(objective, values).clamp(min=0.0)
+
+
+# Score centering.
+
+
+@mutant("losses.centering:Centering.rows")
+def score_centering_leaves_the_tokens_outside_of_h_alone(right, self):
+    rows = right(self)
+    return rows._replace(elsewhere=rows.elsewhere * 0)
+
+
+@mutant("losses.centering:Centering.terms")
+def the_metric_of_score_centering_has_the_wrong_sign(right, self):
+    return -right(self)

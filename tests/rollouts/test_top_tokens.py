@@ -9,9 +9,8 @@ from builders.rollout_rows import good_row, recorded_rollouts, write_jsonl
 from builders.runs import assert_equal, module_and_loader
 from keys.small_runs import logits_of, settings, specified
 
-from pgtoolkit.batch import pack
 from pgtoolkit.completion import Completion, Prompt
-from pgtoolkit.document import TOP_VECTORS
+from pgtoolkit.document import TOP_VECTORS, Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.families import Cispo, Icepop, Reinforce
 from pgtoolkit.rollouts.group_rollouts import as_completion
@@ -75,6 +74,17 @@ def test_the_likeliest_tokens_are_those_of_the_logits(static):
         assert torch.equal(document.sampling_top_log_probs[is_drawn], old[is_drawn])
 
 
+def per_position(documents: list[Document], name: str) -> torch.Tensor:
+    """Return the rows of the trained tokens at the positions that predict them, -1 elsewhere;
+    the last token of a document predicts nothing."""
+    rows = []
+    for document in documents:
+        of_trained = iter(getattr(document, name))
+        unused = torch.full_like(getattr(document, name)[0], -1)
+        rows += [next(of_trained) if trained else unused for trained in document.loss_mask[1:]]
+    return torch.stack(rows)
+
+
 @pytest.mark.parametrize(
     ("loss", "family"),
     [
@@ -99,17 +109,13 @@ def test_the_loss_of_recorded_rows_is_that_of_the_specification(tmp_path, loss, 
     for document, other in zip(step.documents, documents, strict=True):
         for name in TOP_VECTORS:
             assert_equal(getattr(document, name), getattr(other, name))
-    labelled = pack(step.documents)
-    # The specification has no position for the last token of a document, which predicts nothing.
-    ends = torch.tensor(labelled.document_lengths).cumsum(0) - 1
-    kept = torch.ones(len(labelled.tokens), dtype=torch.bool).index_fill(0, ends, False)
     expected, gradient = specified(
         module,
         step.documents,
         loss=loss,
         temperature=TEMPERATURE,
-        sampling_top_ids=labelled.sampling_top_ids[kept],
-        sampling_top_log_probs=labelled.sampling_top_log_probs[kept].double(),
+        sampling_top_ids=per_position(step.documents, "sampling_top_ids"),
+        sampling_top_log_probs=per_position(step.documents, "sampling_top_log_probs"),
         **vars(family),
     )
     metrics = module.training_step(step, 0)["metrics"]
