@@ -44,8 +44,8 @@ def accumulation(c: Config, report: Report) -> None:
     passes = c.rollout.passes if isinstance(c.rollout, PolicyRolloutSettings) else 1
     if passes > 1 and not has_no_ratio:
         report.note(
-            f"rollout.passes={passes}: ratios compare with the weights before the first pass over "
-            "a batch, so that clips act from pass two on, also where a batch is one step."
+            f"rollout.passes={passes}: ratios compare with log-probs from before the first pass "
+            "over a batch, so that clips act from pass two on, also where a batch is one step."
         )
     if batch is not None and docs > 0:
         _steps_per_batch(c, batch, docs, passes, report)
