@@ -143,6 +143,8 @@ class StepTotals:
     completions_by_sign, tokens_by_sign: (num_groups, 3) int64, a group's documents with A < 0,
         A = 0 and A > 0, and their trained tokens. A document without a trained token counts as one
         with A = 0. None where no aggregation asks for them.
+    mean_factor: the mean of the correction's factors, where these are divided by it; else None. In
+        a run it is in float64.
     """
 
     num_documents: int | Tensor
@@ -153,6 +155,7 @@ class StepTotals:
     tokens_per_trajectory: Tensor | None = None
     completions_by_sign: Tensor | None = None
     tokens_by_sign: Tensor | None = None
+    mean_factor: float | Tensor | None = None
 
     @property
     def num_trajectories(self) -> int | Tensor:

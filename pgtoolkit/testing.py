@@ -16,11 +16,12 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.checks import shown
-from pgtoolkit.losses.corrections import Correction, correction_of
-from pgtoolkit.losses.documents import counted_by_sign
+from pgtoolkit.losses.corrections import Correction, Factors, correction_of
+from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.families import Family, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.make_objective import mean_of_factors, sums_of_factors
 from pgtoolkit.losses.reference_terms import correction_names
 from pgtoolkit.losses.trial import check_function
 
@@ -188,7 +189,7 @@ class _Step:
     def mask(self) -> Tensor:
         return self.tensors["mask"]
 
-    def totals(self) -> StepTotals:
+    def totals(self, correction: Correction | None) -> StepTotals:
         """Return the totals of the whole step, which hold for pieces of it, too."""
         trained = self.mask.sum(1)
         groups = int(self.groups.max()) + 1
@@ -203,7 +204,21 @@ class _Step:
             per_group,
             None,
             *by_sign,
+            mean_factor=None if correction is None else self._mean_factor(correction),
         )
+
+    def _mean_factor(self, correction: Correction) -> Tensor | None:
+        """Return the mean of the factors, if they are divided by it."""
+        if correction.normalize == "none":
+            return None
+        documents, length = self.mask.shape
+        index = torch.arange(documents).repeat_interleave(length)
+        mask = self.mask.flatten()
+        of_tokens = self.tensors["old_log_probs"] - self.tensors["sampling_log_probs"]
+        log_ratio = torch.where(mask, of_tokens.flatten(), 0.0)
+        sums = DocumentSums.of_tokens(index, mask, documents)
+        factors = Factors.of(correction, log_ratio, log_ratio, sums)
+        return mean_of_factors(*sums_of_factors(correction, factors, sums))
 
     def poisoned(self, filler: float) -> _Step:
         """Return the step with `filler` in the (B, T) numbers of tokens that are not trained."""
@@ -308,6 +323,7 @@ class _Subject:
     names: frozenset[str]
     leaf: str
     divisor: float | None
+    correction: Correction | None
 
     @classmethod
     def of(cls, function: Callable[..., Tensor | tuple], definition: _Definition) -> _Subject:
@@ -351,7 +367,9 @@ class _Subject:
             raise ValueError(
                 f"assert_conforms needs a function of log_probs or of logits (got {sorted(names)})"
             )
-        return cls(function, frozenset(names), leaves.pop(), definition.divisor)
+        return cls(
+            function, frozenset(names), leaves.pop(), definition.divisor, definition.correction
+        )
 
     def result(self, step: _Step, pieces: list[slice]) -> tuple[float, Tensor]:
         """Return (value, gradient by the leaf) of a step in pieces.
@@ -366,7 +384,7 @@ class _Subject:
                 name: tensors[name][piece] for name in self.names & tensors.keys()
             }
             if "totals" in self.names:
-                arguments["totals"] = step.totals()
+                arguments["totals"] = step.totals(self.correction)
             if "divisor" in self.names:
                 arguments["divisor"] = self.divisor
             value = self.function(**arguments)

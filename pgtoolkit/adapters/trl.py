@@ -230,6 +230,11 @@ class PolicyGradientTrainer(GRPOTrainer):
                     f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {correction}. "
                     "Use one of them."
                 )
+        if self.correction.normalize != "none":
+            problems.append(
+                f"{correction} with normalize='step' needs the mean of all factors of a step, "
+                "which is not known before its first micro-batch here. Use normalize='none'."
+            )
         if not trl_corrects:
             problems.append(
                 f"{correction} needs a sampler's log-probs. Use GRPOConfig.use_vllm=True and "

@@ -24,6 +24,7 @@ from pgtoolkit.training.whole_step import (
     of_whole_step,
     whole_step,
     with_kept_tokens,
+    with_mean_factor,
     with_rewards,
     with_signs,
 )
@@ -79,7 +80,11 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
     Raises ConfigError if they lack what the loss reads, DataError for numbers that are not finite.
     """
-    parts = [_numbers(loss, piece, made) for piece in _pieces(made, loss)]
+    pieces = _pieces(made, loss)
+    micro_batches = [piece.micro_batch for piece in made.pieces]
+    step = with_mean_factor(replace(made.step, micro_batches=micro_batches), loss, Layout())
+    made = replace(made, step=step)
+    parts = [_numbers(loss, piece, made) for piece in pieces]
     names = parts[0].keys()
     vectors = {name: np.concatenate([part[name] for part in parts]) for name in names}
     return LossOnStep(loss, float(vectors["share"].astype(np.float64).sum()), vectors)

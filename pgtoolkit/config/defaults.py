@@ -50,10 +50,10 @@ class ByCondition:
     cases: (condition, value); the value None is a number that must be given.
     """
 
-    cases: tuple[tuple[str, float | None], ...]
-    otherwise: float
+    cases: tuple[tuple[str, float | str | None], ...]
+    otherwise: float | str
 
-    def resolve(self, config: object) -> float | None:
+    def resolve(self, config: object) -> float | str | None:
         """Return the value in a configuration, see `value_of`."""
         for condition, value in self.cases:
             if holds(condition, config):
@@ -138,8 +138,10 @@ def scores_by_own_code(task: object) -> bool:
 Computed = ByWeights | ByCondition | ByScores | SameAs
 
 
-def number(value: float) -> str:
-    """Return a number as one types it in YAML: 7, 1.0, 0.28, 3e-4."""
+def number(value: float | str) -> str:
+    """Return a number as one types it in YAML: 7, 1.0, 0.28, 3e-4; a name as it is."""
+    if isinstance(value, str):
+        return str(value)
     if isinstance(value, float) and 0 < abs(value) <= 1e-3:
         mantissa, exponent = f"{value:e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

@@ -384,7 +384,7 @@ def _divide(dividend: float, divisor: float) -> float:
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
 
 
-def _if(*cases: Any, _root_: DictConfig) -> float | None:
+def _if(*cases: Any, _root_: DictConfig) -> float | str | None:
     """Return the default of a key by conditions on others: condition, value, and so on, and the
     value elsewhere at the end."""
     *pairs, otherwise = cases

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import (
@@ -41,6 +41,17 @@ class MaskMean(StrEnum):
     worst = "worst"
 
 
+class Measure(StrEnum):
+    ratio = "ratio"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class Normalize(StrEnum):
+    none = "none"
+    step = "step"
+
+
 class Factor(StrEnum):
     document = "document"
     token = "token"
@@ -48,6 +59,32 @@ class Factor(StrEnum):
 
 
 _TOKEN = "v_t = exp(old - sampling log-prob of token t)"
+_DISTANCE = {
+    "k2": "k_t = x_t^2 / 2,  x_t = old - sampling log-prob of token t",
+    "k3": "k_t = exp(x_t) - 1 - x_t,  x_t = old - sampling log-prob of token t",
+}
+_OF_RATIO = "correction.measure=ratio"
+_NO_BAND = "A distance has a threshold instead of two bounds of a ratio."
+
+
+_MEASURE: dict[str, Any] = {"learns": "correction.measure!=ratio", "added": True}
+_MEASURE_HELP = (
+    "What is bounded: ratio (by low and high), or a distance of the old from the sampling log-prob "
+    "x apart (by threshold): k2 (x^2 / 2) or k3 (exp(x) - 1 - x). What stays under a distance has "
+    "the factor 1. k1 is the ratio itself, in logarithms."
+)
+_THRESHOLD: dict[str, Any] = {
+    **_MEASURE,
+    "only_if": "correction.measure!=ratio",
+    "use": "correction.measure=k3",
+}
+_THRESHOLD_HELP = "With measure=k2 or k3, the largest distance that stays (> 0); it must be given."
+_NORMALIZE: dict[str, Any] = {"learns": "correction.normalize=step", "added": True}
+_NORMALIZE_HELP = (
+    "none, or step: every factor is divided by the mean over the step, of all ranks, after bounds "
+    "and masks: over documents with a trained token where the factor is a document's, else over "
+    "trained tokens. Factors of 0 count; a mean of 0 leaves them 0."
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +98,18 @@ class Correction(ABC):
         factor is then known only after the forward pass, and only with all tokens of the document.
     by_worst: True if a token beyond the bounds gives all tokens of its document the factor 0.
     equal_within_documents: True if the tokens of a document have the same factor.
+    measure: "ratio", or the distance of a token, k2 or k3, whose sum ("document_sum"), mean
+        ("document") or own value is bounded in the place of a ratio.
+    normalize: "step" if factors are divided by their mean over the step.
+    mean_over_documents: True if that mean is over documents, False if it is over tokens.
     """
 
     scope: ClassVar[str] = "token"
+    # Fields of some subclasses; with an annotation here they would be the first of their fields.
+    measure = "ratio"
+    normalize = "none"
+    threshold = None
+    mean_over_documents: ClassVar[bool] = False
     of_policy: ClassVar[bool] = False
     by_worst: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
@@ -120,10 +166,17 @@ class Factors:
         log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: (T,),
             over the scope.
         """
-        over = over_scope(correction.scope, log_ratio, documents)
-        limited = clamped(over)
-        distance = over.abs()
-        of_tokens = limited if over is log_ratio else clamped(log_ratio)
+        if correction.measure == "ratio":
+            over = over_scope(correction.scope, log_ratio, documents)
+            limited = clamped(over)
+            distance = over.abs()
+            of_tokens = limited if over is log_ratio else clamped(log_ratio)
+        else:
+            of_tokens = clamped(log_ratio)
+            distance = log_ratio.abs()
+            # The clamp would make an infinite difference a number.
+            known = _distances(correction.measure, of_tokens).where(distance < math.inf, math.nan)
+            limited = over_scope(correction.scope, known, documents)
         values, outside = correction.factors(limited, of_tokens, advantages)
         if correction.by_worst:
             outside = documents.broadcast(documents.sum(outside.to(values.dtype))) > 0
@@ -132,6 +185,18 @@ class Factors:
         # and a comparison the second into False. A document with such a token has no finite
         # log-ratio either.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
+
+    def over_mean(self, mean: Tensor | float) -> Factors:
+        """Return the factors divided by their mean over the step; all 0 if that is 0."""
+        divisor = (0 * self.values.sum().double() + 1) * mean
+        return replace(self, values=self.values / divisor.where(divisor > 0, 1.0))
+
+
+def _distances(measure: str, log_ratio: Tensor) -> Tensor:
+    """Return k2 or k3 of each log-ratio."""
+    if measure == "k2":
+        return log_ratio * log_ratio / 2
+    return log_ratio.expm1() - log_ratio
 
 
 @dataclass(frozen=True)
@@ -156,6 +221,39 @@ class _Bounded(Correction):
             raise ValueError(
                 f"low needs a number that is not above high={self.high:g} (got {self.low!r})"
             )
+        if self.measure != "ratio":
+            self._check_distance()
+        elif self.threshold is not None:
+            raise ValueError(
+                "threshold needs measure='k2' or 'k3' (got measure='ratio'); a ratio has low and "
+                "high"
+            )
+        if self.normalize == "step" and not self.weighs:
+            raise ValueError(
+                "normalize='step' needs factors that weigh, of a ratio and with another factor "
+                "than 'one' (got 0 and 1)"
+            )
+
+    def _check_distance(self) -> None:
+        """Raise ValueError for parameters that a distance has no use for, or lacks."""
+        if self.threshold is None:
+            raise ValueError(f"measure={str(self.measure)!r} needs threshold, a number (got None)")
+        usual = {field.name: field.default for field in fields(self)}
+        for name in ("low", "high"):
+            if getattr(self, name) != usual[name]:
+                raise ValueError(
+                    f"{name} needs measure='ratio' (got measure={str(self.measure)!r}), which has "
+                    "threshold instead"
+                )
+        if self.kept != "1":
+            raise ValueError(
+                f"measure={str(self.measure)!r} needs factor='one': a distance is no weight"
+            )
+
+    @property
+    def weighs(self) -> bool:
+        """True if the factors that are kept are ratios, and not all 1."""
+        return self.kept != "1"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -163,7 +261,19 @@ class _Bounded(Correction):
 
     @property
     def equation(self) -> str:
+        factor, _, meaning = self._factor.partition(",  ")
+        if self.normalize == "step":
+            over = "documents" if self.mean_over_documents else "trained tokens"
+            factor = f"({factor}) / its mean over the step's {over}"
+        return f"{factor},  {meaning}"
+
+    @property
+    def _factor(self) -> str:
+        """The equation before it is divided by a mean."""
         ratio, meaning = self._ratio
+        if self.measure != "ratio":
+            distance = _DISTANCE[self.measure]
+            return f"1 where {self._over_document} <= {self.threshold:g}, else 0,  {distance}"
         if self.masks:
             least = "" if self.low is None else f"{self.low:g} <= "
             return f"{self.kept} where {least}{ratio} <= {self.high:g}, else 0,  {meaning}"
@@ -174,9 +284,18 @@ class _Bounded(Correction):
         )
         return f"{cut},  {meaning}"
 
+    @property
+    def _over_document(self) -> str:
+        """The distance that is bounded."""
+        return "k_t"
+
     def factors(
         self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor]:
+        if self.measure != "ratio":  # what comes as a log-ratio is then a distance
+            assert self.threshold is not None
+            outside = log_ratio > self.threshold
+            return (0 * log_ratio + 1).where(~outside, 0.0), outside
         ratio = log_ratio.exp()
         low, high = self.bounds
         within = ratio.clamp(low, high)
@@ -210,6 +329,7 @@ class TokenTruncate(_Bounded):
         help="Upper bound: a larger factor is lowered to it (> 0). 2 is verl's, slime's and "
         "open-instruct's.",
     )
+    normalize: Normalize = parameter(Normalize.none, help=_NORMALIZE_HELP, **_NORMALIZE)
 
     equal_within_documents: ClassVar[bool] = False
 
@@ -225,16 +345,35 @@ class TokenMask(_Bounded):
         most=1e9,
         help="Lower bound: a token with a factor below it is left out (0 <= low <= high); null: "
         "none.",
+        only_if=_OF_RATIO,
+        why=_NO_BAND,
     )
     high: float = parameter(
         5.0,
         least=1e-6,
         most=1e9,
         help="Upper bound: a token with a factor above it is left out (> 0).",
+        only_if=_OF_RATIO,
+        why=_NO_BAND,
+    )
+    measure: Measure = parameter(Measure.ratio, help=_MEASURE_HELP, **_MEASURE)
+    threshold: float | None = parameter(
+        None, least=1e-12, most=1e9, help=_THRESHOLD_HELP, **_THRESHOLD
+    )
+    normalize: Normalize = parameter(
+        Normalize.none,
+        help=_NORMALIZE_HELP,
+        **_NORMALIZE,
+        only_if=_OF_RATIO,
+        why="A distance gives factors of 0 and 1, which do not weigh.",
     )
 
     masks: ClassVar[bool] = True
     equal_within_documents: ClassVar[bool] = False
+
+    @property
+    def kept(self) -> str:
+        return "v_t" if self.measure == "ratio" else "1"
 
 
 @dataclass(frozen=True)
@@ -276,6 +415,9 @@ class SequenceTruncate(_Sequence):
         help="Upper bound: a larger factor is lowered to it (> 0). 3 is TRL's; verl and SkyRL take "
         "2 to 10.",
     )
+    normalize: Normalize = parameter(Normalize.none, help=_NORMALIZE_HELP, **_NORMALIZE)
+
+    mean_over_documents: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -286,7 +428,8 @@ class SequenceMask(_Sequence):
     mean: MaskMean = parameter(
         MaskMean.product,
         help="The number of a document that has to lie within the bounds: product or geometric "
-        "(mean) of its ratios, or worst: every single ratio (with factor=one or token).",
+        "(mean) of its ratios, or worst: every single ratio (with factor=one or token). Of "
+        "distances: the sum, the mean, the largest.",
     )
     low: float | None = parameter(
         None,
@@ -294,6 +437,8 @@ class SequenceMask(_Sequence):
         most=1e9,
         help="Lower bound: a document below it is left out (0 <= low <= high); null: none. With "
         "mean=geometric others take 0.999.",
+        only_if=_OF_RATIO,
+        why=_NO_BAND,
     )
     high: float = parameter(
         3.0,
@@ -301,11 +446,26 @@ class SequenceMask(_Sequence):
         most=1e9,
         help="Upper bound: a document above it is left out (> 0). 3 is TRL's; with mean=geometric "
         "others take 1.001 or 1.002.",
+        only_if=_OF_RATIO,
+        why=_NO_BAND,
     )
     factor: Factor = parameter(
         Factor.document,
+        default_if=(("correction.measure=k2", Factor.one), ("correction.measure=k3", Factor.one)),
         help="Factor of the tokens of a document that stays: document (its product or mean), token "
         "(the ratio of each token) or one.",
+    )
+    measure: Measure = parameter(Measure.ratio, help=_MEASURE_HELP, **_MEASURE)
+    threshold: float | None = parameter(
+        None, least=1e-12, most=1e9, help=_THRESHOLD_HELP, **_THRESHOLD
+    )
+    normalize: Normalize = parameter(
+        Normalize.none,
+        help=_NORMALIZE_HELP,
+        **_NORMALIZE,
+        only_if="correction.measure=ratio and correction.factor!=one",
+        use="correction.measure=ratio and correction.factor=document",
+        why="Factors of 0 and 1 do not weigh.",
     )
 
     masks: ClassVar[bool] = True
@@ -327,9 +487,18 @@ class SequenceMask(_Sequence):
         return self.mean == "worst"
 
     @property
-    def equation(self) -> str:
-        if not self.by_worst:
-            return super().equation
+    def mean_over_documents(self) -> bool:
+        return self.factor == "document"
+
+    @property
+    def _over_document(self) -> str:
+        over = {"product": "the sum", "geometric": "the mean", "worst": "the largest"}[self.mean]
+        return f"{over} of k_t over the trained tokens of document d"
+
+    @property
+    def _factor(self) -> str:
+        if not self.by_worst or self.measure != "ratio":
+            return super()._factor
         least = "" if self.low is None else f"{self.low:g} <= "
         return (
             f"{self.kept} where {least}v_u <= {self.high:g} for each trained token u of "

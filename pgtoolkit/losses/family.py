@@ -90,11 +90,15 @@ def _default(declared: DataclassInstance, parameter: Field) -> object:
 
 
 def check_parameters(declared: DataclassInstance) -> None:
-    """Raise ValueError for a field of a family or correction beyond its range or its names."""
+    """Fill in defaults that depend on other fields, and raise ValueError for a field of a family or
+    correction beyond its range or its names."""
     for attribute in fields(declared):
+        if "default_if" in attribute.metadata and getattr(declared, attribute.name) is None:
+            object.__setattr__(declared, attribute.name, _default(declared, attribute))
         value = getattr(declared, attribute.name)
-        if isinstance(attribute.default, StrEnum):
-            check_name(attribute.name, value, tuple(type(attribute.default)))
+        usual = attribute.metadata.get("default", attribute.default)
+        if isinstance(usual, StrEnum):
+            check_name(attribute.name, value, tuple(type(usual)))
             continue
         if isinstance(attribute.default, bool) and not isinstance(value, bool):
             raise ValueError(f"{attribute.name} needs True or False (got {shown(value)})")
@@ -140,9 +144,6 @@ class Family:
     score_centering = False
 
     def __post_init__(self):
-        for parameter in fields(self):
-            if "default_if" in parameter.metadata and getattr(self, parameter.name) is None:
-                object.__setattr__(self, parameter.name, _default(self, parameter))
         check_parameters(self)
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.losses.aggregation import Aggregation, Custom, signs_of
 from pgtoolkit.losses.centering import centering_of
-from pgtoolkit.losses.corrections import Factors
+from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
-from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.exchange import Ranks, all_sum
 from pgtoolkit.losses.family import over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import Penalties
@@ -57,6 +58,7 @@ def make_objective(
         scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
     group_index = tokens.group_index
     trajectory_index = tokens.trajectory_index
+    is_complete = totals is None
     totals_given = totals is not None or ranks.data is not None
     if totals is None:
         signs = signs_of(documents, advantages, mask)[0] if aggregation.by_sign else None
@@ -121,6 +123,11 @@ def make_objective(
                 f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs"
             )
         factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
+        if correction.normalize == "step":
+            mean = totals.mean_factor
+            if is_complete:
+                mean = mean_of_factors(*sums_of_factors(correction, factors, documents), ranks.data)
+            factors = factors.over_mean(_known_mean(mean))
         weights = weights * factors.values
     if tokens.factors is not None:
         weights = weights * torch.where(mask, tokens.factors.to(dtype), 0.0)
@@ -146,6 +153,40 @@ def make_objective(
         has_factors=tokens.factors is not None,
         centering=centering_of(tokens, family, mask, weights, old_log_probs),
     )
+
+
+def sums_of_factors(
+    correction: Correction, factors: Factors, documents: DocumentSums
+) -> tuple[Tensor, Tensor]:
+    """Return what a document adds to the mean of the factors, and to how many these are.
+
+    (documents,) float64 each. Factors that are not finite add 0: the loss finds them elsewhere.
+    """
+    values = factors.values.double()
+    values = torch.where(torch.isfinite(values), values, 0.0)
+    if correction.mean_over_documents:
+        of_documents = documents.mean(values)
+        return of_documents, (documents.counts > 0).double()
+    of_tokens = documents.sum(values)
+    return of_tokens, documents.counts.double()
+
+
+def mean_of_factors(sums: Tensor, counts: Tensor, data: ProcessGroup | None = None) -> Tensor:
+    """Return the mean of all documents' factors, 0-dim float64; 0 if there are none.
+
+    sums, counts: from `sums_of_factors`. data: ranks with other documents.
+    """
+    total, count = all_sum(torch.stack([sums.sum(), counts.sum()]), data)
+    return total / count.clamp(min=1)
+
+
+def _known_mean(mean: float | Tensor | None) -> float | Tensor:
+    if mean is None:
+        raise ValueError(
+            "correction.normalize='step' needs totals.mean_factor in a piece of a step: the mean "
+            "of the factors of the whole step"
+        )
+    return mean
 
 
 def _known_before(

@@ -39,6 +39,7 @@ from pgtoolkit.losses.reference_terms import (
     kept_by_entropy,
     log_softmax,
     mismatch,
+    normalized,
 )
 from pgtoolkit.losses.reference_terms import metrics as metrics_of_sampling
 
@@ -210,6 +211,9 @@ def policy_loss(
     by_logit: dict[int, list[float]] = {}
     centered: dict[int, tuple[float, float, float]] = {}
     centered_by_logit: dict[int, list[float]] = {}
+    for tokens in filter(None, step.trained):
+        corrected |= corrections(correction, correction_settings, tokens, p, o, b, advantage)
+    corrected = normalized(correction, correction_settings, corrected, step.trained)
     for d, tokens in enumerate(step.trained):
         if not tokens:
             continue
@@ -223,7 +227,6 @@ def policy_loss(
         if aggregation == "balanced":
             of_penalties = step.weight("prompt_mean", d, divisor)
         uncorrected = dict.fromkeys(tokens, of_penalties)
-        corrected |= corrections(correction, correction_settings, tokens, p, o, b, advantage)
         weight = {
             t: of_surrogate * corrected.get(t, (1.0,))[0] * given[t] * (t in kept) for t in tokens
         }

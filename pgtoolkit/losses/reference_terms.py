@@ -47,6 +47,8 @@ def corrections(
         )
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
     assert b is not None
+    if settings.get("measure", "ratio") != "ratio":
+        return _masked_by_distance(correction, settings, tokens, o, b)
     low = settings["low"] or 0.0
     high = settings["high"]
     mean = settings.get("mean")
@@ -69,6 +71,49 @@ def corrections(
             rho = 0.0 if outside else kept
         results[t] = rho, outside, abs(over) > 20
     return results
+
+
+def _masked_by_distance(
+    correction: str, settings: Parameters, tokens: list[int], o: list[float], b: list[float]
+) -> dict[int, tuple[float, bool, bool]]:
+    """Return the results of `factors` for a mask by k2 or k3."""
+    distance = {}
+    for t in tokens:
+        x = _clamp(o[t] - b[t])
+        distance[t] = x * x / 2 if settings["measure"] == "k2" else math.exp(x) - 1 - x
+    if correction == "sequence_mask":
+        over = {
+            "product": math.fsum(distance.values()),
+            "geometric": math.fsum(distance.values()) / len(tokens),
+            "worst": max(distance.values()),
+        }[settings["mean"]]
+        distance = dict.fromkeys(tokens, over)
+    results = {}
+    for t in tokens:
+        outside = distance[t] > settings["threshold"]
+        results[t] = 0.0 if outside else 1.0, outside, abs(o[t] - b[t]) > 20
+    return results
+
+
+def normalized(
+    correction: str | None,
+    settings: Parameters | None,
+    corrected: dict[int, tuple[float, bool, bool]],
+    trained: list[list[int]],
+) -> dict[int, tuple[float, bool, bool]]:
+    """Return the results of `factors` of a whole step, with rho divided by its mean if asked for.
+
+    trained: the trained tokens of each document.
+    """
+    if settings is None or settings.get("normalize", "none") == "none":
+        return corrected
+    by_document = correction == "sequence_truncate" or settings.get("factor") == "document"
+    if by_document:
+        rho = [corrected[tokens[0]][0] for tokens in trained if tokens]
+    else:
+        rho = [corrected[t][0] for tokens in trained for t in tokens]
+    mean = math.fsum(rho) / len(rho)
+    return {t: (x / mean if mean else 0.0, *others) for t, (x, *others) in corrected.items()}
 
 
 def mismatch(

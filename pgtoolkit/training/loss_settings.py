@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Literal
 
-from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
+from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean, Measure, Normalize  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence, Sides  # noqa: F401  (as above)
 from pgtoolkit.losses.group_families import Direction, OfDocument, Scale  # noqa: F401  (as above)
 from pgtoolkit.system.declared import (

@@ -43,6 +43,7 @@ from pgtoolkit.training.whole_step import (
     after_first_pass,
     needs_first_pass,
     whole_step,
+    with_mean_factor,
     with_rewards,
     with_signs,
 )
@@ -206,6 +207,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _update(self, step: Step) -> dict[str, float]:
         step = with_rewards(step, self.loss, self.layout)
+        step = with_mean_factor(step, self.loss, self.layout)
         self._try_own_code(step)
         if self.critic is None or not self.critic.trains_alone:
             step = self._after_first_pass(step)

@@ -14,8 +14,10 @@ from torch import Tensor
 from pgtoolkit.batch import MicroBatch, Step, Tokens
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LossOfStep
-from pgtoolkit.losses.documents import counted_by_sign
+from pgtoolkit.losses.corrections import Correction, Factors
+from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.make_objective import mean_of_factors, sums_of_factors
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.step_documents import by_document, documents_of, tokens_of_step
 from pgtoolkit.losses.top_entropy import has_weight, top_entropy
@@ -138,6 +140,43 @@ def with_signs(step: Step, loss: Loss, layout: Layout) -> Step:
     completions, tokens = counted_by_sign(groups, signs, counts, int(num_groups))
     totals = replace(step.totals, completions_by_sign=completions, tokens_by_sign=tokens)
     return replace(step, totals=totals)
+
+
+def with_mean_factor(step: Step, loss: Loss, layout: Layout) -> Step:
+    """Return the step with the mean of its correction's factors in its totals, if they are divided
+    by it.
+
+    It is made in float64 of the documents in their order, the same on every rank.
+    """
+    correction = loss.correction
+    if correction is None or correction.normalize == "none":
+        return step
+    here = {}
+    for micro_batch in step.micro_batches:
+        sums, counts = _of_factors(correction, micro_batch)
+        numbers = zip(sums.tolist(), counts.tolist(), strict=True)
+        here |= dict(zip(micro_batch.step_places, numbers, strict=True))
+    everywhere = _of_all_ranks(here, layout)
+    numbers = [everywhere[place] for place in sorted(everywhere)]
+    sums = torch.tensor([of_document for of_document, _ in numbers], dtype=torch.float64)
+    counts = torch.tensor([count for _, count in numbers], dtype=torch.float64)
+    mean = float(mean_of_factors(sums, counts))
+    return replace(step, totals=replace(step.totals, mean_factor=mean))
+
+
+def _of_factors(correction: Correction, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return `sums_of_factors` of the documents of a micro-batch."""
+    mask = micro_batch.labels >= 0
+    old = micro_batch.old_log_probs
+    sampling = micro_batch.sampling_log_probs
+    if old is None or sampling is None:  # without documents there is neither
+        old = sampling = torch.zeros(len(mask))
+    log_ratio = torch.where(mask, old.double() - sampling.double(), 0.0)
+    documents = DocumentSums.of_tokens(
+        micro_batch.document_index, mask, micro_batch.num_documents, None
+    )
+    factors = Factors.of(correction, log_ratio, torch.zeros_like(log_ratio), documents)
+    return sums_of_factors(correction, factors, documents)
 
 
 def needs_first_pass(loss: Loss) -> bool:

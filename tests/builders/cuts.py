@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from builders.losses import (
+    CORRECTIONS,
     TEMPERATURE,
     Case,
     Choice,
@@ -109,7 +110,7 @@ def evaluate_on_rank(
     """
     places = {axis: 0 if group is None else group.rank() for axis, group in groups.items()}
     case = problem.case
-    totals = count_totals(case, choice.trajectories)
+    totals = count_totals(case, choice.trajectories, CORRECTIONS.get(choice.correction))
     bounds = cut.vocabulary or (0, len(problem.bias))
     columns = slice(bounds[places["vocabulary"]], bounds[places["vocabulary"] + 1])
     inputs = (problem.hidden, problem.weight, problem.bias) if fused else (case.logits,)

@@ -15,8 +15,9 @@ from pgtoolkit import corrections, linear_policy_loss, policy_loss, top_entropy
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels import torch_passes, triton_passes
 from pgtoolkit.kernels.losses import PolicyLoss
-from pgtoolkit.losses import reference
+from pgtoolkit.losses import reference, reference_terms
 from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Cispo, Dppo, Grpo, Icepop, Reinforce, family_of
 from pgtoolkit.losses.family import Family
@@ -110,6 +111,14 @@ CORRECTIONS = {
     "mean masked, 1": corrections.SequenceMask(mean="geometric", high=1.1, factor="one"),
     "worst masked, 1": corrections.SequenceMask(mean="worst", low=0.7, high=1.5, factor="one"),
     "worst masked, v": corrections.SequenceMask(mean="worst", high=1.4, factor="token"),
+    "token masked by k3": corrections.TokenMask(measure="k3", threshold=0.03),
+    "sum of k2": corrections.SequenceMask(measure="k2", threshold=0.12),
+    "mean of k3": corrections.SequenceMask(mean="geometric", measure="k3", threshold=0.02),
+    "largest k2": corrections.SequenceMask(mean="worst", measure="k2", threshold=0.05),
+    "token masked, over its mean": corrections.TokenMask(low=0.75, high=1.3, normalize="step"),
+    "product masked, V over its mean": corrections.SequenceMask(
+        low=0.9, high=1.6, normalize="step"
+    ),
     "off policy": corrections.OffPolicyMask(threshold=0.01),
 }
 """Each kind of correction, with bounds so tight that some tokens of the cases below lie beyond each
@@ -572,8 +581,31 @@ def make_head_case(
     return HeadCase(case, hidden, weight, bias, dtype)
 
 
-def count_totals(case: Case, trajectories: bool = False) -> StepTotals:
-    """Count the totals of a step by loops, without the code that the tests are about."""
+def mean_factor(case: Case, correction: Correction) -> float:
+    """Return the mean of the factors of a step by the loops of the reference."""
+    vectors = (case.old_log_probs, case.old_log_probs, case.sampling_log_probs, case.advantages)
+    settings = vars(correction) | {"normalize": "none"}
+    rho = []
+    for document in range(case.num_documents):
+        trained = (case.labels >= 0) & (case.document_index == document)
+        tokens = trained.nonzero().flatten().tolist()
+        if not tokens:
+            continue
+        factors = reference_terms.corrections(
+            correction.name, settings, tokens, *(vector.tolist() for vector in vectors)
+        )
+        of_document = [factors[t][0] for t in tokens]
+        rho += of_document[:1] if correction.mean_over_documents else of_document
+    return sum(rho) / len(rho)
+
+
+def count_totals(
+    case: Case, trajectories: bool = False, correction: Correction | None = None
+) -> StepTotals:
+    """Count the totals of a step by loops, without the code that the tests are about.
+
+    correction: one whose factors may be divided by their mean.
+    """
     counts = [
         int((case.labels[case.document_index == document] >= 0).sum())
         for document in range(case.num_documents)
@@ -595,6 +627,9 @@ def count_totals(case: Case, trajectories: bool = False) -> StepTotals:
         len(group_tokens),
         group_tokens,
         trajectory_tokens,
+        None
+        if correction is None or correction.normalize == "none"
+        else mean_factor(case, correction),
     )
 
 

@@ -181,7 +181,7 @@ def sampled_documents() -> list[Document]:
 
 def corrected_loss(name: str, **changes: Any) -> float:
     """Return the loss under a correction, once it equals the specification's."""
-    settings = vars(CORRECTIONS[name]()) | changes
+    settings = vars(CORRECTIONS[name](**changes))
     overrides = [f"correction.{setting}={typed(value)}" for setting, value in settings.items()]
     return loss_as_specified(
         [f"correction={name}", *overrides],
@@ -203,6 +203,7 @@ CORRECTION_VALUES: dict[str, tuple] = {
     "threshold": (0.1, 2.0),
     "mean": ("product", "geometric"),
     "factor": ("document", "token", "one"),
+    "normalize": ("none", "step"),
 }
 """Values of each setting of a correction."""
 
@@ -218,6 +219,14 @@ def each_setting_of_a_correction_changes_the_loss_as_specified(key: str):
     """Its values give at least two losses, and three where it has more than two values."""
     option, setting = key.split(".")
     correction = option.removeprefix("correction/")
+    if setting in ("measure", "threshold") and correction != "off_policy_mask":
+        by_distance = [("k2", 0.02), ("k3", 0.02), ("k3", 0.3)]
+        losses = {
+            round(corrected_loss(correction, measure=measure, threshold=threshold), 9)
+            for measure, threshold in by_distance
+        }
+        assert len(losses | {round(corrected_loss(correction), 9)}) >= 3
+        return
     changes: list[dict[str, Any]] = [{setting: value} for value in CORRECTION_VALUES[setting]]
     if (correction, setting) == ("sequence_mask", "mean"):
         changes.append({"mean": "worst", "factor": "one", "high": 1.5})

@@ -14,12 +14,22 @@ from builders.losses import (
     make_case,
     relative_error,
 )
+from keys.step import sampled_documents
 from losses.formulas import of_log_probs as of_family
 
 from pgtoolkit import corrections, kl, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.errors import DataError
+from pgtoolkit.families import Reinforce
+from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS as KINDS
-from pgtoolkit.losses.corrections import Correction
+from pgtoolkit.losses.corrections import Correction, Factors
+from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.make_objective import make_objective
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.whole_step import with_mean_factor
 
 OF_SAMPLING = [name for name in CORRECTIONS if name != "off policy"]
 
@@ -54,6 +64,32 @@ WORKED = [
         corrections.SequenceMask(mean="worst", low=0.95, high=3 + 1e-9, factor="token"),
         [0, 0, 0, 2, 2, 2, 0, 0],
     ),
+    # k3 is 0.316, 0 and 0.901; 0.307 three times; 0 and 0.005. Its sums are 1.218, 0.921 and 0.005.
+    (corrections.TokenMask(measure="k3", threshold=0.31), [0, 1, 0, 1, 1, 1, 1, 1]),
+    (corrections.SequenceMask(measure="k3", threshold=0.93), [0, 0, 0, 1, 1, 1, 1, 1]),
+    # k2 is 0.42, 0 and 0.603; 0.24 three times; 0 and 0.006. Its means are 0.341, 0.24 and 0.003.
+    (
+        corrections.SequenceMask(mean="geometric", measure="k2", threshold=0.23),
+        [0, 0, 0, 0, 0, 0, 1, 1],
+    ),
+    (
+        corrections.SequenceMask(mean="worst", measure="k2", threshold=0.5),
+        [0, 0, 0, 1, 1, 1, 1, 1],
+    ),
+    # The mean over tokens is 11.3 / 8, that over documents 5.1 / 3.
+    (
+        corrections.TokenTruncate(normalize="step"),
+        [x * 8 / 11.3 for x in (0.4, 1, 2, 2, 2, 2, 1, 0.9)],
+    ),
+    (
+        corrections.SequenceTruncate(normalize="step"),
+        [x * 3 / 5.1 for x in (1.2, 1.2, 1.2, 3, 3, 3, 0.9, 0.9)],
+    ),
+    (
+        corrections.SequenceMask(normalize="step"),
+        [x * 3 / 2.1 for x in (1.2, 1.2, 1.2, 0, 0, 0, 0.9, 0.9)],
+    ),
+    (corrections.TokenMask(low=10, high=20, normalize="step"), [0] * 8),
     # The mean of old - new log-prob over the document of negative advantage is -0.07 / 3.
     (corrections.OffPolicyMask(threshold=0.0), [1] * 8),
 ]
@@ -84,8 +120,9 @@ def test_factors_and_metrics_match_the_worked_examples(correction, rho):
     assert metrics["correction_factor"] == pytest.approx(sum(by_document) / 3)
     assert metrics["min_correction_factor"] == pytest.approx(min(rho))
     assert metrics["max_correction_factor"] == pytest.approx(max(rho))
-    size = sum(rho) ** 2 / (8 * sum(x * x for x in rho))
-    assert metrics["correction_effective_sample_size"] == pytest.approx(size)
+    size = sum(rho) ** 2 / (8 * sum(x * x for x in rho)) if sum(rho) else None
+    if size is not None:
+        assert metrics["correction_effective_sample_size"] == pytest.approx(size)
 
 
 def test_off_policy_mask_drops_documents_of_negative_advantage_beyond_the_threshold():
@@ -119,6 +156,36 @@ def test_a_ratio_equal_to_a_bound_is_within_the_bounds(kind):
         assert bool(outside) is not inside
         if kind.endswith("mask"):
             assert (float(factors) != 0) is inside
+
+
+@pytest.mark.parametrize("name", ["token_mask", "sequence_mask"])
+def test_a_distance_equal_to_its_threshold_stays(name):
+    half = torch.full((1,), 0.5, dtype=torch.float64)
+    documents = DocumentSums.of_tokens(torch.zeros(1, dtype=torch.int64), half > 0, 1)
+    for threshold, stays in ((0.125, 1.0), (0.125 - 1e-15, 0.0)):
+        mask = KINDS[name](measure="k2", threshold=threshold)
+        for sign in (1, -1):
+            assert Factors.of(mask, sign * half, half, documents).values.item() == stays
+
+
+def test_factors_over_their_mean_do_not_depend_on_how_a_step_was_cut():
+    """Through the totals that a run makes, of documents on two ranks, in micro-batches of any
+    order; without them a piece is refused."""
+    documents = sampled_documents()
+    correction = corrections.TokenMask(low=0.75, high=1.3, normalize="step")
+    loss = Loss(Reinforce(), aggregation_of("token_mean"), correction=correction)
+    old = torch.cat([document.old_log_probs for document in documents]).double()
+    sampling = torch.cat([document.sampling_log_probs for document in documents]).double()
+    ratio = (old - sampling).exp()
+    rho = torch.where((ratio < 0.75) | (ratio > 1.3), 0.0, ratio)
+    for order, max_tokens in (([0, 1, 2, 3, 4, 5], 1000), ([3, 0, 5, 4, 1, 2], 20)):
+        step = make_step([documents[place] for place in order], max_tokens)
+        assert step.totals.mean_factor is None
+        totals = with_mean_factor(step, loss, ONE_PROCESS).totals
+        assert totals.mean_factor == pytest.approx(float(rho.mean()), rel=1e-12)
+    micro_batch = step.micro_batches[0]
+    with pytest.raises(ValueError, match=r"needs totals\.mean_factor in a piece of a step"):
+        make_objective(micro_batch, step.totals, loss, torch.float64, Ranks())
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -219,6 +286,20 @@ def test_merging_pieces_with_different_metrics_is_refused():
         (
             lambda: corrections.OffPolicyMask(threshold=math.nan),
             "threshold needs a number from 0 to 20",
+        ),
+        (lambda: corrections.TokenMask(measure="k3"), "measure='k3' needs threshold, a number"),
+        (lambda: corrections.TokenMask(threshold=1), "threshold needs measure='k2' or 'k3'"),
+        (
+            lambda: corrections.TokenMask(measure="k2", threshold=1, low=0.1),
+            "low needs measure='ratio'",
+        ),
+        (
+            lambda: corrections.SequenceMask(measure="k2", threshold=1, factor="token"),
+            "measure='k2' needs factor='one'",
+        ),
+        (
+            lambda: corrections.SequenceMask(factor="one", normalize="step"),
+            "normalize='step' needs factors that weigh",
         ),
         (
             lambda: policy_loss(*make_case().tensors, correction="token_mask"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import string
 
-from pgtoolkit.config.conditions import with_values
+from pgtoolkit.config.conditions import holds, with_values
+from pgtoolkit.config.keys import ignored, keys_of
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable
@@ -91,6 +92,13 @@ def correction(c: Config, report: Report) -> Config:
 
     Returns the configuration for the rules that follow, without what is refused.
     """
+    ignored(c, report, "correction")
+    unused = [
+        key.name
+        for key in keys_of(c)
+        if key.group == "correction" and key.only_if and not holds(key.only_if, c)
+    ]
+    c = with_values(c, {name: report.default_of(name) for name in unused})
     low = getattr(c.correction, "low", None)
     high = getattr(c.correction, "high", None)
     if low is not None and low > high:
@@ -104,7 +112,17 @@ def correction(c: Config, report: Report) -> Config:
         c = with_values(c, {"correction.low": None})
     mean = getattr(c.correction, "mean", None)
     factor = getattr(c.correction, "factor", None)
-    if mean == "worst" and factor == "document":
+    measure = getattr(c.correction, "measure", "ratio")
+    if measure != "ratio" and factor not in (None, "one"):
+        report.refuse(
+            setting=f"correction.measure={measure}",
+            needs="correction.factor=one",
+            got=str(factor),
+            reason="A distance is no weight: what stays keeps its loss.",
+            use="correction.factor=one",
+        )
+        c = with_values(c, {"correction.factor": "one"})
+    elif mean == "worst" and factor == "document":
         report.refuse(
             setting="correction.mean=worst",
             needs="correction.factor=one or token",
@@ -114,6 +132,15 @@ def correction(c: Config, report: Report) -> Config:
             use="correction.factor=one",
         )
         c = with_values(c, {"correction.factor": "one"})
+    if measure != "ratio" and getattr(c.correction, "threshold", None) is None:
+        report.refuse(
+            setting=f"correction.measure={measure}",
+            needs="correction.threshold, a number",
+            got=None,
+            reason="How far apart the two may be depends on the engine; no number is usual.",
+            use="correction.threshold=0.1",
+        )
+        c = with_values(c, {"correction.threshold": 0.1})
     return c
 
 
