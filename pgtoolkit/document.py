@@ -176,13 +176,6 @@ class Document(SampledDocument):
     dropped_group_fraction: float | None = None
     retired_prompts: int | None = None
 
-    @property
-    def reward_for_advantage(self) -> float | None:
-        """Return the reward with the term for the distance from the reference."""
-        if self.reward is None or self.kl_reward is None:
-            return self.reward
-        return self.reward + self.kl_reward
-
 
 AnyDocument = TypeVar("AnyDocument", bound=SampledDocument)
 """One class of documents, for what takes and returns documents of either."""

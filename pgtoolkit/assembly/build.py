@@ -38,6 +38,7 @@ from pgtoolkit.model.spread import parallelize
 from pgtoolkit.model.weight_files import vocabularies_differ
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import AccumulationSettings, AdvantageEstimator
 from pgtoolkit.rollouts.source import Source
@@ -121,6 +122,7 @@ def module_of(
     )
     has_advantages = config.advantage.estimator != AdvantageEstimator.none
     module.surprises = Surprises(config.loss.name, config.rollout, has_advantages)
+    module.shape = Shape.of(config.advantage)
     module.sampling = config.rollout.sampling
     module.record = record_of(config)
     return module

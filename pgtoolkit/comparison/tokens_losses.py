@@ -149,7 +149,7 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
     """
     _check_groups(made, loss)
     step = replace(made.step, micro_batches=[piece.micro_batch for piece in made.pieces])
-    step = with_signs(with_rewards(step, loss, Layout()), loss, Layout())
+    step = with_signs(with_rewards(step, loss, Layout(), made.shape), loss, Layout())
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]

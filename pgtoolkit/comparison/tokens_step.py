@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from pgtoolkit.document import Document, have_old_log_probs
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.model.settings import ParallelismSettings
+from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.passes import Passes
 from pgtoolkit.rollouts.recording import batch_file
@@ -53,7 +54,7 @@ class MadeStep:
     """A repeated step, before its update. metrics: as a row of metrics.jsonl has them.
 
     has_groups: whether the data says which documents share a prompt. documents: where they come
-        from, in words.
+        from, in words. shape: what happened to rewards before the loss got them.
     """
 
     step: Step
@@ -62,6 +63,7 @@ class MadeStep:
     has_groups: bool
     documents: str
     module: PolicyGradientModule
+    shape: Shape = field(default_factory=Shape)
 
     @property
     def has_old_log_probs(self) -> bool:
@@ -119,7 +121,9 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
             f"--step={number} needs a step with trained tokens (got none). Use another --step."
         )
     documents = _origin_of_documents(config_of_run.rollout, recorded, watch.sampled)
-    return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
+    return MadeStep(
+        watch.step, watch.pieces, watch.metrics, has_groups, documents, module, module.shape
+    )
 
 
 def _origin_of_documents(rollout: Rollout, recorded: Path | None, sampled: bool) -> str:

@@ -26,6 +26,7 @@ RULES: tuple[Check, ...] = (
     *table.CENTERING,
     *table.GROUP_LOSS,
     *table.ADVANTAGE,
+    *table.SHAPE,
     *table.SIGNAL,
     *table.CRITIC,
     loss_terms.advantage,

@@ -5,8 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import DataError
+
+if TYPE_CHECKING:
+    from pgtoolkit.document import Document
+    from pgtoolkit.rollouts.settings import AdvantageSettings
 
 EPSILON = 1e-6
 EQUAL_REWARDS = 1e-6
@@ -33,6 +39,51 @@ ESTIMATORS = (
 MAX_REWARD = 1e12
 """The largest absolute value of a reward or a given advantage. With it advantages, gradients, and
 the squares of these in a norm stay far from the end of float32 at 3e38."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What happens to rewards before advantages are made of them, and to advantages afterwards.
+
+    A reward R becomes (R + shift) scale, within plus and minus `reward_clip`. None is no bound.
+    """
+
+    shift: float = 0.0
+    scale: float = 1.0
+    reward_clip: float | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+
+    @classmethod
+    def of(cls, settings: AdvantageSettings) -> Shape:
+        return cls(
+            settings.reward_shift,
+            settings.reward_scale,
+            settings.reward_clip,
+            settings.clip_low,
+            settings.clip_high,
+        )
+
+    def reward(self, reward: float) -> float:
+        """Return a reward as estimators get it, without a penalty."""
+        reward = (reward + self.shift) * self.scale
+        # A clip would make a NaN, which is refused later on, a number.
+        if self.reward_clip is None or not math.isfinite(reward):
+            return reward
+        return min(self.reward_clip, max(-self.reward_clip, reward))
+
+    def reward_of(self, document: Document) -> float | None:
+        """Return the reward of a document as estimators get it, with the penalty for the distance
+        from the reference; None without a reward."""
+        if document.reward is None:
+            return None
+        return self.reward(document.reward) + (document.kl_reward or 0.0)
+
+    def advantage(self, advantage: float) -> float:
+        """Return an advantage within its bounds."""
+        if self.clip_low is not None:
+            advantage = max(self.clip_low, advantage)
+        return advantage if self.clip_high is None else min(self.clip_high, advantage)
 
 
 def reward_problem(reward: float) -> str | None:

@@ -19,6 +19,7 @@ from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.rollouts.advantages import (
     ESTIMATORS,
     MAX_REWARD,
+    Shape,
     are_equal,
     check_rewards,
     gdpo,
@@ -35,12 +36,14 @@ from pgtoolkit.system.report import refusal
 class Attempt(NamedTuple):
     """The numbers of one attempt at a prompt from which its advantage is made.
 
-    reward: None if nobody could score it. length: trained tokens. measures: as in `Document`.
+    reward: None if nobody could score it. length: trained tokens. measures, kl_reward: as in
+        `Document`.
     """
 
     reward: float | None
     length: int
     measures: Mapping[str, float] = MappingProxyType({})
+    kl_reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Estimator:
 
     name: one of ESTIMATORS, gdpo, custom, or `given`, whose advantages come with the data.
     weights: for gdpo, by the name of the measure that holds the verifier's score.
+    shape: what happens to rewards before, and to advantages afterwards.
     path, function: for custom. function(rewards, lengths=, measures=) gets three lists with a list
         for each group, and returns the advantages as such a list.
     """
@@ -57,6 +61,7 @@ class Estimator:
     weights: Mapping[str, float] = field(default_factory=dict)
     path: str | None = None
     function: Callable[..., Iterable[Iterable[float]]] | None = field(default=None, repr=False)
+    shape: Shape = field(default_factory=Shape)
 
     @classmethod
     def of(
@@ -76,11 +81,12 @@ class Estimator:
             f"reward/{verifier}": float(cast("float", options.get("weight", 1)))
             for verifier, options in verifiers.items()
         }
+        shape = Shape.of(settings)
         if name != "custom":
-            return cls(name, weights if name == "gdpo" else {})
+            return cls(name, weights if name == "gdpo" else {}, shape=shape)
         assert path is not None
         function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
-        estimator = cls(name, {}, path, function)
+        estimator = cls(name, {}, path, function, shape)
         groups = list(_example_groups(min(rollout.group_size or 4, 64), weights))
         advantages = estimator._try_function(groups)
         estimator._check_equal_rewards(rollout, groups, advantages)
@@ -95,12 +101,29 @@ class Estimator:
         refuse: called with the place of each group that has no advantages, and the reason.
         """
         groups = [list(group) for group in groups]
-        scored = [[attempt for attempt in group if attempt.reward is not None] for group in groups]
+        scored = [
+            [self._shaped(attempt) for attempt in group if attempt.reward is not None]
+            for group in groups
+        ]
         if self.function is not None:
             parts = self._by_function(scored, refuse)
         else:
             parts = self._by_formula(groups, scored, refuse)
+        parts = [[self.shape.advantage(advantage) for advantage in part] for part in parts]
         return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
+
+    def _shaped(self, attempt: Attempt) -> Attempt:
+        """Return a scored attempt with its reward as estimators get it; for gdpo, with the scores
+        of its verifiers."""
+        shape = self.shape
+        assert attempt.reward is not None
+        measures = attempt.measures
+        if self.name == "gdpo":
+            measures = {
+                name: shape.reward(measures[name]) for name in self.weights if name in measures
+            }
+        reward = shape.reward(attempt.reward) + (attempt.kl_reward or 0.0)
+        return attempt._replace(reward=reward, measures=measures)
 
     def has_signal(self, group: Sequence[Attempt]) -> bool:
         """Return whether the scores of a group tell its attempts apart, so that one of them has an
@@ -284,7 +307,7 @@ def advantages_of(
 
     attempts = (
         [
-            Attempt(document.reward_for_advantage, document.num_trained, document.measures)
+            Attempt(document.reward, document.num_trained, document.measures, document.kl_reward)
             for document in group
         ]
         for group in groups

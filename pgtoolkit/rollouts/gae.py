@@ -15,7 +15,7 @@ from torch import Tensor
 from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.kl import KL
-from pgtoolkit.rollouts.advantages import reward_problem
+from pgtoolkit.rollouts.advantages import Shape, reward_problem
 from pgtoolkit.rollouts.settings import AdvantageSettings
 
 _EPSILON = 1e-8
@@ -82,6 +82,8 @@ def with_gae(
     ]
     if settings.whiten:
         advantages = _whitened_where_counted(documents, advantages)
+    shape = Shape.of(settings)
+    advantages = [[shape.advantage(one) for one in of_document] for of_document in advantages]
     return [
         replace(
             document,
@@ -99,7 +101,8 @@ def _document_advantages(
     """Return the advantage of each trained token; 0 for all if nobody could score the document."""
     if document.reward is None:
         return [0.0] * document.num_trained
-    rewards = _token_rewards(document, document.reward, penalty)
+    reward = Shape.of(settings).reward(document.reward)
+    rewards = _token_rewards(document, reward, penalty)
     return gae(rewards, values.double().tolist(), settings.gamma, settings.gae_lambda)
 
 

@@ -15,6 +15,7 @@ from pgtoolkit.system.declared import (
     Dictionary,
     Needs,
     Option,
+    Refusal,
     chosen,
     key,
 )
@@ -373,6 +374,18 @@ _ONLY_GAE: Declared = {
 }
 
 
+_MADE_OF_REWARDS: Refusal = {
+    "only_if": "advantage.estimator!=given",
+    "use": "advantage=dr_grpo",
+    "why": "Recorded advantages are taken as they are.",
+}
+_MADE: Refusal = {
+    "only_if": "advantage.estimator!=given and advantage.estimator!=none",
+    "use": "advantage=dr_grpo and advantage=dr_grpo",
+    "why": "Advantages are made of rewards before they are bounded.",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvantageSettings:
     estimator: AdvantageEstimator = key(option=True)
@@ -386,6 +399,53 @@ class AdvantageSettings:
         only_if="advantage.estimator=custom",
         example="my_module.my_advantages",
         stands_for="custom",
+    )
+    reward_shift: float = key(
+        default=0.0,
+        help="Added to each reward before advantages are made of it, after what is taken off for "
+        "length; the reward that is shown, and the signal of a group, stay the task's.",
+        least=-1e6,
+        most=1e6,
+        learns="advantage.reward_shift!=0",
+        added=True,
+        **_MADE_OF_REWARDS,
+    )
+    reward_scale: float = key(
+        default=1.0,
+        help="Factor of each reward after the shift (0.001 to 1000000).",
+        least=1e-3,
+        most=1e6,
+        learns="advantage.reward_scale!=1",
+        added=True,
+        **_MADE_OF_REWARDS,
+    )
+    reward_clip: float | None = key(
+        default=None,
+        help="Bound of each reward after shift and scale, on both sides of 0; null: none.",
+        least=1e-6,
+        most=1e12,
+        learns="advantage.reward_clip!=null",
+        added=True,
+        **_MADE_OF_REWARDS,
+    )
+    clip_low: float | None = key(
+        default=None,
+        help="Lower bound of each advantage (at most 0), after baseline, deviation and whitening; "
+        "null: none.",
+        least=-1e12,
+        most=0,
+        learns="advantage.clip_low!=null",
+        added=True,
+        **_MADE,
+    )
+    clip_high: float | None = key(
+        default=None,
+        help="Upper bound of each advantage (at least 0), likewise; null: none.",
+        least=0,
+        most=1e12,
+        learns="advantage.clip_high!=null",
+        added=True,
+        **_MADE,
     )
     gamma: float = key(
         default=1.0,

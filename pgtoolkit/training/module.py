@@ -29,6 +29,7 @@ from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.plain_files import JsonObject
@@ -72,6 +73,7 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
     surprises: gives notes on steps; None: nobody does.
+    shape: what happens to rewards before a loss that asks for them gets them.
     sampling: how completions are sampled, for the folder of a checkpoint.
     record: what a checkpoint keeps of the run's configuration.
     """
@@ -80,6 +82,7 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: Evaluator | None = None
     critic: Critic | None = None
     surprises: Surprises | None = None
+    shape: Shape = Shape()
     sampling: SamplingSettings | None = None
 
     def __init__(
@@ -206,7 +209,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return self.model.parameters()
 
     def _update(self, step: Step) -> dict[str, float]:
-        step = with_rewards(step, self.loss, self.layout)
+        step = with_rewards(step, self.loss, self.layout, self.shape)
         step = with_mean_factor(step, self.loss, self.layout)
         self._try_own_code(step)
         if self.critic is None or not self.critic.trains_alone:

@@ -23,8 +23,10 @@ from pgtoolkit.losses.step_documents import by_document, documents_of, tokens_of
 from pgtoolkit.losses.top_entropy import has_weight, top_entropy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.advantages import Shape
 
 _Value = TypeVar("_Value")
+_UNCHANGED = Shape()
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ class WholeStep:
     entropy: Tensor | None = None
 
 
-def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
+def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANGED) -> Step:
     """Return the step with the rewards of its documents and groups, if the loss asks for them.
+
+    shape: makes rewards what estimators get.
 
     A group's is the mean over its documents that have a trained token and a weight. Where a
     document has no reward, though one should have been made, the step has none.
@@ -75,7 +79,7 @@ def with_rewards(step: Step, loss: Loss, layout: Layout) -> Step:
     for micro_batch in step.micro_batches:
         for place, group in zip(micro_batch.step_places, _groups(micro_batch), strict=True):
             document = step.documents[place]
-            reward = document.reward_for_advantage
+            reward = shape.reward_of(document)
             left_out = document.is_excluded or (loss.masks_truncated and bool(document.truncated))
             is_member = bool(document.num_trained) and not left_out
             here[place] = group, 0.0 if document.is_excluded else reward, is_member
@@ -169,8 +173,10 @@ def _of_factors(correction: Correction, micro_batch: MicroBatch) -> tuple[Tensor
     mask = micro_batch.labels >= 0
     old = micro_batch.old_log_probs
     sampling = micro_batch.sampling_log_probs
-    if old is None or sampling is None:  # without documents there is neither
-        old = sampling = torch.zeros(len(mask))
+    if not micro_batch.num_documents:
+        return torch.zeros(0), torch.zeros(0)
+    assert old is not None  # A run with a correction computes them before its updates.
+    assert sampling is not None
     log_ratio = torch.where(mask, old.double() - sampling.double(), 0.0)
     documents = DocumentSums.of_tokens(
         micro_batch.document_index, mask, micro_batch.num_documents, None

@@ -220,7 +220,8 @@ def each_setting_of_a_correction_changes_the_loss_as_specified(key: str):
     option, setting = key.split(".")
     correction = option.removeprefix("correction/")
     if setting in ("measure", "threshold") and correction != "off_policy_mask":
-        by_distance = [("k2", 0.02), ("k3", 0.02), ("k3", 0.3)]
+        least = 0.02 if correction == "token_mask" else 0.3
+        by_distance = [("k2", least), ("k3", least), ("k3", 3 * least)]
         losses = {
             round(corrected_loss(correction, measure=measure, threshold=threshold), 9)
             for measure, threshold in by_distance
@@ -384,6 +385,28 @@ def each_implementation_has_the_same_loss_and_makes_its_own_logits():
         "fused_linear": ("GradientsFromForward", num_trained, loss),
         "auto": ("GradientsFromForward", num_trained, loss),
     }
+
+
+@key_test(
+    "advantage.reward_shift",
+    "advantage.reward_scale",
+    "advantage.reward_clip",
+    "advantage.clip_low",
+    "advantage.clip_high",
+)
+def rewards_and_advantages_are_shaped_in_their_order(tmp_path: Path):
+    """The rewards of the group that is looked at are 4 and 9."""
+    for overrides, expected in (
+        (("reward_shift=-2", "reward_clip=3"), [-0.5, 0.5]),  # 2 and 3
+        (("reward_scale=0.5",), [-1.25, 1.25]),
+        (("reward_shift=-2", "reward_scale=0.5", "reward_clip=3"), [-1.0, 1.0]),  # 1 and 3
+        (("clip_low=-2",), [-2.0, 2.5]),
+        (("clip_high=1",), [-2.5, 1.0]),
+    ):
+        typed_keys = [f"advantage.{override}" for override in overrides]
+        documents = recorded_steps(tmp_path, "advantage=dr_grpo", *typed_keys)[0]
+        assert [document.advantages[-1].item() for document in documents[2:4]] == expected
+        assert [document.reward for document in documents[2:4]] == [4.0, 9.0]
 
 
 @key_test("advantage.estimator")

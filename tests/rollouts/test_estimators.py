@@ -2,6 +2,8 @@
 step, and by several verifiers (gdpo)."""
 
 import itertools
+import math
+import random
 import statistics
 from pathlib import Path
 
@@ -13,11 +15,10 @@ from pgtoolkit.assembly import recorded_rollouts
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import ESTIMATORS, gdpo, over_batch
+from pgtoolkit.rollouts.advantages import ESTIMATORS, Shape, gdpo, over_batch
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 
 FUNCTIONS = """
-import random
 import numpy as np
 
 def by_length(rewards, *, lengths, measures):
@@ -243,6 +244,56 @@ def test_gdpo_compares_with_each_verifier_the_completions_that_it_scores():
     advantages = Estimator("gdpo", weights).advantages(attempts, refuse=None)
 
     assert list(itertools.chain.from_iterable(advantages)) == pytest.approx(white, abs=1e-12)
+
+
+def test_rewards_are_shaped_as_in_areal_before_the_penalty_and_the_baseline():
+    """AReaL: (R + bias) scale, then the clip, then the group's norm; KL comes after the clip here,
+    too. A signal is judged on the task's rewards."""
+    generator = random.Random(3)
+    shape = Shape(shift=-0.3, scale=4.0, reward_clip=1.5, clip_low=-0.8, clip_high=0.9)
+    groups = [
+        [Attempt(generator.choice((0.0, 0.2, 1.0)), 3, {}, -generator.random()) for _ in range(6)]
+        for _ in range(5)
+    ]
+    groups.append([Attempt(0.9, 3), Attempt(1.0, 3)])  # equal once they are clipped
+    expected = []
+    for group in groups:
+        shaped = []
+        for attempt in group:
+            reward = (attempt.reward - 0.3) * 4.0
+            reward = max(-1.5, min(1.5, reward))
+            shaped.append(reward + (attempt.kl_reward or 0.0))
+        mean = sum(shaped) / len(shaped)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in shaped) / (len(shaped) - 1))
+        for x in shaped:
+            expected.append(max(-0.8, min(0.9, (x - mean) / (deviation + 1e-6))))
+    estimator = Estimator("grpo", shape=shape)
+    advantages = list(itertools.chain.from_iterable(estimator.advantages(groups, refuse=None)))
+    assert advantages == pytest.approx(expected, abs=1e-12)
+    assert min(expected) == -0.8
+    assert max(expected) == 0.9
+    assert advantages[-2:] == [0.0, 0.0]
+    assert estimator.has_signal(groups[-1])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_clip_makes_no_number_of_a_reward_that_is_not_finite(reward):
+    problems = []
+    estimator = Estimator("dr_grpo", shape=Shape(reward_clip=1.0))
+    estimator.advantages(
+        [[Attempt(reward, 1), Attempt(0.0, 1)]], lambda *seen: problems.append(seen)
+    )
+    assert len(problems) == 1
+    assert f"is {reward}; it must be finite" in problems[0][1]
+
+
+def test_gdpo_shapes_the_scores_of_each_verifier():
+    shape = Shape(shift=0.5, scale=2.0, reward_clip=2.0)
+    groups = [[Attempt(9.0, 1, {"a": a, "b": b}) for a, b in ((0, 3), (0.25, 0), (7, -9))]]
+    shaped = [[Attempt(9.0, 1, {"a": a, "b": b}) for a, b in ((1, 2), (1.5, 1), (2, -2))]]
+    weights = {"a": 2.0, "b": -0.5}
+    advantages = Estimator("gdpo", weights, shape=shape).advantages(groups, refuse=None)
+    assert advantages == Estimator("gdpo", weights).advantages(shaped, refuse=None)
 
 
 COMPARING = sorted({*ESTIMATORS, "gdpo"} - {"none", "reinforce_plus_plus"})

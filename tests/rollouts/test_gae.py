@@ -140,6 +140,20 @@ def test_without_discount_an_advantage_is_the_sum_of_later_rewards_less_the_valu
     assert gae(rewards, values, 1.0, 1.0) == pytest.approx(expected, abs=1e-12)
 
 
+def test_rewards_and_whitened_advantages_are_shaped():
+    documents, values = documents_and_values()
+    shape = {"reward_shift": 0.5, "reward_scale": 3.0, "reward_clip": 2.0}
+    shaped = [
+        replace(document, reward=max(-2.0, min(2.0, (document.reward + 0.5) * 3)))
+        for document in documents
+    ]
+    expected = with_gae(shaped, values, settings(), None)
+    bounded = replace(settings(), **shape, clip_low=-0.5, clip_high=0.25)
+    for made, plain in zip(with_gae(documents, values, bounded, None), expected, strict=True):
+        assert torch.equal(made.advantages, plain.advantages.clamp(-0.5, 0.25))
+        assert torch.equal(made.returns, plain.returns)
+
+
 def test_whitening_is_over_the_tokens_that_have_a_loss():
     """Documents whose score failed do not count."""
     documents, values = documents_and_values()

@@ -156,6 +156,7 @@ def advantage(c: Config, report: Report) -> None:
     if estimator == "none" and c.loss.name not in surrogate:
         effect = f"loss={c.loss.name} is 0 and trains nothing; penalties alone do"
         report.note(f"advantage=none: {effect}.")
+    _note_on_shape(c, report)
     if estimator == "custom" and c.advantage.path is not None:
         reason = "It is imported when the run starts."
         importable(report, "advantage.path", str(c.advantage.path), reason)
@@ -171,6 +172,25 @@ def advantage(c: Config, report: Report) -> None:
             got=f"task={c.task.name} with {num_verifiers} of them",
             reason="It normalises the score of each in its group, before it adds them up.",
             use="advantage=grpo",
+        )
+
+
+def _note_on_shape(c: Config, report: Report) -> None:
+    """Note a shift or scale of rewards that the estimator takes out again."""
+    if c.advantage.reward_clip is not None:
+        return
+    estimator = c.advantage.estimator
+    if c.advantage.reward_shift and estimator not in ("gae", "custom", "none"):
+        report.note(
+            f"advantage.reward_shift={text(c.advantage.reward_shift)} changes nothing without "
+            f"advantage.reward_clip: advantage={estimator} subtracts a mean of the rewards."
+        )
+    divides = ("grpo", "batch_std", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    whitens = estimator == "gae" and c.advantage.whiten
+    if c.advantage.reward_scale != 1 and (estimator in divides or estimator == "max_rl" or whitens):
+        report.note(
+            f"advantage.reward_scale={text(c.advantage.reward_scale)} changes next to nothing "
+            f"without advantage.reward_clip: advantage={estimator} divides by what scales, too."
         )
 
 

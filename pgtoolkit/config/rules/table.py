@@ -227,6 +227,28 @@ ADVANTAGE = (
     ),
 )
 
+SHAPE = (
+    Rule(
+        "advantage=max_rl",
+        needs="advantage.reward_shift=0",
+        because="It divides by the mean of the rewards, which are not negative.",
+        use="advantage.reward_shift=0 or advantage=dr_grpo",
+    ),
+    *(
+        Rule(
+            f"advantage=none and {_READS_NO_REWARDS}",
+            needs=off,
+            because="Neither this advantage nor this loss reads rewards.",
+            use=f"{off} or advantage=dr_grpo",
+        )
+        for off in (
+            "advantage.reward_shift=0",
+            "advantage.reward_scale=1",
+            "advantage.reward_clip=null",
+        )
+    ),
+)
+
 SIGNAL = (
     Rule(
         "rollout.max_sampling_rounds>1",
@@ -467,6 +489,7 @@ TABLE = (
     *CENTERING,
     *GROUP_LOSS,
     *ADVANTAGE,
+    *SHAPE,
     *SIGNAL,
     *CRITIC,
     *KL,
