@@ -85,7 +85,7 @@ def _penalty(settings: KLSettings, place: KLPlace) -> KL | None:
     if settings.kind == KLKind.none or settings.place != place:
         return None
     assert settings.coefficient is not None
-    return KL(settings.kind.value, settings.coefficient)
+    return KL(settings.kind.value, settings.coefficient, settings.beta_of_kind)
 
 
 def own_family(path: str, options: dict[str, object], num_splits: int) -> Family:

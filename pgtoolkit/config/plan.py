@@ -100,7 +100,7 @@ def _weight(config: Config) -> tuple[str, str, str]:
 
 def _kl_term(config: Config) -> str:
     assert config.kl.coefficient is not None  # `validate` refuses a penalty without one
-    return KL(config.kl.kind, config.kl.coefficient).equation
+    return KL(config.kl.kind, config.kl.coefficient, config.kl.beta_of_kind).equation
 
 
 def _top_entropy(config: Config) -> Iterator[str]:

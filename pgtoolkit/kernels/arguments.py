@@ -10,7 +10,7 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
@@ -125,7 +125,7 @@ def check_reference(
         raise ValueError(f"kl={kl.kind!r} needs {inputs} (got {', '.join(present) or None})")
     if present and not full:
         raise ValueError(
-            f"{present[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})"
+            f"{present[0]} needs a KL of kind {', '.join(map(repr, FULL_KINDS))} (got kl={kl})"
         )
     if kl is not None and not full and ref_log_probs is None:
         raise ValueError(

@@ -340,7 +340,7 @@ class _FusedPass:
                 implementation,
                 logits,
                 normalizer,
-                self.options.loss.kl.kind,
+                self.options.loss.kl,
                 ref_logits,
                 self.labels[rows],
                 self.temperature,

@@ -22,6 +22,7 @@ from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
 from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.exchange import gather_stacked
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
@@ -109,7 +110,7 @@ def logits_loss(
                     implementation,
                     values,
                     normalizer,
-                    loss.kl.kind,
+                    loss.kl,
                     ref_logits.detach(),
                     labels,
                     temperature,
@@ -147,17 +148,19 @@ def compared(
     passes: Passes,
     logits: Tensor,
     normalizer: Tensor,
-    kind: str,
+    kl: KL,
     ref_logits: Tensor,
     labels: Tensor,
     temperature: float,
 ) -> Teacher:
     """Return the reference of rows with its full KL; logits (T, V) and normalizer: the policy's."""
     ref_normalizer = passes.forward(ref_logits, labels, temperature, False)[1]
-    teacher = Teacher(kind, ref_logits, ref_normalizer)
-    return teacher._replace(
-        divergence=passes.divergence(logits, normalizer, teacher, labels, temperature)
-    )
+    teacher = Teacher(kl.kind, ref_logits, ref_normalizer, kl.beta or 0.0)
+    of_reference, *of_policy = passes.divergence(logits, normalizer, teacher, labels, temperature)
+    if not of_policy:
+        return teacher._replace(divergence=of_reference, of_policy=of_reference)
+    divergence = teacher.beta * of_reference + (1 - teacher.beta) * of_policy[0]
+    return teacher._replace(divergence=divergence, of_policy=of_policy[0])
 
 
 class _GradientInBackward(torch.autograd.Function):

@@ -267,7 +267,11 @@ def _by_reference(
     assert tokens.old_log_probs is not None
     penalty = {}
     if loss.kl is not None:
-        penalty = {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}
+        penalty = {
+            "kl": loss.kl.kind,
+            "kl_coefficient": loss.kl.coefficient,
+            "kl_beta": loss.kl.beta,
+        }
     result = reference.policy_loss(
         logits.detach(),
         tokens.labels,

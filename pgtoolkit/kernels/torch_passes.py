@@ -9,6 +9,7 @@ would round the logarithm away.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -89,16 +90,21 @@ def merge_shards(
 class Teacher(NamedTuple):
     """The reference of a full KL.
 
-    kind: "full_reverse" or "full_forward".
+    kind: "full_reverse", "full_forward" or "full_jsd".
     logits: (T, V).
     normalizer: (2, T).
-    divergence: (T,), the full KL of each row.
+    beta: the share of the reference in the mixture M of full_jsd; 0 for the other kinds.
+    divergence: (T,), the full KL, or the divergence, of each row.
+    of_policy: (T,), the KL of the policy of each row to what it is compared with, M or the
+        reference, which is in the gradient; not for full_forward.
     """
 
     kind: str
     logits: Tensor
     normalizer: Tensor
+    beta: float = 0.0
     divergence: Tensor | None = None
+    of_policy: Tensor | None = None
 
 
 def log_probs_at(
@@ -121,20 +127,31 @@ def log_probs_at(
 def divergence(
     logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
 ) -> Tensor:
-    """Return (T,): the full KL of each row, or these columns' share of it; 0 where labels < 0.
+    """Return (1, T): the full KL of each row, or these columns' share of it; 0 where labels < 0.
 
     Kind "full_reverse" is sum p (log p - log f), "full_forward" sum f (log f - log p), with p and f
     the softmax of logits (T, V) and of the teacher's. The normalizers are those of all columns.
+    For "full_jsd" it is (2, T): KL(f || M) and KL(p || M), with M the mixture of both.
     """
-    result = torch.zeros_like(normalizer[0])
+    with_mixture = teacher.kind == "full_jsd"
+    result = torch.zeros(2 if with_mixture else 1, len(labels)).to(normalizer)
     for rows in _row_blocks(logits):
         log_p = _log_softmax(logits[rows], normalizer[:, rows], temperature)
         log_f = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
-        first, second = (log_p, log_f) if teacher.kind == "full_reverse" else (log_f, log_p)
-        # A token of probability 0 adds nothing, also where its logit is -inf.
-        terms = torch.where(first > -torch.inf, first.exp() * (first - second), 0.0)
-        result[rows] = torch.where(labels[rows] >= 0, terms.sum(-1), 0.0)
+        pairs = [(log_p, log_f) if teacher.kind == "full_reverse" else (log_f, log_p)]
+        if with_mixture:
+            log_m = _log_mixture(log_p, log_f, teacher.beta)
+            pairs = [(log_f, log_m), (log_p, log_m)]
+        for place, (first, second) in enumerate(pairs):
+            # A token of probability 0 adds nothing, also where its logit is -inf.
+            terms = torch.where(first > -torch.inf, first.exp() * (first - second), 0.0)
+            result[place, rows] = torch.where(labels[rows] >= 0, terms.sum(-1), 0.0)
     return result
+
+
+def _log_mixture(log_p: Tensor, log_f: Tensor, beta: float) -> Tensor:
+    """Return the logarithm of (1 - beta) p + beta f."""
+    return torch.logaddexp(log_p + math.log1p(-beta), log_f + math.log(beta))
 
 
 def backward(
@@ -155,7 +172,8 @@ def backward(
         there is a teacher. e_t is the derivative of the loss by each row's entropy H_t, the last
         row of normalizer, and adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is
         the derivative by each row's full KL, and adds k_t / temperature times
-        p (log p - log f - KL) for a reverse one, or p - f for a forward one.
+        p (log p - log f - KL) for a reverse one, p - f for a forward one, or (1 - beta) p (log p -
+        log M - KL(p || M)) for full_jsd.
     normalizer: that of all columns, where logits are a shard of them.
     out: written and returned; may be `logits`.
     centered: adds on_top / temperature at the tokens of top_ids, and -(elsewhere / temperature) p
@@ -177,9 +195,12 @@ def backward(
             if teacher.kind == "full_forward":
                 terms.append(probabilities - log_f.exp())
             else:
-                assert teacher.divergence is not None
-                full_kl = teacher.divergence[rows].unsqueeze(-1)
-                term = probabilities * (log_p - log_f - full_kl)
+                assert teacher.of_policy is not None
+                full_kl = teacher.of_policy[rows].unsqueeze(-1)
+                if teacher.kind == "full_jsd":
+                    log_f = _log_mixture(log_p, log_f, teacher.beta)
+                # beta is 0 for a reverse KL.
+                term = (1 - teacher.beta) * probabilities * (log_p - log_f - full_kl)
                 terms.append(torch.where(log_p > -torch.inf, term, 0.0))
         block = -scale * probabilities
         for factor, term in zip(others, terms, strict=True):

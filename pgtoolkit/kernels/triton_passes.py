@@ -78,19 +78,22 @@ def divergence(
     """Do as `torch_passes.divergence`."""
     logits = _rows(logits)
     ref_logits = _rows(teacher.logits)
-    result = torch.zeros_like(normalizer[0])
+    with_mixture = teacher.kind == "full_jsd"
+    result = torch.zeros(2 if with_mixture else 1, len(labels)).to(normalizer)
     if logits.numel():
-        divergence_kernel[(len(result),)](
+        divergence_kernel[(len(labels),)](
             logits,
             ref_logits,
             labels,
             *normalizer,
             *teacher.normalizer,
-            result,
+            *result,
+            *([] if with_mixture else result),
             logits.stride(0),
             ref_logits.stride(0),
             logits.shape[1],
             _LOG2_E / temperature,
+            teacher.beta,
             KIND=teacher.kind,
             BLOCK=4096,
             num_warps=8,
@@ -122,7 +125,7 @@ def backward(
     maxima, log_sums, *entropies = normalizer
     of_teacher = [coefficients] * 5
     if teacher is not None:
-        of_teacher = others.pop(), teacher.divergence, _rows(teacher.logits), *teacher.normalizer
+        of_teacher = others.pop(), teacher.of_policy, _rows(teacher.logits), *teacher.normalizer
     of_centered = [labels, coefficients, coefficients] if centered is None else centered
     num_top = 0 if centered is None else centered.top_ids.shape[1]
     backward_kernel[(rows * -(-columns // block),)](
@@ -145,6 +148,7 @@ def backward(
         vocabulary_start,
         _LOG2_E / temperature,
         1 / temperature,
+        0.0 if teacher is None else teacher.beta,
         BONUS=bool(others),
         KIND=None if teacher is None else teacher.kind,
         TOP=triton.next_power_of_2(num_top) if num_top else 0,

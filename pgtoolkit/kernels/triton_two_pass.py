@@ -7,7 +7,8 @@ normalizer:
     gradient = (c / temperature) (onehot(label) - p),  p = 2^(s (x - m) - log2 n)
              - (e / temperature) p (log p + H),  e the derivative of the loss by the entropy H
              + (k / temperature) (p (log p - log f - K), or p - f), k that by the full KL, K, of p
-             and a reference's f
+             and a reference's f; for full_jsd (1 - beta) p (log p - log M - K), with M = (1 - beta)
+             p + beta f and K the KL of p to M
              + score centering's part, which losses/centering.py has
 
 `triton_passes` launches them.
@@ -112,6 +113,14 @@ def forward_kernel(
 
 
 @triton.jit
+def _log2_mixture(log_p, log_f, beta):
+    """Return log2((1 - beta) p + beta f) of log2 p and log2 f; NaN or -inf where both are 0."""
+    highest = tl.maximum(tl.maximum(log_p, log_f), LOWEST)
+    of_policy = (1 - beta) * tl.exp2(log_p - highest)
+    return highest + tl.log2(of_policy + beta * tl.exp2(log_f - highest))
+
+
+@triton.jit
 def divergence_kernel(
     logits,
     ref_logits,
@@ -121,16 +130,20 @@ def divergence_kernel(
     ref_maxima,
     ref_log_sums,
     divergences,
+    of_policy,
     row_stride,
     ref_stride,
     num_columns,
     scale,
+    beta,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute the full KL of each row, with a program for each.
 
-    It is sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log p).
+    It is sum_v p (log p - log f) for KIND "full_reverse", sum_v f (log f - log p) for
+    "full_forward". For "full_jsd" it is sum_v f (log f - log M), and of_policy gets sum_v p
+    (log p - log M), M = (1 - beta) p + beta f.
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(labels + row) < 0:
@@ -140,6 +153,7 @@ def divergence_kernel(
     m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
     ref_m, ref_log_sum = tl.load(ref_maxima + row), tl.load(ref_log_sums + row) * (1 / LN_2)
     total = tl.zeros([BLOCK], tl.float32)
+    more = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")).to(
@@ -149,11 +163,17 @@ def divergence_kernel(
             tl.float32
         )
         first, second = (x - m) * scale - log_sum, (y - ref_m) * scale - ref_log_sum
+        if KIND == "full_jsd":
+            mixture = _log2_mixture(first, second, beta)
+            more += tl.where(first > -float("inf"), tl.exp2(first) * (first - mixture), 0.0)
+            first, second = second, mixture
         if KIND == "full_forward":
             first, second = second, first
         # A token of probability 0 adds nothing, also where its logit is -inf.
         total += tl.where(first > -float("inf"), tl.exp2(first) * (first - second), 0.0)
     tl.store(divergences + row, tl.sum(total, 0) * LN_2)
+    if KIND == "full_jsd":
+        tl.store(of_policy + row, tl.sum(more, 0) * LN_2)
 
 
 @triton.jit
@@ -169,6 +189,7 @@ def _terms(
     entropy,
     distill,
     divergence,
+    beta,
     BONUS: tl.constexpr,
     KIND: tl.constexpr,
 ):
@@ -185,7 +206,11 @@ def _terms(
         if KIND == "full_forward":
             more += distill * (probabilities - tl.exp2(ref_exponent))
         else:
+            if KIND == "full_jsd":
+                ref_exponent = _log2_mixture(exponent, ref_exponent, beta)
             term = probabilities * ((exponent - ref_exponent) * LN_2 - divergence)
+            if KIND == "full_jsd":
+                term *= 1 - beta
             more += distill * tl.where(exponent > -float("inf"), term, 0.0)
     return probabilities, more
 
@@ -217,6 +242,7 @@ def backward_kernel(
     vocabulary_start,
     scale,
     inverse_temperature,
+    beta,
     BONUS: tl.constexpr,
     KIND: tl.constexpr,
     TOP: tl.constexpr,
@@ -282,6 +308,7 @@ def backward_kernel(
             entropy,
             distill,
             divergence,
+            beta,
             BONUS,
             KIND,
         )
@@ -308,6 +335,7 @@ def backward_kernel(
                 entropy,
                 distill,
                 divergence,
+                beta,
                 BONUS,
                 KIND,
             )

@@ -5,7 +5,8 @@ that sampled it. p_v and f_v are the log-probs of each token v of the vocabulary
 
 The gradient of k1 has mean 0 on the policy's own samples. k3 is GRPO's (arXiv 2402.03300, equation
 4). k3_ratio is unbiased also on samples of another policy (DeepSeek-V3.2, arXiv 2512.02556). The
-full kinds are for distillation (arXiv 2306.13649).
+full kinds are for distillation (arXiv 2306.13649); full_jsd is its generalised Jensen-Shannon
+divergence.
 
 No torch is imported here, so that `pgtk check` reads equations without it; tensors bring their
 methods.
@@ -30,8 +31,10 @@ _EQUATIONS = {
     "k3_ratio": "(exp(f_t - p_t) - (f_t - p_t) - 1) exp(p_t - o_t)",
     "full_reverse": "sum_v exp(p_tv) (p_tv - f_tv)",
     "full_forward": "sum_v exp(f_tv) (f_tv - p_tv)",
+    "full_jsd": "sum_v {beta:g} exp(f_tv) (f_tv - m_tv) + {rest:g} exp(p_tv) (p_tv - m_tv), m_tv = "
+    "ln({rest:g} exp(p_tv) + {beta:g} exp(f_tv))",
 }
-FULL_KINDS = ("full_reverse", "full_forward")
+FULL_KINDS = ("full_reverse", "full_forward", "full_jsd")
 KINDS = tuple(kind for kind in _EQUATIONS if kind not in FULL_KINDS)
 """Kinds that need only the log-prob of the label under the reference."""
 
@@ -41,19 +44,37 @@ REWARD_KINDS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True)
 class KL:
-    """A penalty: coefficient times the term of its kind, weighted like the surrogate by w_t."""
+    """A penalty: coefficient times the term of its kind, weighted like the surrogate by w_t.
+
+    beta: of full_jsd, beta KL(f || M) + (1 - beta) KL(p || M) with M = (1 - beta) p + beta f, above
+        0 and below 1. None for other kinds; for full_jsd 0.5.
+    """
 
     kind: str
     coefficient: float
+    beta: float | None = None
 
     def __post_init__(self):
         check_name("kl", self.kind, (*KINDS, *FULL_KINDS))
         check_positive("kl.coefficient", self.coefficient)
+        if self.kind != "full_jsd" and self.beta is not None:
+            raise ValueError(f"beta={self.beta!r} needs kl='full_jsd' (got kl={self.kind!r})")
+        if self.kind == "full_jsd":
+            beta = 0.5 if self.beta is None else self.beta
+            if not 0 < beta < 1:
+                raise ValueError(
+                    f"beta needs a number above 0 and below 1 (got {beta!r}): there the divergence "
+                    "is 0, and kl='full_forward' is the limit of D / beta at 0, kl='full_reverse' "
+                    "that of D / (1 - beta) at 1"
+                )
+            object.__setattr__(self, "beta", beta)
 
     @property
     def equation(self) -> str:
         """Return the term that is added to l_t, with this object's numbers, for `pgtk check`."""
-        return f"{self.coefficient:g} ({_EQUATIONS[self.kind]})"
+        beta = 0.0 if self.beta is None else self.beta
+        term = _EQUATIONS[self.kind].format(beta=beta, rest=1 - beta)
+        return f"{self.coefficient:g} ({term})"
 
     @property
     def full(self) -> bool:

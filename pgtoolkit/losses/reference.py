@@ -35,6 +35,7 @@ from pgtoolkit.losses.reference_terms import (
     DocumentMean,
     centering,
     corrections,
+    full_jsd,
     k3,
     kept_by_entropy,
     log_softmax,
@@ -165,6 +166,7 @@ def policy_loss(
     entropy_coefficient: float = 0.0,
     kl: str | None = None,
     kl_coefficient: float = 0.0,
+    kl_beta: float | None = None,
     ref_log_probs: Tensor | None = None,
     ref_logits: Tensor | None = None,
     factors: Tensor | None = None,
@@ -176,7 +178,7 @@ def policy_loss(
     """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
 
     Arguments are those of `pgtoolkit.policy_loss`, but for these:
-    kl: the kind of the penalty.
+    kl, kl_beta: the kind of the penalty, and beta of full_jsd.
     ref_logits: (T, V), for a penalty over the whole vocabulary.
     factors: (T,), of each token's surrogate.
     entropy_top_fraction: of the trained tokens, those of the largest entropies, that the surrogate
@@ -253,10 +255,14 @@ def policy_loss(
             clips[t] = clips_of(loss, rho[t], p[t], log_ratio[t], A, parameters)
             total.append(weight[t] * surrogate)
             total.append(-entropy_coefficient * uncorrected[t] * entropy[t])
-            if kl in OF_ROW:
+            if kl in OF_ROW or kl == "full_jsd":
                 assert ref_logits is not None
                 ref_row = [float(x) / temperature for x in ref_logits[t].double().tolist()]
-                divergence[t], by_logit[t] = OF_ROW[kl](log_softmax(z[t]), log_softmax(ref_row))
+                rows = log_softmax(z[t]), log_softmax(ref_row)
+                if kl_beta is None:
+                    divergence[t], by_logit[t] = OF_ROW[kl](*rows)
+                else:
+                    divergence[t], by_logit[t] = full_jsd(*rows, kl_beta)
                 total.append(kl_coefficient * uncorrected[t] * divergence[t])
             elif kl is not None:
                 assert f is not None
@@ -308,7 +314,7 @@ def policy_loss(
         results |= metrics_of_sampling(
             corrected, measured, step.document_mean, [t for tokens in step.trained for t in tokens]
         )
-    if metrics != "none" and kl in OF_ROW:
+    if metrics != "none" and (kl in OF_ROW or kl == "full_jsd"):
         results["kl_ref"] = step.document_mean(lambda t: divergence[t])
     elif metrics != "none" and f is not None:
         results["kl_ref"] = step.document_mean(lambda t: k3(p[t], o[t], f[t])[0])

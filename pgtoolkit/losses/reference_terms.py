@@ -211,6 +211,23 @@ def _full_forward(p: list[float], f: list[float]) -> tuple[float, list[float]]:
     return value, [math.exp(x) - math.exp(y) for x, y in zip(p, f, strict=True)]
 
 
+def full_jsd(p: list[float], f: list[float], beta: float) -> tuple[float, list[float]]:
+    """Return beta KL(f || M) + (1 - beta) KL(p || M), M = (1 - beta) p + beta f, and its
+    derivatives."""
+    mixed = [(1 - beta) * math.exp(x) + beta * math.exp(y) for x, y in zip(p, f, strict=True)]
+    of_policy = [
+        math.exp(x) * (x - math.log(m)) if x > -math.inf else 0.0
+        for x, m in zip(p, mixed, strict=True)
+    ]
+    of_reference = [
+        math.exp(y) * (y - math.log(m)) if y > -math.inf else 0.0
+        for y, m in zip(f, mixed, strict=True)
+    ]
+    K = math.fsum(of_policy)
+    slopes = [(1 - beta) * (t - math.exp(x) * K) for t, x in zip(of_policy, p, strict=True)]
+    return beta * math.fsum(of_reference) + (1 - beta) * K, slopes
+
+
 OF_ROW = {"full_reverse": _full_reverse, "full_forward": _full_forward}
 """Kind of penalty -> its function of a row of the vocabulary."""
 

@@ -172,7 +172,7 @@ OF_THE_LOSS = (
     _basic(
         "kl_ref",
         "how far the policy is from the reference, f the log-prob under it; never negative. With "
-        "`kl=full_reverse` and `full_forward` it is Σ u k / D of the full KL",
+        "`kl=full_reverse`, `full_forward` and `full_jsd` it is Σ u k / D of the divergence",
         formula="Σ u (exp(f − p) − (f − p) − 1) / D",
         over="documents",
         where="where a reference is known: with `kl=...`, or a recorded column `ref_log_probs`",

@@ -37,6 +37,7 @@ class KLKind(StrEnum):
     k3_ratio = "k3_ratio"
     full_reverse = "full_reverse"
     full_forward = "full_forward"
+    full_jsd = "full_jsd"
 
 
 class KLPlace(StrEnum):
@@ -112,6 +113,16 @@ class KLSettings:
         most=1000,
         **_NEEDS_KL,
     )
+    beta: float = key(
+        default=0.5,
+        help="Share of the reference in the mixture of full_jsd (above 0 and below 1).",
+        least=0,
+        most=1,
+        learns="kl.kind=full_jsd",
+        added=True,
+        only_if="kl.kind=full_jsd",
+        use="kl=full_jsd",
+    )
     reference: str | None = key(
         default=None,
         help="The reference, whose log-probs are f: initial (the weights that the run starts "
@@ -158,6 +169,11 @@ class KLSettings:
         learns="kl.place=reward",
         added=True,
     )
+
+    @property
+    def beta_of_kind(self) -> float | None:
+        """The share of the reference in the mixture, None for kinds without one."""
+        return self.beta if self.kind == "full_jsd" else None
 
     @property
     def needs_model(self) -> bool:
@@ -311,6 +327,13 @@ OPTIONS = {
             help="KL(reference || policy) over the whole vocabulary at each token, the sum of "
             "exp(f_v) (f_v - p_v) over all tokens v of the vocabulary. It makes the policy "
             "cover everything that a teacher might write (arXiv 2306.13649).",
+            base="k3",
+        ),
+        "full_jsd": Option(
+            KLSettings,
+            help="The generalised Jensen-Shannon divergence over the whole vocabulary at each "
+            "token, beta KL(reference || M) + (1 - beta) KL(policy || M) with M = (1 - beta) "
+            "policy + beta reference (arXiv 2306.13649).",
             base="k3",
         ),
     },

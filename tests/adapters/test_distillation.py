@@ -10,7 +10,9 @@ from torch import Tensor
 from pgtoolkit import kl, linear_policy_loss, policy_loss
 
 
-@pytest.mark.parametrize(("kind", "beta"), [("full_reverse", 1.0), ("full_forward", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "beta"), [("full_reverse", 1.0), ("full_forward", 0.0), ("full_jsd", 0.3)]
+)
 def test_trls_distillation_is_the_token_mean_of_the_full_kl(kind, beta):
     pytest.importorskip("trl", reason="the extra trl")
     from trl.experimental.gkd import GKDTrainer
@@ -29,7 +31,7 @@ def test_trls_distillation_is_the_token_mean_of_the_full_kl(kind, beta):
     options = {
         "loss": "reinforce",
         "aggregation": "token_mean",
-        "kl": kl.KL(kind, 1.0),
+        "kl": kl.KL(kind, 1.0, beta=beta if kind == "full_jsd" else None),
         "temperature": 0.7,
     }
 

@@ -259,6 +259,10 @@ class Choice:
         return (FAMILIES | CENTERED)[self.family]
 
     @property
+    def beta(self) -> float | None:
+        return 0.3 if self.kl == "full_jsd" else None
+
+    @property
     def divisor(self) -> float | None:
         return 8.0 if self.aggregation == "constant" else None
 
@@ -314,7 +318,7 @@ class Choice:
         if self.entropy:
             keywords["entropy_coefficient"] = self.entropy
         if self.kl is not None:
-            keywords["kl"] = KL(self.kl, coefficient=0.4)
+            keywords["kl"] = KL(self.kl, coefficient=0.4, beta=self.beta)
         return keywords
 
     def step(
@@ -341,7 +345,9 @@ class Choice:
         """
         family = self.loss
         aggregation = aggregation_of(self.aggregation, self.divisor)
-        penalty = {} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4}
+        penalty = {}
+        if self.kl is not None:
+            penalty = {"kl": self.kl, "kl_coefficient": 0.4, "kl_beta": self.beta}
         needs_entropy = self.metrics == "basic" and self.entropy
         vectors = self.token_vectors(case)
         vectors.pop("factors", None)  # The reference chooses by itself.
@@ -627,7 +633,7 @@ def count_totals(
         len(group_tokens),
         group_tokens,
         trajectory_tokens,
-        None
+        mean_factor=None
         if correction is None or correction.normalize == "none"
         else mean_factor(case, correction),
     )

@@ -228,7 +228,7 @@ def _of_two_passes(
         **dict.fromkeys(("logits", "gradient", "ref_logits"), f"*{dtype}"),
         **dict.fromkeys(("labels", "top_ids"), "*i64"),
         **dict.fromkeys((*strides, "num_rows", "vocabulary_start", "num_top"), "i32"),
-        **dict.fromkeys(("scale", "inverse_temperature"), "fp32"),
+        **dict.fromkeys(("scale", "inverse_temperature", "beta"), "fp32"),
     }
     return compiled(kernel, constants, types, divisible=strides, num_warps=num_warps)
 

@@ -99,7 +99,9 @@ def test_the_kernels_that_draw_from_hidden_states_spill_no_register(usage_of, ke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [*zip(FULL_KINDS, ("bf16", "fp32"), strict=True)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(FULL_KINDS, ("bf16", "fp32", "bf16"), strict=True)]
+)
 @pytest.mark.parametrize("kernel", ["divergence", "backward"])
 def test_the_kernels_of_the_full_kl_spill_no_register(usage_of, kernel, kind, dtype):
     usage = usage_of(kernel, kl=kind, dtype=dtype)

@@ -94,6 +94,7 @@ TESTED_ELSEWHERE = {
         "tasks/test_generated.py::test_sums_have_the_configured_size_and_are_scored_by_the_last_number",
     ),
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_length_of_generated_prompts_is_checked_by_the_longest",
+    "kl.beta": "training/test_reference.py::test_distillation_has_the_kl_over_the_vocabulary",
     "advantage.path": "rollouts/test_estimators.py::test_a_users_function_gets_all_groups_of_a_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
     "test_a_resumed_run_samples_the_prompts_of_the_uninterrupted_run",

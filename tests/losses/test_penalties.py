@@ -65,9 +65,15 @@ def test_penalty_and_gradient_match_autograd_of_the_formula(impl, kind):
     assert torch.isfinite(gradient).all()
 
 
+def _jsd(p: torch.Tensor, f: torch.Tensor, beta: float) -> torch.Tensor:
+    m = ((1 - beta) * p.exp() + beta * f.exp()).log()
+    return beta * f.exp() * (f - m) + (1 - beta) * p.exp() * (p - m)
+
+
 FULL = {
     "full_reverse": lambda p, f: p.exp() * (p - f),
     "full_forward": lambda p, f: f.exp() * (f - p),
+    "full_jsd": lambda p, f: _jsd(p, f, 0.5),
 }
 """The term of a token of the vocabulary, whose log-probs are p, and f in the reference."""
 
@@ -117,7 +123,7 @@ def test_the_full_kl_and_its_gradient_match_autograd_of_the_formula(impl, kind):
 
 @pytest.mark.parametrize("impl", ["torch", "reference", "fused_linear"])
 def test_reverse_kl_refuses_a_reference_with_a_probability_of_zero(impl):
-    """The reverse KL is infinite, the forward KL finite."""
+    """The reverse KL is infinite, the forward KL and the divergence from a mixture finite."""
     problem = make_head_case()
     ref = problem.case.ref_logits.to(DEVICE)
     bias = torch.zeros(12, dtype=torch.float64, device=DEVICE)
@@ -134,11 +140,12 @@ def test_reverse_kl_refuses_a_reference_with_a_probability_of_zero(impl):
             hidden, weight, *problem.tensors, ref_hidden=ref, **head, **options
         ).loss
 
-    reverse, forward = FULL_KINDS
+    reverse, forward, jsd = FULL_KINDS
     with pytest.raises(DataError, match=r"a full KL .* at a trained position of document 0"):
         loss(reverse)
     assert torch.isnan(loss(reverse, check_finite=False))
     assert torch.isfinite(loss(forward))
+    assert torch.isfinite(loss(jsd))
 
 
 # Triton's interpreter multiplies infinity by 0.

@@ -55,7 +55,7 @@ def forward_and_reverse_full_kl_are_exchanged(right, logits, normalizer, teacher
 @mutant("kernels.torch_passes:backward")
 def the_gradient_of_the_full_kl_lacks_the_term_of_its_value(right, *more, teacher=None, **keywords):
     if teacher is not None:
-        teacher = teacher._replace(divergence=torch.zeros_like(teacher.divergence))
+        teacher = teacher._replace(of_policy=torch.zeros_like(teacher.of_policy))
     return right(*more, teacher=teacher, **keywords)
 
 

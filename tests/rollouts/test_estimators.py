@@ -19,6 +19,7 @@ from pgtoolkit.rollouts.advantages import ESTIMATORS, Shape, gdpo, over_batch
 from pgtoolkit.rollouts.estimator import Attempt, Estimator
 
 FUNCTIONS = """
+import random
 import numpy as np
 
 def by_length(rewards, *, lengths, measures):

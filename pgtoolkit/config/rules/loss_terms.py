@@ -231,6 +231,16 @@ def penalties(c: Config, report: Report) -> Config:
             use="kl.coefficient=0.04",
         )
         c = with_values(c, {"kl.coefficient": 0.04})
+    if kind == "full_jsd" and c.kl.beta in (0, 1):
+        limit = "full_forward" if c.kl.beta == 0 else "full_reverse"
+        report.refuse_value(
+            key="kl.beta",
+            value=c.kl.beta,
+            needs="a number above 0 and below 1",
+            reason=f"The divergence is 0 there, and at full size in its limit it is kl={limit}.",
+            better=0.5,
+        )
+        c = with_values(c, {"kl.beta": 0.5})
     template = c.kl.reference_prompt
     if template is not None and not _takes_reference_prompt(template, report):
         c = with_values(c, {"kl.reference_prompt": None})

@@ -377,6 +377,12 @@ KL = (
         use="kl=k3_ratio",
     ),
     Rule(
+        "kl=full_jsd and rollout=recorded",
+        needs="kl.reference!=recorded",
+        because=_ONE_TOKEN_RECORDED,
+        use="kl=k3_ratio",
+    ),
+    Rule(
         "kl.place=reward and kl!=none",
         needs="kl=k1 or kl=k2 or kl=k3",
         because="A reward is made of the log-probs of the tokens that were sampled, before any "
