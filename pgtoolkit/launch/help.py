@@ -17,7 +17,7 @@ from pgtoolkit.system.report import nearest, say
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
-    """Return commands, groups with their options, and examples: one screen of at most 36 lines.
+    """Return commands, groups with their options, and examples: one screen of at most 37 lines.
 
     commands: `cli.COMMANDS`.
     """
@@ -30,7 +30,10 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     )
     for name, (words, purpose, _) in commands.items():
         lines.append(f"  pgtk {f'{name} {words}':<28}{purpose}")
-    lines.append("Groups (GROUP=OPTION; * is the default):")
+    lines.append(
+        "Groups (GROUP=OPTION; * is the default), and keys (seed=1 loss.epsilon_high=0.28: "
+        "docs/keys.md):"
+    )
     lines += _groups()
     lines.append(
         "Flags: -m (--multirun), --fail-fast, --config-dir FOLDER, --cfg job (--resolve, --package "
@@ -39,10 +42,6 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     lines.append(
         "  --info PART, --version, --shell-completion install=bash for the Tab key: "
         "docs/configuration.md"
-    )
-    lines.append(
-        "Single keys: loss.epsilon_high=0.28 seed=1; pgtk explain KEY says what one means; "
-        "docs/keys.md"
     )
     return "\n".join(lines)
 
