@@ -256,7 +256,11 @@ def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iter
             else f"loss={chosen(config, 'loss')} aggregation={chosen(config, 'aggregation')}"
         )
         lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
-        yield replace(loss_on_step(made, loss), label=label, lines=lines)
+        shown = loss
+        if loss.family.score_centering:
+            lines.append("score centering, which is no number of one token's log-prob, is left out")
+            shown = replace(loss, family=replace(loss.family, score_centering=False))
+        yield replace(loss_on_step(made, shown), label=label, lines=lines)
         known.append(loss)
 
 

@@ -239,12 +239,6 @@ def _check_documents(tokens: Tokens, made: MadeStep, loss: Loss) -> None:
             "kl=k3_ratio, or kl=none."
         )
     family = loss.family
-    if family.score_centering:
-        raise ConfigError(
-            "loss.score_centering=true needs the log-probs of other tokens than those that were "
-            "written. Its part of the loss is no number of one token's log-prob. Use "
-            "loss.score_centering=false."
-        )
     missing: dict[str, list[str]] = {}  # field -> overrides of losses that do not read it
     if loss.reads_old_log_probs and not made.has_old_log_probs:
         missing["old_log_probs"] = ["loss=reinforce", "correction=none", "kl=none"]

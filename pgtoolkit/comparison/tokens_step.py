@@ -14,7 +14,7 @@ from pgtoolkit.assembly.build import accelerator, build, loader_of
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.schema import Config, Rollout
-from pgtoolkit.document import Document, have_old_log_probs
+from pgtoolkit.document import TOP_VECTORS, Document, have_old_log_probs
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.model.settings import ParallelismSettings
@@ -172,7 +172,10 @@ def _in_this_process(config: Config) -> Config:
         if config.sampler.name == "transformers":
             max_sequences = config.sampler.max_sequences
         sampler = TransformersSamplerSettings(
-            max_sequences=max_sequences, dtype=config.sampler.dtype, static_cache=static_cache
+            max_sequences=max_sequences,
+            dtype=config.sampler.dtype,
+            static_cache=static_cache,
+            keep_top=config.sampler.keep_top,
         )
         config = replace(config, sampler=sampler)
     return config
@@ -277,7 +280,7 @@ class _Watch(RunCallback):
         loss = loss_of(micro_batch, totals)
         # Another loss that is shown has other coefficients and may keep other tokens, and may ask
         # for no rewards.
-        of_own_loss = ("coefficients", "factors", "rewards", "group_rewards")
+        of_own_loss = ("coefficients", "factors", "rewards", "group_rewards", *TOP_VECTORS)
         plain = replace(micro_batch, **dict.fromkeys(of_own_loss))
         completed = module.with_reference(plain)
         entropy = module.entropy(micro_batch)

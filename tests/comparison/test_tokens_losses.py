@@ -11,8 +11,11 @@ from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
 from losses import group_formulas
 from torch import Tensor
 
+from pgtoolkit.assembly.loss import loss_of
+from pgtoolkit.comparison.tokens import _columns
 from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
+from pgtoolkit.config.compose import compose
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses import reference, reference_families
@@ -364,6 +367,15 @@ def test_a_loss_whose_data_the_step_lacks_is_refused(made):
         loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
     with pytest.raises(ConfigError, match=r"needs ref_log_probs .* Use kl=none\.$"):
         loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=KL("k2", 0.3)))
+
+
+def test_score_centering_is_left_out_and_said_to_be(made):
+    """Its part of the loss is no number of one token's log-prob."""
+    config = compose(["loss=cispo", "loss.score_centering=true"]).config
+    [shown] = _columns(made, [([], config)])
+    plain = loss_on_step(made, replace(loss_of(config), family=family_of("cispo")))
+    assert shown.total == plain.total
+    assert "score centering" in shown.lines[-1]
 
 
 def test_documents_without_old_log_probs_have_no_ratio_and_suit_reinforce_alone(made):
