@@ -21,11 +21,11 @@ from pgtoolkit.kernels.losses import (
     loss_of_log_probs,
     loss_of_logits,
 )
-from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.aggregation import AggregationName, Reducer, aggregation_of
 from pgtoolkit.losses.checks import check_name, shown
-from pgtoolkit.losses.corrections import Correction, correction_of
+from pgtoolkit.losses.corrections import Correction, CorrectionName, correction_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.families import Family, LossName, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
@@ -37,15 +37,15 @@ def policy_loss(
     advantages: Tensor,
     document_index: Tensor,
     *,
-    loss: str | Family | Callable = "gspo",
-    aggregation: str = "sample_mean",
+    loss: LossName | Family | Callable = "gspo",
+    aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
     trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
-    correction: str | Correction | None = None,
+    correction: CorrectionName | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
@@ -194,15 +194,15 @@ def linear_policy_loss(
     document_index: Tensor,
     *,
     bias: Tensor | None = None,
-    loss: str | Family | Callable = "gspo",
-    aggregation: str = "sample_mean",
+    loss: LossName | Family | Callable = "gspo",
+    aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
     trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
-    correction: str | Correction | None = None,
+    correction: CorrectionName | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
@@ -320,15 +320,15 @@ def log_prob_loss(
     document_index: Tensor,
     mask: Tensor,
     *,
-    loss: str | Family | Callable = "gspo",
-    aggregation: str = "sample_mean",
+    loss: LossName | Family | Callable = "gspo",
+    aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
     trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
-    correction: str | Correction | None = None,
+    correction: CorrectionName | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     coefficients: Tensor | None = None,
@@ -391,13 +391,13 @@ def step_coefficients(
     document_index: Tensor,
     mask: Tensor,
     *,
-    loss: str | Family | Callable,
-    aggregation: str = "sample_mean",
+    loss: LossName | Family | Callable,
+    aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
     num_documents: int | None = None,
-    correction: str | Correction | None = None,
+    correction: CorrectionName | Correction | None = None,
     sampling_log_probs: Tensor | None = None,
     rewards: Tensor | None = None,
     factors: Tensor | None = None,
@@ -467,13 +467,11 @@ def _tokens_of_log_probs(
     """
     if loss.metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
-    if (
-        not isinstance(log_probs, Tensor)
-        or log_probs.dim() != 1
-        or not log_probs.is_floating_point()
-    ):
+    arguments.tensor_of_rank("log_probs", log_probs)
+    arguments.tensor_of_rank("mask", mask)
+    if log_probs.dim() != 1 or not log_probs.is_floating_point():
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
-    if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
+    if mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
     ref_log_probs = vectors[4]
     arguments.check_reference(loss.kl, ref_log_probs, loss.metrics)

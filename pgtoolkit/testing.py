@@ -14,11 +14,11 @@ from torch import Tensor
 from pgtoolkit.api import step_coefficients
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses import reference
-from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.aggregation import AggregationName, aggregation_of
 from pgtoolkit.losses.checks import shown
-from pgtoolkit.losses.corrections import Correction, Factors, correction_of
+from pgtoolkit.losses.corrections import Correction, CorrectionName, Factors, correction_of
 from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
-from pgtoolkit.losses.families import Family, family_of
+from pgtoolkit.losses.families import Family, LossName, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.make_objective import mean_of_factors, sums_of_factors
@@ -42,11 +42,11 @@ The steps are on-policy, within the clip of gspo, within that of grpo, and outsi
 
 def assert_conforms(
     function: Callable[..., Tensor | tuple],
-    loss: str | Family | Callable,
+    loss: LossName | Family | Callable,
     *,
-    aggregation: str,
+    aggregation: AggregationName,
     divisor: float | None = None,
-    correction: str | Correction | None = None,
+    correction: CorrectionName | Correction | None = None,
     kl: KL | None = None,
     micro_batches: bool = True,
     tolerance: float = 1e-5,
@@ -243,7 +243,7 @@ class _Definition:
     """The loss that a function is compared with."""
 
     family: Family
-    aggregation: str
+    aggregation: AggregationName
     divisor: float | None
     correction: Correction | None
     kl: KL | None

@@ -251,7 +251,9 @@ def test_the_notebooks_run(name, tmp_path):
             assert cell.get("outputs", []) == []
             if cell["cell_type"] == "code":
                 shown = run_cell("".join(cell["source"]), namespace)
-                if hasattr(shown, "_repr_html_"):
+                if hasattr(shown, "_repr_png_"):
+                    assert shown._repr_png_()
+                elif hasattr(shown, "_repr_html_"):
                     assert shown._repr_html_()
     finally:
         sys.path.remove(str(tmp_path))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.losses.aggregation import AggregationName
 from pgtoolkit.losses.checks import check_name, check_positive
 from pgtoolkit.losses.families import Family, family_of
 from pgtoolkit.losses.function import FunctionFamily
@@ -50,7 +51,7 @@ class LossOutputs(Protocol):
 def policy_loss(
     inputs: LossInputs,
     loss: str,
-    aggregation: str = "token_mean",
+    aggregation: AggregationName = "token_mean",
     kl: str | None = None,
     kl_coefficient: float | None = None,
     kl_reference: str = "sampler",

@@ -30,10 +30,10 @@ from pgtoolkit.adapters.trl_heads import (
 from pgtoolkit.adapters.trl_whole_step import FirstPass, first_pass
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.losses import PolicyLoss
-from pgtoolkit.losses.aggregation import aggregation_of
-from pgtoolkit.losses.corrections import CORRECTIONS, Correction, correction_of
+from pgtoolkit.losses.aggregation import AggregationName, aggregation_of
+from pgtoolkit.losses.corrections import CORRECTIONS, Correction, CorrectionName, correction_of
 from pgtoolkit.losses.documents import counted_by_sign
-from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
+from pgtoolkit.losses.families import Family, Grpo, Gspo, LossName, family_of
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
@@ -93,10 +93,10 @@ class PolicyGradientTrainer(GRPOTrainer):
     def __init__(
         self,
         *arguments: object,
-        loss: str | Family | Callable,
-        aggregation: str,
+        loss: LossName | Family | Callable,
+        aggregation: AggregationName,
         divisor: float | None = None,
-        correction: str | Correction | None = None,
+        correction: CorrectionName | Correction | None = None,
         kl: str | None = None,
         fused_head: bool | None = None,
         **of_trl: object,

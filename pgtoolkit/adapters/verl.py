@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.losses import PolicyLoss
-from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.aggregation import AGGREGATIONS, AggregationName
 from pgtoolkit.losses.families import FAMILIES, Divergence, Dppo, Family
 from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.group_families import Lpo, Tpo
@@ -143,7 +143,7 @@ class VerlLoss:
         out = log_prob_loss(
             *(vector.reshape(-1) for vector in vectors),
             loss=family,
-            aggregation=self.aggregation,
+            aggregation=cast("AggregationName", self.aggregation),
             divisor=config.get("loss_scale_factor"),
             num_documents=num_documents,
             # verl does not say how many documents have no token; no weight depends on it.

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from pgtoolkit.config.api_page import api_page
 from pgtoolkit.config.defaults import Computed, SameAs, number
 from pgtoolkit.config.entries import entries
 from pgtoolkit.config.files import config_directory
@@ -55,7 +56,11 @@ def files() -> dict[Path, str]:
     """Return the text of every file that is written from declarations, by its path."""
     conf = config_directory()
     docs = conf.parent / "docs"
-    texts = {docs / "keys.md": keys_page(), conf / "config.yaml": main_file()}
+    texts = {
+        docs / "keys.md": keys_page(),
+        docs / "api.md": api_page(),
+        conf / "config.yaml": main_file(),
+    }
     for page in sorted(docs.glob("*.md")):
         texts.setdefault(page, filled(page.read_text(encoding="utf-8")))
     page = docs / "comparing.md"

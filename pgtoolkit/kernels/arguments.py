@@ -140,7 +140,8 @@ def check_reference(
 
 def check_rows(name: str, rows: Tensor) -> None:
     """Raise ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
-    if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
+    tensor_of_rank(name, rows)
+    if rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(
             f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}"
         )
@@ -211,11 +212,45 @@ def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:
     weight = head.weight
     name = f"{prefix}lm_head_weight"
     width = hidden.shape[1]
-    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == width
+    tensor_of_rank(name, weight)
+    fits = weight.dim() == 2 and weight.shape[1] == width
     check_tensor(name, weight, hidden, weight.shape if fits else None, f"shape (V, {width})")
     if head.bias is not None:
         per_row = f"one entry per row of {name}, {len(weight)}"
         check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row)
+
+
+_WHOLE_PARAMETER = (
+    "FSDP averages gradients over ranks, and so must this one be. Use\n"
+    'average = [torch.distributed.tensor.Partial("avg")] * {key}.device_mesh.ndim\n'
+    "{key} = {key}.full_tensor(grad_placements=average)"
+)
+_OF_ONE_RANK = {
+    "logits": (
+        "Where they are sharded by columns, use\n"
+        "group = logits.device_mesh.get_group()\n"
+        "policy_loss(logits.to_local(), ..., vocabulary_group=group)"
+    ),
+    "lm_head_weight": _WHOLE_PARAMETER,
+    "bias": _WHOLE_PARAMETER,
+}
+"""What to call where an argument is a tensor that is spread over ranks."""
+
+
+def tensor_of_rank(key: str, value: object) -> Tensor:
+    """Return the value; raises ValueError unless it is a tensor of this rank. key: its keyword."""
+    if not isinstance(value, Tensor):
+        is_array = isinstance(value, list | tuple) or hasattr(value, "__array__")
+        use = f". Use torch.as_tensor({key}), on the device of the others" if is_array else ""
+        kind = type(value).__name__
+        got = f"a {kind}: {shown(value)}" if is_array else shown(value)
+        raise ValueError(f"{key} needs a tensor (got {got}){use}")
+    if type(value).__name__ == "DTensor":
+        use = _OF_ONE_RANK.get(key, "Use {key}.full_tensor()").format(key=key)
+        raise ValueError(
+            f"{key} needs a tensor of this rank (got a DTensor, {shown(value)}). {use}"
+        )
+    return value
 
 
 def check_tensor(
@@ -232,7 +267,8 @@ def check_tensor(
     shape: None refuses every value.
     needed: the shape in words.
     """
-    if not isinstance(value, Tensor) or value.shape != shape:
+    value = tensor_of_rank(key, value)
+    if value.shape != shape:
         raise ValueError(f"{key} needs {needed} (got {shown(value)}).{_ONE_AXIS}")
     if is_integer and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")

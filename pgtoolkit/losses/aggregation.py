@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pgtoolkit.losses.checks import check_name, check_positive, shown
 
@@ -310,6 +310,9 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
 }
 """Name in `aggregation=` -> aggregation."""
 
+AggregationName = Literal["sample_mean", "prompt_mean", "balanced", "token_mean", "constant"]
+"""The names of AGGREGATIONS, for type checkers."""
+
 
 def aggregation_of(
     mode: str, divisor: float | None = None, reducer: Reducer | None = None
@@ -319,6 +322,10 @@ def aggregation_of(
     Raises ValueError for an unknown name, for a divisor of `constant` that is not finite and
     positive, and for a divisor of the others, which would have no effect.
     """
+    if not isinstance(mode, str):
+        name = getattr(mode, "name", None)
+        use = f"aggregation={name!r}" if name in AGGREGATIONS else "reducer= for one of your own"
+        raise ValueError(f"aggregation needs a name (got {shown(mode)}). Use {use}")
     check_name("aggregation", mode, AGGREGATIONS)
     if reducer is not None and not callable(reducer):
         raise ValueError(f"reducer needs a function or None (got {shown(reducer)})")

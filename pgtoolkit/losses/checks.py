@@ -24,6 +24,13 @@ def check_name(key: str, value: object, known: Iterable[str]) -> None:
         raise ValueError(f"{key}={shown(value)} is unknown; choose one of {', '.join(known)}")
 
 
+def refuse_class(key: str, value: object, kind: type) -> None:
+    """Raise ValueError for a class where an object of it is needed. kind: its base class."""
+    if isinstance(value, type):
+        use = f"{key}={value.__name__}()" if issubclass(value, kind) else f"a {kind.__name__}"
+        raise ValueError(f"{key} needs an object, not a class (got {value.__name__}). Use {use}")
+
+
 def check_positive(key: str, value: object, needed: str = "") -> None:
     """Raise ValueError unless value is a finite number > 0.
 

@@ -13,9 +13,9 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pgtoolkit.losses.checks import check_name
+from pgtoolkit.losses.checks import check_name, refuse_class
 from pgtoolkit.losses.family import (
     LOG_RATIO_LIMIT,
     check_parameters,
@@ -554,6 +554,11 @@ CORRECTIONS: dict[str, type[Correction]] = {
 }
 """Name in `correction=` -> correction; `none` is the other name."""
 
+CorrectionName = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off_policy_mask"
+]
+"""The names of CORRECTIONS, for type checkers."""
+
 
 def correction_of(correction: str | Correction | None) -> Correction | None:
     """Return the correction of this name with its defaults, or the object itself.
@@ -562,5 +567,6 @@ def correction_of(correction: str | Correction | None) -> Correction | None:
     """
     if correction is None or isinstance(correction, Correction):
         return correction
+    refuse_class("correction", correction, Correction)
     check_name("correction", correction, CORRECTIONS)
     return CORRECTIONS[correction]()

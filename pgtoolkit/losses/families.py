@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pgtoolkit.losses.checks import check_name
+from pgtoolkit.losses.checks import check_name, refuse_class
 from pgtoolkit.losses.family import Family, parameter
 from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.group_families import Lpo, Tpo
@@ -602,6 +602,22 @@ _ALL = (Grpo, Gspo, Cispo, Sapo, Gmpo, Dppo, Icepop, Vespo, Kimi, Reinforce, Tpo
 FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family in _ALL}
 """Name in `loss=` -> family."""
 
+LossName = Literal[
+    "grpo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "dppo",
+    "icepop",
+    "vespo",
+    "kimi",
+    "reinforce",
+    "tpo",
+    "lpo",
+]
+"""The names of FAMILIES, for type checkers."""
+
 
 def family_of(loss: str | Family | Callable, **parameters: float | str | None) -> Family:
     """Return the family of this name, the object itself, or the family of a function.
@@ -618,7 +634,8 @@ def family_of(loss: str | Family | Callable, **parameters: float | str | None) -
                 f"{type(loss).__name__}(...)"
             )
         return loss
-    if not isinstance(loss, str) and callable(loss) and not isinstance(loss, type):
+    refuse_class("loss", loss, Family)
+    if not isinstance(loss, str) and callable(loss):
         return FunctionLoss(loss, parameters)
     check_name("loss", loss, FAMILIES)
     assert isinstance(loss, str)

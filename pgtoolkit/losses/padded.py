@@ -93,7 +93,7 @@ def from_padded(
     vectors = {"old_log_probs": old_log_probs, "advantages": advantages}
     vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
     keywords |= {key: flat(key, value) for key, value in vectors.items() if value is not None}
-    trained = None if mask is None else flat("mask", mask).bool()
+    trained = None if mask is None else _as_bool(flat("mask", mask))
     if name == "log_probs":
         return keywords | {"mask": trained}
     assert labels is not None
@@ -101,3 +101,16 @@ def from_padded(
     if trained is not None:
         keywords["labels"] = torch.where(trained, keywords["labels"], -1)
     return keywords
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """Return a mask of 0 and 1 as bool; raises ValueError for other numbers."""
+    if mask.dtype == torch.bool:
+        return mask
+    others = mask[(mask != 0) & (mask != 1)]
+    if others.numel():
+        raise ValueError(
+            f"mask needs 0 and 1, where a token is trained (got {others[0].item():g}). "
+            "Use mask=weights > 0 for weights; they belong to the advantages"
+        )
+    return mask.bool()

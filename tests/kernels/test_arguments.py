@@ -11,8 +11,16 @@ from _pytest.mark import ParameterSet
 from builders.losses import make_case
 from torch import Tensor
 
-from pgtoolkit import StepTotals, kl, linear_policy_loss, policy_loss
+from pgtoolkit import (
+    StepTotals,
+    corrections,
+    families,
+    kl,
+    linear_policy_loss,
+    policy_loss,
+)
 from pgtoolkit.kernels.chunks import DocumentCounts
+from pgtoolkit.losses.aggregation import TokenMean
 
 CASE = make_case()
 T = len(CASE.labels)
@@ -200,3 +208,42 @@ def test_padding_may_have_the_document_number_minus_1():
     out = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), CASE.document_index]))
     assert float(out.loss) == float(expected.loss)
     assert int(expected.totals.num_documents) == 6
+
+
+CALL = {
+    "logits": CASE.logits,
+    "labels": CASE.labels,
+    "old_log_probs": CASE.old_log_probs,
+    "advantages": CASE.advantages,
+    "document_index": CASE.document_index,
+}
+
+
+@pytest.mark.parametrize("name", CALL)
+@pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy], ids=["list", "numpy"])
+def test_a_list_or_an_array_is_refused_with_what_makes_a_tensor_of_it(name, kind):
+    wrong = kind(CALL[name].detach())
+    with pytest.raises(
+        ValueError, match=rf"^{name} needs a tensor \(got a (list|ndarray)"
+    ) as refused:
+        policy_loss(**CALL | {name: wrong})
+    use = str(refused.value).partition(" Use ")[2].partition(",")[0]
+    mended = eval(use, {"torch": torch, name: wrong})
+    assert torch.equal(mended.float(), CALL[name].float())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": families.Cispo}, r"loss needs an object, .*Use loss=Cispo\(\)$"),
+        ({"correction": corrections.TokenMask}, r"Use correction=TokenMask\(\)$"),
+        ({"loss": dict}, r"loss needs an object, not a class \(got dict\). Use a Family$"),
+        ({"aggregation": TokenMean}, r"Use aggregation='token_mean'$"),
+        ({"aggregation": token_mean}, r"Use reducer= for one of your own$"),
+        ({"kl": kl.KL}, r"such as KL\('k3', coefficient=0.05\)"),
+        ({"totals": StepTotals}, "totals needs a StepTotals or None"),
+    ],
+)
+def test_a_class_in_the_place_of_an_object_is_refused_with_the_object(options, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**CALL, **options)

@@ -10,6 +10,9 @@ from builders.cuts import CUTS, Cut, assert_ranks_match, axis_groups, evaluate_o
 from builders.losses import TEMPERATURE, Choice, HeadCase, count_totals, make_head_case
 from builders.processes import world
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pgtoolkit import linear_policy_loss, policy_loss
@@ -137,3 +140,84 @@ def test_under_distributed_data_parallel_the_loss_is_multiplied_by_the_number_of
     for gradients in world(2).run(gradients_on_rank, call, ((0, 3, 4), (1, 2, 5))):
         for gradient, expected_gradient in zip(gradients, expected, strict=True):
             torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+class Head(nn.Module):
+    """The weight and the bias that a call of the loss takes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor):
+        super().__init__()
+        vars(self).update(weight=weight, bias=bias)
+
+
+def gradients_under_fsdp(call: Ddp, documents_of_ranks: tuple[tuple[int, ...], ...]) -> tuple:
+    """Return the refusals of a sharded head, and the gradients with the lines that they give."""
+    model = call.model()
+    sharded = model.head
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model.body, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    documents = documents_of_ranks[dist.get_rank()]
+    refusals = []
+    head = {"lm_head_weight": sharded.weight, "bias": sharded.bias}
+    for name in head:
+        model.head = Head(head["lm_head_weight"], head["bias"])
+        try:
+            loss_of_step(call, documents, model, model, dist.group.WORLD)
+        except ValueError as refused:
+            refusals.append(str(refused))
+            lines = str(refused).partition("Use\n")[2]
+            scope = {"torch": torch, name: head[name]}
+            exec(lines, scope)
+            head[name] = scope[name]
+    model.head = Head(head["lm_head_weight"], head["bias"])
+    loss = loss_of_step(call, documents, model, model, dist.group.WORLD)
+    (loss * dist.get_world_size()).backward()
+    parameters = [*model.body.parameters(), *sharded.parameters()]
+    return refusals, [parameter.grad.full_tensor() for parameter in parameters]
+
+
+def test_a_head_that_fsdp_shards_is_refused_with_the_lines_that_are_right():
+    problem = make_head_case()
+    alone = Ddp(problem, "gspo", fused=True, with_totals=False)
+    model = alone.model()
+    loss_of_step(alone, tuple(range(6)), model, model, None).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for refusals, gradients in world(2).run(gradients_under_fsdp, alone, ((0, 3, 4), (1, 2, 5))):
+        start = " needs a tensor of this rank (got a DTensor"
+        names = [refusal.partition(start)[0] for refusal in refusals]
+        assert names == ["lm_head_weight", "bias"]
+        for gradient, expected_gradient in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+def gradient_of_columns(problem: HeadCase) -> tuple[str, Tensor, Tensor]:
+    """Return the refusal of logits that are sharded by columns, and loss and gradient of a rank's
+    columns by its lines."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    case = problem.case
+    mine = (problem.hidden @ problem.weight.T).chunk(2, dim=1)[dist.get_rank()].contiguous()
+    logits = DTensor.from_local(mine.requires_grad_(), mesh, [Shard(1)])
+    vectors = case.labels, case.old_log_probs, case.advantages, case.document_index
+    try:
+        policy_loss(logits, *vectors, loss="grpo")
+    except ValueError as refused:
+        refusal = str(refused)
+    group = logits.device_mesh.get_group()
+    loss = policy_loss(logits.to_local(), *vectors, loss="grpo", vocabulary_group=group).loss
+    loss.backward()
+    return refusal, loss.detach(), mine.grad
+
+
+def test_logits_that_are_sharded_by_columns_are_refused_with_the_lines_that_are_right():
+    problem = make_head_case()
+    case = problem.case
+    logits = (problem.hidden @ problem.weight.T).detach().requires_grad_()
+    vectors = case.labels, case.old_log_probs, case.advantages, case.document_index
+    expected = policy_loss(logits, *vectors, loss="grpo").loss
+    expected.backward()
+    results = world(2).run(gradient_of_columns, problem)
+    for refusal, loss, _ in results:
+        assert "policy_loss(logits.to_local(), ..., vocabulary_group=group)" in refusal
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-12)
+    gradient = torch.cat([columns for _, _, columns in results], dim=1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-10, atol=1e-12)

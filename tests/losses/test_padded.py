@@ -1,6 +1,7 @@
 """`from_padded` gives the loss and gradient of the same tokens on one axis, and refuses arrays that
 do not fit together."""
 
+import math
 import re
 from pathlib import Path
 
@@ -162,3 +163,13 @@ def test_probabilities_and_totals_below_those_of_the_piece_are_refused(function)
         ValueError, match=r"totals.num_documents needs to count at least the 6 documents"
     ):
         call(old, totals=StepTotals(NUM_DOCUMENTS - 1, number, 1))
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, math.nan])
+def test_a_mask_of_other_numbers_than_0_and_1_is_refused(weight):
+    mask = torch.tensor([[1.0, weight, 0.0]])
+    vectors = {"log_probs": torch.zeros(1, 3), "old_log_probs": torch.zeros(1, 3)}
+    with pytest.raises(ValueError, match=rf"^mask needs 0 and 1, .*\(got {weight:g}\)"):
+        from_padded(**vectors, advantages=torch.zeros(1), mask=mask)
+    keywords = from_padded(**vectors, advantages=torch.zeros(1), mask=[[1, 0, 1]])
+    assert keywords["mask"].tolist() == [True, False, True]
