@@ -74,15 +74,17 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
 def learning_rate(settings: OptimizerSettings, num_updates: int, max_steps: int) -> float:
     """Return the learning rate of update number `num_updates` (from 0).
 
-    It rises linearly during the warm-up. Then it stays, or decays to 0 at `max_steps`, the number
-    of updates that the weights get in the run.
+    It rises linearly during the warm-up. Then it stays, or decays to the least one at `max_steps`,
+    the number of updates that the weights get in the run.
     """
     if num_updates < settings.warmup_steps:
         return settings.learning_rate * (num_updates + 1) / settings.warmup_steps
     updates_after_warmup = num_updates - settings.warmup_steps
     progress = min(1.0, updates_after_warmup / max(1, max_steps - settings.warmup_steps))
+    least = settings.min_learning_rate
     if settings.schedule == Schedule.linear:
-        return settings.learning_rate * (1.0 - progress)
+        return least + (settings.learning_rate - least) * (1.0 - progress)
     if settings.schedule == Schedule.cosine:
-        return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+        above = (settings.learning_rate - least) * 0.5
+        return least + above * (1.0 + math.cos(math.pi * progress))
     return settings.learning_rate

@@ -146,8 +146,18 @@ class OptimizerSettings:
     )
     schedule: Schedule = key(
         default=Schedule.constant,
-        help="The learning rate after the warm-up: constant, or linear or cosine down to 0 at "
-        "trainer.max_steps.",
+        help="The learning rate after the warm-up: constant, or linear or cosine down to 0 (or "
+        "optimizer.min_learning_rate) at trainer.max_steps.",
+    )
+    min_learning_rate: float = key(
+        default=0.0,
+        help="Learning rate to which a schedule falls, at trainer.max_steps; 0: to 0.",
+        least=0,
+        most=1e5,
+        learns="optimizer.min_learning_rate!=0",
+        added=True,
+        only_if="optimizer.schedule!=constant",
+        use="optimizer.schedule=cosine",
     )
 
 

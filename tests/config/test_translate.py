@@ -251,7 +251,7 @@ VERL = [
     ({f"{ACTOR}.optim.lr_scheduler_type": "cosine"}, {"optimizer.schedule": "cosine"}),
     (
         {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
-        {"optimizer.schedule": None, f"{ACTOR}.optim.lr_scheduler_type": "left"},
+        {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 1e-7},
     ),
     # The critic alone: from the first batch on, the policy is updated at critic_warmup=1.
     (GAE | {"trainer.critic_warmup": 1}, {"critic.steps_before_policy": 0}),

@@ -515,7 +515,7 @@ def a_gradient_with_a_larger_norm_is_scaled_down_to_max_grad_norm():
         torch.testing.assert_close(clipped, min(share, 1) * gradient, rtol=1e-4, atol=1e-14)
 
 
-@key_test("optimizer.warmup_steps", "optimizer.schedule")
+@key_test("optimizer.warmup_steps", "optimizer.schedule", "optimizer.min_learning_rate")
 def the_learning_rate_warms_up_linearly_and_then_follows_the_schedule():
     schedules = {
         "constant": lambda progress: 1,
@@ -523,18 +523,22 @@ def the_learning_rate_warms_up_linearly_and_then_follows_the_schedule():
         "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     }
     step = step_of(some_documents())
-    for warmup in (0, 1, 3):
+    for warmup, least in ((0, 0.0), (1, 0.1), (3, 0.0)):
         for name, schedule in schedules.items():
+            floor = least if name != "constant" else 0.0
             module = module_of(
                 f"optimizer.schedule={name}",
                 f"optimizer.warmup_steps={warmup}",
                 "trainer.max_steps=8",
                 "optimizer.learning_rate=0.5",
+                f"optimizer.min_learning_rate={floor}",
             )
             rates = []
             for number in range(8):
                 module.training_step(step, number)
                 rates.append([group["lr"] for group in module.optimizer.param_groups])
             expected = [0.5 * (i + 1) / warmup for i in range(warmup)]
-            expected += [0.5 * schedule(i / (8 - warmup)) for i in range(8 - warmup)]
+            expected += [
+                floor + (0.5 - floor) * schedule(i / (8 - warmup)) for i in range(8 - warmup)
+            ]
             assert rates == [[pytest.approx(rate, rel=1e-12)] * 2 for rate in expected]

@@ -251,6 +251,20 @@ def callbacks(c: Config, report: Report) -> None:
 def optimizer(c: Config, report: Report) -> None:
     default_rate = report.default_of("optimizer.learning_rate")  # for models of this kind
     rate = c.optimizer.learning_rate
+    least = c.optimizer.min_learning_rate
+    rates = {"optimizer.learning_rate": rate}
+    if c.advantage.estimator == "gae":
+        rates["critic.learning_rate"] = c.critic.learning_rate
+    for name, highest in rates.items():
+        if least > highest:
+            report.refuse_value(
+                key="optimizer.min_learning_rate",
+                value=least,
+                needs=f"at most {name}={text(highest)}",
+                reason="A schedule falls to it.",
+                better=highest,
+            )
+            break
     warmup = c.optimizer.warmup_steps
     steps = c.trainer.max_steps
     settings = f"with trainer.max_steps={steps}"
