@@ -97,11 +97,6 @@ CONDITIONS: Mapping[str, Declared] = {
         "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
         "are gone.",
     },
-    "sampler.keep_top": {
-        "only_if": "rollout.name=policy",
-        "use": "rollout=policy",
-        "why": "Recorded rollouts have columns of them, or not.",
-    },
     "rollout.chat": _NEEDS_TOKENIZER,
     "rollout.trained_turns": _NEEDS_TOKENIZER,
     "rollout.too_long": {

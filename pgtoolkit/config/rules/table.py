@@ -140,6 +140,12 @@ CENTERING = (
         use="sampler.keep_top=32",
     ),
     Rule(
+        "sampler.keep_top>0 and evaluation.every>0",
+        needs="rollout=policy",
+        because="Recorded rollouts have columns of the likeliest tokens, or not.",
+        use="sampler.keep_top=0",
+    ),
+    Rule(
         "sampler.keep_top>0 and rollout=policy",
         needs="rollout.top_p=null or rollout.top_p=1",
         because=_WHOLE_SOFTMAX,
