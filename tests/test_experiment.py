@@ -15,7 +15,7 @@ import hydra
 import pytest
 from builders.runs import CLOCK_COLUMNS, SHORT, config_of, last_of_each_key, run
 from hydra.core.global_hydra import GlobalHydra
-from hydra.version import getbase, setbase
+from hydra.version import VersionBase, getbase
 
 import pgtoolkit
 from pgtoolkit import experiment
@@ -73,7 +73,7 @@ def test_all_problems_are_refused_together_and_shown_as_the_command_shows_them(w
 
 def test_hydra_stays_as_the_owner_of_the_process_has_initialized_it(tmp_path):
     """And composes pgtk's options, beside files of another program with the same names."""
-    before = getbase()
+    before = VersionBase.instance().version_base
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "sgd.yaml").write_text("_target_: torch.optim.SGD\nlr: 0.1\n")
     (tmp_path / "main.yaml").write_text("defaults:\n  - optimizer: sgd\n")
@@ -88,7 +88,7 @@ def test_hydra_stays_as_the_owner_of_the_process_has_initialized_it(tmp_path):
                 hydra.compose("config", overrides=["loss=grpo", "loss.epsilon_low=much"])
         assert not GlobalHydra.instance().is_initialized()
     finally:
-        setbase("1.3" if before is None else str(before))
+        VersionBase.instance().version_base = before
     assert theirs.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.1}
     assert (ours.loss.name, ours.loss.epsilon_low) == ("grpo", 0.1)
     assert ours.optimizer.learning_rate == 1e-3  # by pgtk's own resolver
