@@ -67,7 +67,10 @@ _OF_RATIO = "correction.measure=ratio"
 _NO_BAND = "A distance has a threshold instead of two bounds of a ratio."
 
 
-_MEASURE: dict[str, Any] = {"learns": "correction.measure!=ratio", "added": True}
+_MEASURE: dict[str, Any] = {
+    "learns": "correction.measure=k2 or correction.measure=k3",
+    "added": True,
+}
 _MEASURE_HELP = (
     "What is bounded: ratio (by low and high), or a distance of the old from the sampling log-prob "
     "x apart (by threshold): k2 (x^2 / 2) or k3 (exp(x) - 1 - x). What stays under a distance has "

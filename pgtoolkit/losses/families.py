@@ -360,7 +360,7 @@ class Dppo(Family):
         "probabilities), binary_kl (the KL of the old to the new policy, of this token against "
         "all others) or squared_log_ratio (half the square of the log-ratio; its bounds must be "
         "given).",
-        learns="loss.divergence!=total_variation",
+        learns="loss.divergence=binary_kl or loss.divergence=squared_log_ratio",
         added=True,
     )
     sides: Sides = parameter(

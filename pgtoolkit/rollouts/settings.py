@@ -379,11 +379,6 @@ _MADE_OF_REWARDS: Refusal = {
     "use": "advantage=dr_grpo",
     "why": "Recorded advantages are taken as they are.",
 }
-_MADE: Refusal = {
-    "only_if": "advantage.estimator!=given and advantage.estimator!=none",
-    "use": "advantage=dr_grpo and advantage=dr_grpo",
-    "why": "Advantages are made of rewards before they are bounded.",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,7 +401,7 @@ class AdvantageSettings:
         "length; the reward that is shown, and the signal of a group, stay the task's.",
         least=-1e6,
         most=1e6,
-        learns="advantage.reward_shift!=0",
+        learns="advantage.reward_shift!=0 and advantage.reward_shift!=null",
         added=True,
         **_MADE_OF_REWARDS,
     )
@@ -415,7 +410,7 @@ class AdvantageSettings:
         help="Factor of each reward after the shift (0.001 to 1000000).",
         least=1e-3,
         most=1e6,
-        learns="advantage.reward_scale!=1",
+        learns="advantage.reward_scale!=1 and advantage.reward_scale!=null",
         added=True,
         **_MADE_OF_REWARDS,
     )
@@ -436,7 +431,7 @@ class AdvantageSettings:
         most=0,
         learns="advantage.clip_low!=null",
         added=True,
-        **_MADE,
+        **_MADE_OF_REWARDS,
     )
     clip_high: float | None = key(
         default=None,
@@ -445,7 +440,7 @@ class AdvantageSettings:
         most=1e12,
         learns="advantage.clip_high!=null",
         added=True,
-        **_MADE,
+        **_MADE_OF_REWARDS,
     )
     gamma: float = key(
         default=1.0,

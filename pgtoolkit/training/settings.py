@@ -154,7 +154,7 @@ class OptimizerSettings:
         help="Learning rate to which a schedule falls, at trainer.max_steps; 0: to 0.",
         least=0,
         most=1e5,
-        learns="optimizer.min_learning_rate!=0",
+        learns="optimizer.min_learning_rate>0",
         added=True,
         only_if="optimizer.schedule!=constant",
         use="optimizer.schedule=cosine",

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from pgtoolkit.config.names import name_from, run_name
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.names import changed, digest, name_from, plain_config, run_name
 
 DEFAULTS = {"loss": "gspo", "aggregation": "sample_mean"}
 ON_THE_HUB = [
@@ -121,3 +122,31 @@ def test_names_are_names_of_directories_of_at_most_80_letters(overrides):
         run_name(overrides, {}, "a b.C", None),
     ):
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "on"),
+    [
+        ("loss=dppo", "loss.sides", "both"),
+        ("correction=token_mask", "correction.normalize", "step"),
+        ("correction=sequence_mask", "correction.measure", "k3"),
+        ("kl=full_jsd", "kl.update_every", 3),
+        ("kl=k3", "kl.beta", None),
+        ("advantage=grpo", "advantage.reward_shift", 0.5),
+        ("advantage=grpo", "advantage.reward_scale", 2.0),
+        ("advantage=grpo", "advantage.reward_clip", 1.0),
+        ("advantage=grpo", "advantage.clip_low", -1.0),
+        ("advantage=grpo", "advantage.clip_high", 1.0),
+        ("optimizer.schedule=cosine", "optimizer.min_learning_rate", 1e-5),
+    ],
+)
+def test_a_key_that_is_off_is_in_no_digest_and_no_comparison(overrides, key, on):
+    """As a run from before there was the key."""
+    now = plain_config(compose([overrides]).config)
+    group, leaf = key.split(".")
+    before = now | {group: {name: value for name, value in now[group].items() if name != leaf}}
+    assert digest(before) == digest(now)
+    assert changed(before, now) == {}
+    if on is not None:
+        switched = now | {group: now[group] | {leaf: on}}
+        assert digest(switched) != digest(now)

@@ -253,6 +253,15 @@ SHAPE = (
             "advantage.reward_clip=null",
         )
     ),
+    *(
+        Rule(
+            "advantage=none",
+            needs=off,
+            because="Every advantage is 0, within all bounds.",
+            use=f"{off} or advantage=dr_grpo",
+        )
+        for off in ("advantage.clip_low=null", "advantage.clip_high=null")
+    ),
 )
 
 SIGNAL = (
