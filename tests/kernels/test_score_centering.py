@@ -5,6 +5,7 @@ import torch
 from builders.cuts import CUTS, assert_matches_reference
 from builders.losses import (
     CENTERED,
+    DEVICE,
     TEMPERATURE,
     Choice,
     Result,
@@ -12,6 +13,7 @@ from builders.losses import (
     covering,
     make_case,
     make_head_case,
+    on_device,
     result_of,
 )
 
@@ -35,14 +37,14 @@ def by_triton(problem, choice, inputs, monkeypatch, factor=3.0):
         monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: FUSED)
         return problem.by_fused_head(choice, factor)
     precise = torch.promote_types(problem.dtype, torch.float32)
-    leaf = case.logits.to(problem.dtype).requires_grad_()
+    leaf = case.logits.to(DEVICE, problem.dtype).requires_grad_()
     out = policy_loss(
         leaf * 1,
-        *[x.to(precise) if x.is_floating_point() else x for x in case.tensors[1:]],
+        *[on_device(x, precise) for x in case.tensors[1:]],
         impl="triton",
         temperature=TEMPERATURE,
         overwrite_logits=inputs == "overwritten",
-        **choice.step(case, precise),
+        **choice.step(case, precise, device=DEVICE),
     )
     return result_of(out, [leaf], factor)
 
@@ -64,13 +66,13 @@ def test_tokens_of_other_blocks_are_left_to_them(vocabulary):
     case = make_case(5, vocabulary, (2, 3, 1), TEMPERATURE)
     choice = Choice("cispo, centered", metrics="basic")
     specified = choice.by_reference(case, case.logits.float())
-    leaf = case.logits.float().requires_grad_()
+    leaf = case.logits.float().to(DEVICE).requires_grad_()
     out = policy_loss(
         leaf,
-        *[x.float() if x.is_floating_point() else x for x in case.tensors[1:]],
+        *[on_device(x, torch.float32) for x in case.tensors[1:]],
         impl="triton",
         temperature=TEMPERATURE,
-        **choice.step(case, torch.float32),
+        **choice.step(case, torch.float32, device=DEVICE),
     )
     expected = Result(specified.loss, specified.metrics, [specified.gradient])
     assert_results_close(result_of(out, [leaf]), expected, 2e-4, gradient_tolerance=2e-5)
