@@ -146,12 +146,18 @@ def _of_function(
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(
             f"{setting} needs a function of log_probs or log_ratio that returns a loss of each "
-            f"token, document or group (got: {shortened(str(error), 2000)}). docs/losses.md shows "
+            f"token, document or group (got: {shortened(_said(error), 2000)}). docs/losses.md shows "
             "an example."
         ) from error
     finally:
         state.restore(setting)
     return replace(family, function=_blamed(function, setting))
+
+
+def _said(error: Exception) -> str:
+    """Return what an error says; one that the user's own code raised begins with its type."""
+    said = str(error).removesuffix(".")
+    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
 def _blamed(function: Callable, setting: str) -> Callable:

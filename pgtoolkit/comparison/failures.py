@@ -237,7 +237,10 @@ def _spikes(run: Run) -> Finding | None:
     steps = run.columns["step"]
     norms = run.columns["grad_norm"]
     counts = norms > 0
-    for name in ("zero_advantage_group_fraction", "dropped_group_fraction"):
+    dropped = ["dropped_group_fraction"]
+    if not holds(_NO_ADVANTAGE.condition, run.config):
+        dropped.append("zero_advantage_group_fraction")
+    for name in dropped:
         if name in run.columns:
             counts &= ~(run.columns[name] > 0.5)
     steps = steps[counts]
@@ -334,6 +337,11 @@ _RECORDED = Elsewhere(
 _NO_ADVANTAGE = Elsewhere(
     "advantage.estimator=none",
     "advantage=none",
+    "Every advantage is 0, whatever the rewards are.",
+)
+_ONLY_PENALTIES = Elsewhere(
+    "advantage.estimator=none and loss.name!=tpo and loss.name!=lpo and loss.name!=custom",
+    "advantage=none, and a loss that reads no rewards",
     "A penalty alone trains, such as that of a teacher; rewards are only measured.",
 )
 _OTHER_PROMPTS = (
@@ -461,7 +469,7 @@ RULES = (
         meaning="A completion that is cut off seldom has an answer, and never learns to end.",
         change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
         "completions do not end; rollout.overlong_buffer, which makes length cost something",
-        elsewhere=(_RECORDED, _NO_ADVANTAGE),
+        elsewhere=(_RECORDED, _ONLY_PENALTIES),
     ),
     Rule(
         name="everything clipped",
@@ -471,7 +479,7 @@ RULES = (
         change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
         "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
         "larger, or rollout.passes, fewer",
-        elsewhere=(_NO_ADVANTAGE, _WEIGHT_CLIPPED, _OWN_FAMILY),
+        elsewhere=(_ONLY_PENALTIES, _WEIGHT_CLIPPED, _OWN_FAMILY),
     ),
     Rule(
         name="log-ratios clamped",
@@ -500,7 +508,7 @@ RULES = (
         change="optimizer.learning_rate, lower; loss.epsilon_high, above loss.epsilon_low (0.28); "
         "entropy.coefficient=1e-3; kl=k3, which holds it near to where it began",
         measured_by="metrics=with_entropy",
-        elsewhere=(_RECORDED, _NO_ADVANTAGE),
+        elsewhere=(_RECORDED, _ONLY_PENALTIES),
     ),
     Rule(
         name="gradient spikes",
@@ -534,7 +542,7 @@ RULES = (
         meaning="The policy was better before.",
         change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN "
         "--step N, or pgtk export --best; kl=k3",
-        elsewhere=(_RECORDED, _NO_ADVANTAGE, *_OTHER_PROMPTS, _PASS_AT_K),
+        elsewhere=(_RECORDED, _ONLY_PENALTIES, *_OTHER_PROMPTS, _PASS_AT_K),
     ),
     Rule(
         name="reward up while held-out falls",

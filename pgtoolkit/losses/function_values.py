@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +88,7 @@ def evaluate(
         log_ratio=torch.where(finite, clamped(log_ratio), torch.nan),
         clamped=ratio.was_clamped(lambda values: spread("ratio", values), log_probs),
         ratio_by_document=any(len(x) != len(leaf) for x in ratio.arguments[:1]),
-        bounds=further.pop("bounds", None),
+        bounds=_bounds(family.name, further.pop("bounds", None)),
         metrics={
             name: spread(f"the metric {name} of {family.name}", values).detach().to(log_probs)
             for name, values in further.items()
@@ -117,6 +119,21 @@ def _call(family: FunctionFamily, given: Mapping[str, object]) -> tuple[Tensor, 
     return returned[0], dict(returned[1])
 
 
+def _bounds(name: str, values: Any) -> tuple[float, float] | None:
+    """Return the bounds of the ratio that a function gives; raises ValueError for other values."""
+    if values is None:
+        return None
+    try:
+        low, high = map(float, values)
+    except (TypeError, ValueError, RuntimeError):
+        low = high = math.nan
+    if not low <= high:
+        raise ValueError(
+            f"the bounds of {name} need to be a pair of numbers, (low, high) (got {shown(values)})"
+        )
+    return low, high
+
+
 class _Spread:
     """Makes (T,) of one number per token, document or group."""
 
@@ -137,7 +154,9 @@ class _Spread:
             sizes["group"] = len(self._groups)
         if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in sizes.values():
             needed = " or ".join(f"per {one}, {(size,)}" for one, size in sizes.items())
-            raise ValueError(f"{name} needs to return one number {needed} (got {shown(values)})")
+            raise ValueError(
+                f"{name} needs to return a tensor with one number {needed} (got {shown(values)})"
+            )
         if len(values) == self._num_tokens:
             return values
         if self._documents is not None and len(values) != len(self._documents):

@@ -49,23 +49,39 @@ def has_own_code(loss: Loss) -> bool:
 
 
 def check_function(family: FunctionFamily) -> None:
-    """Raise ValueError for a function whose numbers of a token depend on the cut of the step.
+    """Raise ValueError for a function whose numbers of a token depend on the cut of the step, for
+    one that gives other numbers when it is called again, and for one without a gradient.
 
     It is called with made-up documents in float64, near to and far from their old log-probs, and
     with parts of them, divided between tokens or between documents by its level. A dependence that
     shows only for other numbers is not noticed: `check_on_step` tries those of a run.
     """
+    has_gradient = False
     for seed, spread in enumerate(_SPREADS):
         generator = torch.Generator().manual_seed(seed)
         vectors = _vectors(generator, spread)
         made_up = _Numbers(vectors, _documents(), torch.tensor(_GROUPS))
-        for values in _of_function(family, made_up).values():
+        numbers = _of_function(family, made_up)
+        for values in numbers.values():
             if not torch.isfinite(values).all():
                 raise ValueError(
                     f"the loss function {family.name} returns a number that is not finite where "
                     f"log-ratios are about {spread:g}. `ratio(x)` is exp(x) without an overflow"
                 )
+        for name, values in _of_function(family, made_up).items():
+            if not _are_equal(values, numbers[name]):
+                raise ValueError(
+                    f"the loss function {family.name} gives a token another {name} when it is "
+                    "called again with the same arguments. It may draw no random numbers, keep no "
+                    "state and change no tensor in place"
+                )
+        has_gradient |= bool((numbers["gradient"] != 0).any())
         _check_family(family, made_up, generator)
+    if not has_gradient:
+        raise ValueError(
+            f"the loss function {family.name} has a gradient of 0 for every token, so it trains "
+            "nothing: no gradient passes detach(), comparisons, rounding, or NumPy"
+        )
 
 
 def check_reducer(aggregation: Custom) -> None:

@@ -168,7 +168,8 @@ OF_DATA_AND_TRAINER = (
     ),
     Metric(
         "zero_advantage_group_fraction",
-        "share of those in which every advantage is 0: nothing is learned from them",
+        "share of those in which every advantage is 0: nothing is learned from them, but with "
+        "advantage=none, which makes all of them 0",
         over="groups",
         healthy="below 0.9 until the task is solved",
         most=0.9,

@@ -292,6 +292,15 @@ def test_a_failure_is_named_with_the_step_since_which_it_holds(columns, name, st
         assert failures[0][1].step == step
 
 
+@pytest.mark.parametrize(("loss", "is_lost"), [("tpo", True), ("custom", True), ("grpo", False)])
+def test_without_advantages_the_reward_is_lost_where_the_loss_reads_rewards(loss, is_lost):
+    columns = {"reward": 1 - HALF, "grad_norm": SPIKES, "zero_advantage_group_fraction": 1.0}
+    run = made_up(**columns)
+    run.config.update({"loss.name": loss, "advantage.estimator": "none"})
+    names = {failure.name for failure, _ in examine(run).failures}
+    assert names == {"gradient spikes"} | ({"reward lost"} if is_lost else set())
+
+
 WALK = np.random.default_rng(0).normal(size=100)
 
 
@@ -381,8 +390,8 @@ def test_the_page_says_what_was_not_looked_for_and_why(tmp_path):
     page = " ".join(diagnose([str(tmp_path / "run")]).split())
     assert "None of the 1 known failures that were looked for." in page
     assert (
-        "Not looked for, with advantage=none: reward lost. A penalty alone trains, such as that of "
-        "a teacher; rewards are only measured."
+        "Not looked for, with advantage=none, and a loss that reads no rewards: reward lost. A "
+        "penalty alone trains, such as that of a teacher; rewards are only measured."
     ) in page
     (values,) = json.loads(diagnose([str(tmp_path / "run")], as_json=True))
     assert [row["failure"] for row in values["means_something_else"]] == ["reward lost"]

@@ -365,7 +365,9 @@ def without_gradient(advantages):
         (without_gradient, {}, "asks for neither log_probs nor log_ratio"),
         (grpo, {"epsilon": 0.1}, "grpo has no epsilon; .* epsilon_low, epsilon_high"),
         (towards_rewards, {}, "Compute its coefficients by pgtoolkit.step_coefficients"),
-        (lambda log_probs: log_probs.sum(), {}, "one number per token"),
+        (lambda log_probs: log_probs.sum(), {}, "a tensor with one number per token"),
+        (lambda log_probs: (log_probs, {"bounds": 0.2}), {}, r"a pair of numbers, .*\(got 0.2\)"),
+        (lambda log_probs: (log_probs, {"bounds": (1.2, 0.8)}), {}, r"\(low, high\) \(got \(1.2"),
         (lambda log_probs, sampling_log_probs: log_probs, {}, "asks for sampling_log_probs"),
     ],
 )
@@ -414,6 +416,10 @@ def centred_by_documents(log_probs, advantages, documents):
     return -documents.spread(mean - mean.mean()) * log_probs
 
 
+def doubles_what_it_is_given(log_probs, advantages):
+    return -advantages.mul_(2) * log_probs
+
+
 def overflows(log_ratio, advantages):
     return -(1000 * log_ratio.abs()).exp() * advantages
 
@@ -424,9 +430,13 @@ def overflows(log_ratio, advantages):
         (centred_by_call, "other tokens. Ask for `documents`"),
         (centred_by_documents, "other documents. Ask for `groups`"),
         (overflows, "not finite where log-ratios are about 0.6"),
+        (doubles_what_it_is_given, "another loss when it is called again"),
+        (lambda log_probs: torch.rand_like(log_probs) * log_probs, "It may draw no random numbers"),
+        (lambda log_probs: -log_probs.detach(), "has a gradient of 0 for every token"),
+        (lambda log_ratio, step: -torch.sign(log_ratio), "has a gradient of 0 for every token"),
     ],
 )
-def test_a_function_that_depends_on_the_cut_is_told_what_to_ask_for(loss, message):
+def test_a_function_that_cannot_train_as_it_says_is_told_why(loss, message):
     with pytest.raises(ValueError, match=message):
         check_function(FunctionLoss(loss))
 

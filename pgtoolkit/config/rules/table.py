@@ -278,19 +278,19 @@ SIGNAL = (
         use="rollout.uninformative=train or advantage=dr_grpo",
     ),
     Rule(
-        "rollout.max_sampling_rounds>1",
+        f"rollout.max_sampling_rounds>1 and {_READS_NO_REWARDS}",
         needs="advantage!=none",
         because=_PENALTIES_ALONE,
         use="rollout.max_sampling_rounds=1 or advantage=dr_grpo",
     ),
     Rule(
-        "rollout.uninformative=drop",
+        f"rollout.uninformative=drop and {_READS_NO_REWARDS}",
         needs="advantage!=none",
         because=_PENALTIES_ALONE,
         use="rollout.uninformative=train or advantage=dr_grpo",
     ),
     Rule(
-        "rollout.retire_at!=null",
+        f"rollout.retire_at!=null and {_READS_NO_REWARDS}",
         needs="advantage!=none",
         because=_PENALTIES_ALONE,
         use="rollout.retire_at=null or advantage=dr_grpo",
