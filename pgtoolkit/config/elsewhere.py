@@ -14,6 +14,8 @@ from pgtoolkit.system.report import text
 NONE = "–"  # noqa: RUF001
 """What stands in a table for a key without an equal."""
 
+_OVERRIDE_WITH_VALUE = re.compile(r"[\w.]+=[^\s{]+(?= |$)")
+
 OVERRIDE = re.compile(r"([\w.]+)(?:=((?:\{[^}]*\}|[^\s{])*))?")
 
 
@@ -192,6 +194,21 @@ def keys_called(name: str) -> list[str]:
     # clip_ratio_low is one of two keys, and epsilon is both.
     ending = name.rpartition(".")[2].rpartition("_")[2]
     return [key for key in keys if key.endswith(f"_{ending}")] or keys
+
+
+def option_called(group: str, word: str) -> str:
+    """Return the overrides for another trainer's name of an option of our group; "" for none.
+
+    word: with underscores, such as `seq_mean_token_mean`. What depends on further keys of theirs is
+    left out.
+    """
+    for table in tables().values():
+        for row in table.rows.values():
+            for _, here in row.cases:
+                for value, typed in here.items() if isinstance(here, dict) else ():
+                    if value.replace("-", "_") == word and typed.startswith(f"{group}="):
+                        return " ".join(_OVERRIDE_WITH_VALUE.findall(typed))
+    return ""
 
 
 def keys_mentioned(name: str, group: str) -> list[str]:

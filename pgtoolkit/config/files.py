@@ -119,7 +119,11 @@ def taken_names(sweep_file: Path | None = None) -> list[str]:
     Such files lie in the user's folder, or beside the file of a sweep. Hydra would take them in one
     command and pgtoolkit's in another. On some disks names that differ in capitals are one.
     """
-    folders = {own_folder(), sweep_file and sweep_file.parent} - {None, _shipped("sweeps")}
+    folders = {own_folder(), sweep_file and sweep_file.parent} - {
+        None,
+        _shipped("sweeps"),
+        config_directory(),
+    }
     problems = []
     for folder in sorted(filter(None, folders)):
         for file in _files_of_options(folder):

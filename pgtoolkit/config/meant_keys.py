@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from omegaconf import DictConfig
 
 from pgtoolkit.config.conditions import holds, singles
-from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
+from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as, option_called
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.keys import KEYS, fits, in_words, is_own_code, key_named, keys_of
@@ -30,13 +30,26 @@ from pgtoolkit.config.schema import default_options
 from pgtoolkit.system.declared import REQUIRED, Key
 from pgtoolkit.system.report import nearest, text
 
-OPTIONS_ALSO_CALLED = {"ppo": "loss=grpo", "pg": "loss=reinforce", "vanilla": "loss=reinforce"}
+OPTIONS_ALSO_CALLED = {
+    "ppo": "loss=grpo",
+    "pg": "loss=reinforce",
+    "vanilla": "loss=reinforce",
+    "tis": "correction=token_truncate",
+    "mis": "correction=token_mask",
+    "zero3": "parallelism=fsdp",
+    "deepspeed": "parallelism=fsdp",
+}
 """Name that the field has for an option -> our name of it."""
 
-_COUNTED_OTHERWISE = ("epochs", "micro_batch", "microbatch")
+_COUNTED_OTHERWISE = ("epochs", "micro_", "microbatch")
 """Parts of words whose numbers are of another unit than the key that comes nearest."""
 
-_SWITCHED_ON = {"kl": "kl=k3 kl.reference=initial", "debug": "debug=short"}
+_SWITCHED_ON = {
+    "kl": "kl=k3 kl.reference=initial",
+    "debug": "debug=short",
+    "critic": "advantage=gae",
+    "evaluation": "evaluation.every=20",
+}
 """Group -> the overrides that switch it on, for the words for true."""
 
 _TAKES_PATH = {
@@ -261,13 +274,13 @@ def _similar(
     """Return the override of the most similar key of the same group, else of a similar group, else
     of a similar key of another group; None if nothing is similar."""
     group, _, leaf = name.rpartition(".")
+    if known_as(leaf if group in groups else name):
+        return None  # the name of another trainer, which is explained
     keys = [known for known in keys_of(config) if not known.option]
     leaf_in_group = nearest(leaf, [known.leaf for known in keys if known.group == group], 0.6)
     if leaf_in_group is not None:
         key = key_named(f"{group}.{leaf_in_group}".lstrip("."), config)
         return None if key is None else with_value(config, key, value)
-    if known_as(leaf if group in groups else name):
-        return None  # the name of another trainer, which is explained
     near_group = nearest(group or name, groups, 0.7)
     if near_group is not None and group:
         meant = f"{near_group}.{leaf}"
@@ -302,6 +315,8 @@ def option_meant(
             return f"{group}={name}"
     if short in OPTIONS_ALSO_CALLED or clean in FORMER_TASKS:
         return OPTIONS_ALSO_CALLED.get(short) or FORMER_TASKS[clean]
+    if group == "evaluation" and short in (*NOTHING_WORDS, *FALSE_WORDS):
+        return "evaluation.every=0"
     if short in NOTHING_WORDS or short in FALSE_WORDS:
         nothing = "none" if "none" in names else "null"
         is_said = nothing in names or group in OPTIONAL
@@ -310,9 +325,15 @@ def option_meant(
         return _SWITCHED_ON[group]
     if group == "task" and is_own_code("loss", clean):
         return _own_task(clean)
+    with_part = [name for name in names if short in name.split("_")]
+    if with_part:
+        return f"{group}={nearest(short, with_part, 0) or with_part[0]}"
     elsewhere = [other for other in groups if clean in groups[other] and clean != "none"]
     if elsewhere:
         return f"{elsewhere[0]}={clean}"
+    theirs = option_called(group, short)
+    if theirs:
+        return theirs
     number = next((key for key in KEYS if key.name == f"{group}.coefficient"), None)
     if number is not None and re.fullmatch(r"[\d.,e+-]+", clean):
         return with_value(config, number, clean)

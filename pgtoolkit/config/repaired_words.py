@@ -87,6 +87,8 @@ def use_for(words: str, config: DictConfig, groups: Mapping[str, Sequence[str]])
     uses = []
     for part in _SEVERAL.split(plain):
         uses.append(_use_for_one(part, config, groups))
+    if any(use.startswith("pgtk -m ") for use in uses):
+        uses = ["pgtk -m", *(use.removeprefix("pgtk -m ") for use in uses)]
     return " ".join(dict.fromkeys(uses))
 
 

@@ -144,6 +144,7 @@ VARIABLES = (
     Word("WANDB_NAME", "the name of the run, where `tracking.run_name` is not typed"),
     Word("WANDB_RUN_ID", "not followed: the id is that of `status.json`"),
     Word("WANDB_RESUME", "not followed: `pgtk resume` goes on with the same run"),
+    Word("WANDB_DISABLED", "not followed: `tracking=none` tracks nothing"),
     Word("WANDB_DIR", "not followed: the record lies in the run directory"),
     Word(
         "WANDB_MODE",

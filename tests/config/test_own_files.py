@@ -8,6 +8,7 @@ from builders.quick import with_slow_between
 from builders.refusals import refusal
 
 from pgtoolkit.cli import main
+from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.hydra_files import _compose_cached
 from pgtoolkit.launch.check import check, problems
 
@@ -58,6 +59,10 @@ def test_every_command_knows_the_folder_of_own_options_wherever_it_is_named(
         assert main(line) == 0
         printed = capsys.readouterr().out
         assert {"--help": "  long"}.get(typed[0], "1234") in printed
+
+
+def test_the_folder_of_pgtoolkit_s_own_options_may_be_named(capsys):
+    assert main(["check", "sweep", "clip_range", f"--config-dir={config_directory()}"]) == 0
 
 
 def test_a_folder_of_own_options_that_is_none_is_refused(capsys, monkeypatch):

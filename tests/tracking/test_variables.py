@@ -63,6 +63,13 @@ def here(tmp_path, monkeypatch):
             [],
         ),
         (STORE | EXPERIMENT, ["tracking=none"], None, [], []),
+        (
+            {"MLFLOW_TRACKING_URI": "databricks"},
+            [],
+            "databricks",
+            ["pgtoolkit"],
+            ["MLFLOW_TRACKING_URI: metrics go to databricks."],
+        ),
         (STORE | EXPERIMENT, ["tracking=tensorboard"], None, [], []),
         (
             {"MLFLOW_EXPERIMENT_ID": "7", "MLFLOW_RUN_ID": "8", "WANDB_RUN_ID": "9"},
@@ -77,13 +84,14 @@ def here(tmp_path, monkeypatch):
             ],
         ),
         (
-            {"WANDB_DIR": "elsewhere", "WANDB_RESUME": "must"},
+            {"WANDB_DIR": "elsewhere", "WANDB_RESUME": "must", "WANDB_DISABLED": "true"},
             ["tracking=wandb"],
             None,
             ["pgtoolkit"],
             [
                 "WANDB_RESUME is not followed here. Use pgtk resume RUN, since a run is its "
                 "directory.",
+                "WANDB_DISABLED is not followed here. Use tracking=none.",
                 "WANDB_DIR is not followed here. Use hydra.run.dir=FOLDER, since the record lies "
                 "in the run's directory.",
             ],

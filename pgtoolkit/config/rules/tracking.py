@@ -59,6 +59,7 @@ _NOT_FOLLOWED = {
     "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": ("mlflow", "tracking.system_metrics=true"),
     "WANDB_RUN_ID": ("wandb", "pgtk resume RUN, since a run is its directory"),
     "WANDB_RESUME": ("wandb", "pgtk resume RUN, since a run is its directory"),
+    "WANDB_DISABLED": ("wandb", "tracking=none"),
     "WANDB_DIR": ("wandb", "hydra.run.dir=FOLDER, since the record lies in the run's directory"),
 }
 """Variable -> the tracker that would follow it elsewhere, and what to use here."""
@@ -108,7 +109,7 @@ def address_of_store(key: str, uri: str, report: Report) -> None:
     key: the key, flag or variable that holds it.
     """
     try:
-        scheme = urlsplit(uri).scheme.partition("+")[0]
+        scheme = (urlsplit(uri).scheme or uri).partition("+")[0]
     except ValueError:  # such as a bracket that is not closed
         scheme = None
     use = f"{'tracking.uri' if key == STORE_VARIABLE else key}={DEFAULT_STORE}"
@@ -117,7 +118,7 @@ def address_of_store(key: str, uri: str, report: Report) -> None:
             setting=f"{key}={uri}",
             needs="sqlite:///FILE, http(s)://HOST:PORT or a database",
             got=uri,
-            reason="MLflow refuses plain files as a store.",
+            reason="MLflow knows no other stores, and refuses plain files.",
             use=use,
         )
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
