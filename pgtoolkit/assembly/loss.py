@@ -146,8 +146,8 @@ def _of_function(
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(
             f"{setting} needs a function of log_probs or log_ratio that returns a loss of each "
-            f"token, document or group (got: {shortened(_said(error), 2000)}). docs/losses.md shows "
-            "an example."
+            f"token, document or group (got: {shortened(_said(error), 2000)}). docs/losses.md "
+            "shows an example."
         ) from error
     finally:
         state.restore(setting)

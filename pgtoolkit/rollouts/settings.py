@@ -692,8 +692,8 @@ OPTIONS = {
         ),
         "none": Option(
             AdvantageSettings,
-            help="0 everywhere: what trains is a loss that compares rewards itself (tpo, lpo), or a "
-            "penalty, such as kl=k3_ratio against a teacher (distillation).",
+            help="0 everywhere: what trains is a loss that compares rewards itself (tpo, lpo), or "
+            "a penalty, such as kl=k3_ratio against a teacher (distillation).",
             base="dr_grpo",
         ),
         "given": Option(
