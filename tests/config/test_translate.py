@@ -206,6 +206,42 @@ TRL = [
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"task.chat_arguments": {"enable_thinking": False}},
     ),
+    # Numbers that are taken as they are, each by its own key.
+    (
+        {"adam_beta1": 0.8, "adam_beta2": 0.97, "adam_epsilon": 1e-7, "learning_rate": 2e-6}
+        | {"weight_decay": 0.02, "max_grad_norm": 0.3, "gradient_checkpointing": False},
+        {"optimizer.beta1": 0.8, "optimizer.beta2": 0.97, "optimizer.epsilon": 1e-7}
+        | {"optimizer.learning_rate": 2e-6, "optimizer.weight_decay": 0.02}
+        | {"optimizer.max_grad_norm": 0.3, "model.gradient_checkpointing": False},
+    ),
+    (
+        {"dataset_name": "a/b", "dataset_config": "c", "dataset_train_split": "d", "run_name": "e"}
+        | {"save_total_limit": 3, "use_vllm": True, "vllm_mode": "colocate"}
+        | {"vllm_gpu_memory_utilization": 0.4},
+        {"task.path": "a/b", "task.config": "c", "task.split": "d", "tracking.run_name": "e"}
+        | {"trainer.keep_checkpoints": 3, "sampler.gpu_memory_share": 0.4},
+    ),
+    (
+        {"loss_type": "vespo", "vespo_k_pos": 2.1, "vespo_k_neg": 2.2}
+        | {"vespo_lambda_pos": 2.3, "vespo_lambda_neg": 2.4},
+        {"loss.power_positive": 2.1, "loss.power_negative": 2.2}
+        | {"loss.decay_positive": 2.3, "loss.decay_negative": 2.4},
+    ),
+    (
+        {"loss_type": "vespo"},
+        {"loss.power_positive": 2, "loss.power_negative": 3}
+        | {"loss.decay_positive": 3, "loss.decay_negative": 2},
+    ),
+    ({"loss_type": "sapo", "sapo_temperature_pos": 1.3}, {"loss.temperature_positive": 1.3}),
+    (
+        {"beta": 0.04, "sync_ref_model": True},
+        {"kl.update_every": 512, "kl.update_rate": 0.6},
+    ),
+    ({"top_entropy_quantile": 0.2}, {"entropy.top_fraction": 0.2}),
+    (
+        {"top_entropy_quantile": 0.2, "gradient_accumulation_steps": 2},
+        {"top_entropy_quantile": "left", "entropy.top_fraction": None},
+    ),
 ]
 
 
@@ -384,6 +420,42 @@ VERL = [
         {"accumulation.max_tokens": 12000, "rollout.max_completion_length": 9000},
     ),
     ({"trainer.logger": ["console"], "trainer.project_name": "p"}, {"tracking": "none"}),
+    *(
+        ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": name}, {"kl": kind})
+        for name, kind in {"kl": "k1", "k2": "k2", "kl+": "k2", "abs+": "k2"}.items()
+    ),
+    *(
+        ({"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": name}, {"kl": kind})
+        for name, kind in {"kl+": "k1", "mse+": "k2", "low_var_kl": "k3"}.items()
+    ),
+    ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}, {"aggregation": "sample_mean"}),
+    ({f"{ACTOR}.policy_loss.loss_mode": "gpg"}, {"loss": "reinforce"}),
+    ({"algorithm.adv_estimator": "rloo"}, {"advantage": "rloo"}),
+    ({"algorithm.adv_estimator": "opo"}, {"advantage": "opo"}),
+    ({"algorithm.adv_estimator": "grpo_vectorized"}, {"advantage": "grpo"}),
+    # Numbers that are taken as they are, each by its own key.
+    (
+        GAE | {"algorithm.gamma": 0.9, "algorithm.lam": 0.8, "critic.cliprange_value": 0.4},
+        {"advantage.gamma": 0.9, "advantage.gae_lambda": 0.8, "critic.clip": 0.4},
+    ),
+    (
+        {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora_alpha": 32}
+        | {"actor_rollout_ref.model.enable_gradient_checkpointing": False}
+        | {f"{ACTOR}.optim.clip_grad": 0.3, "trainer.max_actor_ckpt_to_keep": 4},
+        {"model.lora_rank": 8, "model.lora_alpha": 32, "model.gradient_checkpointing": False}
+        | {"optimizer.max_grad_norm": 0.3, "trainer.keep_checkpoints": 4},
+    ),
+    (
+        {"data.prompt_key": "q", "data.apply_chat_template_kwargs": {"enable_thinking": False}}
+        | {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.max_num_seqs": 99}
+        | {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.6},
+        {"task.prompt_field": "q", "task.chat_arguments": {"enable_thinking": False}}
+        | {"sampler.max_sequences": 99, "sampler.gpu_memory_share": 0.6},
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_pos": 1.2},
+        {"loss.temperature_positive": 1.2},
+    ),
 ]
 
 
@@ -499,7 +571,7 @@ list=(x.y=1 'z w' "$one" # and
   ${nothing-last})
 list+=(more)
 export number=$((7 / 2)) other=\\$one
-command first $one "$one" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
+command first $one "$one" "${one:-other}" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
   --flag $unset_before "$other" "a\\
 b" c\\ d 2>/dev/null
 """.replace("\\\\", "\\")
