@@ -12,7 +12,7 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.bases import refuse_other_measures
-from pgtoolkit.comparison.common_measure import kinds_of
+from pgtoolkit.comparison.common_measure import differences, kinds_of, why_unlike
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.reports import as_json, write
@@ -76,6 +76,7 @@ TRAINING = [
     ("task.num_digits", 6, 4, "decides which prompts are asked"),
     ("task.verifier", "exact_match", "math_verify", "decides what a completion scores"),
     ("task.system_prompt", None, "Think.", "decides which prompts are asked"),
+    ("task.verifiers.judge.weight", 1.0, 0.5, "decides what a completion scores"),
     ("trainer.stop_at", None, 0.5, "ends a run by a number that is measured"),
 ]
 
@@ -101,6 +102,12 @@ def test_a_length_punishment_is_compared_by_exact_answers_and_not_by_the_reward_
     by_reward = compare(runs, "final:reward")
     assert verdicts(by_reward) == ["no common measure"]
     assert "Use --metric=exact_match." in " ".join(render_comparison(by_reward).split())
+
+
+def test_of_two_options_with_keys_of_their_own_the_option_alone_is_a_reason():
+    runs = two_arms({"task.num_digits": 6}, {"task.name": "sums", "task.num_terms": 3})
+    reasons = differences(runs[0], runs[-1], "exact_match", ignore_code=False)
+    assert [why.name for why in reasons] == ["task"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +139,23 @@ def test_of_prompts_that_the_policy_itself_selects_no_number_of_training_gives_a
         run.columns[PASS] = run.columns["exact_match"]
     held_out = by_final(runs)
     assert (held_out.metric, verdicts(held_out)) == (PASS, ["worse"])
+
+
+def test_keys_of_selection_at_their_defaults_select_nothing():
+    select_nothing = {"rollout.uninformative": "train", "rollout.max_sampling_rounds": 1}
+    runs = two_arms({**select_nothing, "loss.name": "a"}, {**select_nothing, "loss.name": "b"})
+    assert verdicts(by_final(runs)) == ["worse"]
+
+
+def test_a_key_of_the_blocks_is_a_reason_only_where_there_is_no_other():
+    first = [run_of(0, 0.5, {"task.num_digits": 4, "rollout.temperature": 1.0})]
+    second = [run_of(1, 0.4, {"task.num_digits": 6, "rollout.temperature": 0.5})]
+    over = ["task.num_digits"]
+    reasons = why_unlike(first, second, "exact_match", without=over)
+    assert [why.name for why in reasons] == ["rollout.temperature"]
+    second[0].config["rollout.temperature"] = 1.0
+    reasons = why_unlike(first, second, "exact_match", without=over)
+    assert [why.name for why in reasons] == over
 
 
 def test_recorded_completions_say_nothing_of_the_policies_that_train_on_them():
