@@ -571,8 +571,8 @@ list=(x.y=1 'z w' "$one" # and
   ${nothing-last})
 list+=(more)
 export number=$((7 / 2)) other=\\$one
-command first $one "$one" "${one:-other}" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
-  --flag $unset_before "$other" "a\\
+command first $one "$one" "${list[@]}" ${list[@]} k="$both" "['$one', '$number']" '$one' \\
+  --flag $unset_before "$other" "${one:-other}" "a\\
 b" c\\ d 2>/dev/null
 """.replace("\\\\", "\\")
     printed = subprocess.run(
