@@ -12,8 +12,14 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import LoadTokenizer
 from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
-from pgtoolkit.rollouts.settings import AdvantageSettings, RecordedRolloutSettings, RolloutSettings
+from pgtoolkit.rollouts.settings import (
+    AdvantageEstimator,
+    AdvantageSettings,
+    RecordedRolloutSettings,
+    RolloutSettings,
+)
 from pgtoolkit.tasks.settings import TaskSettings
+from pgtoolkit.training.whole_step import of_whole_step
 
 
 def estimator_of(
@@ -48,6 +54,12 @@ def recorded_rollouts(
         **dict.fromkeys(TOP_VECTORS, loss.family.score_centering),
     }
     assert isinstance(config.rollout, RecordedRolloutSettings)
+    instead_of_parts = None
+    if of_whole_step(loss):
+        has_none = config.advantage.estimator == AdvantageEstimator.none
+        instead_of_parts = "loss=grpo advantage=dr_grpo" if has_none else "loss=grpo"
+    elif loss.aggregation.by_sign:
+        instead_of_parts = "aggregation=prompt_mean"
     return RecordedRollouts(
         config.rollout,
         estimator_of(config.advantage, config.rollout, config.task),
@@ -60,4 +72,6 @@ def recorded_rollouts(
         layout=layout,
         run_dir=run_dir,
         tokenizer=tokenizer,
+        one_advantage=loss.aggregation.by_sign,
+        instead_of_parts=instead_of_parts,
     )

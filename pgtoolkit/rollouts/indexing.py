@@ -241,7 +241,8 @@ class Indexing:
         return imitates
 
     def _check_attempts(self) -> None:
-        """Check that the documents of a trajectory have the same reward, and the same outcome."""
+        """Check that the documents of a trajectory have the same reward and the same outcome, and
+        that the loss takes trajectories of several."""
         for name in ("reward", "exact_match", "score_failed"):
             values = self._rows[name]
             first = values[self._first]
@@ -253,6 +254,14 @@ class Indexing:
                     f"is not that of {self._label(self._first[index])}, a row of the same "
                     f"trajectory. An attempt has one {name}. Let all of its rows repeat it, or "
                     "leave the trajectory out",
+                )
+        if self.rules.instead_of_parts is not None:
+            for index in np.flatnonzero(self._rows["trajectory"] >= 0):
+                self._refuse(
+                    index,
+                    "trajectory",
+                    "is given, and the loss takes attempts of one document each. Leave the column "
+                    f"out if each has one, or use {self.rules.instead_of_parts}",
                 )
         self._problems.raise_if_any()
 

@@ -47,6 +47,8 @@ class RecordedRollouts(Source):
     layout: the ranks. The first one reads the files for the index and gives it to the others.
     run_dir: the index is kept there; None: nowhere.
     tokenizer: gives the model's tokenizer and its end-of-sequence tokens, for rows of texts.
+    one_advantage: with `given`, whether all tokens of a row need the same advantage.
+    instead_of_parts: see `Rules`.
 
     The constructor has every row read once, unless the run has an index of these files, and raises
     DataError for what cannot be trained on. The index has about 90 bytes per document, among them a
@@ -69,6 +71,8 @@ class RecordedRollouts(Source):
     layout: Layout = ONE_PROCESS
     run_dir: Path | None = None
     tokenizer: LoadTokenizer | None = None
+    one_advantage: bool = False
+    instead_of_parts: str | None = None
 
     def __post_init__(self) -> None:
         self._rules = self._rules_for_rows()
@@ -139,6 +143,8 @@ class RecordedRollouts(Source):
             max_completion_length=self.config.max_completion_length,
             too_long=self.config.too_long,
             texts=texts,
+            one_advantage=self.one_advantage and self.estimator.name == AdvantageEstimator.given,
+            instead_of_parts=self.instead_of_parts,
         )
 
     def _required_fields(self) -> list[str]:

@@ -37,6 +37,9 @@ class Rules:
     max_tokens: the longest document that fits; None: any length. too_long: what happens to a longer
         one.
     texts: makes tokens of texts; None: rows have tokens.
+    one_advantage: whether all tokens of a row need the same advantage.
+    instead_of_parts: what to type where rows have trajectories, which the loss does not take; None:
+        it does.
     """
 
     vocabulary_size: int
@@ -45,6 +48,8 @@ class Rules:
     max_completion_length: int | None = None
     too_long: TooLong = TooLong.refuse
     texts: Conversations | None = field(default=None, repr=False)
+    one_advantage: bool = False
+    instead_of_parts: str | None = None
 
 
 class RecordedRow(SimpleNamespace):
@@ -260,6 +265,15 @@ def _advantage(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | No
     place = _first(np.abs(advantages) > MAX_REWARD)
     if place is not None:
         raise Unusable(f"at position {place} {reward_problem(float(advantages[place]))}")
+    if rules.one_advantage and row.loss_mask is not None:
+        of_trained = advantages[row.loss_mask]
+        place = _first(of_trained != of_trained[:1])
+        if place is not None:
+            raise Unusable(
+                f"is {of_trained[0]:g} and {of_trained[place]:g} at trained tokens. Completions "
+                "are counted by the sign of their advantage, which has to be one. Use "
+                "aggregation=prompt_mean"
+            )
     return advantages
 
 

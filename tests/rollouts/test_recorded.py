@@ -171,6 +171,18 @@ def test_without_group_ids_and_group_size_each_document_is_a_group_of_its_own(tm
     assert groups_of(rollouts) == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_loss_by_the_sign_of_advantages_needs_one_for_each_row(tmp_path):
+    advantages = [[9.0, 9.0, 0.5, 0.5, 0.5], 0.5, [0.0, 0.0, 0.5, 0.25, 0.5]]
+    rows = [good_row(i, advantage=advantage) for i, advantage in enumerate(advantages)]
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    assert recorded_rollouts(path, "given").num_documents == 3
+    assert recorded_rollouts(path, one_advantage=True).num_documents == 3  # made of rewards
+    with pytest.raises(DataError, match=r"is 0\.5 and 0\.25 at .*prompt_mean") as raised:
+        recorded_rollouts(path, "given", one_advantage=True)
+    assert str(raised.value).count("r.jsonl:3:advantage") == 1
+    assert "r.jsonl:1:" not in str(raised.value)
+
+
 def test_groups_of_another_size_than_group_size_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", rows_of([5, 5, 6, 5, 6]))
     with pytest.raises(
@@ -273,6 +285,15 @@ def test_the_documents_of_a_trajectory_must_have_the_same_reward_and_exact_match
     second |= {"advantage": 1.0, "exact_match": False}
     with pytest.raises(DataError, match=r"r\.jsonl:2:exact_match: is not that of r\.jsonl:1"):
         recorded_rollouts(write_jsonl(path, [first, second]), "given")
+
+
+def test_trajectories_that_the_loss_does_not_take_are_refused_by_their_rows(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", TRAJECTORIES)
+    with pytest.raises(
+        DataError, match=r"r\.jsonl:1:trajectory: is given.*or use loss=grpo"
+    ) as got:
+        recorded_rollouts(path, instead_of_parts="loss=grpo")
+    assert "the same in 5 rows more" in str(got.value)
 
 
 def test_a_trajectory_that_is_neither_an_integer_nor_a_text_is_refused(tmp_path):
