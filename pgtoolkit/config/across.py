@@ -97,6 +97,7 @@ CONDITIONS: Mapping[str, Declared] = {
         "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
         "are gone.",
     },
+    "sampler.keep_top": {"learns": "loss.score_centering=true"},
     "rollout.chat": _NEEDS_TOKENIZER,
     "rollout.trained_turns": _NEEDS_TOKENIZER,
     "rollout.too_long": {

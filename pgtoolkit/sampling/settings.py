@@ -37,7 +37,6 @@ class SamplerSettings:
         "rollout.save_path records them; 0: none.",
         least=0,
         most=1024,
-        learns="loss.score_centering=true",
         added=True,
         alters=Alters.nothing,
     )

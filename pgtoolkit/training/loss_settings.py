@@ -202,6 +202,10 @@ class EntropySettings:
         added=True,
     )
 
+    def __post_init__(self) -> None:
+        if self.top_fraction == 1:  # All tokens are kept, as without it.
+            object.__setattr__(self, "top_fraction", None)
+
 
 def _schema_of(kind: type, base: type) -> type:
     """Return a dataclass of a family's or correction's keys: those of `base` and its parameters."""

@@ -46,3 +46,16 @@ def test_the_interpreter_of_triton_needs_its_package(monkeypatch):
 def test_top_p_of_one_is_the_configuration_without_it():
     assert compose(["rollout.top_p=1"]).config == compose([]).config
     assert compose(["rollout.top_p=0.9"]).config != compose([]).config
+
+
+def test_a_share_of_one_by_entropy_is_the_configuration_without_it():
+    assert compose(["entropy.top_fraction=1"]).config == compose([]).config
+    assert compose(["entropy.top_fraction=0.9"]).config != compose([]).config
+
+
+def test_a_bound_below_every_factor_is_noted():
+    for correction in ("token_truncate", "token_mask", "sequence_mask"):
+        overrides = [f"correction={correction}", "correction.low=0"]
+        notes = validated(compose(overrides))[1].notes
+        assert "correction.low=0 bounds nothing, as null: no factor is smaller." in notes
+    assert validated(compose(["correction=token_mask"]))[1].notes == []

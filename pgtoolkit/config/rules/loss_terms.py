@@ -101,7 +101,9 @@ def correction(c: Config, report: Report) -> Config:
     c = with_values(c, {name: report.default_of(name) for name in unused})
     low = getattr(c.correction, "low", None)
     high = getattr(c.correction, "high", None)
-    if low is not None and low > high:
+    if low == 0:
+        report.note("correction.low=0 bounds nothing, as null: no factor is smaller.")
+    elif low is not None and low > high:
         report.refuse_value(
             key="correction.low",
             value=low,
