@@ -27,6 +27,9 @@ OURS = {*options(), "hydra", "seed"}
 OF_LIGHTNING = {"callback_metrics", "current_epoch", "global_step", "should_stop"}
 """Attributes of Lightning's trainer, which docs/configuration.md names as `trainer.NAME`."""
 
+OF_PYTHON = {"compose"}
+"""Functions of `pgtoolkit.experiment`, which docs/python.md names as `experiment.NAME`."""
+
 
 def words_to_type() -> dict[str, str]:
     """Return what the docs tell to type, each with a page that does: commands and their flags, keys
@@ -41,7 +44,9 @@ def words_to_type() -> dict[str, str]:
                 words.setdefault(word, file.name)
         for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)):
             key = re.fullmatch(r"([a-z]\w*)([./]\w+)*(=.*)?", code)
-            if (key is not None and is_ours(code)) or re.fullmatch(r"[A-Z]+_[A-Z_]+(=\S*)?", code):
+            if (key is not None and is_ours(code)) or re.fullmatch(
+                r"(?!UNSLOTH)[A-Z]+_[A-Z_]+(=\S*)?", code
+            ):
                 words.setdefault(code, file.name)
     return words
 
@@ -60,7 +65,7 @@ def is_ours(code: str) -> bool:
     name = code.partition("=")[0]
     group, _, leaf = name.partition(".")
     is_path = "/" in name and not name.startswith("hydra/")
-    return group.partition("/")[0] in OURS and leaf not in OF_LIGHTNING and not is_path
+    return group.partition("/")[0] in OURS and leaf not in OF_LIGHTNING | OF_PYTHON and not is_path
 
 
 def test_every_word_that_the_docs_tell_to_type_is_explained():
