@@ -100,7 +100,8 @@ class Run:
             return np.empty((2, 0))
         both = np.array([self.columns[axis], self.columns[metric]])
         both = both[:, ~np.isnan(both).any(0)]
-        if axis != "documents_seen" or metric.startswith(HELD_OUT):
+        has_passes = int(str(self.config.get("rollout.passes") or 1)) > 1
+        if axis != "documents_seen" or metric.startswith(HELD_OUT) or not has_passes:
             return both
         x, numbers = np.unique(both[0], return_inverse=True)
         if x.size == both[0].size:

@@ -46,7 +46,7 @@ def run_of(
 
 def test_several_passes_over_the_same_documents_are_one_point_of_a_curve():
     """Two batches of two steps, which are trained again in pass two."""
-    run = run_of([1, 2, 3, 4, 5, 6, 7, 8], metric="kl_new_old")
+    run = run_of([1, 2, 3, 4, 5, 6, 7, 8], metric="kl_new_old", **{"rollout.passes": 2})
     run.columns["documents_seen"] = np.array([4.0, 8, 8, 8, 12, 16, 16, 16])
     run.columns[HELD_OUT] = np.array([np.nan, 0.1, np.nan, 0.3, np.nan, 0.5, np.nan, 0.7])
     assert run.points("documents_seen", "kl_new_old").tolist() == [[4, 8, 12, 16], [1, 3, 5, 7]]

@@ -128,6 +128,10 @@ def objects_with_defaults() -> Iterator[tuple[str, Family | Correction, dict[str
                         more["factor"] = "one"  # it has no factor of the document
                     if value == "squared_log_ratio":
                         more |= {"delta_low": 0.3, "delta_high": 0.4}  # it has no usual bounds
+                    if value in ("k2", "k3"):
+                        more["threshold"] = 0.1  # it has no usual one
+                        if "factor" in {field.name for field in fields(kind)}:
+                            more["factor"] = "one"
                     yield group, kind(**more), {"name": name, **more}
 
 

@@ -94,7 +94,7 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("teacher", "kl.reference: a key"),
         ("trajectory", "trajectory, a column of recorded rollouts the same for all documents"),
         ("exit status 75", "in a script: Starts it again with `pgtk resume`"),
-        ("loss_agg_mode", "aggregation=token_mean: verl loss_agg_mode `token-mean` (default)"),
+        ("loss_agg_mode", "aggregation=token_mean: verl loss_agg_mode"),
         ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
@@ -120,7 +120,7 @@ def test_a_word_has_its_explanation(words, explanation):
 
 
 @pytest.mark.parametrize(
-    ("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")]
+    ("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entrpy", "entropy")]
 )
 def test_an_unknown_word_is_answered_with_the_nearest(capsys, word, near):
     assert refusal(capsys, "explain", word).endswith(f"Use pgtk explain {near}.\n")

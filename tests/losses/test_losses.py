@@ -290,7 +290,7 @@ def test_weight_sum_equals_the_sum_of_the_weights(aggregation):
     mask = case.labels >= 0
     chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
     documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
-    weights = chosen.weights(totals, documents, mask, case.group_index, None)
+    weights = chosen.weights(totals, documents, mask, case.group_index, None, case.advantages)
     assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
     expected = {
         "sample_mean": 5 / 6,

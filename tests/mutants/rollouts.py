@@ -206,9 +206,10 @@ def asynchronous_batches_are_one_step_too_old(right, rollout, accumulation):
 
 @mutant("rollouts.batch_counts:steps_before")
 def a_batch_that_is_carried_over_counts_from_its_start(
-    right, number, position, batch_size, accumulation
+    right, number, position, batch_size, accumulation, passes, passes_done
 ):
-    return right(number, position // batch_size * batch_size, batch_size, accumulation)
+    begin = position // batch_size * batch_size
+    return right(number, begin, batch_size, accumulation, passes, passes_done)
 
 
 @mutant("rollouts.sampled:SampledRollouts.state_dict")
