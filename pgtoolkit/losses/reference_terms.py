@@ -113,7 +113,10 @@ def normalized(
     else:
         rho = [corrected[t][0] for tokens in trained for t in tokens]
     mean = math.fsum(rho) / len(rho)
-    return {t: (x / mean if mean else 0.0, *others) for t, (x, *others) in corrected.items()}
+    return {
+        t: (rho_t / mean if mean else 0.0, outside, clamped)
+        for t, (rho_t, outside, clamped) in corrected.items()
+    }
 
 
 def mismatch(

@@ -244,8 +244,8 @@ def on_policy_documents_get_a_second_forward_pass(right, self, documents):
 
 
 @mutant("losses.objective:Objective.at")
-def on_policy_old_log_probs_are_shifted_by_one_token(right, self, log_probs):
-    return right(self, log_probs.roll(1))
+def on_policy_old_log_probs_are_shifted_by_one_token(right, self, log_probs, top_log_probs=None):
+    return right(self, log_probs.roll(1), top_log_probs)
 
 
 @mutant("rollouts.recording:row_of")

@@ -436,7 +436,7 @@ def centred_by_loops(new, old, sampled, rewards):
     [
         (("loss=tpo", "loss.log_prob=mean"), lambda *v: group_formulas.tpo(*v, log_prob="mean")),
         (("loss=lpo",), group_formulas.lpo),
-        (("loss=rollouts.test_passes.centred",), centred_by_loops),
+        (("loss=rollouts.test_several_passes.centred",), centred_by_loops),
     ],
 )
 def test_a_loss_of_groups_is_that_of_loops_in_each_pass(loss, formula):
