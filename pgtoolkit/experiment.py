@@ -9,8 +9,8 @@
     experiment.compare(runs)
 
 What the functions return shows itself in a notebook. What the command refuses is an exception here,
-with the same message. Training, checks and sweeps run in processes of their own, and leave this one
-as it is; importing this module loads no torch.
+with the same message. Training, checks and sweeps run in processes of their own, and change
+nothing in this one; importing this module loads no torch.
 
 For programs that compose by Hydra: this module registers the types and resolvers of conf/, which
 lies in CONFIG_DIRECTORY, so that `hydra.compose` works on it.
@@ -199,7 +199,7 @@ def train(config: Configuration, directory: str | Path | None = None) -> Run:
     """Train, and return the run.
 
     directory: of the run. A run of this configuration that has begun there goes on, and one that is
-        done stays as it is, as by `pgtk continue`. None for a new one below outputs/.
+        done is left alone, as by `pgtk continue`. None for a new one below outputs/.
 
     Interrupting it, as by the kernel's button, finishes the step, saves a checkpoint and raises
     Interrupted; the same call with this directory goes on from there.

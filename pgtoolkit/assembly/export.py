@@ -391,7 +391,7 @@ def card(config: Config, run_dir: Path, step: int, chat_template: str | None) ->
 def _changes_on_the_way(run_dir: Path, step: int, config: dict) -> str:
     """Return a sentence on the keys whose values were others for some of the steps; "" for none.
 
-    step: the last one. config: as it is in config.yaml.
+    step: the last one. config: that of config.yaml.
     """
     history = trained_with(run_dir, known_provenance(run_dir), step)
     values = dict(leaves(config))

@@ -139,7 +139,7 @@ Computed = ByWeights | ByCondition | ByScores | SameAs
 
 
 def number(value: float | str) -> str:
-    """Return a number as one types it in YAML: 7, 1.0, 0.28, 3e-4; a name as it is."""
+    """Return a number as one types it in YAML: 7, 1.0, 0.28, 3e-4; a name unchanged."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, float) and 0 < abs(value) <= 1e-3:

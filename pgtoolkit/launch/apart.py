@@ -1,5 +1,5 @@
 """Calls a function in a process of its own, so that the one that asks, such as the kernel of a
-notebook, stays as it is.
+notebook, does not change.
 
 Training sets seeds, threads, handlers of signals and more of its process, and depends on them. In a
 process of its own it is what the command `pgtk` makes of it, whatever the caller has set.

@@ -73,7 +73,7 @@ class Progress:
             self._renewed.show(step, self._line.renewed(step, metrics))
 
     def end(self) -> None:
-        """Leave the line of a terminal as it is, and end it."""
+        """End the line of a terminal, and leave it there."""
         if self._renewed is not None:
             self._renewed.close()
         self._renewed = None

@@ -197,7 +197,7 @@ class RenewedLine:
     def close(self, leave: bool = True) -> None:
         """Stop renewing the line; what is printed from here on appears below it.
 
-        leave: whether the line stays as it is now, or is erased.
+        leave: whether the line stays, or is erased.
         """
         with self._lock:
             for wrapper in (output(1), output(2)):

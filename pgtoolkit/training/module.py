@@ -262,7 +262,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return replace(step, micro_batches=micro_batches)
 
     def _after_first_pass(self, step: Step) -> Step:
-        """Return the step with what its first pass gives, where the loss depends on the whole
+        """Return the step with the results of its first pass, where the loss depends on the whole
         step."""
         self._first_pass = None
         if needs_first_pass(self.loss):

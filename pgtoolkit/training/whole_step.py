@@ -201,7 +201,7 @@ def after_first_pass(
     forward: Callable[[MicroBatch, bool], tuple[Tensor, Tensor | None]],
     layout: Layout,
 ) -> tuple[Step, FirstPass]:
-    """Make the first pass over a step, and return the step with what it gives the second one: the
+    """Make the first pass over a step, and return the step with what the second one needs: the
     tokens that are kept, as factors, and the coefficients of a loss of the whole step.
 
     forward: returns (log-probs, entropies or None) of all tokens of a micro-batch, (T,) each; the
