@@ -48,16 +48,16 @@ class Choice:
     """One completion as a server gives it: any JSON, which `Server` checks.
 
     tokens, log_probs: a list of numbers each, of equal length.
+    finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     top: for each token a list of pairs, of a token and its log-prob: the likeliest ones, and
         perhaps the token itself; None unless they were asked for.
-    finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     """
 
     tokens: Json
     log_probs: Json
-    top: Json
     finish_reason: object
     stop_text: object
+    top: Json = None
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def scripts_of(page: Path) -> list[str]:
     for indent, language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
         block = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
         # What a command prints is indented below it.
-        block = re.sub(r"(?<=[^\\]\n)  +(l_t|w_t|rho_t|\+) .*\n", "", block)
+        block = re.sub(r"(?<=[^\\]\n)  +(l_t|w_t|rho_t|\+|where) .*\n", "", block)
         if language or not _COMMAND.match(block) or "fish" in block:
             continue
         block = re.sub(r"<(\w+)>", r"\1", block)  # a placeholder such as <date>

@@ -48,7 +48,7 @@ def test_both_ends_of_a_range_are_accepted_and_values_beyond_it_refused(key):
     if key.type.startswith("int"):
         beyond = (least - 1, greatest + 1)
     else:
-        beyond = (least - abs(least) / 100 or -1e-9, greatest * 1.01)
+        beyond = (least - (abs(least) / 100 or 1e-9), greatest + (abs(greatest) / 100 or 1e-9))
     for value in beyond:
         (problem,) = problems_of(key, value)
         assert f"needs {values_in_words(key)} (got " in problem

@@ -74,7 +74,6 @@ def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("loss=grpo,", "", "loss=grpo"),
         ("num_generations=4", "", "rollout.group_size=4"),
         ("actor_rollout_ref.rollout.n=4", "", "rollout.group_size=4"),
-        ("kl.beta=0.1", "kl=k3 kl.reference=initial", "kl.coefficient=0.1"),
         ("loss.epsilon=0.1", "loss=grpo", "loss.epsilon_low=0.1 loss.epsilon_high=0.1"),
         ("algorithm.clip_ratio_high=0.3", "loss=grpo", "loss.epsilon_high=0.3"),
         ("optimizer.beta=0.8", "", "optimizer.beta1=0.8"),
