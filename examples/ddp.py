@@ -67,4 +67,7 @@ for update in range(4):
     if rank == 0:
         print(f"update {update}: loss {step_loss.item():.4f}")
 
+# The model goes before its process group: it would end the group's threads while it holds Python's
+# lock, for which one of them may wait.
+del model
 distributed.destroy_process_group()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Tokens
+from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.comparison.tokens_step import MadeStep, MeasuredMicroBatch
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
@@ -80,11 +80,7 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
     Raises ConfigError if they lack what the loss reads, DataError for numbers that are not finite.
     """
-    pieces = _pieces(made, loss)
-    micro_batches = [piece.micro_batch for piece in made.pieces]
-    step = with_mean_factor(replace(made.step, micro_batches=micro_batches), loss, Layout())
-    made = replace(made, step=step)
-    parts = [_numbers(loss, piece, made) for piece in pieces]
+    parts = [_numbers(loss, piece, made) for piece in _pieces(made, loss)]
     names = parts[0].keys()
     vectors = {name: np.concatenate([part[name] for part in parts]) for name in names}
     return LossOnStep(loss, float(vectors["share"].astype(np.float64).sum()), vectors)
@@ -127,29 +123,32 @@ class _Piece(NamedTuple):
     """A part of the step as a loss reads it.
 
     log_probs, entropy: (T,).
+    totals: of the step, with what the loss asks for.
     is_whole_step: True if it is all of the step, for a loss that depends on all of it.
     """
 
     tokens: Tokens
     log_probs: Tensor
     entropy: Tensor
+    totals: StepTotals
     is_whole_step: bool
 
-    def objective(self, made: MadeStep, loss: Loss) -> Objective:
+    def objective(self, loss: Loss) -> Objective:
         dtype = self.log_probs.dtype
-        totals = made.step.totals
-        return make_objective(self.tokens, totals, loss, dtype, Ranks(), self.is_whole_step)
+        return make_objective(self.tokens, self.totals, loss, dtype, Ranks(), self.is_whole_step)
 
 
 def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
-    """Return the step's micro-batches, with the rewards that the loss asks for.
+    """Return the step's micro-batches, with the rewards and totals that the loss asks for.
 
     For a loss of the whole step it is one piece in float64, as in the first pass of training.
     Raises ConfigError if the documents lack what the loss reads.
     """
     _check_groups(made, loss)
     step = replace(made.step, micro_batches=[piece.micro_batch for piece in made.pieces])
-    step = with_signs(with_rewards(step, loss, Layout(), made.shape), loss, Layout())
+    step = with_rewards(step, loss, Layout(), made.shape)
+    step = with_signs(step, loss, Layout())
+    step = with_mean_factor(step, loss, Layout())
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]
@@ -158,17 +157,18 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
         step, whole, _ = with_kept_tokens(step, whole, loss)
     if not of_whole_step(loss):
         parts = zip(step.micro_batches, log_probs, entropies, strict=True)
-        return [_Piece(*part, is_whole_step=False) for part in parts]
+        return [_Piece(*part, step.totals, is_whole_step=False) for part in parts]
     assert whole.entropy is not None
+    log_probs = whole.log_probs.double()
     return [
-        _Piece(whole.tokens, whole.log_probs.double(), whole.entropy.double(), is_whole_step=True)
+        _Piece(whole.tokens, log_probs, whole.entropy.double(), step.totals, is_whole_step=True)
     ]
 
 
 def _numbers(loss: Loss, piece: _Piece, made: MadeStep) -> dict[str, np.ndarray]:
     """Return `LossOnStep.vectors` of a piece."""
     log_probs = piece.log_probs
-    objective = piece.objective(made, loss)
+    objective = piece.objective(loss)
     objective.check_finite(log_probs)
     losses, coefficients = objective.losses_and_coefficients(log_probs)
     terms = objective.token_terms(log_probs)
@@ -196,7 +196,7 @@ def _clips(loss: Loss, piece: _Piece, made: MadeStep) -> Tensor:
     """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a
     gradient 0 too."""
     log_probs = piece.log_probs
-    objective = piece.objective(made, replace(loss, correction=None))
+    objective = piece.objective(replace(loss, correction=None))
     if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)

@@ -356,6 +356,27 @@ def test_a_loss_of_the_whole_step_has_the_coefficients_of_its_two_passes(made, l
     assert int((coefficients != 0).sum()) > 5
 
 
+def test_weights_by_the_sign_of_the_advantage_are_those_of_the_whole_step(made):
+    """-A p over tokens, whose coefficient is -w A, with w by plain loops."""
+    shown = loss_on_step(made, Loss(family_of("reinforce"), aggregation_of("balanced")))
+    documents = []
+    for piece in made.pieces:
+        tokens = piece.micro_batch
+        for number in range(tokens.num_documents):
+            rows = (tokens.labels >= 0) & (tokens.document_index == number)
+            advantages = tokens.advantages[rows].tolist()
+            documents.append((int(tokens.group_index[number]), advantages))
+    expected = []
+    num_groups = len({group for group, _ in documents})
+    for group, advantages in documents:
+        beside = [others for number, others in documents if number == group]
+        for advantage in advantages:
+            same = [others for others in beside if others and others[0] * advantage > 0]
+            shares = len(same) / len(beside) / sum(map(len, same)) if same else 0.0
+            expected.append(-advantage * shares / num_groups)
+    np.testing.assert_allclose(shown.vectors["coefficient"], expected, rtol=1e-5, atol=1e-9)
+
+
 def test_a_loss_whose_data_the_step_lacks_is_refused(made):
     tpo = Loss(family_of("tpo"), aggregation_of("token_mean"))
     with pytest.raises(ConfigError, match=r"needs rewards of every document .* Use loss=grpo\.$"):
