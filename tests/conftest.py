@@ -130,7 +130,10 @@ def pytest_runtest_protocol(item):
         if "pgtoolkit.assembly.train" in sys.modules:
             train = sys.modules["pgtoolkit.assembly.train"]
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)
+        block.enter_context(contextlib.chdir(Path.cwd()))
+        path = [*sys.path]
         result = yield
+        sys.path[:] = path  # without the folders of own code, where later tests would find some
     forget_streams()  # those of a process of pgtk, which a test may have been for a while
     return result
 
