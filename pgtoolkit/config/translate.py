@@ -1,4 +1,4 @@
-"""`pgtk translate FILE`: a configuration of TRL or verl as a command here, by their tables.
+"""Finds what a configuration of TRL or verl is here, by their tables.
 
 Only what trl.yaml and verl.yaml know goes into the command, and what `pgtk check` accepts. All else
 that the file sets to another value than their default is listed with its reason.
@@ -9,16 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import shlex
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.translate_file import TheirConfig, Unread, read, value_of
+from pgtoolkit.config.translate_file import TheirConfig, Unread, value_of
 from pgtoolkit.config.validate import validated
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import override, text
@@ -29,16 +26,6 @@ _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", r
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
 _FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
 _NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
-
-
-def translate(path: Path, processes: int | None) -> str:
-    """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
-    file says."""
-    theirs = read(path)
-    theirs.values |= {"num_processes": processes} if processes else {}
-    translation = Translation(theirs)
-    translation.check()
-    return "\n".join(translation.page(path))
 
 
 class Translation:
@@ -106,7 +93,7 @@ class Translation:
             self.typed |= self._overrides(self._case(row), row)
             for condition, sentence in row.differs.items():
                 if self._evaluated(condition):
-                    self.differing.append(f"{self._shown(row.name)}: {sentence}")
+                    self.differing.append(f"{self.shown(row.name)}: {sentence}")
         except NameError:
             reason = "what it follows from is known when their program runs"
             self._leave(row, given or [row.name], reason)
@@ -136,9 +123,9 @@ class Translation:
         for name in names:
             default = self._resolved(name, defaults.get(name))
             if not changed or text(self._values[name]) != text(default):
-                self.left.append((self._shown(name), reason, row))
+                self.left.append((self.shown(name), reason, row))
 
-    def _shown(self, name: str) -> str:
+    def shown(self, name: str) -> str:
         by_default = "" if name in self.theirs.values else " (their default)"
         return f"{name}={text(self._values[name])}{by_default}"
 
@@ -147,8 +134,8 @@ class Translation:
         self._compose()
         for key, (value, row) in [*self.typed.items()]:
             if row is not None and row.name not in self.theirs.values:
-                known = key_named(key, self._composed.config)
-                if known and (known.learns is False or self._ours(key) == text(value)):
+                known = key_named(key, self.composed.config)
+                if known and (known.learns is False or self.ours(key) == text(value)):
                     del self.typed[key]
         problems = self._compose()
         while problems:
@@ -163,8 +150,8 @@ class Translation:
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""
-        self._composed = compose(self.overrides)
-        _, report = validated(self._composed)
+        self.composed = compose(self.overrides)
+        _, report = validated(self.composed)
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         return [problem for problem in report.problems if problem not in report.lacking]
 
@@ -173,45 +160,8 @@ class Translation:
         """The overrides of the command."""
         return [override(key, value) for key, (value, _) in self.typed.items()]
 
-    def _ours(self, key: str) -> str:
+    def ours(self, key: str) -> str:
         """Return our default of a key, beside the others that are typed."""
         if key in default_options():
             return default_options()[key]
-        return text(default(self._composed.config, key, self._composed.choices))
-
-    def page(self, path: Path) -> Iterator[str]:
-        """Yield the lines of the page."""
-        table = self.theirs.table
-        name = f"{table.content['trainer']} {table.content['version']}"
-        yield from (f"{path}, a configuration of {name}, is here", "")
-        yield f"  {shlex.join(['pgtk', *self.overrides])}"
-        to_fill = [key for key, (value, _) in self.typed.items() if value in ("MODEL", "PROMPTS")]
-        by_default = [
-            f"{key}={text(value)}: {self._shown(row.name)}; ours is {self._ours(key)}"
-            for key, (value, row) in self.typed.items()
-            if row is not None and row.name not in self.theirs.values
-        ]
-        left: dict[str, list[str]] = {}
-        for shown, reason, row in self.left:
-            left.setdefault(f"{reason}{self._instead(row)}", []).append(shown)
-        unknown = [key for key in self.theirs.values if table.row(key) is None]
-        sections = {
-            "Assumed:": [*self.theirs.assumed, *(f"{key} is to be filled in" for key in to_fill)],
-            f"What follows from defaults of {name} that are not ours:": by_default,
-            "What is not quite the same:": self.differing,
-            "What has no equal here, and is left out:": [
-                f"{', '.join(names)}: {reason}" for reason, names in left.items()
-            ],
-            f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
-            "What this machine lacks for it:": self.lacking,
-        }
-        for title, lines in sections.items():
-            if lines:
-                yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
-
-    def _instead(self, row: Theirs) -> str:
-        """Return what the command has in the place of what a row says to type."""
-        keys = [key for key in dict.fromkeys(row.typed_keys) if key not in self.typed]
-        keys = [key for key in keys if key_named(key, self._composed.config)]
-        instead = [f"{key}={self._ours(key)}" for key in keys]
-        return f"; the command has {' '.join(instead)}" if instead else ""
+        return text(default(self.composed.config, key, self.composed.choices))

@@ -228,7 +228,7 @@ def _doctor(args: argparse.Namespace, parser: _Parser) -> None:
 
 
 def _translate(args: argparse.Namespace, parser: _Parser) -> None:
-    from pgtoolkit.config.translate import translate
+    from pgtoolkit.config.translate_page import translate
 
     say(translate(args.file, args.processes))
 

@@ -1,0 +1,67 @@
+"""`pgtk translate FILE`: the command here for a configuration of TRL or verl, and what is apart."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from pgtoolkit.config.elsewhere import Theirs
+from pgtoolkit.config.keys import key_named
+from pgtoolkit.config.translate import Translation
+from pgtoolkit.config.translate_file import read
+from pgtoolkit.system.report import text
+
+
+def translate(path: Path, processes: int | None) -> str:
+    """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
+    file says."""
+    theirs = read(path)
+    theirs.values |= {"num_processes": processes} if processes else {}
+    translation = Translation(theirs)
+    translation.check()
+    return "\n".join(_page(translation, path))
+
+
+def _page(translation: Translation, path: Path) -> Iterator[str]:
+    """Yield the lines of the page."""
+    table = translation.theirs.table
+    name = f"{table.content['trainer']} {table.content['version']}"
+    yield from (f"{path}, a configuration of {name}, is here", "")
+    yield f"  {shlex.join(['pgtk', *translation.overrides])}"
+    to_fill = [
+        key for key, (value, _) in translation.typed.items() if value in ("MODEL", "PROMPTS")
+    ]
+    by_default = [
+        f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
+        for key, (value, row) in translation.typed.items()
+        if row is not None and row.name not in translation.theirs.values
+    ]
+    left: dict[str, list[str]] = {}
+    for shown, reason, row in translation.left:
+        left.setdefault(f"{reason}{_instead(translation, row)}", []).append(shown)
+    unknown = [key for key in translation.theirs.values if table.row(key) is None]
+    sections = {
+        "Assumed:": [
+            *translation.theirs.assumed,
+            *(f"{key} is to be filled in" for key in to_fill),
+        ],
+        f"What follows from defaults of {name} that are not ours:": by_default,
+        "What is not quite the same:": translation.differing,
+        "What has no equal here, and is left out:": [
+            f"{', '.join(names)}: {reason}" for reason, names in left.items()
+        ],
+        f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
+        "What this machine lacks for it:": translation.lacking,
+    }
+    for title, lines in sections.items():
+        if lines:
+            yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
+
+
+def _instead(translation: Translation, row: Theirs) -> str:
+    """Return what the command has in the place of what a row says to type."""
+    keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
+    keys = [key for key in keys if key_named(key, translation.composed.config)]
+    instead = [f"{key}={translation.ours(key)}" for key in keys]
+    return f"; the command has {' '.join(instead)}" if instead else ""
