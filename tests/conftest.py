@@ -120,20 +120,21 @@ class Pictures:
 
 
 PICTURES = Pictures()
+PATH = (*sys.path,)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     with contextlib.ExitStack() as block:
         patch = block.enter_context(pytest.MonkeyPatch.context())
         block.enter_context(forked_children(not item.get_closest_marker("starts_python")))
         if "pgtoolkit.assembly.train" in sys.modules:
             train = sys.modules["pgtoolkit.assembly.train"]
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)
-        block.enter_context(contextlib.chdir(Path.cwd()))
-        path = [*sys.path]
         result = yield
-        sys.path[:] = path  # without the folders of own code, where later tests would find some
+    if nextitem is None or nextitem.path != item.path:
+        os.chdir(item.config.invocation_params.dir)
+        sys.path[:] = PATH  # without the folders of own code, where later tests would find some
     forget_streams()  # those of a process of pgtk, which a test may have been for a while
     return result
 
