@@ -171,18 +171,17 @@ def _command_with(run_dir: str | Path, changes: Sequence[str]) -> str:
         key = key_of(override)
         if key not in left_out and key.partition(".")[0] not in left_out:
             arguments.append(override)
-    folder = _config_dir(run_dir)
-    if folder is not None:
-        arguments.insert(0, f"--config-dir={shortest_path(folder)}")
-    return pgtk_command(*arguments)
+    return pgtk_command(*with_own_options(run_dir), *arguments)
 
 
-def _config_dir(run_dir: str | Path) -> Path | None:
-    """Return the folder with the user's own options that the run was started with, if any."""
+def with_own_options(run_dir: str | Path) -> list[str]:
+    """Return the flag that names the folder with the user's own options, if the run was started
+    with one."""
     provenance = known_provenance(Path(run_dir))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", nargs="?")
     arguments, _ = parser.parse_known_args(provenance.get("command", [])[1:])
     if not arguments.config_dir:
-        return None
-    return Path(provenance.get("directory", ""), arguments.config_dir)
+        return []
+    folder = Path(provenance.get("directory", ""), arguments.config_dir)
+    return [f"--config-dir={shortest_path(folder)}"]

@@ -29,7 +29,7 @@ class Run:
     """A run as its directory shows it now. `load` reads it anew.
 
     path: its directory.
-    status: done, running, interrupted, failed, killed, incomplete, pending or unreadable.
+    status: done, running, interrupted, failed, pruned, killed, incomplete, pending or unreadable.
     reason: why it is in that state, or None.
     step: the steps that it has made.
     config: name of a key -> its value, as in docs/keys.md.

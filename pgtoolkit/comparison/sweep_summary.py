@@ -46,7 +46,7 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
         client.set_tag(run.info.run_id, "mlflow.note.content", note)
         for file in (sweep_folder / "sweep.json", *sorted(Path(temporary).iterdir())):
             client.log_artifact(run.info.run_id, str(file))
-        finished = all(job["status"] == "done" for job in sweep["jobs"])
+        finished = all(job["status"] in ("done", "pruned") for job in sweep["jobs"])
         client.set_terminated(run.info.run_id, status="FINISHED" if finished else "FAILED")
     return {"uri": redact(store), "experiment_id": experiment_id, "run_id": run.info.run_id}
 

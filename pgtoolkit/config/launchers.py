@@ -54,3 +54,8 @@ class Search:
     axes: dict[str, Axis]
     fixed: list[str]
     settings: Dictionary
+
+    @property
+    def prune_after(self) -> int | None:
+        """The steps after which a job may be stopped early; None where none is."""
+        return self.settings.get("prune_after")

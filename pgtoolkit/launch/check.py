@@ -15,7 +15,7 @@ from pgtoolkit.config.models import compilation
 from pgtoolkit.config.paths import problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
-from pgtoolkit.config.rules.launcher import launcher
+from pgtoolkit.config.rules.launcher import launcher, search
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.config.validate import validated
@@ -61,6 +61,8 @@ def check_sweep(
     sweep.report.problems += key_of_single_run(overrides)
     if config.launcher is not None:
         launcher(config.launcher, config.sweeper, sweep.report)
+    if config.search is not None:
+        search(config.search, sweep.report)
     if config.folder is not None:
         folder_problems = problems_of_folder("hydra.sweep.dir", config.folder)
         sweep.report.problems += folder_problems

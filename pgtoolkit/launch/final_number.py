@@ -3,6 +3,7 @@ all of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,30 @@ def final_value(directory: Path, metric: str) -> float | None:
         return None
     numbers = [row[number] for row in rows if number in row]
     return final_of(numbers, metric) if numbers else None
+
+
+def points_of(directory: Path, metric: str, max_steps: int) -> list[tuple[int, float]]:
+    """Return (step, value) of a run's number on its way: of each evaluation after a step, or the
+    mean reward of each tenth of the steps; empty while there is none."""
+    try:
+        if metric != TRAINING:
+            _, name, number = metric.split("/", 2)
+            rows = [row for row in read_evaluations(directory) if row["set"] == name]
+            return [(row["step"], row[number]) for row in rows if row["step"] and number in row]
+        columns = read_metrics(directory / "metrics.jsonl", {TRAINING})
+    except PgtoolkitError:
+        return []
+    steps = columns["step"].tolist()
+    rewards = columns[TRAINING].tolist() if TRAINING in columns else []
+    points = []
+    begin = 0
+    for end in sorted({max_steps * tenth // 10 for tenth in range(1, 11)} - {0}):
+        rows = zip(steps, rewards, strict=False)
+        between = [value for step, value in rows if begin < step <= end and math.isfinite(value)]
+        if between and steps[-1] >= end:
+            points.append((end, sum(between) / len(between)))
+        begin = end
+    return points
 
 
 def why_no_common_measure(configs: Sequence[Config]) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,10 +19,11 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import check_job
 from pgtoolkit.launch.engines import Engine, JobHandle, engine_of
-from pgtoolkit.launch.final_number import final_value, number_of
-from pgtoolkit.launch.search import run_search
+from pgtoolkit.launch.final_number import final_value, number_of, points_of
+from pgtoolkit.launch.search import Result, Watched, run_search
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_line import SweepLine
+from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
@@ -31,6 +32,12 @@ from pgtoolkit.tracking.store_address import experiment_of
 _ENDING_SIGNALS = (signal.SIGKILL, *STOP_SIGNALS)
 """Signals that somebody sends to end a process; those that are not among them come from its own
 failure."""
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""Between two looks of a search at the numbers of a job that runs."""
+
+_NOBODY: Mapping[str, Watched] = {}
+"""What watches the jobs of a sweep that stops none early."""
 
 
 def run_sweep(sweep: Sweep) -> int:
@@ -63,8 +70,8 @@ def run_sweep(sweep: Sweep) -> int:
         _publish(sweep, sweep.runs[0].config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
-    all_done = all(job.status == "done" for job in sweep.jobs.values())
-    return 0 if all_done else PgtoolkitError.exit_status
+    all_ended = all(job.status in ("done", "pruned") for job in sweep.jobs.values())
+    return 0 if all_ended else PgtoolkitError.exit_status
 
 
 class _Launch:
@@ -82,20 +89,28 @@ class _Launch:
     def _start_engine(self) -> Engine:
         return engine_of(self._launcher)
 
-    def run(self, jobs: list[PlannedRun]) -> None:
-        """Run the jobs that are not done."""
+    def run(self, jobs: list[PlannedRun], watched: Mapping[str, Watched] = _NOBODY) -> None:
+        """Run the jobs that are not done.
+
+        watched: what watches a job, by its directory. A job that a search has stopped early is not
+            run again.
+        """
         for job in jobs:
             job.update_from(self._sweep.folder)
             job.seconds = self._sweep.earlier.get(job.directory, {}).get("seconds", 0.0)
-        if any(job.status != "done" for job in jobs):
-            Jobs(self._sweep, jobs, self._launcher.settings["fail_fast"]).run(self._engine)
+        waiting = [job for job in jobs if not _has_ended(job, watched)]
+        if waiting:
+            fail_fast = self._launcher.settings["fail_fast"]
+            Jobs(self._sweep, jobs, waiting, fail_fast, watched).run(self._engine)
 
-    def run_drawn(self, overrides: list[list[str]], first: int) -> list[float | None]:
-        """Run jobs whose values a search has drawn; return the final value of each, see
-        `number_of`.
+    def run_drawn(
+        self, overrides: list[list[str]], first: int, watched: list[Watched]
+    ) -> list[Result]:
+        """Run jobs whose values a search has drawn; return what became of each.
 
         overrides: those of each job.
         first: the number of the first job.
+        watched: what watches each job.
         Raises ConfigError for values that make no valid job.
         """
         jobs: list[PlannedRun] = []
@@ -105,13 +120,25 @@ class _Launch:
                 raise ConfigError("\n".join(run.report.problems))
             jobs.append(self._sweep.jobs[run.directory])
         # Jobs of one configuration share a directory, and run once.
-        self.run(list({job.directory: job for job in jobs}.values()))
-        return [
-            final_value(self._sweep.folder / job.directory, number_of(job.config))
-            if job.status == "done"
-            else None
-            for job in jobs
-        ]
+        by_directory = {job.directory: place for place, job in enumerate(jobs)}
+        prunes = any(job.prunes for job in watched)
+        self.run(
+            [jobs[place] for place in by_directory.values()],
+            {name: watched[place] for name, place in by_directory.items()} if prunes else _NOBODY,
+        )
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job: PlannedRun) -> Result:
+        directory = self._sweep.folder / job.directory
+        metric = number_of(job.config)
+        points = points_of(directory, metric, job.config.trainer.max_steps)
+        value = final_value(directory, metric) if job.status == "done" else None
+        return Result(value, points, is_pruned=job.status == "pruned")
+
+
+def _has_ended(job: PlannedRun, watched: Mapping[str, Watched]) -> bool:
+    """Return whether a job need not run: it is done, or was stopped early by this search."""
+    return job.status == "done" or (job.status == "pruned" and job.directory in watched)
 
 
 @dataclass
@@ -120,23 +147,38 @@ class _Running:
 
     started: time.monotonic() at its start.
     log_start: size of its log in bytes, before it began.
+    looked_at: time.monotonic() when the search has last seen its numbers.
+    pruned: why the search has stopped it early; None where it has not.
     """
 
     job: PlannedRun
     handle: JobHandle
     started: float
     log_start: int
+    looked_at: float = 0.0
+    pruned: str | None = None
 
 
 class Jobs:
-    """Runs the jobs of one launch that are not done: they wait, run, and end."""
+    """Runs jobs of one launch: they wait, run, and end.
 
-    def __init__(self, sweep: Sweep, jobs: list[PlannedRun], fail_fast: bool):
+    jobs: all of them. waiting: those that are to run. watched: see `_Launch.run`.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        jobs: list[PlannedRun],
+        waiting: list[PlannedRun],
+        fail_fast: bool,
+        watched: Mapping[str, Watched] = _NOBODY,
+    ):
         self._sweep = sweep
+        self._watched = watched
         self._count = len(jobs)
         self._fail_fast = fail_fast
         self._line = SweepLine(sweep.folder, jobs)
-        self._waiting = deque(job for job in jobs if job.status != "done")
+        self._waiting = deque(waiting)
         self._running: list[_Running] = []
         self._stopped_by: str | None = None
         self._ended = len(jobs) - len(self._waiting)
@@ -172,6 +214,8 @@ class Jobs:
                         status = running.handle.poll()
                         if status is not None:
                             self._end(running, status)
+                        elif not self._stopped_by:
+                            self._prune(running)
             finally:
                 # After an error of this process the jobs must not run on unseen.
                 self._stop_all(signal.SIGTERM)
@@ -220,6 +264,9 @@ class Jobs:
         self._ended += 1
         job = running.job
         seconds = time.monotonic() - running.started
+        if running.pruned is not None:
+            directory = self._sweep.folder / job.directory
+            record_end(directory, "pruned", running.pruned, after=("interrupted",))
         try:
             job.update_from(self._sweep.folder)
         except PgtoolkitError as error:  # a damaged file in its directory ends no other job
@@ -231,7 +278,12 @@ class Jobs:
         self._sweep.add(job)
         say(sweep_report.ended(job, self._sweep.folder, self._ended, self._count, seconds))
         others = self._waiting or self._running
-        if job.status != "done" and self._fail_fast and not self._stopped_by and others:
+        if (
+            job.status not in ("done", "pruned")
+            and self._fail_fast
+            and not self._stopped_by
+            and others
+        ):
             say("--fail-fast: no further job is started; running ones save and stop")
             self._waiting.clear()
             self._stop_all(signal.SIGTERM)
@@ -239,6 +291,8 @@ class Jobs:
     def _explain_end(self, running: _Running, status: int) -> None:
         """Set the status and the reason of a job that has not ended with exit status 0."""
         job = running.job
+        if job.status == "pruned":
+            return
         if status < 0:
             number = signal.Signals(-status)
             job.status = "interrupted" if number in _ENDING_SIGNALS else "failed"
@@ -251,6 +305,20 @@ class Jobs:
                 job.reason = running.handle.reason or sweep_report.last_line(log, running.log_start)
                 job.reason = job.reason or f"exit status {status}"
             job.status = "failed"
+
+    def _prune(self, running: _Running) -> None:
+        """Stop a job that the search gives up, by its numbers so far."""
+        job = running.job
+        watching = self._watched.get(job.directory)
+        is_early = time.monotonic() - running.looked_at < _SECONDS_BETWEEN_LOOKS
+        if watching is None or running.pruned is not None or is_early:
+            return
+        running.looked_at = time.monotonic()
+        directory = self._sweep.folder / job.directory
+        points = points_of(directory, number_of(job.config), job.config.trainer.max_steps)
+        running.pruned = watching.why_prune(points)
+        if running.pruned is not None:
+            running.handle.stop(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         self._stopped_by = signal.Signals(number).name

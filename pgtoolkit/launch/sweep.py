@@ -37,7 +37,8 @@ class PlannedRun:
     composed: its configuration, as the rules leave it, with its name and directory.
     report: the problems and notes of all checks, those of `composed` included.
     refused_anywhere: True if it has problems on every machine, not only on this one.
-    status: of a job: pending, running, done, failed or interrupted.
+    status: of a job: pending, running, done, failed, interrupted, or pruned: stopped early by a
+        search.
     reason: why it failed or was interrupted.
     step: the last step that is saved.
     seconds: time spent so far.

@@ -67,7 +67,9 @@ class SweepLine:
             fields.append(f"{duration(seconds_per_step * (self._steps_in_all - steps))} left")
         fields.append(f"{len(running)} running")
         fields += [
-            f"{counts[state]} {state}" for state in ("failed", "interrupted") if counts[state]
+            f"{counts[state]} {state}"
+            for state in ("failed", "interrupted", "pruned")
+            if counts[state]
         ]
         self._line.show(steps, [*fields, f"{counts['done']} done"])
 

@@ -6,6 +6,8 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
+from pgtoolkit.assembly.continuing import with_own_options
+from pgtoolkit.config.files import sweep_files
 from pgtoolkit.launch.final_number import (
     TRAINING,
     final_value,
@@ -13,10 +15,10 @@ from pgtoolkit.launch.final_number import (
     why_no_common_measure,
 )
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
-from pgtoolkit.system.report import plural, shell_path
-from pgtoolkit.tracking.next_commands import program
+from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path
+from pgtoolkit.tracking.next_commands import pgtk_command, program
 
-_STATES = ("done", "failed", "interrupted", "running", "pending")
+_STATES = ("done", "pruned", "failed", "interrupted", "running", "pending")
 
 
 def logs(sweep: Sweep) -> str:
@@ -76,7 +78,7 @@ def table(sweep: Sweep) -> str:
             + (f" To compare all, train with {use}." if use else "")
         )
     for job in sweep.jobs.values():
-        if job.status in ("done", "pending"):
+        if job.status in ("done", "pruned", "pending"):
             continue
         lines += [f"{job.status}: {job.directory}", f"  {_one_line(job.reason)}"]
         log = sweep.folder / job.log
@@ -99,11 +101,66 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
     """Return the commands that go on from here; with `again` the same command is among them."""
     lines = []
     states = {job.status for job in sweep.jobs.values()}
-    if again and states != {"done"}:
+    if again and states - {"done", "pruned"}:
         lines.append("again, skipping what is done: " + command_of(sweep))
+    found = best(sweep)
+    if found is not None:
+        lines.append(found)
     if "done" in states:
         lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
     return lines
+
+
+def best(sweep: Sweep) -> str | None:
+    """Return the best configuration's number, as a mean over its seeds, and the command that trains
+    it again; None where there is nothing to choose from.
+
+    A configuration with a job that is not done has no result of equal length.
+    """
+    jobs = [*sweep.jobs.values()]
+    metrics = {number_of(job.config) for job in jobs}
+    if len(metrics) != 1 or why_no_common_measure([job.config for job in jobs])[0]:
+        return None
+    metric = metrics.pop()
+    jobs_of: dict[tuple[str, ...], list[PlannedRun]] = {}
+    for job in jobs:
+        jobs_of.setdefault(tuple(_without_seed(job)), []).append(job)
+    means: dict[tuple[str, ...], float] = {}
+    for overrides, seeds in jobs_of.items():
+        values = [final_value(sweep.folder / job.directory, metric) for job in seeds]
+        found = [value for value in values if value is not None]
+        if all(job.status == "done" for job in seeds) and len(found) == len(seeds):
+            means[overrides] = sum(found) / len(found)
+    if len(means) < 2:
+        return None
+    overrides = max(means, key=lambda each: means[each])
+    seeds = jobs_of[overrides]
+    of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
+    return f"best: {_short(metric)} {means[overrides]:.3f}{of_seeds}: {_train(sweep, seeds)}"
+
+
+def _without_seed(job: PlannedRun) -> list[str]:
+    return [override for override in job.overrides if key_of(override) != "seed"]
+
+
+def _train(sweep: Sweep, seeds: list[PlannedRun]) -> str:
+    """Return the command that trains these jobs, which differ in their seed alone."""
+    first = seeds[0]
+    overrides = first.overrides if len(seeds) == 1 else _without_seed(first)
+    words = with_own_options(sweep.folder / first.directory)
+    if sweep.config.sweep_file is not None:
+        words = ["sweep", _name_of(sweep.config.sweep_file), *words]
+        if sweep.config.search is not None:
+            words.append("hydra/sweeper=basic")
+    elif len(seeds) > 1:
+        words.append("-m")
+        overrides = [*overrides, f"seed={','.join(str(job.config.seed) for job in seeds)}"]
+    return pgtk_command(*words, *overrides)
+
+
+def _name_of(file: Path) -> str:
+    """Return how `pgtk sweep` names a file: that of a sweep that ships by its name alone."""
+    return file.stem if sweep_files().get(file.stem) == file else shortest_path(file)
 
 
 def command_of(sweep: Sweep) -> str:

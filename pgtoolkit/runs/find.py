@@ -56,9 +56,9 @@ class Run:
     """A run as its directory shows it.
 
     path: its directory.
-    state: done, running, interrupted, failed, killed (it says `running`, but no process holds it),
-        incomplete (done, but its metrics lack steps), pending (a sweep's job that has not begun),
-        or unreadable.
+    state: done, running, interrupted, failed, pruned (a search has stopped it early), killed (it
+        says `running`, but no process holds it), incomplete (done, but its metrics lack steps),
+        pending (a sweep's job that has not begun), or unreadable.
     reason: why it is in that state, or None.
     config: dotted keys with their values; empty for a run that cannot be read.
     columns: of metrics.jsonl, by `read_metrics`. Further columns are `seconds` since the first row,

@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind")
 Shape = type | UnionType | Callable[[object], bool] | list | dict
 """What a value has to be, see `expect`."""
 
-STATES = ("running", "done", "failed", "interrupted")
+STATES = ("running", "done", "failed", "interrupted", "pruned")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
 """The format of times. Only those of metrics are seconds since 1970."""
 

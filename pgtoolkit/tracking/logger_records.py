@@ -25,7 +25,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 _SECONDS_TO_START = 10.0
 _SECONDS_TO_FINISH = 30.0
 # wandb itself uses 255 for Ctrl-C.
-_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
+_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255, "pruned": 255}
 _IN_THE_SUMMARY = ("reward", "exact_match", "loss")
 
 

@@ -40,7 +40,12 @@ _IN_EACH_ROW = ("documents_seen", "loss")
 transaction."""
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
-_END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_END_STATUS = {
+    "done": "FINISHED",
+    "failed": "FAILED",
+    "interrupted": "KILLED",
+    "pruned": "KILLED",
+}
 
 
 class MlflowRecord(Record):

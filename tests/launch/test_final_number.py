@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.launch.check import check_sweep
-from pgtoolkit.launch.final_number import final_value, number_of
+from pgtoolkit.launch.final_number import final_value, number_of, points_of
 from pgtoolkit.launch.sweep import Sweep
-from pgtoolkit.launch.sweep_report import table
+from pgtoolkit.launch.sweep_report import best, table
 from pgtoolkit.runs.directory import RunDirectory
 
 
@@ -52,3 +52,64 @@ def test_the_table_of_a_sweep_says_which_of_its_keys_changes_the_number_itself(t
         "evaluation.temperature=0.5."
     ) in text
     assert "does not mean the same" not in table(sweep_in(tmp_path / "b", "loss=grpo,gspo"))
+
+
+def test_the_number_on_its_way_is_each_evaluation_or_the_mean_reward_of_each_tenth(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        assert points_of(tmp_path, "reward", 40) == []
+        for step in range(1, 11):
+            run.append_metrics(step, {"reward": step / 8} if step != 6 else {"loss": 1.0})
+        row = {"time": 1.0, "prompts": 4, "avg": 0.5}
+        run.append_evaluations(
+            [{**row, "step": step, "set": "held_out", "pass@1": step / 64} for step in (0, 8, 16)]
+        )
+    # Tenths of 40 steps end after steps 4, 8, 12 ..., and the third is not complete.
+    assert points_of(tmp_path, "reward", 40) == [(4, 2.5 / 8), (8, (5 + 7 + 8) / 3 / 8)]
+    assert points_of(tmp_path, "evaluation/held_out/pass@1", 40) == [(8, 0.125), (16, 0.25)]
+    assert points_of(tmp_path, "evaluation/other/pass@1", 40) == []
+
+
+def finished(folder: Path, rewards: dict[str, float], *overrides: str, file: str = "") -> Sweep:
+    """Return a sweep whose jobs are done, with the rewards of those that have these overrides."""
+    sweep_file = folder / file if file else None
+    command = ["pgtk", "sweep", file] if file else ["pgtk", "-m"]
+    typed = [*overrides, "tracking=none", f"hydra.sweep.dir={folder}/sweep"]
+    sweep = check_sweep(typed, sweep_file, [*command, *typed])
+    for job in sweep.jobs.values():
+        job.status = "done"
+        with RunDirectory(folder / "sweep" / job.directory) as run:
+            run.append_metrics(1, {"reward": rewards[" ".join(job.overrides[:2])]})
+    return sweep
+
+
+def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path):
+    rewards = {
+        "loss=grpo seed=0": 0.9,
+        "loss=grpo seed=1": 0.1,
+        "loss=gspo seed=0": 0.5,
+        "loss=gspo seed=1": 0.75,
+    }
+    sweep = finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0,1")
+    assert best(sweep).startswith("best: reward 0.625, the mean of 2 seeds: ")
+    assert best(sweep).endswith("pgtk -m loss=gspo tracking=none seed=0,1")
+    # What was stopped early is no result of equal length.
+    next(
+        job for job in sweep.jobs.values() if job.config.seed == 1 and "gspo" in job.directory
+    ).status = "pruned"
+    assert best(sweep) is None  # one configuration is left
+
+
+def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\ntrainer: {max_steps: 7}\n"
+        "hydra: {sweeper: {params: {optimizer.learning_rate: '1e-4,1e-3'}}}\n"
+    )
+    rewards = {
+        "optimizer.learning_rate=0.0001 loss=gspo": 0.25,
+        "optimizer.learning_rate=0.001 loss=gspo": 0.5,
+    }
+    words = best(finished(tmp_path, rewards, "loss=gspo", file="mine.yaml")).split("sweep ")[-1]
+    file, *overrides = words.split()
+    assert overrides == ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none"]
+    (job,) = check_sweep(overrides, Path(file)).jobs.values()
+    assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)

@@ -1,12 +1,14 @@
 """A sweep whose values Optuna proposes: they lie within the typed ranges, and the same results lead
 to the same values."""
 
+import statistics
+
 import pytest
 
 from pgtoolkit.config.launchers import Axis
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.launch.check import check, notes, problems
-from pgtoolkit.launch.search import run_search
+from pgtoolkit.launch.search import Result, Watched, run_search
 
 SEARCHED = [
     *(
@@ -54,10 +56,12 @@ def search_by_epsilon() -> list[tuple[int, list[list[str]]]]:
     jobs, each with the number of its first job."""
     batches = []
 
-    def run(jobs: list[list[str]], first: int) -> list[float | None]:
+    def run(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
         batches.append((first, jobs))
         values = [dict(override.split("=") for override in job) for job in jobs]
-        return [None if job["seed"] == "3" else float(job["loss.epsilon_low"]) for job in values]
+        return [
+            Result(None if job["seed"] == "3" else float(job["loss.epsilon_low"])) for job in values
+        ]
 
     run_search(compose_sweep(SEARCHED).search, run)
     return batches
@@ -76,6 +80,94 @@ def test_proposed_values_lie_within_the_axes_and_are_the_same_for_the_same_resul
             assert values["aggregation"] in ("constant", "token_mean")
             assert 2 <= int(values["rollout.group_size"]) <= 8
     assert search_by_epsilon() == batches
+
+
+PRUNED = [
+    "hydra/sweeper=optuna_search",
+    "hydra.sweeper.n_trials=10",
+    "hydra.sweeper.n_startup_trials=3",
+    "optimizer.learning_rate=interval(0.1,1)",
+]
+EVALUATED = (20, 40, 60, 80, 100)
+
+
+def curve(rate: float) -> list[float]:
+    """Return the numbers of a job: it learns in proportion to its rate, and not evenly."""
+    return [rate * step - 9 * (step == 60) for step in EVALUATED]
+
+
+def searched(prune_after: int | None) -> tuple[list[float], list[int | None]]:
+    """Search as jobs run: return the rate of each, and the step at which it was stopped early."""
+    rates: list[float] = []
+    stopped_at: list[int | None] = []
+
+    def run(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
+        rate = float(jobs[0][0].partition("=")[2])
+        points = list(zip(EVALUATED, curve(rate), strict=True))
+        ends = (n for n in range(1, 6) if watched[0].why_prune(points[:n]) is not None)
+        num_seen = next(ends, None)
+        rates.append(rate)
+        stopped_at.append(None if num_seen is None else EVALUATED[num_seen - 1])
+        if num_seen is None:
+            return [Result(points[-1][1], points)]
+        # It comes a step further until it has saved.
+        return [Result(None, points[: num_seen + 1], is_pruned=True)]
+
+    setting = "null" if prune_after is None else prune_after
+    run_search(compose_sweep([*PRUNED, f"hydra.sweeper.prune_after={setting}"]).search, run)
+    return rates, stopped_at
+
+
+def test_a_job_is_stopped_early_where_its_best_number_is_below_the_median_of_complete_jobs():
+    pytest.importorskip("optuna")
+    rates, stopped_at = searched(prune_after=40)
+    complete: list[float] = []
+    for rate, stopped in zip(rates, stopped_at, strict=True):
+        expected = None
+        for place, step in enumerate(EVALUATED):
+            best = max(curve(rate)[: place + 1])
+            medians = [curve(other)[place] for other in complete]
+            if len(complete) >= 3 and step >= 40 and best < statistics.median(medians):
+                expected = step
+                break
+        assert stopped == expected
+        if expected is None:
+            complete.append(rate)
+    assert 0 < len(complete) < len(rates)
+    assert searched(prune_after=None)[1] == [None] * 10
+
+
+def test_a_continued_search_proposes_the_same_values_from_jobs_that_were_stopped_early():
+    pytest.importorskip("optuna")
+    rates, stopped_at = searched(prune_after=0)
+    kept = iter(zip(rates, stopped_at, strict=True))
+    again: list[float] = []
+
+    def run(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
+        rate, stopped = next(kept)
+        again.append(float(jobs[0][0].partition("=")[2]))
+        points = list(zip(EVALUATED, curve(rate), strict=True))
+        if stopped is None:
+            return [Result(points[-1][1], points)]
+        return [Result(None, points[: EVALUATED.index(stopped) + 2], is_pruned=True)]
+
+    run_search(compose_sweep([*PRUNED, "hydra.sweeper.prune_after=0"]).search, run)
+    assert again == rates
+    assert any(stopped_at)
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("n_trials=0", "hydra.sweeper.n_trials=0 needs a whole number >= 1"),
+        ("n_jobs=0", "hydra.sweeper.n_jobs=0 needs a whole number >= 1"),
+        ("n_startup_trials=-1", "hydra.sweeper.n_startup_trials=-1 needs a whole number >= 0"),
+        ("prune_after=soon", "hydra.sweeper.prune_after=soon needs a whole number >= 0"),
+    ],
+)
+def test_impossible_numbers_of_a_search_are_refused(setting, problem):
+    overrides = [*SEARCH, "seed=1,2", f"hydra.sweeper.{setting}"]
+    assert any(problem in text for text in problems(check(overrides, multirun=True)))
 
 
 SEARCH = ("hydra/sweeper=optuna_search", "tracking=none")

@@ -30,6 +30,7 @@ SIZES = {
     "docs_per_step": 8,
     "metrics_cost": 3,
     "clip_range_optuna": 2,
+    "rate_range": 9,
 }
 SIZES |= {
     "staleness": 24,

@@ -19,8 +19,11 @@ from builders.runs import SHORT, assert_equal, checkpoint_of, last_of_each_key, 
 from builders.runs import run as train_short
 
 from pgtoolkit.cli import main
-from pgtoolkit.launch import engines
+from pgtoolkit.launch import engines, multirun
+from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.forks import Forks
+from pgtoolkit.launch.search import Watched
+from pgtoolkit.runs.find import read_run
 from pgtoolkit.runs.records import read_sweep
 
 pytestmark = pytest.mark.slow
@@ -151,6 +154,40 @@ def test_a_failing_job_is_named_and_stops_the_others_only_with_fail_fast(tmp_pat
     assert [job["status"] for job in jobs.values()] == ["failed", "done"]
     assert "not finite" in jobs["learning-rate-100000.0"]["reason"]
     assert len(list((tmp_path / "sweep").glob("learning-rate-*"))) == 2
+
+
+class AnyTrial:
+    """A trial of Optuna's whose pruner gives it up once it has a number of step 4 or later."""
+
+    def report(self, value: float, step: int) -> None:
+        self.step = step
+
+    def should_prune(self) -> bool:
+        return self.step >= 4
+
+
+def test_a_job_that_a_search_stops_early_is_marked_and_not_run_again(
+    tmp_path, forks, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engines, "Forks", lambda environment: forks)
+    endless = ("trainer.max_steps=100000", "trainer.checkpoint_every=100000", "evaluation.every=2")
+    typed = last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *endless, "seed=0")
+    sweep = check_sweep(typed)
+    with sweep.held():
+        launch = multirun._Launch(sweep)
+        # Once as it runs, and once as the search is continued.
+        for _ in range(2):
+            (result,) = launch.run_drawn([sweep.runs[0].overrides], 0, [Watched(AnyTrial(), True)])
+            assert (result.is_pruned, result.value) == (True, None)
+            assert result.points[0][0] == 2
+    directory = next((tmp_path / "sweep").glob("*/status.json")).parent
+    status = json.loads((directory / "status.json").read_text())
+    assert status["state"] == "pruned"
+    assert "at step 4 its best number so far is below the median" in status["reason"]
+    assert 4 <= status["saved"] < 100000
+    assert f"pruned at step {status['step']} of 100000" in read_run(directory).why_not_counted()
+    assert len(re.findall("starts", capsys.readouterr().out)) == 1
 
 
 def test_ctrl_c_lets_the_running_jobs_save_and_prints_the_command_that_continues(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgtoolkit.config.launchers import SEARCH, Launcher
+from pgtoolkit.config.launchers import SEARCH, Launcher, Search
 from pgtoolkit.config.rules.named import installed
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import Report
@@ -34,6 +34,23 @@ def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
         if kind in _EXTRAS:
             installed(report, setting, *_EXTRAS[kind])
     _numbers_of_jobs(launcher.settings, report)
+
+
+def search(search: Search, report: Report) -> None:
+    """Refuse impossible numbers of a search."""
+    lowest = {"n_startup_trials": 0, "n_trials": 1, "n_jobs": 1, "prune_after": 0}
+    for name, low in lowest.items():
+        value = search.settings.get(name)
+        is_off = value is None and name == "prune_after"
+        if is_off or (isinstance(value, int) and not isinstance(value, bool) and value >= low):
+            continue
+        report.refuse_value(
+            key=f"hydra.sweeper.{name}",
+            value=value,
+            needs=f"a whole number >= {low}",
+            reason="It is a number of runs." if name != "prune_after" else "It is a step.",
+            better=max(low, 1) if name != "prune_after" else 100,
+        )
 
 
 def _numbers_of_jobs(settings: Dictionary, report: Report) -> None:
