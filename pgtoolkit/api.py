@@ -52,6 +52,7 @@ def policy_loss(
     factors: Tensor | None = None,
     sampling_top_ids: Tensor | None = None,
     sampling_top_log_probs: Tensor | None = None,
+    sampling_kept_ids: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -109,6 +110,11 @@ def policy_loss(
         field of pgtoolkit.families.Reinforce, Cispo and Icepop): the k likeliest tokens of the
         sampler at each position, each once, and their log-probs at `temperature`; -1 and -inf where
         unused. old_log_probs are then the sampler's.
+    sampling_kept_ids: (T, k) integers, the tokens that sampling by top_p or top_k has kept at each
+        position, each once, the label among them; -1 where unused, and in all of a row where every
+        token was kept. The log-prob of a label is then log_softmax over these tokens alone, and all
+        other log-probs need to be over them, too: old_log_probs, those of the sampler and of the
+        reference. The entropy and a full KL stay those of the whole vocabulary.
     temperature: log-probs are log_softmax(logits / temperature).
     entropy_coefficient: of the entropy bonus: the loss has minus this number times the sum of
         w_t H_t, H_t the entropy of the softmax at each trained position. The metrics then have
@@ -180,6 +186,7 @@ def policy_loss(
         totals,
         rewards=rewards,
         top=top,
+        kept_ids=sampling_kept_ids,
     )
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
@@ -209,6 +216,7 @@ def linear_policy_loss(
     factors: Tensor | None = None,
     sampling_top_ids: Tensor | None = None,
     sampling_top_log_probs: Tensor | None = None,
+    sampling_kept_ids: Tensor | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
@@ -309,6 +317,7 @@ def linear_policy_loss(
         counts,
         rewards,
         top,
+        sampling_kept_ids,
     )
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 

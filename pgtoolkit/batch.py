@@ -47,6 +47,9 @@ class Tokens:
         and by the factor of any correction.
     sampling_top_ids, sampling_top_log_probs: (T, k) integers and floating, or None: the likeliest
         tokens of the sampler at each position and their log-probs; -1 and -inf where unused.
+    sampling_kept_ids: (T, k) integers, or None: the tokens that truncated sampling has kept at each
+        position, over which log-probs are taken; -1 where unused, and in all of a row for the whole
+        vocabulary.
     coefficients: (T,) floating, or None: c_t of the surrogate, where the loss of the whole step was
         computed before from all of its log-probs.
     rewards, group_rewards: (documents,) floating, each document's reward and the mean of its
@@ -56,7 +59,8 @@ class Tokens:
     trajectory_index: (documents,) int64, its trajectory; None where each document is one by itself.
     truncated: (documents,) bool, True where a completion is known to be cut off; or None.
     excluded: (documents,) bool, True where every weight is 0, since no verifier could score the
-        completion; None if there is no such document.
+        completion, or a set of tokens that sampling has kept is not known; None if there is no such
+        document.
     counts: numbers of tokens, where they are known on the host.
     """
 
@@ -74,6 +78,7 @@ class Tokens:
     ref_log_probs: Tensor | None = None
     sampling_top_ids: Tensor | None = None
     sampling_top_log_probs: Tensor | None = None
+    sampling_kept_ids: Tensor | None = None
     factors: Tensor | None = None
     coefficients: Tensor | None = None
     rewards: Tensor | None = None
@@ -233,24 +238,39 @@ def pack(documents: Sequence[Document], known: tuple[str, ...] | None = None) ->
     for name in ("advantages", *others, *vectors_of_critic(documents)):
         vectors[name] = labelled([getattr(document, name) for document in documents])
     if documents and all(document.sampling_top_ids is not None for document in documents):
-        vectors |= _top_tokens(documents, len(micro_batch.tokens), predicting)
+        for name, unused in zip(TOP_VECTORS, (-1, -math.inf), strict=True):
+            rows = [getattr(document, name) for document in documents]
+            vectors[name] = _rows(rows, unused, len(micro_batch.tokens), predicting)
     return replace(micro_batch, **vectors)
 
 
-def _top_tokens(
-    documents: Sequence[Document], length: int, predicting: Tensor
-) -> dict[str, Tensor]:
-    """Return TOP_VECTORS of a micro-batch, as wide as those of its widest document.
+def _rows(of_documents: Sequence[Tensor], unused: float, length: int, predicting: Tensor) -> Tensor:
+    """Return rows of the positions of a micro-batch, as wide as those of its widest document.
 
-    length: T. predicting: the positions of the labels.
+    of_documents: (N, k) each, of the trained tokens. length: T. predicting: the positions of the
+        labels.
     """
-    vectors = {}
-    for name, unused in zip(TOP_VECTORS, (-1, -math.inf), strict=True):
-        of_documents = [getattr(document, name) for document in documents]
-        width = max(rows.shape[1] for rows in of_documents)
-        rows = torch.cat([_widened(rows, width, unused) for rows in of_documents])
-        vectors[name] = rows.new_full((length, width), unused).index_copy(0, predicting, rows)
-    return vectors
+    width = max(rows.shape[1] for rows in of_documents)
+    rows = torch.cat([_widened(rows, width, unused) for rows in of_documents])
+    return rows.new_full((length, width), unused).index_copy(0, predicting, rows)
+
+
+def _kept_ids(
+    documents: Sequence[SampledDocument], length: int, predicting: Tensor
+) -> Tensor | None:
+    """Return `sampling_kept_ids` of a micro-batch; None where no document has any.
+
+    A document without them was sampled from the whole vocabulary.
+    """
+    if all(document.sampling_kept_ids is None for document in documents):
+        return None
+    of_documents = [
+        torch.full((document.num_trained, 1), -1, dtype=torch.int32)
+        if document.sampling_kept_ids is None
+        else document.sampling_kept_ids
+        for document in documents
+    ]
+    return _rows(of_documents, -1, length, predicting)
 
 
 def _widened(rows: Tensor, width: int, unused: float) -> Tensor:
@@ -274,8 +294,9 @@ def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
     excluded = None
-    if any(document.is_excluded for document in documents):
-        excluded = torch.tensor([document.is_excluded for document in documents])
+    have_no_weight = [document.is_excluded or document.kept_set_overflows for document in documents]
+    if any(have_no_weight):
+        excluded = torch.tensor(have_no_weight)
     for_reference = places = None
     if documents and documents[0].reference_tokens is not None:
         for_reference = pack_sampled(
@@ -294,6 +315,7 @@ def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:
         group_index=torch.tensor([document.group for document in documents], dtype=torch.int64),
         truncated=torch.tensor([bool(document.truncated) for document in documents]),
         excluded=excluded,
+        sampling_kept_ids=_kept_ids(documents, len(tokens), trained - 1),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
         for_reference=for_reference,

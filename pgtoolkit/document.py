@@ -21,6 +21,9 @@ them unless it is on_policy.
 TOP_VECTORS = ("sampling_top_ids", "sampling_top_log_probs")
 """Rows of each trained token that the documents of a sampler with `sampler.keep_top` have."""
 
+ROWS = (*TOP_VECTORS, "sampling_kept_ids")
+"""All that documents have of each trained token in the form of a row."""
+
 CRITIC_VECTORS = ("values", "returns")
 """Numbers of each trained token that the documents of a run with a critic have."""
 
@@ -41,6 +44,10 @@ class SampledDocument:
     sampling_top_ids, sampling_top_log_probs: (N, k) int32 and float32, or None: the k likeliest
         tokens of the sampler in the place of each trained token, each once, and their log-probs; -1
         and -inf where unused.
+    sampling_kept_ids: (N, k) int32 or None, the tokens that truncated sampling has kept in the
+        place of each trained token, over which its log-probs are taken, -1 where unused; a row
+        without a token stands for a set that is not known, since it was too large. None where all
+        tokens were kept.
     reward, exact_match, truncated, model_version: as far as the source knows them, or None.
     score_failed: True where no verifier could score it. Without a reward it is then left out: see
         `is_excluded`.
@@ -55,7 +62,7 @@ class SampledDocument:
     Raises ValueError where the numbers do not belong to these tokens.
     """
 
-    _vectors: ClassVar[tuple[str, ...]] = ("sampling_log_probs", *TOP_VECTORS)
+    _vectors: ClassVar[tuple[str, ...]] = ("sampling_log_probs", *ROWS)
     """The fields that have a number for each trained token, or are None."""
 
     tokens: Tensor
@@ -66,6 +73,7 @@ class SampledDocument:
     sampling_log_probs: Tensor | None = None
     sampling_top_ids: Tensor | None = None
     sampling_top_log_probs: Tensor | None = None
+    sampling_kept_ids: Tensor | None = None
     reward: float | None = None
     exact_match: bool | None = None
     truncated: bool | None = None
@@ -119,6 +127,15 @@ class SampledDocument:
         """
         return self.score_failed and self.reward is None
 
+    @property
+    def kept_set_overflows(self) -> bool:
+        """Return True if the tokens that sampling has kept are not known at a trained token.
+
+        The document then has weight 0; its reward stays in the baseline.
+        """
+        kept = self.sampling_kept_ids
+        return kept is not None and bool((kept < 0).all(-1).any())
+
     def as_the_reference_reads_it(self) -> Self:
         """Return the document with `reference_tokens` as its tokens.
 
@@ -159,7 +176,7 @@ class Document(SampledDocument):
     _vectors: ClassVar[tuple[str, ...]] = (
         "advantages",
         *OPTIONAL_VECTORS,
-        *TOP_VECTORS,
+        *ROWS,
         *CRITIC_VECTORS,
     )
 

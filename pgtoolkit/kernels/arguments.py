@@ -33,6 +33,7 @@ def tokens_of(
     counts: DocumentCounts | None = None,
     rewards: Tensor | None = None,
     top: tuple[Tensor | None, Tensor | None] = (None, None),
+    kept_ids: Tensor | None = None,
 ) -> Tokens:
     """Return the tokens of `rows`, with integers as int64.
 
@@ -42,6 +43,7 @@ def tokens_of(
     num_documents: None for the largest index + 1, read on the host.
     rewards: (documents,) floating, or None.
     top: sampling_top_ids and sampling_top_log_probs, (T, k) each, or None for both.
+    kept_ids: sampling_kept_ids, (T, k), or None.
     Raises ValueError for a vector that does not fit the rows.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
@@ -69,21 +71,24 @@ def tokens_of(
         check_tensor("rewards", rewards, rows, (num_documents,), needed)
     top_ids, top_log_probs = top
     if top_ids is not None and top_log_probs is not None:
-        _check_top(top_ids, top_log_probs, rows, name)
+        _check_ids("sampling_top_ids", top_ids, rows, name)
+        needed = f"the shape of sampling_top_ids, {tuple(top_ids.shape)}"
+        check_tensor("sampling_top_log_probs", top_log_probs, rows, top_ids.shape, needed)
         named["sampling_top_ids"] = top_ids
         named["sampling_top_log_probs"] = top_log_probs
+    if kept_ids is not None:
+        _check_ids("sampling_kept_ids", kept_ids, rows, name)
+        named["sampling_kept_ids"] = kept_ids
     indices = {key: index.long() for key, index in indices.items()}
     return Tokens(**named, num_documents=num_documents, **indices, counts=counts, rewards=rewards)
 
 
-def _check_top(top_ids: Tensor, top_log_probs: Tensor, rows: Tensor, name: str) -> None:
-    """Raise ValueError for likeliest tokens of the sampler that do not fit the rows."""
-    width = top_ids.shape[-1] if isinstance(top_ids, Tensor) and top_ids.dim() == 2 else 0
+def _check_ids(key: str, ids: Tensor, rows: Tensor, name: str) -> None:
+    """Raise ValueError for tokens of the sampler, (T, k), that do not fit the rows."""
+    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() == 2 else 0
     shape = (len(rows), width) if width else None
     needed = f"one row of k >= 1 entries per row of {name}, {len(rows)}"
-    check_tensor("sampling_top_ids", top_ids, rows, shape, needed, is_integer=True)
-    needed = f"the shape of sampling_top_ids, {shape}"
-    check_tensor("sampling_top_log_probs", top_log_probs, rows, shape, needed)
+    check_tensor(key, ids, rows, shape, needed, is_integer=True)
 
 
 def check_top(

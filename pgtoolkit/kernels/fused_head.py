@@ -19,6 +19,9 @@ An entropy bonus, the full KL against a reference, or score centering adds a sec
 gradient by the logits, with coefficients of its own. Then the logits of a slab, and those of the
 reference, are kept until the coefficients are known, and read once more. No product is computed
 again for that.
+
+Where log-probs are over the sets that truncated sampling has kept, the score is onehot(label) -
+softmax over the set, and 0 at all other tokens. It does not depend on c either.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from pgtoolkit.kernels.given_logits import (
     GradientsFromForward,
     Passes,
     compared,
+    over_kept,
     where_all_known,
+    with_kept,
 )
 from pgtoolkit.kernels.products import (
     LMHead,
@@ -48,6 +53,7 @@ from pgtoolkit.kernels.products import (
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.exchange import all_reduce_
+from pgtoolkit.losses.kept import KeptRows, KeptSets
 from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
@@ -104,6 +110,7 @@ class Slab(NamedTuple):
     normalizer: of the logits, (2, N) as in torch_passes.py; (3, N) with the entropy, for a bonus.
         None beside a score.
     teacher: the reference of a full KL.
+    kept: of log-probs over kept sets, beside logits; None beside a score.
     """
 
     hidden: Tensor
@@ -111,6 +118,7 @@ class Slab(NamedTuple):
     log_probs: Tensor
     normalizer: Tensor | None = None
     teacher: Teacher | None = None
+    kept: KeptRows | None = None
 
 
 class AnyOnHost:
@@ -136,11 +144,17 @@ class AnyOnHost:
 
 
 def linear_loss(
-    hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    objective: Objective,
+    options: HeadOptions,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
     """Return (loss, log_probs, metric sums, any_not_finite) of hidden (T, H) @ weight (V, H).T.
 
     log_probs: (T,), detached.
+    kept: the sets that log-probs are taken over; None for the vocabulary.
     any_not_finite: True if `Objective.refused` is True for a token, for example because of NaN.
 
     The gradients are computed here already; the backward pass of the loss only hands them out. If
@@ -155,7 +169,7 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         divergence = objective.penalties.divergence
         top_ids = None if objective.centering is None else objective.centering.top_ids
-        fused = _FusedPass(hidden, head, labels, options, needs_gradient, divergence, top_ids)
+        fused = _FusedPass(hidden, head, labels, options, needs_gradient, divergence, top_ids, kept)
         fused.all_chunks(objective)
         objective = objective.at(fused.log_probs, fused.top_log_probs)
         loss, _, sums = evaluate_objective(
@@ -172,15 +186,20 @@ def linear_loss(
 
 @torch.no_grad()
 def linear_log_probs(
-    hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
+    hidden: Tensor,
+    head: LMHead,
+    labels: Tensor,
+    options: HeadOptions,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return (log_probs, entropy), each (T,), 0 where labels < 0.
 
+    kept: the sets that log-probs are taken over; None for the vocabulary.
     entropy: None unless `options.with_entropy`.
     options.counts: saves a wait for the GPU.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        fused = _FusedPass(hidden, head, labels, options, [False] * 3)
+        fused = _FusedPass(hidden, head, labels, options, [False] * 3, kept=kept)
         trained = labels >= 0
         if options.counts is not None:
             num_trained = sum(options.counts.trained)
@@ -206,13 +225,16 @@ class _FusedPass:
         needs_gradient: list[bool],
         divergence: Tensor | None = None,
         top_ids: Tensor | None = None,
+        kept: KeptSets | None = None,
     ):
         """Allocate the results.
 
         needs_gradient: whether the gradients by hidden states, weight and bias are asked for.
         divergence: (T,); the full KL of each row is written into it.
         top_ids: (T, k), the tokens whose log-probs score centering needs.
+        kept: the sets that log-probs are taken over.
         """
+        self.kept = kept
         self.divergence = divergence
         self.top_ids = top_ids
         self.any_not_finite: AnyOnHost | None = None
@@ -354,10 +376,17 @@ class _FusedPass:
             )
             self.top_log_probs[rows] = top_log_probs
             log_probs = where_all_known(log_probs, top_log_probs)
+        kept_rows = None
+        if self.kept is not None:
+            kept = self.kept.take(rows)
+            log_probs, kept_rows = over_kept(
+                implementation, logits, kept, log_probs, normalizer, self.temperature
+            )
         if self.options.bonus:
             assert entropy is not None
             normalizer = torch.cat([normalizer, entropy[None]])
-        return Slab(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
+        log_probs = self._record(rows, log_probs, entropy)
+        return Slab(hidden, logits, log_probs, normalizer, teacher, kept_rows)
 
     def forward_with_score(self, rows: Tensor) -> Slab:
         """Do as `forward`, and return the slab with its score; with its logits if `keeps_logits`.
@@ -366,6 +395,10 @@ class _FusedPass:
         """
         if self.options.keeps_logits:
             return self.forward(rows)
+        if self.kept is not None:
+            slab = self.forward(rows)
+            temperatures = torch.full_like(slab.log_probs, self.temperature)
+            return slab._replace(score=self._gradient(rows, slab, temperatures, None))
         hidden = self.hidden[rows]
         log_probs, entropy, score = self.options.implementation.forward_score_(
             self.policy.logits(hidden), *self._arguments(rows), self.hidden.dtype
@@ -386,20 +419,34 @@ class _FusedPass:
 
         coefficients, centered: as `torch_passes.backward` takes them.
         """
+        if centered is not None:
+            centered = centered.times(self.scale)
+        score = self._gradient(rows, slab, coefficients * self.scale, centered)
+        return score, torch.full_like(coefficients[0], self.temperature / self.scale)
+
+    def _gradient(
+        self, rows: Tensor, slab: Slab, coefficients: Tensor, centered: CenteredRows | None
+    ) -> Tensor:
+        """Return the gradient by the logits of a slab, in the dtype of the hidden states.
+
+        It takes the memory of the logits if they have that dtype. coefficients, centered: as
+        `torch_passes.backward` takes them; the first are by log-probs over kept sets, if there are.
+        """
+        if slab.kept is not None:
+            coefficients, centered = with_kept(coefficients, slab.kept)
         logits = slab.score
         dtype = slab.hidden.dtype
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-        score = self.options.implementation.backward(
+        return self.options.implementation.backward(
             logits,
             self.labels[rows],
             slab.normalizer,
-            coefficients * self.scale,
+            coefficients,
             self.temperature,
             out=out,
             teacher=slab.teacher,
-            centered=None if centered is None else centered.times(self.scale),
+            centered=centered,
         )
-        return score, torch.full_like(coefficients[0], self.temperature / self.scale)
 
     def add_products(
         self,

@@ -22,6 +22,7 @@ from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
 from pgtoolkit.losses.centering import CenteredRows
 from pgtoolkit.losses.exchange import gather_stacked
+from pgtoolkit.losses.kept import KeptRows, KeptSets
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
@@ -64,6 +65,7 @@ def logits_loss(
     implementation: Passes,
     overwrite: bool = False,
     ref_logits: Tensor | None = None,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Return (loss, log_probs, metric sums) of logits (T, V).
 
@@ -72,6 +74,7 @@ def logits_loss(
     implementation: one of `choose_implementation`.
     overwrite: True if the gradient takes the place of the logits.
     ref_logits: (T, V), for a full KL.
+    kept: the sets that log-probs are taken over; None for the vocabulary.
     """
     bonus = objective.penalties.bonus
     temperature = loss.temperature
@@ -82,9 +85,11 @@ def logits_loss(
     teacher = None
     centering = objective.centering
     top_log_probs = None
+    kept_rows = None
     with torch.no_grad():
         known = objective.old_log_probs is not None and ref_logits is None
-        by_token = needs_gradient and known and not objective.by_document and centering is None
+        has_sets = centering is not None or kept is not None
+        by_token = needs_gradient and known and not objective.by_document and not has_sets
         if by_token and not isinstance(implementation, VocabularyShard) and implementation.one_pass:
             # A token's coefficient follows from its log-prob alone, so the gradient comes from the
             # same read.
@@ -103,6 +108,10 @@ def logits_loss(
                     values, centering.top_ids, normalizer, temperature
                 )
                 log_probs = where_all_known(log_probs, top_log_probs)
+            if kept is not None:
+                log_probs, kept_rows = over_kept(
+                    implementation, values, kept, log_probs, normalizer, temperature
+                )
             if ref_logits is not None:
                 assert loss.kl is not None
                 assert objective.penalties.divergence is not None
@@ -129,6 +138,8 @@ def logits_loss(
         value = GradientsFromForward.apply(value, [gradient], implementation.scale_, True, logits)
     elif needs_gradient:
         centered = objective.centered_rows
+        if kept_rows is not None:
+            coefficients, centered = with_kept(coefficients, kept_rows)
         arguments = labels, normalizer, coefficients, temperature, teacher, centered
         value = _GradientInBackward.apply(
             value, implementation.backward, arguments, overwrite, logits
@@ -142,6 +153,30 @@ def where_all_known(log_probs: Tensor, top_log_probs: Tensor) -> Tensor:
     It then lies outside of the vocabulary, which is refused as it is for a label.
     """
     return torch.where(top_log_probs.isnan().any(-1), torch.nan, log_probs)
+
+
+def over_kept(
+    passes: Passes,
+    logits: Tensor,
+    kept: KeptSets,
+    log_probs: Tensor,
+    normalizer: Tensor,
+    temperature: float,
+) -> tuple[Tensor, KeptRows]:
+    """Return the log-probs (T,) over the kept sets, and what their gradient needs.
+
+    log_probs, normalizer: of logits (T, V), over the vocabulary.
+    """
+    return kept.renormalised(
+        log_probs, passes.log_probs_at(logits, kept.ids, normalizer, temperature)
+    )
+
+
+def with_kept(coefficients: Tensor, rows: KeptRows) -> tuple[Tensor, CenteredRows]:
+    """Return coefficients, (T,) or (n, T), and rows for `backward`, of log-probs over kept sets."""
+    of_log_probs, *others = torch.atleast_2d(coefficients)
+    of_log_probs, on_ids = rows.gradient(of_log_probs)
+    return torch.stack([of_log_probs, *others]), on_ids
 
 
 def compared(

@@ -14,10 +14,11 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
 from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_loss
-from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
+from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss, over_kept
 from pgtoolkit.kernels.products import LMHead, accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
+from pgtoolkit.losses.kept import KeptSets
 from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.measure import sum_metrics
@@ -104,6 +105,7 @@ def loss_of_logits(
             implementation,
             method.overwrite_logits,
             ref_logits,
+            KeptSets.of(tokens.sampling_kept_ids, tokens.labels),
         )
     if method.check_finite:
         objective.check_finite(log_probs)
@@ -132,8 +134,9 @@ def loss_of_hidden(
         )
     options = _head_options(hidden, head, tokens, loss, ranks, method)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks)
+    kept = KeptSets.of(tokens.sampling_kept_ids, tokens.labels)
     value, log_probs, sums, not_finite = linear_loss(
-        hidden, head, tokens.labels, objective, options
+        hidden, head, tokens.labels, objective, options, kept
     )
     if method.check_finite and not_finite:
         objective.check_finite(log_probs)
@@ -154,17 +157,22 @@ def log_probs_of_hidden(
 
     They are 0 where labels < 0, and computed as for a loss with these options, but without one.
     """
+    kept = KeptSets.of(tokens.sampling_kept_ids, tokens.labels)
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-        log_probs, _, entropy = implementation.forward(
+        log_probs, normalizer, entropy = implementation.forward(
             logits, tokens.labels, loss.temperature, with_entropy
         )
+        if kept is not None:
+            log_probs, _ = over_kept(
+                implementation, logits, kept, log_probs, normalizer, loss.temperature
+            )
         return log_probs, entropy
     metrics = "with_entropy" if with_entropy else "none"
     loss = replace(loss, metrics=metrics, entropy_coefficient=0.0)
     options = _head_options(hidden, head, tokens, loss, ranks, method)
-    return linear_log_probs(hidden, head, tokens.labels, options)
+    return linear_log_probs(hidden, head, tokens.labels, options, kept)
 
 
 def loss_of_log_probs(
@@ -293,6 +301,7 @@ def _by_reference(
         factors=tokens.factors,
         sampling_top_ids=tokens.sampling_top_ids,
         sampling_top_log_probs=tokens.sampling_top_log_probs,
+        sampling_kept_ids=tokens.sampling_kept_ids,
     )
     vectors = result.log_probs, result.entropy, result.divergence
     vectors = logits.new_tensor(vectors, dtype=torch.float64)

@@ -151,6 +151,7 @@ def make_objective(
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
         has_factors=tokens.factors is not None,
+        over_kept=tokens.sampling_kept_ids is not None,
         centering=centering_of(tokens, family, mask, weights, old_log_probs),
     )
 
@@ -260,6 +261,11 @@ def _check_centering(tokens: Tokens, loss: Loss) -> None:
         raise ValueError(
             f"score_centering beside correction={loss.correction.name!r}: the family's own factor "
             "corrects for the sampler already, and old_log_probs are the sampler's"
+        )
+    if tokens.sampling_kept_ids is not None:
+        raise ValueError(
+            "score_centering beside sampling_kept_ids: the likeliest tokens have their "
+            "probabilities under the whole vocabulary"
         )
     if tokens.coefficients is not None:
         raise ValueError(

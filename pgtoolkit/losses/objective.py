@@ -158,6 +158,7 @@ class Objective:
     coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
         surrogate's own value is then not computed.
     has_factors: whether the caller gave factors, which may be 0.
+    over_kept: whether log-probs are taken over the tokens that truncated sampling has kept.
     _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
@@ -180,6 +181,7 @@ class Objective:
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
     has_factors: bool = False
+    over_kept: bool = False
     centering: Centering | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
@@ -578,6 +580,8 @@ class Objective:
                 "sampling_top_log_probs (which need old_log_probs at the label, and each token "
                 "once)"
             )
+        if self.over_kept:
+            inputs.append("sampling_kept_ids (which need the label, and each token once)")
         raise DataError(
             f"non-finite {', '.join(inputs)} or advantages at a trained position of document "
             f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "

@@ -173,6 +173,7 @@ def policy_loss(
     entropy_top_fraction: float | None = None,
     sampling_top_ids: Tensor | None = None,
     sampling_top_log_probs: Tensor | None = None,
+    sampling_kept_ids: Tensor | None = None,
     **parameters: float | str | None,
 ) -> Reference:
     """Return a whole step by the equations: the sum over t of w_t rho_t l_t.
@@ -197,6 +198,10 @@ def policy_loss(
         y, document_index.tolist(), num_documents, group_index, trajectory_index, advantage
     )
     p, entropy, probs = _softmax_of_trained(z, y, step.trained)
+    S = {} if sampling_kept_ids is None else _kept_sets(sampling_kept_ids, step.trained)
+    probs_of_S = dict(probs)
+    for t, kept_ids in S.items():
+        p[t], probs_of_S[t] = _over_kept(z[t], y[t], kept_ids)
     kept = {t for tokens in step.trained for t in tokens}
     if entropy_top_fraction is not None:
         kept = kept_by_entropy({t: entropy[t] for t in kept}, entropy_top_fraction)
@@ -288,6 +293,7 @@ def policy_loss(
                 probs[t],
                 y[t],
                 entropy[t],
+                over_kept=probs_of_S[t],
                 by_log_prob=c,
                 by_entropy=entropy_coefficient * uncorrected[t],
                 by_divergence=kl_coefficient * uncorrected[t],
@@ -348,11 +354,26 @@ def _softmax_of_trained(
     return p, entropy, probs
 
 
+def _kept_sets(kept_ids: Tensor, trained: list[list[int]]) -> dict[int, list[int]]:
+    """Return the tokens of S of each trained token whose S is not the vocabulary."""
+    rows = {t: [v for v in kept_ids[t].tolist() if v >= 0] for tokens in trained for t in tokens}
+    return {t: row for t, row in rows.items() if row}
+
+
+def _over_kept(z: list[float], label: int, kept_ids: list[int]) -> tuple[float, list[float]]:
+    """Return the log-prob of the label over S, and the softmax over S of all tokens."""
+    assert label in kept_ids
+    largest = max(z[v] for v in kept_ids)
+    log_z = largest + math.log(math.fsum(math.exp(z[v] - largest) for v in kept_ids))
+    return z[label] - log_z, [math.exp(x - log_z) * (v in kept_ids) for v, x in enumerate(z)]
+
+
 def _gradient_of_row(
     probs: list[float],
     label: int,
     entropy: float,
     *,
+    over_kept: list[float],
     by_log_prob: float,
     by_entropy: float,
     by_divergence: float,
@@ -361,12 +382,14 @@ def _gradient_of_row(
 ) -> list[float]:
     """Return the derivatives of the loss by the logits of a row.
 
+    probs, entropy: of the softmax over the vocabulary. over_kept: the softmax that the log-prob is
+        of.
     by_log_prob: the derivative of the loss by the log-prob of the label.
     by_entropy, by_divergence: the factors of the entropy bonus and of the full KL in the loss.
     """
     row = []
     for v, q in enumerate(probs):
-        derivative = by_log_prob / temperature * ((v == label) - q)
+        derivative = by_log_prob / temperature * ((v == label) - over_kept[v])
         if divergence_by_logit is not None:
             derivative += by_divergence * divergence_by_logit[v] / temperature
         # The derivative of the entropy by a logit is -q (log q + entropy) / temperature.

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, known_vectors, without_waiting
-from pgtoolkit.document import TOP_VECTORS
+from pgtoolkit.document import ROWS
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order
@@ -256,7 +256,7 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     names += known_vectors(micro_batch)
     names += tuple(
         name
-        for name in ("factors", "coefficients", *TOP_VECTORS)
+        for name in ("factors", "coefficients", *ROWS)
         if getattr(micro_batch, name) is not None
     )
     return replace(

@@ -66,6 +66,7 @@ _DOCUMENT = {
     "logged?": {str: str},
     "sampling_top_ids?": _may_be(_are_top_ids),
     "sampling_top_log_probs?": _may_be(_are_top_numbers),
+    "sampling_kept_ids?": _may_be(_are_top_ids),
 }
 _COMPLETION = {
     "tokens": _are_tokens,

@@ -210,6 +210,30 @@ class Case:
         return {"sampling_top_ids": ids, "sampling_top_log_probs": top}
 
     @property
+    def sampling_kept_ids(self) -> Tensor:
+        """(T, 5) The tokens that a sampler near the policy has kept, with the label: five, three,
+        the label alone, or at every fifth position all of the vocabulary (-1). At masked tokens the
+        numbers are out of range.
+        """
+        generator = torch.Generator().manual_seed(6)
+        scores = self.logits.nan_to_num() + 0.5 * _normal(generator, *self.logits.shape)
+        labels = self.labels.clamp(min=0)[:, None]
+        ids = scores.scatter(-1, labels, torch.inf).topk(5).indices
+        sizes = torch.tensor([5, 3, 1, 5, 0])[torch.arange(len(ids)) % 5]
+        ids = torch.where(torch.arange(5) < sizes[:, None], ids, -1)
+        return torch.where(self.labels[:, None] < 0, 10**6, ids.flip(-1))
+
+    def over_kept(self) -> Case:
+        """Return the case with old log-probs that are over `sampling_kept_ids`, as far from the new
+        ones as before."""
+        ids = self.sampling_kept_ids
+        log_probs = (self.logits.nan_to_num() / TEMPERATURE).log_softmax(-1)
+        of_ids = log_probs.gather(-1, ids.clamp(0, self.logits.shape[1] - 1))
+        mass = torch.where(ids >= 0, of_ids, -torch.inf).logsumexp(-1)
+        mass = torch.where((ids >= 0).any(-1), mass, 0.0)
+        return replace(self, old_log_probs=(self.old_log_probs - mass).clamp(max=0))
+
+    @property
     def ref_log_probs(self) -> Tensor:
         """(T,) The old log-probs plus noise; NaN at masked tokens."""
         noise = 0.3 * _normal(torch.Generator().manual_seed(8), len(self.labels))
@@ -250,6 +274,7 @@ class Choice:
     entropy: float = 0.0
     trajectories: bool = False
     top_fraction: float | None = None
+    kept: bool = False
 
     def __str__(self) -> str:
         return ", ".join(str(value) for value in vars(self).values())
@@ -278,6 +303,8 @@ class Choice:
             vectors["factors"] = top_entropy(entropy, case.labels >= 0, self.top_fraction).factors
         if self.family in CENTERED:
             vectors |= case.sampling_top
+        if self.kept:
+            vectors["sampling_kept_ids"] = case.sampling_kept_ids
         if self.correction is not None:
             vectors["sampling_log_probs"] = case.sampling_log_probs
         if self.kl in FULL_KINDS and fused:
