@@ -181,11 +181,9 @@ class Pass:
     """The pass to which a step belongs, of several over the same batch of rollouts.
 
     is_first: whether it trains the documents for the first time.
-    ends_batch: whether the step is the last one of the last pass.
     """
 
     is_first: bool
-    ends_batch: bool
 
 
 @dataclass(frozen=True)
@@ -198,6 +196,7 @@ class Step:
         optimizer step; `rollouts.step_loader.loadable` makes it loadable.
     seconds: time that this process took to make the documents since the step before, by stage.
     of_pass: None where each batch is trained once.
+    ends_batch: whether its batch of rollouts has no further step, in any pass.
     """
 
     micro_batches: list[MicroBatch]
@@ -206,6 +205,7 @@ class Step:
     state_after: dict
     seconds: dict[str, float] = field(default_factory=dict)
     of_pass: Pass | None = None
+    ends_batch: bool = True
 
 
 def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:

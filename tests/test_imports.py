@@ -42,6 +42,7 @@ ALSO_LIGHT = (
     "losses.family",
     "losses.function",
     "losses.group_families",
+    "losses.adaptive_kl",
     "losses.kl",
     "ranks.environment",
     "tasks.settings",

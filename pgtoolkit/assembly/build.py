@@ -122,6 +122,7 @@ def module_of(
     )
     has_advantages = config.advantage.estimator != AdvantageEstimator.none
     module.surprises = Surprises(config.loss.name, config.rollout, has_advantages)
+    module.adaptive_kl = config.kl.adaptive
     module.shape = Shape.of(config.advantage)
     module.sampling = config.rollout.sampling
     module.record = record_of(config)

@@ -162,6 +162,7 @@ def _sampled_rollouts(
         module.layout,
         folder,
         penalty=penalty_on_rewards(config.kl),
+        adaptive_kl=module.adaptive_kl,
         reference_every=config.kl.update_every,
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,

@@ -37,6 +37,7 @@ _OF_A_STEP_S_SIZE = ("rank 0", "the run", "the step")
 _BY_FORMULA = {
     *(metric.name for metric in (*OF_THE_LOSS, *OF_THE_CORRECTION)),
     *("clipped_sampling_fraction", "zero_advantage_group_fraction", "kl_reward"),
+    "kl_coefficient",
     *("grad_norm", "weight_sum", "critic_grad_norm"),
     *("value_loss", "value", "return", "explained_variance", "value_clipped_fraction"),
 } - {"new_logprobs", "old_logprobs", "entropy"}

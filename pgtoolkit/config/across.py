@@ -43,6 +43,11 @@ CONDITIONS: Mapping[str, Declared] = {
         "use": "kl=k1 and rollout=policy",
         "why": "The penalty is subtracted from the rewards as they are made.",
     },
+    "kl.target": {
+        "only_if": "kl.kind!=none and rollout.name=policy",
+        "use": "kl=k3 and rollout=policy",
+        "why": "It is compared with the KL of a batch of rollouts.",
+    },
     "kernel.logits_memory_mb": {
         "only_if": "kernel.implementation=auto and loss.num_splits=1 or "
         "kernel.implementation=fused_linear",

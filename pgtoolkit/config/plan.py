@@ -72,6 +72,8 @@ def equation(config: Config) -> list[str]:
     if correction is not None:
         lines.append(f"rho_t = {correction.equation}; without gradient")
     lines.append(f"advantage ({chosen(config, 'advantage')}): {_advantage_in_words(config)}")
+    if config.kl.target is not None:
+        lines.append(_adaptive_coefficient(config))
     if config.kl.kind != "none" and config.kl.place == "reward":
         k_t = _kl_term(config).replace("p_t", "o_t")
         lines.append(
@@ -101,6 +103,14 @@ def _weight(config: Config) -> tuple[str, str, str]:
 def _kl_term(config: Config) -> str:
     assert config.kl.coefficient is not None  # `validate` refuses a penalty without one
     return KL(config.kl.kind, config.kl.coefficient, config.kl.beta_of_kind).equation
+
+
+def _adaptive_coefficient(config: Config) -> str:
+    return (
+        f"coefficient of the KL: c = {config.kl.coefficient:g} at first; after each batch of n "
+        f"documents c <- c (1 + clip(KL / {config.kl.target:g} - 1, -0.2, 0.2) n / "
+        f"{config.kl.horizon})"
+    )
 
 
 def _top_entropy(config: Config) -> Iterator[str]:

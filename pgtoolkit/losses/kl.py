@@ -134,6 +134,7 @@ class Penalties:
     ref_log_probs: (T,) log-probs under the reference; None where they are not known.
     divergence: (T,) full KL of each row, 0 where masked. It begins as zeros, which the pass over
         the vocabulary fills in; None where the loss has no full KL.
+    measures_terms: whether the mean of the penalty's own term is among the metrics.
     """
 
     kl: KL | None
@@ -143,6 +144,7 @@ class Penalties:
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
     divergence: Tensor | None = None
+    measures_terms: bool = False
 
     @property
     def active(self) -> bool:
@@ -184,9 +186,7 @@ class Penalties:
         """Return (losses, coefficients), (T,) each, plus those of the penalty by token."""
         if self.kl is None or self.kl.full:
             return losses, coefficients
-        assert self.old_log_probs is not None
-        log_ratio = (log_probs - self.old_log_probs).where(self.mask, 0.0)
-        values, slopes = self.kl.terms(self._distance(log_probs), log_ratio)
+        values, slopes = self._terms(self.kl, log_probs)
         weights = self.kl.coefficient * self.weights
         return losses + weights * values, coefficients + weights * slopes
 
@@ -195,6 +195,16 @@ class Penalties:
         if self.divergence is not None:
             return self.divergence.double()
         return k3(self._distance(log_probs).double())
+
+    def terms(self, log_probs: Tensor) -> Tensor:
+        """Return (T,) float64, the penalty's term of each token, for a kind by token."""
+        assert self.kl is not None
+        return self._terms(self.kl, log_probs)[0].double()
+
+    def _terms(self, kl: KL, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.old_log_probs is not None
+        log_ratio = (log_probs - self.old_log_probs).where(self.mask, 0.0)
+        return kl.terms(self._distance(log_probs), log_ratio)
 
     def take(self, rows: Tensor | slice) -> Penalties:
         """Return the penalties of some rows."""

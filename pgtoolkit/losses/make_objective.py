@@ -104,6 +104,7 @@ def make_objective(
         old_log_probs,
         ref_log_probs,
         divergence,
+        measures_terms=loss.measures_penalty and loss.kl is not None,
     )
 
     # Corrections and factors weight the surrogate alone, not the penalties.

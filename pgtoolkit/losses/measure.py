@@ -85,8 +85,8 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """Return the sums with those of sampling log-probs, a reference, score centering and a
-    correction appended."""
+    """Return the sums with those of sampling log-probs, a reference, the penalty, score centering
+    and a correction appended."""
     kinds = []
     means = []
     of_sample_size = []
@@ -101,6 +101,9 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
     if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
         means += [objective.penalties.distance(log_probs)]
+    if objective.penalties.measures_terms:
+        kinds.append("penalty")
+        means += [objective.penalties.terms(log_probs)]
     if objective.centering is not None:
         kinds.append("centering")
         means += [objective.centering.terms, *objective.centering.masses]

@@ -64,6 +64,7 @@ _LEVELS = {
 LEVELS = tuple(_LEVELS)
 _KINDS = _LEVELS | {
     "reference": _Kind(("kl_ref",)),
+    "penalty": _Kind(("kl_penalty",)),
     "sampling": _Kind(
         ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"),
         ("max_difference_old_sampling",),
@@ -76,8 +77,8 @@ _KINDS = _LEVELS | {
         "correction_effective_sample_size",
     ),
 }
-"""Name -> metrics: of each level, of a reference's and the sampler's log-probs, of score
-centering, of a correction."""
+"""Name -> metrics: of each level, of a reference's and the sampler's log-probs, of the penalty, of
+score centering, of a correction."""
 _OF_BOTH_LOG_PROBS = {
     "old_logprobs",
     "ratio_new_old",

@@ -44,6 +44,8 @@ class Loss:
         tokens.
     entropy_top_fraction: the share of the step's tokens, those of the largest entropies, of which
         alone the surrogate counts; None: all. Pieces of a step get the choice as `factors`.
+    measures_penalty: whether the mean of the penalty's own term is among the metrics, which an
+        adaptive coefficient reads; for kinds by token.
     """
 
     family: Family
@@ -55,6 +57,7 @@ class Loss:
     kl: KL | None = None
     masks_truncated: bool = False
     entropy_top_fraction: float | None = None
+    measures_penalty: bool = False
 
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)

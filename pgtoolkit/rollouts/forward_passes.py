@@ -272,13 +272,30 @@ def _passes(
         yield part, [vector.clone() for vector in by_document]
 
 
+def sum_of_kl(documents: Sequence[Document], penalty: KL) -> float:
+    """Return the sum over documents of the mean of the penalty's term over their trained tokens,
+    without its coefficient.
+
+    documents: with the reference's log-probs.
+    """
+    term = replace(penalty, coefficient=1.0)
+    means = []
+    for document in documents:
+        terms = _terms(document, _known(document.ref_log_probs), term)
+        means.append(math.fsum(terms) / max(1, len(terms)))
+    return math.fsum(means)
+
+
 def _kl_reward(document: Document, ref_log_probs: Tensor, penalty: KL) -> float | None:
     """Return what the penalty adds to a document's reward; None without a reward."""
     if document.reward is None:
         return None
+    return -math.fsum(_terms(document, ref_log_probs, penalty))
+
+
+def _terms(document: Document, ref_log_probs: Tensor, penalty: KL) -> list[float]:
     old_log_probs = _known(document.old_log_probs)
-    terms = penalty.of_samples(old_log_probs.double(), ref_log_probs.double())
-    return -math.fsum(terms.tolist())
+    return penalty.of_samples(old_log_probs.double(), ref_log_probs.double()).tolist()
 
 
 def _sampled(document: SampledDocument) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.document import Document
 from pgtoolkit.errors import VerifierLost
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.corrections import Correction
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.batch_counts import steps_ahead, steps_before
 from pgtoolkit.rollouts.estimator import Estimator, advantages_of
-from pgtoolkit.rollouts.forward_passes import ForwardPasses
+from pgtoolkit.rollouts.forward_passes import ForwardPasses, sum_of_kl
 from pgtoolkit.rollouts.gae import with_gae
 from pgtoolkit.rollouts.group_rollouts import (
     check_scores,
@@ -88,6 +89,7 @@ class SampledRollouts(Source):
     seed: of the prompts' completions.
     folder: the folder where each batch is recorded; None if batches are not recorded.
     penalty: on rewards, by the reference of `trained`; None: there is none.
+    adaptive_kl: the coefficient of that penalty, which each batch moves; None: it stays.
     reference_every: the number of updates after which that reference moves; None: it never does.
     gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
     correction: of the loss; one of the gap to the sampler reads old log-probs early.
@@ -103,6 +105,7 @@ class SampledRollouts(Source):
     layout: Layout = ONE_PROCESS
     folder: Path | None = None
     penalty: KL | None = None
+    adaptive_kl: AdaptiveKL | None = None
     reference_every: int | None = None
     gae: AdvantageSettings | None = None
     correction: Correction | None = None
@@ -297,17 +300,32 @@ class SampledRollouts(Source):
 
     def _with_late_advantages(self, documents: list[Document]) -> list[Document]:
         """Return the documents of a batch on which training begins, with their advantages."""
-        if self.penalty is not None:
-            documents = self._passes.with_kl_reward(documents, self.penalty)
+        penalty = self._present_penalty()
+        if penalty is not None:
+            documents = self._passes.with_kl_reward(documents, penalty)
         if self.gae is not None:
             values = self._passes.measured(documents, self.trained.values)
-            return with_gae(documents, values, self.gae, self.penalty)
-        groups = in_groups(documents, self._rollout.group_size)
-        advantages = advantages_of(groups, self.estimator, self.prompt)
-        return [
-            replace(document, advantages=of_document)
-            for document, of_document in zip(documents, advantages, strict=True)
-        ]
+            documents = with_gae(documents, values, self.gae, penalty)
+        else:
+            groups = in_groups(documents, self._rollout.group_size)
+            advantages = advantages_of(groups, self.estimator, self.prompt)
+            documents = [
+                replace(document, advantages=of_document)
+                for document, of_document in zip(documents, advantages, strict=True)
+            ]
+        if penalty is not None and self.adaptive_kl is not None:
+            # Last, so that a batch that fails above is not counted twice in a resumed run.
+            counted = [document for document in documents if not document.left_out]
+            self.adaptive_kl.add(sum_of_kl(counted, penalty), len(counted))
+        return documents
+
+    def _present_penalty(self) -> KL | None:
+        """Return the penalty on the rewards of a batch, with the coefficient to which the batch
+        before has moved it."""
+        if self.penalty is None or self.adaptive_kl is None:
+            return self.penalty
+        self.adaptive_kl.adapt()
+        return replace(self.penalty, coefficient=self.adaptive_kl.coefficient)
 
     def _begin_sampling(self, number: int) -> None:
         """Begin to sample a batch from the present policy, unless every prompt is retired.

@@ -97,7 +97,7 @@ class StepLoader:
             self._num_steps += 1
             of_pass = None
             if self.source.passes.count > 1:
-                of_pass = Pass(is_first=self._step_pass == 0, ends_batch=self.ends_batch)
+                of_pass = Pass(is_first=self._step_pass == 0)
             share = divide_among_ranks(documents, size)[rank]
             if isinstance(documents[0], Outline):
                 # Such a source leaves out no document, so that the positions are consecutive.
@@ -106,7 +106,12 @@ class StepLoader:
                     for place in share:
                         documents[place] = self.source.document(start + place)
             step = make_step(documents, self.accumulation.max_tokens, self._state(), rank, size)
-            yield replace(step, seconds=self.source.seconds(), of_pass=of_pass)
+            yield replace(
+                step,
+                seconds=self.source.seconds(),
+                of_pass=of_pass,
+                ends_batch=self._ends_batch(),
+            )
 
     @property
     def num_batches(self) -> int:
@@ -117,8 +122,7 @@ class StepLoader:
     def made_all_steps(self) -> bool:
         return self._num_steps >= self.max_steps
 
-    @property
-    def ends_batch(self) -> bool:
+    def _ends_batch(self) -> bool:
         """Return whether the batch of rollouts in which the last step begins has no further one, in
         any pass."""
         end = self.source.batch_end(self._step_start)

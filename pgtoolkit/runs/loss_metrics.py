@@ -179,6 +179,15 @@ OF_THE_LOSS = (
         healthy="0 at the start of a run with `kl.reference=initial`, then grows; steady where the "
         "penalty holds it. In distillation it falls",
     ),
+    _basic(
+        "kl_penalty",
+        "mean of the penalty's own term, without its coefficient, which is compared with "
+        "`kl.target`",
+        formula="Σ u k / D",
+        over="documents",
+        where="with `kl.target` and `kl.place=loss`",
+        healthy="near the target",
+    ),
 )
 
 OF_THE_SAMPLER = (

@@ -35,6 +35,12 @@ OF_DATA_AND_TRAINER = (
         formula="−β Σ_t k_t",
         where="with `kl.place=reward`",
     ),
+    _of_step(
+        "kl_coefficient",
+        "the coefficient β of the penalty, which `kl.target` moves after each batch of rollouts",
+        where="with `kl.target`",
+        healthy="rises while the KL is above the target, and falls while it is below",
+    ),
     _of_critic("value_loss", "the loss of the critic", see="losses.md#a-critic"),
     _of_step(
         "critic_grad_norm",

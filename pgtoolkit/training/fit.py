@@ -111,7 +111,7 @@ class BatchesOfRollouts:
     def __iter__(self) -> Iterator[Step]:
         for step in self._loader:
             self.have_ended = self._loader.made_all_steps
-            self.ends_batch = self.have_ended or self._loader.ends_batch
+            self.ends_batch = self.have_ended or step.ends_batch
             yield step
             if self.ends_batch:
                 return

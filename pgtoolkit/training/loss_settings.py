@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean, Measure, Normalize  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence, Sides  # noqa: F401  (as above)
 from pgtoolkit.losses.group_families import Direction, OfDocument, Scale  # noqa: F401  (as above)
@@ -108,10 +109,36 @@ class KLSettings:
     coefficient: float | None = key(
         default=None,
         help="Factor of the penalty, whose tokens have the weights of the aggregation (0.000001 to "
-        "1000; GRPO has 0.04); null: no penalty.",
+        "1000; GRPO has 0.04); null: no penalty. With kl.target it is the one that the run begins "
+        "with.",
         least=1e-6,
         most=1000,
+        fixed="the checkpoint holds the coefficient, which kl.target moves",
+        fixed_if="kl.target>0",
         **_NEEDS_KL,
+    )
+    target: float | None = key(
+        default=None,
+        help="KL of a batch of rollouts towards which the coefficient is moved after each (> 0): "
+        "coefficient <- coefficient (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n its "
+        "documents; KL is the mean over them of the mean of the penalty's term, for k1, k2 and k3 "
+        "(arXiv 1909.08593); null: the coefficient stays.",
+        least=1e-9,
+        most=1e6,
+        learns="kl.target>0",
+        fixed="the checkpoint holds the coefficient that it moves",
+        added=True,
+    )
+    horizon: int = key(
+        default=10000,
+        help="Documents over which the coefficient moves by the whole error of the KL, which is at "
+        "most 0.2 (>= 1, above a fifth of the documents of a batch).",
+        least=1,
+        most=10**12,
+        learns="kl.target>0",
+        added=True,
+        only_if="kl.target>0",
+        use="kl.target=0.1",
     )
     beta: float = key(
         default=0.5,
@@ -169,6 +196,14 @@ class KLSettings:
         learns="kl.place=reward",
         added=True,
     )
+
+    @property
+    def adaptive(self) -> AdaptiveKL | None:
+        """The coefficient as a run begins, where it follows a target; else None."""
+        if self.kind == "none" or self.target is None:
+            return None
+        assert self.coefficient is not None
+        return AdaptiveKL(self.target, self.horizon, self.coefficient)
 
     @property
     def beta_of_kind(self) -> float | None:

@@ -19,6 +19,7 @@ from pgtoolkit.kernels.losses import (
     log_probs_of_hidden,
     loss_of_hidden,
 )
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.objective import Loss
@@ -73,6 +74,9 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: measures the policy on held-out prompts; None: the run is not evaluated.
     critic: gives advantages of single tokens, see `add_critic`; None: the run has none.
     surprises: gives notes on steps; None: nobody does.
+    adaptive_kl: the coefficient of the penalty, where it follows a target. Where the penalty is a
+        part of the loss, each step's documents are counted as they are first trained, and the
+        coefficient moves after the last step of their batch; elsewhere who makes rewards moves it.
     shape: what happens to rewards before a loss that asks for them gets them.
     sampling: how completions are sampled, for the folder of a checkpoint.
     record: what a checkpoint keeps of the run's configuration.
@@ -82,6 +86,7 @@ class PolicyGradientModule(DynamicAccumulation):
     evaluator: Evaluator | None = None
     critic: Critic | None = None
     surprises: Surprises | None = None
+    adaptive_kl: AdaptiveKL | None = None
     shape: Shape = Shape()
     sampling: SamplingSettings | None = None
 
@@ -143,10 +148,14 @@ class PolicyGradientModule(DynamicAccumulation):
         output = super().training_step(step, batch_index)
         if self.num_updates > updates_before:
             self._note_due_reference()
-        if self.reference_is_due and (step.of_pass is None or step.of_pass.ends_batch):
+        if self.reference_is_due and (step.of_pass is None or step.ends_batch):
             self._move_reference()
         rowwise.tell()
         metrics = output["metrics"]
+        if self.adaptive_kl is not None:
+            metrics["kl_coefficient"] = self.adaptive_kl.coefficient
+            if self.loss.kl is not None:
+                self._adapt_kl(self.adaptive_kl, step, metrics.get("kl_penalty"))
         if step.totals.num_tokens:
             weight_sum = self.loss.aggregation.weight_sum(step.totals)
             if weight_sum is not None:
@@ -380,6 +389,25 @@ class PolicyGradientModule(DynamicAccumulation):
         log_probs, _ = self.log_probs_of(*self._reference_inputs(micro_batch))
         self.reference.put_away()
         return _at_places_of_policy(log_probs, micro_batch)
+
+    def _adapt_kl(self, adaptive: AdaptiveKL, step: Step, kl: float | None) -> None:
+        """Count the documents of a step, and move the coefficient of the penalty once their batch
+        has been trained.
+
+        kl: the mean of the penalty's term; None where the step did not train the policy.
+        """
+        if kl is not None and (step.of_pass is None or step.of_pass.is_first):
+            documents = int(step.totals.num_documents)
+            adaptive.add(kl * documents, documents)
+        if step.ends_batch:
+            adaptive.adapt()
+            self.take_kl_coefficient()
+
+    def take_kl_coefficient(self) -> None:
+        """Give the loss the present coefficient of its penalty."""
+        if self.adaptive_kl is not None and self.loss.kl is not None:
+            kl = replace(self.loss.kl, coefficient=self.adaptive_kl.coefficient)
+            self.loss = replace(self.loss, kl=kl)
 
     def _note_due_reference(self) -> None:
         """Note that the reference is to move, if the last update is one of `reference_every`."""

@@ -56,6 +56,8 @@ def snapshot(
         state["documents_trained"] = module.documents_trained
     if module.reference_is_due:
         state["reference_is_due"] = True
+    if module.adaptive_kl is not None:
+        state["adaptive_kl"] = module.adaptive_kl.state_dict()
     if module.loss_scale is not None:
         state["loss_scale"] = module.loss_scale.state_dict()
     if module.policy.base_digest is not None:
@@ -153,6 +155,9 @@ def restore(module: PolicyGradientModule, state: dict) -> None:
         module.reference_is_due = state.get("reference_is_due", False)
         if module.critic is not None:
             module.critic.num_updates = state["critic_updates"]
+        if module.adaptive_kl is not None and "adaptive_kl" in state:
+            module.adaptive_kl.load_state_dict(state["adaptive_kl"])
+            module.take_kl_coefficient()
         # A run that had another number type before has no scale to restore.
         if module.loss_scale is not None and "loss_scale" in state:
             module.loss_scale.load_state_dict(state["loss_scale"])

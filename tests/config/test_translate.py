@@ -370,8 +370,12 @@ VERL = [
         {"kl": "k3", "algorithm.kl_penalty": "near"},
     ),
     (
-        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
-        {"kl": None, "algorithm.kl_ctrl.type": "left"},
+        {
+            "algorithm.use_kl_in_reward": True,
+            "algorithm.kl_ctrl.type": "adaptive",
+            "algorithm.kl_ctrl.target_kl": 0.2,
+        },
+        {"kl": "k1", "kl.place": "reward", "kl.target": 0.2, "kl.horizon": 10000},
     ),
     ({"algorithm.norm_adv_by_std_in_grpo": False}, {"advantage": "dr_grpo"}),
     ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.adv_estimator": "left"}),

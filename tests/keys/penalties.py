@@ -125,6 +125,25 @@ def the_reference_moves_towards_the_policy_by_the_rate_at_every_nth_update():
     assert 0 < halfway_each_time < halfway_once < stays
 
 
+@key_test("kl.target", "kl.horizon")
+def the_coefficient_moves_towards_the_target_by_the_horizon():
+    """The policy begins at its reference, so that the KL of the first batch is far too small."""
+
+    def second_coefficient(*overrides: str) -> float:
+        module, loader = module_and_loader(*settings("kl=k3", "kl.coefficient=0.5", *overrides))
+        steps = iter(loader)
+        for number in range(2):  # a batch
+            module.training_step(next(steps), number)
+        metrics = module.training_step(next(steps), 2)["metrics"]
+        return metrics.get("kl_coefficient", 0.5)
+
+    assert second_coefficient("kl.target=null") == 0.5
+    for horizon in (50, 200):
+        lower = second_coefficient("kl.target=9", f"kl.horizon={horizon}")
+        assert lower == pytest.approx(0.5 * (1 - 0.2 * 16 / horizon), rel=1e-12)
+    assert second_coefficient("kl.target=1e-9", "kl.horizon=200") > 0.5
+
+
 @key_test("kl.place")
 def the_kl_is_a_term_of_the_loss_or_a_part_of_the_rewards(tmp_path: Path):
     path = save_with_tokenizer(small_llama(0), tmp_path / "0")

@@ -2,6 +2,7 @@
 begin, and where a resumed run continues. Losses are those of loops in float64."""
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from pgtoolkit.config.validate import validate
 from pgtoolkit.document import OPTIONAL_VECTORS, Document
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses import reference_terms
+from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.batch_counts import steps_before
 from pgtoolkit.rollouts.passes import Passes
@@ -81,7 +83,7 @@ def names(step: Step) -> list[int]:
 
 
 def places(steps: list[Step]) -> list[tuple[bool, bool]]:
-    return [(step.of_pass.is_first, step.of_pass.ends_batch) for step in steps]
+    return [(step.of_pass.is_first, step.ends_batch) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def trained_steps(*overrides: str) -> Iterator[Trained]:
         metrics = module.training_step(step, number)["metrics"]
         gradient = [parameter.grad.clone() for parameter in module.model.parameters()]
         yield Trained(step, metrics, begin, before, gradient)
-        is_new = step.of_pass.ends_batch
+        is_new = step.ends_batch
     loader.source.close()
 
 
@@ -372,6 +374,95 @@ def test_a_penalty_on_rewards_is_that_of_the_batchs_begin():
     assert largest > 0.01
 
 
+def moved(coefficient: float, distances: Sequence[float]) -> float:
+    """Return the coefficient after a batch: Ziegler's rule with a target of 0.01 and a horizon of
+    100."""
+    mean = sum(distances) / len(distances)
+    error = min(0.2, max(-0.2, mean / 0.01 - 1))
+    return coefficient * (1 + error * len(distances) / 100)
+
+
+ADAPTIVE = ("kl.coefficient=0.3", "kl.target=0.01", "kl.horizon=100", "rollout.passes=2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [
+        ("k1", ()),
+        ("k2", ("accumulation.max_tokens=200",)),
+        ("k3", (*ONE_STEP, "entropy.top_fraction=0.5")),
+    ],
+)
+def test_an_adaptive_coefficient_moves_after_a_batchs_last_update(kind, cut):
+    """By the distance of each document as it is first trained, whatever the cut of a step."""
+    settings = (f"kl={kind}", *ADAPTIVE, "trainer.max_steps=12", *cut)
+    coefficient = 0.3
+    coefficients = []
+    distances: list[float] = []
+    for trained in trained_steps(*settings):
+        documents = trained.step.documents
+        new = [log_probs(trained.before.model, one) for one in documents]
+        ref = [log_probs(trained.before.reference, one) for one in documents]
+        of_step = []
+        for p_of, f_of in zip(new, ref, strict=True):
+            pairs = zip(p_of.tolist(), f_of.tolist(), strict=True)
+            terms = [reference_terms.OF_TOKEN[kind](p, p, f)[0] for p, f in pairs]
+            of_step.append(sum(terms) / len(terms))
+        metrics = trained.metrics
+        mean = sum(of_step) / len(of_step)
+        assert metrics["kl_penalty"] == pytest.approx(mean, rel=1e-9, abs=1e-12)
+        assert metrics["kl_coefficient"] == pytest.approx(coefficient, rel=1e-9)
+        labels = labels_of(documents)
+        ref_log_probs = torch.zeros(len(labels), dtype=torch.float64)
+        ref_log_probs.masked_scatter_(labels >= 0, torch.cat(ref))
+        if not any("top_fraction" in setting for setting in cut):
+            penalty = {"kl": kind, "kl_coefficient": coefficient, "ref_log_probs": ref_log_probs}
+            assert_as_specified(trained, **penalty)
+        if trained.step.of_pass.is_first:
+            distances += of_step
+        if trained.step.ends_batch:
+            assert len(distances) == 16
+            coefficients.append(coefficient)
+            coefficient = moved(coefficient, distances)
+            distances = []
+    changes = [later / earlier for earlier, later in itertools.pairwise(coefficients)]
+    assert changes[:2] == pytest.approx([1 - 0.2 * 0.16, 1 + 0.2 * 0.16])
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("advantage=gae", "rollout.uninformative=train"), ("rollout.lag=5",)], ids=str
+)
+def test_a_batchs_rewards_have_the_coefficient_to_which_the_batch_before_has_moved_it(more):
+    settings = ("kl=k2", "kl.place=reward", *ADAPTIVE, "trainer.max_steps=9", *more)
+    coefficient = 0.3
+    used = set()
+    distances: dict[str, float] = {}
+    for trained in trained_steps(*settings):
+        for document in trained.step.documents:
+            away = (document.old_log_probs.double() - document.ref_log_probs.double()).tolist()
+            terms = [distance**2 / 2 for distance in away]
+            assert document.kl_reward == pytest.approx(-coefficient * sum(terms), rel=1e-9)
+            distances[document.name] = sum(terms) / len(terms)
+        assert trained.metrics["kl_coefficient"] == pytest.approx(coefficient, rel=1e-9)
+        used.add(coefficient)
+        if trained.step.ends_batch:
+            assert len(distances) == 16
+            coefficient = moved(coefficient, [*distances.values()])
+            distances = {}
+    assert len(used) == 3
+
+
+def test_a_step_that_is_not_finite_moves_no_coefficient():
+    adaptive = AdaptiveKL(0.05, 100, 0.3)
+    adaptive.add(float("nan"), 8)
+    adaptive.adapt()
+    assert adaptive.coefficient == 0.3
+    adaptive.add(0.8, 8)
+    adaptive.add(float("inf"), 8)
+    adaptive.adapt()
+    assert adaptive.coefficient == pytest.approx(0.3 * (1 + 0.2 * 8 / 100), rel=1e-15)
+
+
 def test_a_correction_acts_in_each_pass_by_the_log_probs_of_the_batchs_begin():
     """A batch is sampled six updates before training on it begins: one batch before."""
     ahead = ("rollout.lag=6", "rollout.old_log_probs=proximal", "trainer.max_steps=10")
@@ -403,7 +494,7 @@ def test_groups_without_a_signal_are_left_out_of_each_pass():
     for trained in trained_steps("rollout.uninformative=drop", "rollout.pass_order=shuffled"):
         assert all((document.advantages != 0).any() for document in trained.step.documents)
         of_pass = trained.step.of_pass
-        counts.append((of_pass.is_first, of_pass.ends_batch, len(trained.step.documents)))
+        counts.append((of_pass.is_first, trained.step.ends_batch, len(trained.step.documents)))
         assert_as_specified(trained)
     of_batch = counts[: [ends for _, ends, _ in counts].index(True) + 1]
     length = len(of_batch) // 3
@@ -464,7 +555,11 @@ def test_a_loss_of_groups_is_that_of_loops_in_each_pass(loss, formula):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [("loss=grpo", "advantage=gae"), ("loss=tpo", "advantage=none")]
+    "settings",
+    [
+        ("loss=grpo", "advantage=gae", "kl=k1", "kl.place=reward", *ADAPTIVE[:3]),
+        ("loss=tpo", "advantage=none", "kl=k3", *ADAPTIVE[:3]),
+    ],
 )
 def test_ranks_make_the_same_passes(tmp_path, settings):
     passes = ("rollout.passes=3", "rollout.pass_order=shuffled", "optimizer.learning_rate=0.02")

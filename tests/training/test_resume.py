@@ -33,6 +33,7 @@ PROXIMAL = ("rollout.old_log_probs=proximal", "correction=token_truncate", "corr
 PASSES = ("rollout.passes=3", "rollout.pass_order=shuffled", "trainer.max_steps=9")
 """A batch makes two steps in each of three passes."""
 MOVING = ("kl.update_every=1", "kl.update_rate=0.5")
+ADAPTIVE = ("kl=k2", "kl.coefficient=0.3", "kl.target=0.05", "kl.horizon=100")
 OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
 
 
@@ -55,7 +56,8 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
                 (3, 4),
             ),
             (("rollout.uninformative=drop",), (3,)),
-            (PASSES, (1, 3, 5)),
+            ((*PASSES, *ADAPTIVE), (1, 4, 6)),
+            ((*PASSES, *ADAPTIVE, "kl.place=reward", "rollout.lag=2"), (1, 4, 6)),
             (
                 (*PASSES, "advantage=gae", "loss=grpo", "kl=k3", "kl.coefficient=0.3", *MOVING),
                 (5, 6),

@@ -243,11 +243,27 @@ def penalties(c: Config, report: Report) -> Config:
             better=0.5,
         )
         c = with_values(c, {"kl.beta": 0.5})
+    _horizon(c, report)
     template = c.kl.reference_prompt
     if template is not None and not _takes_reference_prompt(template, report):
         c = with_values(c, {"kl.reference_prompt": None})
     _model_of_reference(c, report)
     return c
+
+
+def _horizon(c: Config, report: Report) -> None:
+    """Refuse a horizon with which one batch could take the coefficient to 0 or below."""
+    if c.kl.target is None or c.rollout.name != "policy":
+        return
+    documents = c.rollout.prompts_per_batch * c.rollout.group_size
+    if 5 * c.kl.horizon <= documents:
+        report.refuse_value(
+            key="kl.horizon",
+            value=c.kl.horizon,
+            needs=f"more than {documents // 5}, a fifth of the {documents} documents of a batch",
+            reason="A batch with a KL below the target would take the coefficient to 0, or below.",
+            better=documents,
+        )
 
 
 def _model_of_reference(c: Config, report: Report) -> None:

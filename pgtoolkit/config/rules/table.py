@@ -417,6 +417,24 @@ KL = (
         use="advantage=dr_grpo or kl.place=loss",
     ),
     Rule(
+        "kl.target!=null and kl!=none",
+        needs="kl=k1 or kl=k2 or kl=k3",
+        because="The target is compared with the term of single tokens, without a ratio.",
+        use="kl=k3 or kl.target=null",
+    ),
+    Rule(
+        "kl.target!=null and kl!=none and kl.place=loss",
+        needs="metrics!=none",
+        because="The KL is measured with the metrics of the loss.",
+        use="metrics=basic or kl.place=reward",
+    ),
+    Rule(
+        "kl.target!=null and kl!=none and kl.place=loss",
+        needs="accumulation.last_step!=carry",
+        because="A step with documents of two batches would have a coefficient of each.",
+        use="accumulation.last_step=short or kl.place=reward",
+    ),
+    Rule(
         "kl.update_every!=null",
         needs="model.lora_rank=null",
         because="The reference is the model without its adapters, and nothing of that is trained.",

@@ -1,0 +1,63 @@
+"""The coefficient of a KL penalty that follows a target (Ziegler et al., arXiv 1909.08593)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_LARGEST_ERROR = 0.2
+
+
+@dataclass
+class AdaptiveKL:
+    """The coefficient of a penalty, which each batch of rollouts moves, so that the KL nears a
+    target.
+
+    After a batch of n documents
+
+        coefficient <- coefficient (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)
+
+    where KL is the mean over them of the mean over their trained tokens of the penalty's term. It
+    is the same on every rank, since all give it the same numbers.
+
+    coefficient: the one in use.
+    distance: the sum over the documents of the batch so far of their KL.
+    documents: their number.
+    """
+
+    target: float
+    horizon: int
+    coefficient: float
+    distance: float = 0.0
+    documents: int = 0
+
+    def add(self, distance: float, documents: int) -> None:
+        """Count documents of the batch. distance: the sum of their KL.
+
+        Documents whose KL is not finite, which make no update, are not counted.
+        """
+        if math.isfinite(distance):
+            self.distance += distance
+            self.documents += documents
+
+    def adapt(self) -> None:
+        """Move the coefficient by the batch that has been counted, if there is one, and forget
+        it."""
+        if self.documents:
+            error = self.distance / self.documents / self.target - 1
+            error = min(_LARGEST_ERROR, max(-_LARGEST_ERROR, error))
+            self.coefficient *= 1 + error * self.documents / self.horizon
+        self.distance = 0.0
+        self.documents = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            "coefficient": self.coefficient,
+            "distance": self.distance,
+            "documents": self.documents,
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coefficient = state["coefficient"]
+        self.distance = state["distance"]
+        self.documents = int(state["documents"])
