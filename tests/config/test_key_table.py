@@ -160,6 +160,7 @@ def test_a_checkpoint_older_than_a_fixed_key_means_its_default(key):
 @pytest.mark.parametrize("key", KEYS, ids=IDS)
 def test_a_resume_refuses_another_value_exactly_if_the_key_is_fixed(key):
     more = ["rollout.lag=1"] * (key.schema != "rollout/recorded")
+    more += ["kl=k3", "kl.target=1"] * (key.group == "kl")
     config = plain_of(key.schema, "evaluation.every=1", *more)
     after = with_other_value(config, key)
     problems = [*cannot_change(config, after, set())]
