@@ -167,17 +167,33 @@ def _sweep(argv: list[str]) -> int:
 def _check(argv: list[str]) -> int:
     from pgtoolkit.config.hydra_command import hydra_arguments
     from pgtoolkit.launch.check import check, plan_as_json, problems, render_plan
+    from pgtoolkit.launch.seeds_to_find import size_of_difference
 
     file = None
     as_json = "--json" in argv
-    argv = [word for word in argv if word != "--json"]
+    find, argv = _taken("--find", [word for word in argv if word != "--json"])
+    difference = None if find is None else size_of_difference(find)
     if argv and argv[0] == "sweep":
         file = sweep_file(*argv[1:2])
         argv = ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, sweep_file=file)
-    say(plan_as_json(checked) if as_json else render_plan(checked))
+    say(plan_as_json(checked, difference) if as_json else render_plan(checked, difference))
     return status_of_output(ConfigError.exit_status if problems(checked) else 0)
+
+
+def _taken(flag: str, argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return (the last value of a flag, or None, the other words)."""
+    value = None
+    words = []
+    rest = iter(argv)
+    for word in rest:
+        name, equals, after = word.partition("=")
+        if name == flag:
+            value = after if equals else next(rest, "")
+        else:
+            words.append(word)
+    return value, words
 
 
 def _resume(argv: list[str]) -> int:

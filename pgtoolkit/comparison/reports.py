@@ -18,6 +18,7 @@ from pgtoolkit.comparison.charts import picture
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.no_verdict import without_verdict
+from pgtoolkit.comparison.seed_noise import as_numbers, noise_of, noise_sentences
 from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
@@ -220,6 +221,7 @@ def as_json(compared: Compared) -> str:
         "configurations": [_json_row(compared, row) for row in configurations(compared)],
         "pairs": [_json_pair(compared, pair) for pair in pairs],
         "without_verdict": without_verdict(compared, pairs),
+        "seed_noise": as_numbers(noise_of(compared)),
         "excluded": [{"run": str(run.path), "why": why} for run, why in compared.left_out],
         "notes": compared.notes,
         "common": {key: text(value) for key, value in compared.common.items()},
@@ -367,6 +369,7 @@ def _tables_of_differences(compared: Compared) -> list[str]:
             parts.append(f"{title}\n{table}")
             shown += pairs
     sentences = without_verdict(compared, shown) + text_report.worth(compared, shown)
+    sentences += noise_sentences(compared, noise_of(compared))
     return [*parts, _sentences(sentences)]
 
 

@@ -13,6 +13,7 @@ from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.no_verdict import without_verdict
+from pgtoolkit.comparison.seed_noise import noise_of, noise_sentences
 from pgtoolkit.comparison.statistics import (
     LEVEL,
     MOST_SEEDS,
@@ -53,7 +54,12 @@ def render_comparison(compared: Compared) -> str:
             f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)
         ]
     pairs = [pair for pairs in shown for pair in pairs]
-    for sentence in (*without_verdict(compared, pairs), *worth(compared, pairs)):
+    sentences = [
+        *without_verdict(compared, pairs),
+        *worth(compared, pairs),
+        *noise_sentences(compared, noise_of(compared)),
+    ]
+    for sentence in sentences:
         lines += folded(sentence, "", "  ")
     if compared.left_out:
         lines += ["", "Excluded from averages:"]

@@ -22,6 +22,7 @@ from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.final_number import check_search, number_of, why_no_common_measure
 from pgtoolkit.launch.jobs_on_gpus import jobs_on_gpus
+from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
@@ -200,20 +201,23 @@ def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
     return " ".join(different or run.overrides)
 
 
-def render_plan(checked: PlannedRun | Sweep) -> str:
-    """Return the page of `pgtk check`: the first run's plan, then notes and problems of all."""
+def render_plan(checked: PlannedRun | Sweep, find: float | None = None) -> str:
+    """Return the page of `pgtk check`: the first run's plan, then notes and problems of all.
+
+    find: a difference; the page says how many seeds find it.
+    """
     return "\n\n".join(
         title + "\n" + "\n".join(f"  {line}" for line in lines)
-        for title, lines in page_sections(checked)
+        for title, lines in page_sections(checked, find)
         if lines
     )
 
 
-def plan_as_json(checked: PlannedRun | Sweep) -> str:
+def plan_as_json(checked: PlannedRun | Sweep, find: float | None = None) -> str:
     """Return the same as a JSON object: lines by the title of their section, and a list of runs."""
     sections = {
         title.partition(" (")[0].lower().replace(" ", "_"): lines
-        for title, lines in page_sections(checked)
+        for title, lines in page_sections(checked, find)
         if lines
     }
     runs = []
@@ -235,7 +239,9 @@ def plan_as_json(checked: PlannedRun | Sweep) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def page_sections(checked: PlannedRun | Sweep) -> list[tuple[str, list[str]]]:
+def page_sections(
+    checked: PlannedRun | Sweep, find: float | None = None
+) -> list[tuple[str, list[str]]]:
     """Return (title, lines) for each section of the page."""
     first = checked.runs[0] if isinstance(checked, Sweep) else checked
     prompt_notes: list[str] = []
@@ -251,6 +257,8 @@ def page_sections(checked: PlannedRun | Sweep) -> list[tuple[str, list[str]]]:
         if first.config.rollout.name == "policy" and not first.report.problems:
             lines, prompt_notes = _first_prompt(first.config, first.report)
             sections.append(("First prompt", lines))
+    if find is not None:
+        sections.append(("Seeds", lines_on_seeds(checked, find)))
     sections.append(("Notes", [*notes(checked), *prompt_notes]))
     all_problems = problems(checked)
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"

@@ -123,6 +123,7 @@ TRAINING_FLAGS = {
     "check": {
         "-m, --multirun": "values separated by commas make a sweep",
         "--json": "print it as JSON",
+        "--find X": "how many seeds of each configuration find a difference of X, such as 0.02",
     }
     | _CONFIG_DIR,
     "resume": {

@@ -1,0 +1,142 @@
+"""How far equal runs end apart by their seed alone, and how many seeds find a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+from pgtoolkit.comparison.compared_runs import Compared
+from pgtoolkit.comparison.measures import MEASURES, is_share
+from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Sample, seeds_needed
+from pgtoolkit.system.report import plural
+
+DIFFERENCES = (0.01, 0.02, 0.05)
+"""Differences of a share of right answers for which a comparison says how many seeds find them."""
+
+
+@dataclass(frozen=True)
+class SeedNoise:
+    """The noise of a measure by the seed.
+
+    spread: the standard deviation of a run's value between seeds, pooled over configurations.
+    freedom: its degrees of freedom.
+    range: the smallest and the largest such deviation of one configuration.
+    paired_spread: that of the difference of two runs with the same seed; None where configurations
+        do not have the same seeds, or there is only one.
+    """
+
+    spread: float
+    freedom: int
+    range: tuple[float, float]
+    paired_spread: float | None
+
+    @property
+    def band(self) -> float:
+        """Two further runs of one configuration differ by less than this with a probability of
+        1 - LEVEL, where values are normal and spread alike in all configurations."""
+        from scipy.stats import t
+
+        return float(t.isf(LEVEL / 2, self.freedom) * sqrt(2) * self.spread)
+
+    def seeds(self, difference: float) -> int:
+        """Return how many seeds of each configuration find this difference, see `seeds_needed`."""
+        if self.paired_spread is not None:
+            return seeds_needed(difference, [self.paired_spread**2])
+        return seeds_needed(difference, [self.spread**2] * 2)
+
+
+def seed_noise(samples: Sequence[Sample]) -> SeedNoise | None:
+    """Return the noise in the values of configurations, each by block; None where none has two
+    seeds, or their values do not differ."""
+    groups = [values for sample in samples for values in sample.strata.values() if len(values) > 1]
+    if not groups:
+        return None
+    freedom = sum(len(values) - 1 for values in groups)
+    spread = sqrt(sum((len(values) - 1) * values.var(ddof=1) for values in groups) / freedom)
+    if spread == 0:
+        return None
+    deviations = [float(values.std(ddof=1)) for values in groups]
+    return SeedNoise(spread, freedom, (min(deviations), max(deviations)), _paired_spread(samples))
+
+
+def _paired_spread(samples: Sequence[Sample]) -> float | None:
+    """Return the standard deviation of the difference of two runs with the same block.
+
+    It is that of two values without the means of their configurations and of their blocks.
+    """
+    blocks = {tuple(sorted(sample.values)) for sample in samples if sample.values}
+    prompts = {repr(sample.prompts) for sample in samples if sample.values}
+    if len(blocks) != 1 or len(prompts) != 1:
+        return None
+    (shared,) = blocks
+    values = np.array(
+        [[sample.values[block] for block in shared] for sample in samples if sample.values]
+    )
+    if min(values.shape) < 2:
+        return None
+    largest = abs(values).max()
+    values = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
+    if abs(values).max() <= 1e-12 * largest:  # rounding, where configurations are equal
+        return None
+    freedom = (values.shape[0] - 1) * (values.shape[1] - 1)
+    return sqrt(2 * float((values**2).sum()) / freedom)
+
+
+def noise_of(compared: Compared) -> SeedNoise | None:
+    """Return the noise of the value at the end of runs, or of their area where that is compared."""
+    samples = []
+    for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
+        values = [run.final for run in group.reached]
+        if compared.goal.measure == "area":
+            values = compared.tested_values(group)
+        samples.append(Sample(dict(zip(sample.values, values, strict=True)), sample.prompts))
+    return seed_noise([sample for sample in samples if sample.values])
+
+
+def noise_sentences(
+    compared: Compared, noise: SeedNoise | None, differences: Sequence[float] = DIFFERENCES
+) -> list[str]:
+    """Return sentences on the noise of compared runs, and on the seeds that find differences.
+
+    Only differences of a share of right answers are spoken of, since the size of others depends on
+    their unit.
+    """
+    if noise is None:
+        return []
+    measure = "mean" if compared.goal.measure == "area" else MEASURES["final"].lower()
+    spreads = f"their spread is {noise.spread:.2g}"
+    if len(compared.groups) > 1:
+        smallest, largest = noise.range
+        spreads += f", pooled over configurations, which have from {smallest:.2g} to {largest:.2g}"
+    sentences = [
+        f"Two runs that differ in the {compared.blocks} alone end less than {noise.band:.2g} apart "
+        f"in 95 of 100 cases ({measure} {compared.metric}; {spreads})."
+    ]
+    if is_share(compared.metric):
+        sentences.append(f"{seeds_of_each(noise, differences)}.")
+    return sentences
+
+
+def seeds_of_each(noise: SeedNoise, differences: Sequence[float]) -> str:
+    """Return how many seeds of each configuration find these differences, in words."""
+    found = [f"{number_of_seeds(noise.seeds(size))} for {size:g}" for size in differences]
+    pairs = "paired by seed, " if noise.paired_spread is not None else ""
+    return (
+        f"To find a difference, each configuration needs {', '.join(found)} (t-test, {pairs}"
+        f"level {LEVEL}, power {POWER}, one pair alone)"
+    )
+
+
+def number_of_seeds(count: int) -> str:
+    return f"more than {MOST_SEEDS} seeds" if count > MOST_SEEDS else plural(count, "seed")
+
+
+def as_numbers(noise: SeedNoise | None) -> dict[str, object] | None:
+    """Return the noise for JSON, with the seeds by the difference that they find."""
+    if noise is None:
+        return None
+    seeds = {f"{size:g}": noise.seeds(size) for size in DIFFERENCES}
+    return {**vars(noise), "band": noise.band, "seeds_to_find": seeds}
