@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import counterpart_command, going_on_command, has_counterpart
+from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.config.defaults import ByScores
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
@@ -31,6 +32,7 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     number = ByScores().resolve(config)
     lines += _held_out_lines(read_evaluations(Path(run_dir)), number, best)
     lines.append(reason)
+    lines += [entry("no effect", told) for told in without_effect(config, metrics)]
     entries = [entry("run", shell_path(run_dir))]
     parent = status.get("parent")
     if parent:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pgtoolkit.assembly.continuing import resume_command, sync_command
 from pgtoolkit.assembly.open_run import open_run
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.assembly.summary import run_summary
+from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
@@ -36,7 +38,7 @@ from pgtoolkit.rollouts.settings import (
     RolloutSettings,
 )
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.records import leaves, read_status
+from pgtoolkit.runs.records import leaves, read_resolved, read_status
 from pgtoolkit.runs.series import Columns, read_metrics
 from pgtoolkit.system.pictures import saying_why_not_drawn
 from pgtoolkit.system.safe_text import legible
@@ -170,6 +172,8 @@ def _train_steps(
             with reading_checkpoint(checkpoint["path"]):
                 loader.load_state_dict(checkpoint["data"])
         if run is not None:
+            if recorder.step == 0:
+                recorder.early_notes = partial(_notes_of_silent_options, run.path)
             num_kept = getattr(config.rollout, "keep_completions", 0)
             if num_kept:
                 assert isinstance(loader.source, SampledRollouts)
@@ -189,6 +193,14 @@ def _train_steps(
                 on_cpu=accelerator(config.trainer.device, config.kernel) == "cpu",
             )
         recorder.check_trained()
+
+
+def _notes_of_silent_options(run_dir: Path) -> Iterator[str]:
+    """Yield a note for each option that changed nothing so far."""
+    columns = read_metrics(run_dir / "metrics.jsonl")
+    for told in without_effect(read_resolved(run_dir), columns):
+        key, _, never = told.partition(": ")
+        yield f"{key} has changed no number so far: {never}."
 
 
 def _outcome(

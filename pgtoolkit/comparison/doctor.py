@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.comparison.failures import (
     FEWEST_STEPS,
     HELD_OUT_SHARE,
@@ -21,20 +22,22 @@ from pgtoolkit.system.report import shell_path
 
 @dataclass(frozen=True)
 class Examined:
-    """A run with its failures, the rules whose metrics it has not measured, and those whose metrics
-    mean something else in its configuration."""
+    """A run with its failures, the rules whose metrics it has not measured, those whose metrics
+    mean something else in its configuration, and options that changed nothing."""
 
     run: Run
     failures: list[tuple[Rule, Finding]]
     not_measured: list[Rule]
     elsewhere: list[tuple[Rule, Elsewhere]]
+    without_effect: list[str]
 
 
 def examine(run: Run) -> Examined:
     """Apply every rule to a run; to a run of fewer than FEWEST_STEPS steps none."""
-    examined = Examined(run, [], [], [])
+    examined = Examined(run, [], [], [], [])
     if _is_too_short(run):
         return examined
+    examined.without_effect.extend(without_effect(run.config, run.columns))
     measured = {name for name in run.columns if run.values(name)}
     if any(name.startswith(HELD_OUT) for name in measured):
         measured.add(HELD_OUT_SHARE)
@@ -78,6 +81,10 @@ def _page(examined: Examined) -> str:
     if not examined.failures:
         looked_at = len(RULES) - len(examined.not_measured) - len(examined.elsewhere)
         lines.append(f"  None of the {looked_at} known failures that were looked for.")
+    if examined.without_effect:
+        lines += ["", "  Options that changed no number of any step:"]
+        for told in examined.without_effect:
+            lines += folded(told, "    ", "      ")
     if examined.not_measured:
         names = "; ".join(
             f"{rule.name} ({rule.measured_by or ', '.join(rule.metrics)})"
@@ -109,6 +116,7 @@ def _as_values(examined: Examined) -> dict[str, object]:
         "state": run.state,
         "step": run.step,
         "found": failures,
+        "without_effect": examined.without_effect,
         "not_measured": [rule.name for rule in examined.not_measured],
         "means_something_else": [
             {"failure": rule.name, "with": elsewhere.setting, "reason": elsewhere.reason}

@@ -20,7 +20,12 @@ from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.headline import chosen_metric
 from pgtoolkit.comparison.identical import are_identical, recorded_numbers, same_data
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
-from pgtoolkit.comparison.notes import code_notes, is_not_configured, notes_of
+from pgtoolkit.comparison.notes import (
+    code_notes,
+    is_not_configured,
+    notes_of,
+    notes_of_equal_numbers,
+)
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
 from pgtoolkit.config.own_code import as_typed
@@ -121,6 +126,7 @@ def compare(
     ]
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
+    compared.notes += notes_of_equal_numbers(compared, numbers)
     compared.notes += code_notes(compared, readable, ignore_code)
     return compared
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
@@ -79,6 +81,29 @@ def _best_of_notes(compared: Compared, key: str) -> list[str]:
             notes.append(
                 f"{group.label}: this is the {end} {key} tried, and one beyond may be better"
             )
+    return notes
+
+
+def notes_of_equal_numbers(compared: Compared, numbers: Sequence[str | None]) -> list[str]:
+    """Return a note for each set of configurations whose runs recorded the same numbers.
+
+    numbers: see `recorded_numbers`.
+    """
+    alike: dict[str, list[RunGroup]] = {}
+    for group, digest in zip(compared.groups, numbers, strict=True):
+        if digest is not None:
+            alike.setdefault(digest, []).append(group)
+    notes = []
+    for groups in alike.values():
+        if len(groups) < 2:
+            continue
+        keys = [
+            key for key in compared.keys if len({repr(group.values[key]) for group in groups}) > 1
+        ]
+        notes.append(
+            f"{' and '.join(group.label for group in groups)} recorded the same numbers to the "
+            f"last bit: {' and '.join(keys)} changed nothing between them"
+        )
     return notes
 
 

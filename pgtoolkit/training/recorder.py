@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -46,6 +47,8 @@ class Recorder(RunCallback):
     run: the run directory; None on ranks other than 0.
     checkpoint: the state to continue from; None for a fresh run.
     completions: an attribute of rank 0's recorder, where completions are kept.
+    early_notes: an attribute of rank 0's recorder: what is logged after a tenth of the steps, and
+        two batches at least.
     interrupted_by: the first of STOP_SIGNALS, to any rank, lets the step finish, saves it and is
         named here. A second SIGINT acts at once. A process that `pgtk` has started, and ranks of
         another launcher, stop in the same way when the process that started them has ended.
@@ -73,6 +76,7 @@ class Recorder(RunCallback):
         self.interrupted_by: str | None = None
         self.reached: str | None = None
         self.completions: KeptCompletions | None = None
+        self.early_notes: Callable[[], Iterable[str]] | None = None
         self._num_updates = 0 if checkpoint is None else checkpoint["num_updates"]
         self._had_loss = False
         self._signal = 0
@@ -164,9 +168,14 @@ class Recorder(RunCallback):
         self, trainer: lightning.Trainer, module: PolicyGradientModule
     ) -> None:
         """Write the checkpoint that is due since the last step of the batch before: not earlier, so
-        that it has what callbacks make of the end of an epoch."""
+        that it has what callbacks make of the end of an epoch. Then log the early notes."""
         if self._is_due:
             self._save(module)
+        is_early = self.batches.number < 2 or 10 * self.step < self._settings.max_steps
+        if self.early_notes is not None and not is_early:
+            for note in self.early_notes():
+                log.warning(f"note: {note}")
+            self.early_notes = None
 
     def on_train_end(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if (

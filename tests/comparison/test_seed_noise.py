@@ -107,7 +107,8 @@ def test_compare_says_the_noise_and_the_seeds_for_three_differences(tmp_path, ca
             stats.nct.sf(stats.t.isf(0.025, n - 1), n - 1, shift * np.sqrt(n))
             for n in (count - 1, count)
         ]
-        assert powers[-1] >= 0.8 and (count == 2 or powers[0] < 0.8)
+        assert powers[-1] >= 0.8
+        assert count == 2 or powers[0] < 0.8
     seeds = found["seeds_to_find"]
     assert (
         f"each configuration needs {seeds['0.01']} seeds for 0.01, {seeds['0.02']} seeds for 0.02, "

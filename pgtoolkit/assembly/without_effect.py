@@ -1,0 +1,177 @@
+"""Finds options that a run has set and that changed no number of its steps, by its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pgtoolkit.config.conditions import holds, value_of
+from pgtoolkit.config.keys import OPTION_KEYS, default, shown
+from pgtoolkit.runs.series import Columns, values
+from pgtoolkit.system.report import text
+
+
+@dataclass(frozen=True)
+class Silent:
+    """What the metrics of a run show if a key never acted.
+
+    key: by its name in config.yaml.
+    where: the configurations in which the metrics tell, as `holds` reads it; "" for all.
+    shown_by: metric -> whether its values, with the key's value, show that the key never acted.
+        All of them have to.
+    never: what did not happen in any step, in words.
+    """
+
+    key: str
+    where: str
+    shown_by: Mapping[str, Callable[[np.ndarray, float], bool]]
+    never: str
+
+
+def _is_zero(measured: np.ndarray, _: float) -> bool:
+    return not measured.any()
+
+
+def _is_one(measured: np.ndarray, _: float) -> bool:
+    """Return whether all values are 1, but for the rounding of log-probs."""
+    return bool((abs(measured - 1) <= 1e-5).all())
+
+
+def _within(bound: Callable[[float], float], sign: int) -> Callable[[np.ndarray, float], bool]:
+    """Return a test that values never lie beyond a bound. sign: 1 for an upper one, else -1."""
+    return lambda measured, value: bool((sign * measured <= sign * bound(value)).all())
+
+
+_at_most = _within(lambda value: value, 1)
+_at_least = _within(lambda value: value, -1)
+
+_CUTTING = "loss.name=grpo or loss.name=gspo or loss.name=gmpo"
+_BOUNDED = (
+    "correction.name=token_truncate or correction.name=sequence_truncate or "
+    "correction.name=token_mask or correction.name=sequence_mask"
+)
+
+SILENT = (
+    Silent(
+        "loss.epsilon_low",
+        _CUTTING,
+        {"clipped_low_fraction": _is_zero},
+        "no ratio was below it where the advantage is negative",
+    ),
+    Silent(
+        "loss.epsilon_high",
+        _CUTTING,
+        {"clipped_high_fraction": _is_zero},
+        "no ratio was above it where the advantage is positive",
+    ),
+    Silent(
+        "loss.epsilon_low",
+        "loss.name=cispo",
+        {"min_ratio_new_old": _within(lambda epsilon: 1 - epsilon, -1)},
+        "no ratio was below it",
+    ),
+    Silent(
+        "loss.epsilon_high",
+        "loss.name=cispo",
+        {"max_ratio_new_old": _within(lambda epsilon: 1 + epsilon, 1)},
+        "no ratio was above it",
+    ),
+    Silent("loss.dual_clip", "", {"max_ratio_new_old": _at_most}, "no ratio was above it"),
+    Silent("loss.ratio_cap", "", {"max_ratio_new_old": _at_most}, "no ratio was above it"),
+    Silent("loss.low", "", {"min_ratio_new_old": _at_least}, "no ratio was below it"),
+    Silent("loss.high", "", {"max_ratio_new_old": _at_most}, "no ratio was above it"),
+    Silent(
+        "correction.name",
+        "correction.name!=none",
+        {"min_correction_factor": _is_one, "max_correction_factor": _is_one},
+        "every factor was 1",
+    ),
+    Silent(
+        "correction.low",
+        _BOUNDED,
+        {"correction_outside_fraction": _is_zero},
+        "no factor was outside of the bounds",
+    ),
+    Silent(
+        "correction.high",
+        _BOUNDED,
+        {"correction_outside_fraction": _is_zero},
+        "no factor was outside of the bounds",
+    ),
+    Silent(
+        "kl.kind", "kl.kind!=none and kl.place=loss", {"kl_ref": _is_zero}, "the distance was 0"
+    ),
+    Silent(
+        "kl.kind",
+        "kl.kind!=none and kl.place=reward",
+        {"kl_reward": _is_zero},
+        "the distance was 0",
+    ),
+    Silent(
+        "entropy.top_fraction",
+        "",
+        {"entropy_kept_fraction": lambda measured, _: bool((measured == 1).all())},
+        "every token was counted",
+    ),
+    Silent(
+        "advantage.clip_low",
+        "",
+        {"min_advantage": lambda measured, bound: bool((measured > bound).all())},
+        "no advantage was below it",
+    ),
+    Silent(
+        "advantage.clip_high",
+        "",
+        {"max_advantage": lambda measured, bound: bool((measured < bound).all())},
+        "no advantage was above it",
+    ),
+    Silent("critic.clip", "", {"value_clipped_fraction": _is_zero}, "no value moved so far"),
+    Silent(
+        "rollout.overlong_buffer",
+        "",
+        {"overlong_penalty": _is_zero},
+        "no completion was so long",
+    ),
+    Silent(
+        "rollout.truncated",
+        "rollout.truncated=mask",
+        {"truncated_fraction": _is_zero},
+        "no completion was cut off",
+    ),
+    Silent(
+        "rollout.max_sampling_rounds",
+        "",
+        {"dropped_prompt_fraction": _is_zero},
+        "no prompt was dropped",
+    ),
+    Silent(
+        "rollout.uninformative",
+        "rollout.uninformative=drop",
+        {"dropped_group_fraction": _is_zero},
+        "no prompt was dropped",
+    ),
+    Silent("rollout.retire_at", "", {"retired_prompts": _is_zero}, "no prompt was retired"),
+    Silent("optimizer.max_grad_norm", "", {"grad_norm": _at_most}, "no gradient was longer"),
+)
+
+
+def without_effect(config: Mapping[str, object], columns: Columns) -> Iterator[str]:
+    """Yield `KEY=VALUE: ...` for each key that was set to another value than its option's default,
+    and that changed no number of the steps so far.
+
+    config: by dotted keys, or nested. columns: of metrics.jsonl. A key whose metrics were not
+    measured is passed over.
+    """
+    for silent in SILENT:
+        value = value_of(config, silent.key)
+        if value is None or (silent.where and not holds(silent.where, config)):
+            continue
+        if silent.key not in OPTION_KEYS.values() and value == default(config, silent.key):
+            continue
+        measured = {name: np.array(values(columns, name)) for name in silent.shown_by}
+        if all(measured[name].size for name in measured) and all(
+            shows(measured[name], value) for name, shows in silent.shown_by.items()
+        ):
+            yield f"{shown(silent.key)}={text(value)}: {silent.never}"
