@@ -264,7 +264,7 @@ def test_help_lists_every_flag(capsys):
         }
     assert pages == {
         "sweep": {"--fail-fast", "--config-dir"},
-        "check": {"--multirun", "--json", "--config-dir"},
+        "check": {"--find", "--multirun", "--json", "--config-dir"},
         "resume": {"--step"},
         "continue": {"--config-dir"},
     }

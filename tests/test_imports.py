@@ -65,6 +65,7 @@ ALSO_LIGHT = (
     "assembly.run_description",
     "assembly.summary",
     "assembly.sync",
+    "assembly.without_effect",
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 parsed = functools.cache(lambda file: ast.parse(file.read_text()))

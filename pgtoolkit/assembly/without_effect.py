@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
 from pgtoolkit.runs.series import Columns, values
 from pgtoolkit.system.report import text
+
+Test = Callable[[Sequence[float], float], bool]
+"""Whether the values of a metric, at least one, show that a key of this value never acted."""
 
 
 @dataclass(frozen=True)
@@ -19,29 +20,28 @@ class Silent:
 
     key: by its name in config.yaml.
     where: the configurations in which the metrics tell, as `holds` reads it; "" for all.
-    shown_by: metric -> whether its values, with the key's value, show that the key never acted.
-        All of them have to.
+    shown_by: metric -> its test. All of them have to hold.
     never: what did not happen in any step, in words.
     """
 
     key: str
     where: str
-    shown_by: Mapping[str, Callable[[np.ndarray, float], bool]]
+    shown_by: Mapping[str, Test]
     never: str
 
 
-def _is_zero(measured: np.ndarray, _: float) -> bool:
-    return not measured.any()
+def _is_zero(measured: Sequence[float], _: float) -> bool:
+    return not any(measured)
 
 
-def _is_one(measured: np.ndarray, _: float) -> bool:
+def _is_one(measured: Sequence[float], _: float) -> bool:
     """Return whether all values are 1, but for the rounding of log-probs."""
-    return bool((abs(measured - 1) <= 1e-5).all())
+    return all(abs(value - 1) <= 1e-5 for value in measured)
 
 
-def _within(bound: Callable[[float], float], sign: int) -> Callable[[np.ndarray, float], bool]:
+def _within(bound: Callable[[float], float], sign: int) -> Test:
     """Return a test that values never lie beyond a bound. sign: 1 for an upper one, else -1."""
-    return lambda measured, value: bool((sign * measured <= sign * bound(value)).all())
+    return lambda measured, value: all(sign * number <= sign * bound(value) for number in measured)
 
 
 _at_most = _within(lambda value: value, 1)
@@ -112,19 +112,19 @@ SILENT = (
     Silent(
         "entropy.top_fraction",
         "",
-        {"entropy_kept_fraction": lambda measured, _: bool((measured == 1).all())},
+        {"entropy_kept_fraction": lambda measured, _: {*measured} == {1}},
         "every token was counted",
     ),
     Silent(
         "advantage.clip_low",
         "",
-        {"min_advantage": lambda measured, bound: bool((measured > bound).all())},
+        {"min_advantage": lambda measured, bound: min(measured) > bound},
         "no advantage was below it",
     ),
     Silent(
         "advantage.clip_high",
         "",
-        {"max_advantage": lambda measured, bound: bool((measured < bound).all())},
+        {"max_advantage": lambda measured, bound: max(measured) < bound},
         "no advantage was above it",
     ),
     Silent("critic.clip", "", {"value_clipped_fraction": _is_zero}, "no value moved so far"),
@@ -170,8 +170,8 @@ def without_effect(config: Mapping[str, object], columns: Columns) -> Iterator[s
             continue
         if silent.key not in OPTION_KEYS.values() and value == default(config, silent.key):
             continue
-        measured = {name: np.array(values(columns, name)) for name in silent.shown_by}
-        if all(measured[name].size for name in measured) and all(
+        measured = {name: values(columns, name) for name in silent.shown_by}
+        if all(measured.values()) and all(
             shows(measured[name], value) for name, shows in silent.shown_by.items()
         ):
             yield f"{shown(silent.key)}={text(value)}: {silent.never}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from pgtoolkit.comparison.seed_noise import SeedNoise, noise_of, number_of_seeds, seeds_of_each
-from pgtoolkit.comparison.statistics import LEVEL, POWER, seeds_needed
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.system.report import plural, refusal, shell_path
+
+if TYPE_CHECKING:
+    from pgtoolkit.comparison.seed_noise import SeedNoise
 
 STUDY = {"arithmetic": 0.014, "lists": 0.035}
 """Task of docs/study.md -> the standard deviation over seeds of the final held-out pass@1 of
@@ -37,6 +39,9 @@ def size_of_difference(text: str) -> float:
 def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
     """Return how many seeds of each configuration find a difference of this size, from what this
     is known, and how many the sweep has."""
+    from pgtoolkit.comparison.seed_noise import number_of_seeds, seeds_of_each
+    from pgtoolkit.comparison.statistics import LEVEL, POWER, seeds_needed
+
     noise, metric = _noise_of_finished_runs(checked)
     if noise is not None:
         assert isinstance(checked, Sweep)
@@ -65,6 +70,7 @@ def _noise_of_finished_runs(checked: PlannedRun | Sweep) -> tuple[SeedNoise | No
     """Return (the noise in what a sweep's runs have recorded, the metric)."""
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import runs_with
+    from pgtoolkit.comparison.seed_noise import noise_of
 
     if not isinstance(checked, Sweep) or not checked.has_folder or not checked.folder.is_dir():
         return None, ""
