@@ -4,7 +4,7 @@
 
 It unpacks all packed runs into a temporary folder and fills each of PAGES. Between a line such as
 `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1
---png=study/images/loss.png -->` and `<!-- end -->` come the tables of `pgtk compare`. After
+--figure=study/images/loss.png -->` and `<!-- end -->` come the tables of `pgtk compare`. After
 `<!-- runs -->` comes what was run, from the runs' own files; after `<!-- repeats SWEEP -->` the
 evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after
 `<!-- warning SWEEP... -->` what the effective sample size said before they collapsed
@@ -122,7 +122,7 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             options[name.replace("-", "_")] = value
-    picture = options.pop("png", None)
+    picture = options.pop("figure", None)
     file = options.pop("predictions", None)
     by = options.pop("by", None)
     args = Namespace(
@@ -152,7 +152,7 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
         table = _table([(by, *header[1:]), *rows])
         return f"{compared.measured}, mean over {compared.blocks}s:\n\n{table}"
     if picture and draw:
-        write(compared, "png", ROOT / picture, "")
+        write(compared, "figure", ROOT / picture, "")
     shown = ""
     if picture:
         shown = f"\n![{compared.measured}]({os.path.relpath(ROOT / picture, page.parent)})\n"

@@ -1,4 +1,4 @@
-"""The bases of planned comparisons, and of each configuration the best value of a key."""
+"""The bases of comparisons, and of each configuration the best value of a key."""
 
 from __future__ import annotations
 
@@ -41,6 +41,24 @@ def keys_of(
     return [known[name] for name in names]
 
 
+def first_of_sweep(groups: list[RunGroup], runs: Sequence[Run]) -> RunGroup:
+    """Return the group of the sweep's first job; outside of a sweep that of the first run.
+
+    runs: in the order in which the user named them.
+    """
+    typed = {run.path: place for place, run in enumerate(runs)}
+    orders: dict[Path, dict[str, int]] = {}
+
+    def place(run: Run) -> tuple[int, int]:
+        folder = Path(run.path).parent
+        if folder not in orders:
+            jobs = read_sweep(folder).get("jobs", [])
+            orders[folder] = {job["directory"]: number for number, job in enumerate(jobs)}
+        return orders[folder].get(Path(run.path).name, len(orders[folder])), typed[run.path]
+
+    return min(groups, key=lambda group: min(map(place, group.runs)))
+
+
 def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     """Return the pairs of each base with the groups that differ from it only in keys of `against`.
 
@@ -50,11 +68,10 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
         "" that configuration is the base.
     """
     base: dict[str, str] = {}
-    typed_first = _typed_first(compared.groups)
     for pair in against.split(",") if against else compared.keys:
         key, is_given, value = pair.partition("=")
         _refuse_against(compared, against, key in compared.keys)
-        base[key] = value if is_given else text(typed_first.values[key])
+        base[key] = value if is_given else text(compared.first.values[key])
     bases = [
         group
         for group in compared.groups
@@ -66,20 +83,6 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
     return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
-
-
-def _typed_first(groups: list[RunGroup]) -> RunGroup:
-    """Return the group of the sweep's first job; outside of a sweep that of the first run."""
-    orders: dict[Path, dict[str, int]] = {}
-
-    def place(run: Run) -> tuple[int, str]:
-        folder = Path(run.path).parent
-        if folder not in orders:
-            jobs = read_sweep(folder).get("jobs", [])
-            orders[folder] = {job["directory"]: number for number, job in enumerate(jobs)}
-        return orders[folder].get(Path(run.path).name, len(orders[folder])), str(run.path)
-
-    return min(groups, key=lambda group: min(map(place, group.runs)))
 
 
 def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
@@ -98,12 +101,17 @@ def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
 
 
 def keep_best(compared: Compared, best_of: str) -> None:
-    """Keep the first of the sorted groups that differ in one key; its `tried` has all."""
+    """Keep the first of the sorted groups that differ in one key; its `tried` has all.
+
+    The sweep's first group gives its place to the one that is kept of it.
+    """
     keys_of("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, RunGroup] = {}
     for group in compared.groups:
         other_values = tuple(repr(value) for key, value in group.values.items() if key != best_of)
         best = chosen.setdefault(other_values, group)
+        if group is compared.first:
+            compared.first = best
         if group.counted:
             best.tried[text(group.values[best_of])] = group
     compared.groups = list(chosen.values())

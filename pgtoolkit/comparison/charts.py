@@ -1,63 +1,45 @@
-"""Curves of a metric over seeds, and their picture: against the documents seen and against time."""
+"""Curves of a metric over seeds, and the panels of a comparison's figure."""
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.statistics import mean_interval
+from pgtoolkit.comparison.words_in_figures import FONT_SIZE, wrapped
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth, thinned
-from pgtoolkit.system.pictures import for_notebook, own_settings
 from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-_COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
-_LINE_STYLES = ("solid", "dashed", "dotted")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d", (4, 1, 0), (8, 1, 0))
-"""Shapes of a group's dots: all groups of one shape differ in their colour."""
+COLORS = ("#000000", "#b8322a", "#b58ad6", "#24429c", "#0f8f78", "#ecb32c")
+"""Their lightness L* differs by 10 or more, so they stay apart in grey, and for colour-blind eyes.
+A page turns black into the colour of its text."""
 
-_PANEL_SIZE = 4.6
-"""Width and height of a panel, in inches, without the legend."""
+_LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d")
+"""Their number and that of the colours have no common factor, so that a colour gets each shape."""
 
-_INTERVAL_HEIGHT = 0.07
-"""Height in inches that a group has in the panel of intervals, which so grows with many groups."""
-
-_LEGEND_LINE = 0.21
-"""Height of a line of the legend, in inches."""
+AXES_OF_CURVES = {"documents": "documents_seen", "steps": "step", "seconds": "seconds"}
+"""Name of a panel of curves -> the column of its axis."""
 
 _POINTS = 120
 """Places at which the curves of several runs are averaged."""
 
-_SETTINGS = {
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "pgtk",  # so that equal pictures are equal files
-    "pdf.fonttype": 42,  # letters stay letters, which journals ask for
-}
-
-_LEFT_OUT = {
-    "svg": ("Date", "Creator", "Format", "Type"),
-    "pdf": ("CreationDate", "Creator", "Producer"),
-}
-"""Metadata about when and by which program a file was drawn. Without it equal pictures are equal
-files."""
+_WIDTH_OF_TEXT = 0.8
+_HEIGHT_OF_TEXT = 0.65
+"""The shares of a panel's width and height that the text at its axis may have."""
 
 
 def curve(run: Run, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (x, y) of a run, y smoothed over about a twentieth of its points.
 
-    axis: documents_seen or seconds.
+    axis: documents_seen, step or seconds.
     """
     x, y = thinned(*run.points(axis, metric))
     return x, smooth(y, len(y) // 80) if x.size else y
@@ -78,63 +60,55 @@ def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
     return np.array([places, values.mean(0), values.min(0), values.max(0)])
 
 
-def picture(compared: Compared, kind: str) -> bytes:
-    """Draw the charts with their legend, and return the file.
+def style(place: int) -> dict[str, Any]:
+    """Return the colour, line style and marker of the group at a place.
 
-    The panels are curves over documents, curves over time, the tested means with their intervals,
-    and with --best-of the values that were tried. kind: png, jpg, pdf, or svg, which is
-    transparent. In the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the
-    group's place, and intervals interval-GROUP.
+    The markers of the first 78 groups are filled, those of the next 78 hollow.
     """
-    with own_settings(_SETTINGS):
-        metadata = dict.fromkeys(_LEFT_OUT[kind]) if kind in _LEFT_OUT else None
-        file = io.BytesIO()
-        draw(compared).savefig(
-            file,
-            format=kind,
-            backend=kind if kind in ("pdf", "svg") else "agg",
-            transparent=kind == "svg",
-            metadata=metadata,
-        )
-    return file.getvalue()
-
-
-def figure_of(compared: Compared) -> Figure:
-    """Return the picture as a figure of matplotlib, which a notebook shows."""
-    with own_settings(_SETTINGS):
-        return for_notebook(draw(compared))
-
-
-def draw(compared: Compared) -> Figure:
-    """Return the charts with their legend, which makes the figure higher and no panel smaller."""
-    from matplotlib.figure import Figure
-
-    panels = 4 if compared.best_of else 3
-    height = max(_PANEL_SIZE, _INTERVAL_HEIGHT * len(compared.groups))
-    figure = Figure(figsize=(_PANEL_SIZE * panels, height), layout="constrained", dpi=100)
-    unit, seconds = _time_unit(compared)
-    over_documents, over_time, intervals, *tried = [
-        figure.add_subplot(1, panels, place + 1) for place in range(panels)
-    ]
-    _draw_curves(over_documents, compared, "documents_seen", "documents seen", 1)
-    lines = _draw_curves(over_time, compared, "seconds", f"time in {unit}", seconds)
-    _draw_intervals(intervals, compared, 72 * height / len(compared.groups))
-    for axes in tried:
-        _draw_tried(axes, compared)
-    if lines:
-        legend_lines = _draw_legend(figure, compared, lines)
-        figure.set_figheight(height + _LEGEND_LINE * legend_lines)
-    return figure
-
-
-def _style(place: int) -> dict[str, Any]:
-    """Return the color, linestyle and marker of the group at a place."""
-    number = place // len(_COLORS)
+    pairs = len(COLORS) * len(_MARKERS)
+    color = COLORS[place % len(COLORS)]
     return {
-        "color": _COLORS[place % len(_COLORS)],
-        "linestyle": _LINE_STYLES[number % len(_LINE_STYLES)],
-        "marker": _MARKERS[number % len(_MARKERS)],
+        "color": color,
+        "linestyle": _LINE_STYLES[place // len(COLORS) % len(_LINE_STYLES)],
+        "marker": _MARKERS[place % len(_MARKERS)],
+        "markerfacecolor": "none" if place // pairs % 2 else color,
     }
+
+
+def draw_curves(
+    axes: Axes, compared: Compared, panel: str, size: tuple[float, float]
+) -> dict[int, Line2D]:
+    """Draw the mean curve of each group, and a thin one for each run that did not finish.
+
+    panel: of AXES_OF_CURVES. size: width and height that the panel has, in inches.
+    Returns a line for each group that has one, by the group's place.
+    """
+    from matplotlib.ticker import EngFormatter
+
+    axis = AXES_OF_CURVES[panel]
+    name, unit = _time_unit(compared) if panel == "seconds" else ("", 1)
+    words = {"documents": "documents seen", "steps": "steps", "seconds": f"time in {name}"}
+    axes.set_xlabel(words[panel])
+    axes.set_ylabel(wrapped(compared.metric, size[1] * _HEIGHT_OF_TEXT))
+    # As 10k; but half a minute would become 500m.
+    axes.xaxis.set_major_formatter("{x:g}" if panel == "seconds" else EngFormatter(sep=""))
+    axes.locator_params("x", nbins=4)
+    lines = {}
+    for place in range(len(compared.groups)):
+        line = _draw_group(axes, compared, place, axis, unit)
+        if line is not None:
+            lines[place] = line
+    if compared.goal.threshold is not None and lines:
+        axes.axhline(
+            compared.goal.threshold,
+            color="gray",
+            linestyle=":",
+            linewidth=0.9,
+            gid=f"threshold-{axis}",
+        )
+    if not lines:
+        axes.text(0.5, 0.5, "no run has recorded this", transform=axes.transAxes, ha="center")
+    return lines
 
 
 def _time_unit(compared: Compared) -> tuple[str, int]:
@@ -149,155 +123,49 @@ def _time_unit(compared: Compared) -> tuple[str, int]:
     return "seconds", 1
 
 
-def _draw_legend(figure: Figure, compared: Compared, lines: dict[int, Line2D]) -> int:
-    """Draw the legend below the panels; return the number of its lines of text.
-
-    lines: by the group's place.
-    """
-    groups = [compared.groups[place] for place in lines]
-    labels = [legible(f"{group.label} (n = {len(group.counted)})") for group in groups]
-    entry_width = 0.6 + 0.08 * max(map(len, labels))  # inches: the line, and its letters
-    columns = max(1, min(4, int(figure.get_figwidth() / entry_width), len(lines)))
-    title = legible(_legend_title(compared))
-    figure.legend(
-        lines.values(),
-        labels,
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        title=title or None,
-    )
-    return -(-len(lines) // columns) + bool(title)
-
-
-def _legend_title(compared: Compared) -> str:
-    """Return the keys whose values the legend shows; "" if the user has named the values."""
-    if any(group.labels for group in compared.groups):
-        return ""
-    return ", ".join(
-        key
-        for key in compared.keys
-        if any(group.values[key] is not None for group in compared.groups)
-    )
-
-
-def _draw_intervals(axes: Axes, compared: Compared, room: float) -> None:
-    """Draw each group's runs, their mean and its interval over seeds; the first group is on top.
-
-    room: height of a group, in points.
-    """
-    measures = {sample.measure for sample in compared.comparisons.samples if sample.values}
-    what = "a line for each run, the mean, its 95 % interval"
-    if len(measures) > 1:
-        what += ";\nit does not mean the same in all"
-    axes.set(xlabel=legible(f"{compared.measured}\n({what})"), yticks=[])
-    axes.set_ylim(-len(compared.groups) + 0.4, 0.6)
-    for place, (group, sample) in enumerate(
-        zip(compared.groups, compared.comparisons.samples, strict=False)
-    ):
-        values = compared.tested_values(group)
-        if not values:
-            continue
-        style = _style(place)
-        color = style["color"]
-        mean = float(np.mean(values))
-        axes.plot(
-            values,
-            [-place] * len(values),
-            color=color,
-            linestyle="none",
-            marker="|",
-            markersize=min(9, room),
-            alpha=0.5,
-        )
-        interval = mean_interval(sample)
-        lengths = None
-        if interval is not None:
-            low, high = interval
-            lengths = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
-        bars = axes.errorbar(
-            mean,
-            -place,
-            xerr=lengths,
-            color=color,
-            linestyle="none",
-            marker=style["marker"],
-            markersize=min(6, room),
-            capsize=min(4, room / 2),
-            elinewidth=min(1.8, room / 3),
-        )
-        bars[0].set_gid(f"interval-{place}")
-    if not any(compared.tested_values(group) for group in compared.groups):
-        axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
-
-
-def _draw_curves(
-    axes: Axes, compared: Compared, axis: str, label: str, unit: int
-) -> dict[int, Line2D]:
-    """Draw the mean curve of each group, and a thin one for each run that did not finish.
-
-    unit: the values of the axis are divided by it. Returns a line for each group that has one, by
-        the group's place.
-    """
-    from matplotlib.ticker import EngFormatter
-
-    lines = {}
-    axes.set(xlabel=label, ylabel=legible(compared.metric))
-    if axis == "documents_seen":  # as 10k; half a minute would become 500m
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    for place in range(len(compared.groups)):
-        line = _draw_group(axes, compared, place, axis, unit)
-        if line is not None:
-            lines[place] = line
-    if compared.goal.threshold is not None and lines:
-        axes.axhline(
-            compared.goal.threshold,
-            color="gray",
-            linestyle=":",
-            linewidth=1.1,
-            gid=f"threshold-{axis}",
-        )
-    if not lines:
-        axes.text(0.5, 0.5, "no run has recorded this", transform=axes.transAxes, ha="center")
-    return lines
-
-
 def _draw_group(axes: Axes, compared: Compared, place: int, axis: str, unit: int) -> Line2D | None:
-    """Draw the curves of the group at a place, and return one of its lines for the legend."""
+    """Draw the curves of the group at a place, and return one of its lines for the legend.
+
+    unit: the values of the axis are divided by it.
+    """
     group = compared.groups[place]
-    style = _style(place)
-    color = style["color"]
-    if len(compared.groups) <= len(_COLORS):
-        style["marker"] = ""  # the colour tells them apart
+    looks = {**style(place), "markersize": 3.5}
     line = None
-    # Runs that are done but not counted are older ones of a seed, whose newer run is in the mean.
-    unfinished = [run for run in group.runs if run.state != "done"]
-    for number, run in enumerate(unfinished):
+    for number, run in enumerate(unfinished(group.runs)):
         x, y = curve(run, compared.metric, axis)
         if x.size:
-            gid = f"run-{place}-{axis}-{number}"
-            x = np.divide(x, unit)
             line = axes.plot(
-                x,
+                np.divide(x, unit),
                 y,
-                color=color,
-                marker=style["marker"],
+                **{**looks, "linestyle": "solid"},
                 markevery=_markers_at(place, len(x)),
                 alpha=0.55,
-                linewidth=0.9,
-                gid=gid,
+                linewidth=0.6,
+                gid=f"run-{place}-{axis}-{number}",
             )[0]
     x, mean, low, high = mean_curve(group.counted, compared.metric, axis)
     if x.size:
         x = x / unit
-        gid = f"mean-{place}-{axis}"
         line = axes.plot(
-            x, mean, **style, markevery=_markers_at(place, len(x)), linewidth=1.8, gid=gid
+            x,
+            mean,
+            **looks,
+            markevery=_markers_at(place, len(x)),
+            linewidth=1.3,
+            gid=f"mean-{place}-{axis}",
         )[0]
     if (low < high).any():
         gid = f"band-{place}-{axis}"
-        axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, gid=gid)
+        axes.fill_between(x, low, high, color=looks["color"], alpha=0.16, linewidth=0, gid=gid)
     return line
+
+
+def unfinished(runs: list[Run]) -> list[Run]:
+    """Return the runs that get a thin line.
+
+    Runs that are done but not counted are older ones of a seed, whose newer run is in the mean.
+    """
+    return [run for run in runs if run.state != "done"]
 
 
 def _markers_at(place: int, num_points: int) -> tuple[int, int]:
@@ -306,29 +174,95 @@ def _markers_at(place: int, num_points: int) -> tuple[int, int]:
     They are other points for the next groups, whose curves may be the same.
     """
     distance = max(1, num_points // 4)
-    return place * distance // 8 % distance, distance
+    return place * distance // len(COLORS) % distance, distance
 
 
-def _draw_tried(axes: Axes, compared: Compared) -> None:
-    """Draw the mean, the lowest and the highest tested value at each value of the --best-of key."""
+def draw_means(
+    axes: Axes, compared: Compared, labels: list[str], size: tuple[float, float]
+) -> None:
+    """Draw each group's runs, their mean and its interval over seeds; the first group is on top.
+
+    labels: of the groups, which stand at the axis; [] where a legend names them.
+    size: width and height that the panel has, in inches.
+    """
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel(wrapped(compared.measured, size[0] * _WIDTH_OF_TEXT))
+    if compared.by_documents:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    rows = np.array(heights(labels or [""] * len(compared.groups)))
+    positions = rows / 2 - np.cumsum(rows)
+    axes.set_ylim(-rows.sum(), 0)
+    axes.set_yticks(positions if labels else [], labels)
+    axes.tick_params("y", length=0)
+    axes.grid(False, axis="y")
+    room = 72 * size[1] / len(compared.groups)
+    samples = compared.comparisons.samples
+    for place, (group, sample) in enumerate(zip(compared.groups, samples, strict=False)):
+        values = compared.tested_values(group)
+        if not values:
+            continue
+        looks = {**style(place), "linestyle": "none"}
+        mean = float(np.mean(values))
+        strokes = {**looks, "marker": "|", "markersize": min(7, room), "alpha": 0.5}
+        axes.plot(values, [positions[place]] * len(values), **strokes)
+        interval = mean_interval(sample)
+        lengths = None
+        if interval is not None:
+            low, high = interval
+            lengths = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+        bars = axes.errorbar(
+            mean,
+            positions[place],
+            xerr=lengths,
+            **looks,
+            markersize=min(4.5, room),
+            capsize=min(2.5, room / 2),
+            elinewidth=min(1.3, room / 3),
+        )
+        bars[0].set_gid(f"interval-{place}")
+    if not any(compared.tested_values(group) for group in compared.groups):
+        axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
+
+
+def heights(labels: list[str]) -> list[float]:
+    """Return the height of each label's row, where a line with its distance to others has 1."""
+    return [1 + 1.1 * label.count("\n") for label in labels]
+
+
+def draw_tried(axes: Axes, compared: Compared, size: tuple[float, float]) -> dict[int, Line2D]:
+    """Draw the mean, the lowest and the highest tested value at each value of the --best-of key.
+
+    size: width and height that the panel has, in inches. Returns a line for each group, by its
+    place.
+    """
     values = compared.tried
-    axes.set(xlabel=legible(compared.best_of or ""), ylabel=legible(compared.measured))
+    axes.set_xlabel(wrapped(compared.best_of or "", size[0] * _WIDTH_OF_TEXT))
+    axes.set_ylabel(wrapped(compared.measured, size[1] * _HEIGHT_OF_TEXT))
+    # A label upright needs the height of its letters, so some are left out where many are tried.
+    shown = range(0, len(values), 1 + int(len(values) * 1.7 * FONT_SIZE / (72 * size[0])))
     axes.set_xticks(
-        range(len(values)),
-        [*map(legible, values)],
-        rotation=30 if sum(map(len, values)) > 40 else 0,
+        shown,
+        [wrapped(values[place], size[1] * _HEIGHT_OF_TEXT) for place in shown],
+        rotation=90 if sum(map(len, values)) * 0.09 > size[0] else 0,
     )
+    lines = {}
     for place, group in enumerate(compared.groups):
-        style = _style(place)
         x = sorted(map(values.index, group.tried))
         tested = [compared.tested_values(group.tried[values[position]]) for position in x]
         means = [float(np.mean(numbers)) for numbers in tested]
-        axes.plot(x, means, **style, gid=f"tried-{place}")
-        axes.fill_between(
-            x,
-            [*map(min, tested)],
-            [*map(max, tested)],
-            color=style["color"],
-            alpha=0.16,
-            linewidth=0,
-        )
+        looks = {**style(place), "markersize": 3.5, "linewidth": 1.3}
+        lines[place] = axes.plot(x, means, **looks, gid=f"tried-{place}")[0]
+        low = [*map(min, tested)]
+        high = [*map(max, tested)]
+        axes.fill_between(x, low, high, color=looks["color"], alpha=0.16, linewidth=0)
+    return lines
+
+
+def legend_labels(compared: Compared) -> list[str]:
+    """Return the label of each group, with its number of runs where the groups differ in it."""
+    differ = len({len(group.counted) for group in compared.groups}) > 1
+    return [
+        legible(f"{group.label} (n = {len(group.counted)})" if differ else group.label)
+        for group in compared.groups
+    ]

@@ -81,7 +81,8 @@ class Compared:
     keys: the varying keys that tell the groups apart, as shown.
     following: varying keys whose values follow from those.
     common: the configuration that all share.
-    groups: the best first, but the bases of planned comparisons before it.
+    groups: the bases of the comparisons, then the others, the best first.
+    first: the group of the sweep's first values, the base if the user names none.
     comparisons: every pair of groups, by their place in `groups`.
     left_out: (run, reason) for each run that is excluded from averages. notes: sentences without
         their full stop.
@@ -96,6 +97,7 @@ class Compared:
     following: list[str]
     common: dict[str, object]
     groups: list[RunGroup]
+    first: RunGroup
     comparisons: Comparisons
     left_out: list[tuple[Run, str]]
     notes: list[str]

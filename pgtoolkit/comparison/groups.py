@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.bases import keep_best, keys_of, planned
+from pgtoolkit.comparison.bases import first_of_sweep, keep_best, keys_of, planned
 from pgtoolkit.comparison.common_measure import (
     altering,
     kinds_of,
@@ -98,6 +98,7 @@ def compare(
         following=[shown(key) for key in following],
         common=common,
         groups=groups,
+        first=first_of_sweep(groups, readable),
         comparisons=Comparisons([]),
         left_out=left_out,
         notes=notes,
@@ -112,7 +113,12 @@ def compare(
         compared.following = [
             name for name in map(shown, following_best) if name not in compared.keys
         ]
-    primary = None if against is None else planned(compared, against)
+    primary = None
+    if against is not None:
+        primary = planned(compared, against)
+    elif compared.first.counted:
+        others = [group for group in compared.groups if group is not compared.first]
+        compared.groups = [compared.first, *others]
     compared.name_groups()
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
     numbers = recorded_numbers(compared.groups)

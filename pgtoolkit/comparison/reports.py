@@ -1,5 +1,5 @@
-"""The comparison as files: tables (CSV, LaTeX), one self-contained HTML page, JSON, and pictures
-(PNG, SVG, PDF)."""
+"""The comparison as files: tables (CSV, LaTeX), one self-contained HTML page, JSON, and its
+figure."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from pgtoolkit.comparison import text_report
-from pgtoolkit.comparison.charts import picture
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
+from pgtoolkit.comparison.figure import picture
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.seed_noise import as_numbers, noise_of, noise_sentences
-from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
+from pgtoolkit.comparison.statistics import LEVEL, Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
 from pgtoolkit.system.report import text
 from pgtoolkit.system.safe_text import escaped, legible
 
-PICTURES = ("png", "svg", "pdf")
-"""Kinds of files that are pictures."""
-
 _TABLES = 20
 """The number of configurations, the best ones, for which the page has a table of differences."""
 
 
-def write(compared: Compared, kind: str, path: Path, command: str) -> str:
+def write(
+    compared: Compared, kind: str, path: Path, command: str, panels: str | None = None
+) -> str:
     """Write the comparison into a file.
 
-    kind: html, csv, runs_csv, latex, or png, svg or pdf: a picture, whose format the name of its
-    file says. command: shown as the one that made the file.
+    kind: html, csv, runs_csv, latex, or figure, whose format the name of its file says.
+    command: shown as the one that made the file. panels: of the figure, see `panels_named`.
     Returns why a picture could not be drawn; "" for all else.
     """
     problems = []
-    if kind in PICTURES:
+    if kind == "figure":
         with saying_why_not_drawn(path, problems.append):
-            path.write_bytes(picture(compared, format_of(path)))
+            path.write_bytes(picture(compared, format_of(path), panels))
     elif kind in ("csv", "runs_csv"):
         rows = configuration_rows(compared) if kind == "csv" else run_rows(compared)
         with path.open("w", newline="", encoding="utf-8") as file:
@@ -52,7 +51,7 @@ def write(compared: Compared, kind: str, path: Path, command: str) -> str:
     else:
         svg = ""
         with saying_why_not_drawn(path, problems.append):
-            svg = picture(compared, "svg").decode()
+            svg = picture(compared, "svg", panels).decode()
         path.write_text(_render_html(compared, command, svg, problems), encoding="utf-8")
     return "".join(problems)
 
@@ -124,8 +123,7 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
 
 
 def _latex(compared: Compared, command: str) -> str:
-    """Return the configurations as a LaTeX table, with intervals of means and differences, adjusted
-    p and verdicts.
+    """Return the configurations as a table in LaTeX: mean, difference, interval, verdict.
 
     Comments above the table define its numbers.
     """
@@ -140,19 +138,21 @@ def _latex(compared: Compared, command: str) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
 
     names = keys if column_per_key else ["configuration"]
-    rows = [[*names, "n", compared.measured, "difference", "p", "verdict"]]
+    rows = [[*names, "n", "mean", "difference", f"{1 - LEVEL:.0%} interval", "verdict"]]
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
-        cells += [str(len(row.group.counted)), write(row.mean) + _bracketed(row.interval, write)]
+        cells += [str(len(row.group.counted)), write(row.mean)]
         if row.pair is None or not row.pair.is_common:
             cells += ["--", "--"]
         else:
-            cells.append(signed(row.pair.difference) + _bracketed(row.pair.interval, signed))
-            cells.append(text_report.p_value(row.pair.adjusted_p) or "--")
+            interval = row.pair.interval
+            cells.append(signed(row.pair.difference))
+            cells.append(f"[{', '.join(map(signed, interval))}]" if interval else "--")
         rows.append([*cells, row.verdict])
     sentences = [
         f"Made by {command}",
+        f"mean: {compared.measured}",
         *text_report.definitions(compared),
         text_report.question(compared),
         *without_verdict(
@@ -177,10 +177,6 @@ def _tex_table(rows: list[list[str]], columns: str) -> list[str]:
         r"\bottomrule",
         r"\end{tabular}",
     ]
-
-
-def _bracketed(interval: tuple[float, float] | None, write: Callable[[float], str]) -> str:
-    return "" if interval is None else f" [{write(interval[0])}, {write(interval[1])}]"
 
 
 _TEX = {

@@ -120,11 +120,15 @@ class Comparison:
         header, *rows = configuration_rows(self._compared)
         return pandas.DataFrame(rows, columns=[str(name) for name in header])
 
-    def figure(self) -> Figure:
-        """Return the curves, and the means with their intervals."""
-        from pgtoolkit.comparison.charts import figure_of
+    def figure(self, panels: str | None = None) -> Figure:
+        """Return the curves, and the means with their intervals, in the size of a paper's page.
 
-        return figure_of(self._compared)
+        panels: such as `"means"` or `"steps,means"`, of documents, steps, seconds, means, and with
+            `best_of` tried. A figure of one panel is a column wide. Raises ConfigError for others.
+        """
+        from pgtoolkit.comparison.figure import figure_of
+
+        return figure_of(self._compared, panels)
 
     def __str__(self) -> str:
         from pgtoolkit.comparison.text_report import render_comparison

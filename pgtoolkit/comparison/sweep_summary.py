@@ -63,6 +63,6 @@ def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     text = render_comparison(compared)
     (folder / "comparison.txt").write_text(text + "\n", encoding="utf-8")
     for file in ("comparison.html", "comparison.png", "runs.csv"):
-        kind = "runs_csv" if file == "runs.csv" else file.rpartition(".")[2]
+        kind = {"comparison.html": "html", "comparison.png": "figure"}.get(file, "runs_csv")
         write(compared, kind, folder / file, f"pgtk compare {name}")
     return f"```\n{text}\n```"

@@ -33,9 +33,13 @@ _CURVE = 9
 """Columns of a row's curve."""
 
 
-def render_comparison(compared: Compared) -> str:
-    """Return the comparison for the terminal, at most WIDTH columns wide."""
-    lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
+def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
+    """Return the comparison for the terminal, at most WIDTH columns wide.
+
+    keys_are_shown: whether the keys that differ stand above it, as of two runs.
+    """
+    lines = [] if keys_are_shown else [*folded(heading(compared)), ""]
+    lines += _groups_with_curves(compared)
     for sentence in definitions(compared):
         lines += folded(sentence, "", "  ")
     rows = tried_rows(compared)
@@ -72,9 +76,9 @@ def render_comparison(compared: Compared) -> str:
 
 def planned(compared: Compared) -> list[list[Comparison]]:
     """Return the pairs that the terminal shows, a list for each base: the planned pairs, or those
-    with the best, and with the best of each further measure."""
+    with the first group, and with the first of each further measure."""
     primary = compared.comparisons.primary
-    bases = sorted({first for first, _ in primary}) if primary else _best_of_each_measure(compared)
+    bases = sorted({first for first, _ in primary}) if primary else _first_of_each_measure(compared)
     pairs = [
         [
             pair
@@ -86,8 +90,8 @@ def planned(compared: Compared) -> list[list[Comparison]]:
     return [pairs_of_base for pairs_of_base in pairs if pairs_of_base]
 
 
-def _best_of_each_measure(compared: Compared) -> list[int]:
-    """Return the places of the best group, and of the best of those that have no measure in common
+def _first_of_each_measure(compared: Compared) -> list[int]:
+    """Return the places of the first group, and of the best of those that have no measure in common
     with it."""
     places: dict[object, int] = {}
     for place, sample in enumerate(compared.comparisons.samples):
@@ -130,7 +134,7 @@ def definitions(compared: Compared) -> list[str]:
         if metric.startswith(HELD_OUT):
             prompts = "held-out prompts"
         sentences.append(
-            f"{metric} is measured on {prompts}; mean ± sample standard deviation over "
+            f"{metric} is measured on {prompts}; ±: the sample standard deviation over "
             f"{compared.blocks}s."
         )
     if compared.by_documents:

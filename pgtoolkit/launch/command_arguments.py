@@ -20,9 +20,7 @@ COMPARISON_FILES = {
     "csv": "row for each configuration: mean, interval, n, verdict",
     "runs_csv": "row for each run",
     "latex": "table for a paper, by booktabs",
-    "png": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
-    "svg": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
-    "pdf": "picture of the curves, and of the means with their intervals (.png .jpg .pdf .svg)",
+    "figure": "picture for a page: curves, and means with their intervals (.png .jpg .pdf .svg)",
 }
 """Kind of file that a comparison can be written as -> its content in words."""
 
@@ -72,6 +70,12 @@ def _compare(parser: ArgumentParser) -> None:
         parser.add_argument(
             f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}"
         )
+    parser.add_argument(
+        "--panels",
+        metavar="NAMES",
+        help="of the picture: documents, steps, seconds (curves), means, tried (with --best-of); "
+        "one is a column wide, 3.3 in, several 6.9 in (default: documents,seconds,means)",
+    )
     parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
 
 

@@ -53,16 +53,28 @@ def _compare(args: argparse.Namespace, parser: _Parser) -> None:
     files = {kind: getattr(args, kind) for kind in COMPARISON_FILES if getattr(args, kind)}
     refuse_unwritable(
         {f"--{kind.replace('_', '-')}": path for kind, path in files.items()},
-        pictures=("--png", "--svg", "--pdf"),
+        pictures=("--figure",),
     )
 
     from pgtoolkit.comparison.bases import refuse_other_measures
+    from pgtoolkit.comparison.figure import panels_named
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import runs_with
     from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison
 
     _refuse_overrides(args.runs)
+    panels_named(args.panels, args.best_of)  # refuses a bad one before the work
+    if args.panels and not (args.figure or args.html):
+        raise ConfigError(
+            refusal(
+                setting=f"--panels={args.panels}",
+                needs="--figure or --html",
+                got="neither",
+                reason="It names the panels of their picture.",
+                use=f"--figure=compare.pdf --panels={args.panels}",
+            )
+        )
     runs = runs_with(args.metric, args.reach, args.runs)
     is_pair = len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs)
     if is_pair and not args.json:
@@ -82,9 +94,9 @@ def _compare(args: argparse.Namespace, parser: _Parser) -> None:
         labels=args.label,
     )
     refuse_other_measures(compared)
-    say(as_json(compared) if args.json else render_comparison(compared))
+    say(as_json(compared) if args.json else render_comparison(compared, keys_are_shown=is_pair))
     for kind, path in files.items():
-        problem = write(compared, kind, path, parser.command)
+        problem = write(compared, kind, path, parser.command, args.panels)
         if problem:
             say(f"note: {problem}", error=True)
         if not problem or kind == "html":

@@ -54,7 +54,8 @@ def unwritable(option: str, path: Path) -> str | None:
     if path.is_dir():
         needs = "the name of a file"
         got = "a folder"
-        better = path / f"file.{option.strip('-=')}"
+        endings = {"--figure=": "png", "--runs-csv=": "csv", "--latex=": "tex"}
+        better = path / f"file.{endings.get(option, option.strip('-='))}"
     elif path.exists():
         if os.access(path, os.W_OK):
             return None

@@ -184,7 +184,7 @@ def test_held_out_numbers_are_taken_where_the_evaluation_means_the_same(
     assert use in page
     common = {of_evaluation: first}
     own = by_final(two_arms({key: first, **common}, {key: second, **common}, **ends))
-    assert (own.metric, verdicts(own)) == (PASS, ["worse"])  # the first of the table is the better
+    assert (own.metric, verdicts(own)) == (PASS, ["better"])  # than the first
 
 
 @pytest.mark.parametrize(

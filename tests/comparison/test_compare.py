@@ -2,6 +2,7 @@
 hand. Thresholds and areas are in test_measures.py, significance in test_statistics.py."""
 
 import csv
+import itertools
 import json
 import re
 import shutil
@@ -11,16 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.refusals import refusal
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.charts import draw, mean_curve, picture
+from pgtoolkit.comparison.charts import COLORS, mean_curve, style
+from pgtoolkit.comparison.compared_runs import Compared
+from pgtoolkit.comparison.figure import figure_of, picture
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.text_report import short_count, tried_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
-from pgtoolkit.system.pictures import own_settings
 from pgtoolkit.tracking.progress import WIDTH
 
 STEPS = 20
@@ -128,22 +132,24 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(sweep):
     assert compared.keys == ["loss"]
     assert compared.following == ["loss.epsilon_low"]
     assert compared.common == {"trainer.max_steps": STEPS}
-    assert [group.label for group in compared.groups] == ["gspo", "grpo"]
-    gspo, grpo = compared.groups
+    assert [group.label for group in compared.groups] == ["grpo", "gspo"]
+    grpo, gspo = compared.groups
     assert gspo.final == (pytest.approx(0.94), pytest.approx(0.04))
     assert grpo.final == (pytest.approx(0.74), pytest.approx(0.29461839725))
     # The last run never reaches the threshold, and counts with all 160 documents that it saw.
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
-        [72, 88, 104],
         [104, 120, 160],
+        [72, 88, 104],
     ]
     (pair,) = compared.comparisons
-    assert (pair.paired, pair.difference) == (True, 40)
+    assert (pair.paired, pair.difference) == (True, -40)
     # The differences are 32, 32 and 56: t = 40 / 8 = 5 with 2 degrees of freedom.
     assert pair.p == pytest.approx(1 - 5 / 27**0.5)
 
 
-def test_page_has_a_row_for_each_configuration_and_its_test_against_the_best(sweep, capsys):
+def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of_the_sweep(
+    sweep, capsys
+):
     text = page(capsys, sweep)
     lines = text.splitlines()
     assert lines[0].startswith(
@@ -152,9 +158,9 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_best(swe
     assert lines[2].startswith(
         "loss  reached  documents  tokens  seconds  mean           final          curve"
     )
-    assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
-    assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
-    assert lines[4].startswith("grpo  2 of 3   ≥128       ≥800    ")
+    assert lines[3].startswith("grpo  2 of 3   ≥128       ≥800    ")
+    assert lines[4].startswith("gspo  3 of 3   88 ± 16    550     ")
+    assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[4]
     words = " ".join(text.split())
     assert "reward is measured on the prompts of training" in words
     assert (
@@ -164,11 +170,11 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_best(swe
     assert "counts as the search limit (160 documents, 1,000 tokens, " in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
-        "against gspo (n = 3) n difference interval p seeds better test verdict grpo 3 +40" in words
+        "against grpo (n = 3) n difference interval p seeds better test verdict gspo 3 -40" in words
     )
     # Of the nine pairs of runs gspo is better in eight; the ninth, 104 and 104, counts half. So
-    # grpo is better in 0.5 / 9 = 0.06.
-    assert "+40 [+32, +56] 0.038 4 0.06 paired worse" in words
+    # it is better in 8.5 / 9 = 0.94.
+    assert "-40 [-56, -32] 0.038 4 0.94 paired better" in words
     assert "with 3 it holds the true difference in about 75 of 100 cases" in words
     assert max(map(len, lines)) <= WIDTH
 
@@ -196,8 +202,8 @@ def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, cap
 
 def test_reach_sets_the_threshold(sweep, capsys):
     lines = page(capsys, sweep, "--reach=reward=0.93").splitlines()
-    assert lines[3].startswith("gspo  2 of 3   ≥117")  # (160 + 88 + 104) / 3
-    assert lines[4].startswith("grpo  0 of 3   ≥160")
+    assert lines[3].startswith("grpo  0 of 3   ≥160")
+    assert lines[4].startswith("gspo  2 of 3   ≥117")  # (160 + 88 + 104) / 3
 
 
 def test_excluded_runs_are_named_with_the_reason_on_the_page_and_in_the_table_of_runs(
@@ -272,7 +278,7 @@ def test_the_pause_before_a_resume_does_not_count_as_time(sweep):
 
 def test_html_report_loads_nothing_and_has_the_numbers_of_the_page(sweep, capsys):
     save(sweep / "7-<b>&", "gspo", 9, 0.0, "interrupted", steps=9, reason="SIGTERM")
-    page(capsys, sweep, "--html", sweep / "r.html", "--png", sweep / "r.png")
+    page(capsys, sweep, "--html", sweep / "r.html", "--figure", sweep / "r.png")
     text = (sweep / "r.html").read_text()
     assert not re.search(r"<(script|link|img|iframe)|src=", text)
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
@@ -282,7 +288,7 @@ def test_html_report_loads_nothing_and_has_the_numbers_of_the_page(sweep, capsys
     assert "#000000" not in text
     assert "7-&lt;b&gt;&amp;: interrupted at step 9 of 20" in text
     cells = re.findall("<td>(.*?)</td>", text)
-    assert {"0.940 ± 0.040", "2 of 3", "≥128", "+40", "[+32, +56]", "0.038", "paired"} <= set(cells)
+    assert {"0.940 ± 0.040", "2 of 3", "≥128", "-40", "[-56, -32]", "0.038", "paired"} <= set(cells)
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -294,39 +300,40 @@ def test_csv_has_a_row_for_each_configuration_with_its_interval_and_test(sweep, 
     page(capsys, sweep, FINAL, "--csv", sweep / "r.csv")
     with (sweep / "r.csv").open() as file:
         first, second = csv.DictReader(file)
-    assert (first["label"], first["loss"]) == ("gspo", "gspo")
+    assert (second["label"], second["loss"]) == ("gspo", "gspo")
     assert (first["n"], first["verdict"]) == ("3", "base")
-    assert float(first["mean"]) == pytest.approx(0.94)
-    assert float(first["std"]) == pytest.approx(0.04)
+    assert float(second["mean"]) == pytest.approx(0.94)
+    assert float(second["std"]) == pytest.approx(0.04)
     # Three seeds are drawn in 27 ways. One of them has the lowest mean, 0.9, and one the highest,
     # 0.98: each more than 2.5 %.
-    assert [float(first[end]) for end in ("mean_low", "mean_high")] == pytest.approx([0.9, 0.98])
+    assert [float(second[end]) for end in ("mean_low", "mean_high")] == pytest.approx([0.9, 0.98])
     assert first["difference"] == first["p"] == first["against"] == ""
     assert (second["against"], second["measured"], second["verdict"]) == (
-        "gspo",
+        "grpo",
         "Final reward",
         "unknown",
     )
-    assert float(second["difference"]) == pytest.approx(0.74 - 0.94)
+    assert float(second["difference"]) == pytest.approx(0.94 - 0.74)
     # The closed form of Student's distribution with two degrees of freedom.
     t = 0.2 / np.std([0, -0.02, -0.58], ddof=1) * np.sqrt(3)
     assert float(second["p"]) == pytest.approx(1 - t / np.sqrt(2 + t**2))
     assert [float(second[end]) for end in ("difference_low", "difference_high")] == pytest.approx(
-        [-0.58, 0.0]
+        [0.0, 0.58]
     )
 
 
 def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
-    page(capsys, sweep, FINAL, "--latex", sweep / "r.tex")
+    page(capsys, sweep, FINAL, "--against=loss=gspo", "--latex", sweep / "r.tex")
     lines = (sweep / "r.tex").read_text().splitlines()
+    assert "% mean: Final reward" in lines
     table = [line for line in lines if not line.startswith("%")]
     assert table == [
         r"\begin{tabular}{lrrrrl}",
         r"\toprule",
-        r"configuration & n & Final reward & difference & p & verdict \\",
+        r"configuration & n & mean & difference & 95\% interval & verdict \\",
         r"\midrule",
-        r"gspo & 3 & 0.940 [0.900, 0.980] & -- & -- & base \\",
-        r"grpo & 3 & 0.740 [0.400, 0.920] & $-$0.200 [$-$0.580, 0.000] & 0.403 & unknown \\",
+        r"gspo & 3 & 0.940 & -- & -- & base \\",
+        r"grpo & 3 & 0.740 & $-$0.200 & [$-$0.580, 0.000] & unknown \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
@@ -337,13 +344,13 @@ def test_json_has_configurations_pairs_and_excluded_runs(sweep, capsys):
     report = json.loads(page(capsys, sweep, FINAL, "--json"))
     configurations = report["configurations"]
     assert [(row["label"], row["n"], row["verdict"]) for row in configurations] == [
-        ("gspo", 3, "base"),
-        ("grpo", 3, "unknown"),
+        ("grpo", 3, "base"),
+        ("gspo", 3, "unknown"),
     ]
-    assert configurations[0]["of_runs"] == pytest.approx([0.9, 0.94, 0.98])
+    assert configurations[1]["of_runs"] == pytest.approx([0.9, 0.94, 0.98])
     (pair,) = report["pairs"]
-    assert (pair["first"], pair["second"], pair["paired"]) == ("gspo", "grpo", True)
-    assert pair["difference"] == pytest.approx(-0.2)
+    assert (pair["first"], pair["second"], pair["paired"]) == ("grpo", "gspo", True)
+    assert pair["difference"] == pytest.approx(0.2)
     assert report["keys"] == ["loss"]
     assert report["excluded"][0]["why"].startswith("failed at step 5 of 20")
 
@@ -351,14 +358,12 @@ def test_json_has_configurations_pairs_and_excluded_runs(sweep, capsys):
 def test_a_label_of_the_user_names_its_configuration_in_tables_and_pictures(sweep, capsys):
     label = "--label=loss=gspo=ours"
     svg = sweep / "r.svg"
-    pdf = sweep / "r.pdf"
-    printed = page(capsys, sweep, FINAL, label, "--json", "--svg", svg, "--pdf", pdf)
-    assert [row["label"] for row in json.loads(printed)["configurations"]] == ["ours", "grpo"]
+    printed = page(capsys, sweep, FINAL, label, "--json", "--figure", svg)
+    assert [row["label"] for row in json.loads(printed)["configurations"]] == ["grpo", "ours"]
     drawn = svg.read_text()
-    assert "ours (n = 3)" in drawn
+    assert ">ours</text>" in drawn
     assert "gspo" not in drawn
-    assert pdf.read_bytes()[:5] == b"%PDF-"
-    assert "against ours (n = 3)" in page(capsys, sweep, FINAL, label)
+    assert "against ours (n = 3)" in page(capsys, sweep, FINAL, label, "--against=loss=gspo")
 
 
 def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
@@ -376,28 +381,125 @@ def test_picture_has_an_interval_for_each_configuration_and_is_the_same_when_dra
     assert picture(compared, "pdf") == picture(compared, "pdf")
 
 
-@pytest.mark.parametrize(("count", "height"), [(60, 270), (120, 540)])
-def test_many_configurations_leave_the_charts_their_height_and_differ_in_colour_or_marker(
-    sweep, count, height
+def many(compared: Compared, count: int) -> Compared:
+    """Return the comparison with this number of configurations, of long names."""
+    groups = [
+        replace(compared.groups[n % 2], label=f"gspo, prompt_mean, optimizer {n}")
+        for n in range(count)
+    ]
+    result = replace(compared, groups=groups)
+    result.comparisons.samples = [compared.comparisons.samples[n % 2] for n in range(count)]
+    return result
+
+
+def drawn_texts(figure: Figure) -> list[Text]:
+    """Return the texts that are seen: not those of ticks beyond the ends of an axis."""
+    beyond = set()
+    for axes in figure.axes:
+        for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            ticks = axis.get_major_ticks()
+            beyond |= {tick.label1 for tick in ticks if not ends[0] <= tick.get_loc() <= ends[1]}
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text not in beyond]
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+@pytest.mark.parametrize("count", [2, 6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("panels", "width"),
+    [(None, 6.9), ("steps", 3.3), ("means", 3.3), ("documents,means", 6.9)],
+)
+def test_a_figure_is_a_column_or_a_page_wide_and_its_words_overlap_nowhere(
+    sweep, panels, width, count
 ):
-    compared = compare(find_runs([str(sweep)]), "final:reward")
-    first = replace(compared.groups[0], counted=compared.groups[0].counted[:1])
-    many = replace(compared, groups=[replace(first, label=f"loss-{n}") for n in range(count)])
-    many.comparisons.samples = [compared.comparisons.samples[0]] * count
-    with own_settings():
-        figure = draw(many)
-        figure.draw_without_rendering()
-    points = [axes.get_position().height * figure.get_figheight() * 72 for axes in figure.axes]
-    assert points == pytest.approx([height] * 3, rel=0.03)
-    dots = {(line.get_color(), line.get_marker()) for line in figure.axes[2].lines}
-    assert len([marker for _, marker in dots if marker != "|"]) == count
+    figure = figure_of(many(compare(find_runs([str(sweep)])), count), panels)
+    assert figure.get_figwidth() == width
+    assert figure.get_figheight() < 11.5
+    texts = drawn_texts(figure)
+    said = " ".join(text.get_text().replace("\n", " ") for text in texts)
+    assert said.count("gspo, prompt_mean, optimizer ") == count
+    # On average gspo ends at 0.94, and nine tenths of the way to its worst run is 0.81.
+    if panels == "means":
+        assert "dot: mean over 3 runs; bar: its 95% interval; stroke: a run" in said
+    else:
+        assert "line: mean over 3 runs; band: from the lowest to the highest; dotted: the" in said
+    assert {text.get_fontsize() for text in texts} == {8}
+    boxes = [text.get_window_extent() for text in texts]
+    page = figure.bbox
+    for box in boxes:
+        assert page.x0 <= box.x0 < box.x1 <= page.x1
+        assert page.y0 <= box.y0 < box.y1 <= page.y1
+    for one, other in itertools.combinations(boxes, 2):
+        lower = min(one.x1, other.x1) - max(one.x0, other.x0)
+        assert lower < 1 or min(one.y1, other.y1) - max(one.y0, other.y0) < 1
+    heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
+    assert min(heights) > (0.25 if panels == "means" else 1.2)
+
+
+def lightness_and_hue(linear: np.ndarray) -> np.ndarray:
+    """Return L*, a* and b* of a colour of linear sRGB (CIE 1976, white D65)."""
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    ratios = to_xyz @ linear.clip(0, 1) / [0.9505, 1, 1.089]
+    x, y, z = np.where(ratios > 0.008856, np.cbrt(ratios), 7.787 * ratios + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def test_colours_of_a_figure_differ_in_grey_and_for_colour_blind_eyes():
+    """Of protanopes, deuteranopes and tritanopes (Machado, Oliveira and Fernandes 2009)."""
+    seen = {
+        "normal": np.eye(3),
+        "prot": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        "deut": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+        "trit": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+    }
+    levels = np.array([[int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)] for color in COLORS])
+    linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+    for matrix in seen.values():
+        colors = [lightness_and_hue(np.array(matrix) @ color) for color in linear]
+        for one, other in itertools.combinations(colors, 2):
+            assert np.linalg.norm(one - other) > 25  # 2 can just be told apart
+    lightness = sorted(lightness_and_hue(color)[0] for color in linear)
+    assert np.diff(lightness).min() > 10
+    assert lightness[-1] < 80  # on white paper
+
+
+def test_a_hundred_and_fifty_configurations_look_each_different():
+    looks = [style(place) for place in range(150)]
+    assert len({(one["color"], one["marker"], one["markerfacecolor"]) for one in looks}) == 150
 
 
 def test_the_end_of_a_picture_s_name_is_its_format(sweep, tmp_path, capsys):
-    jpg = tmp_path / "a.jpg"
-    page(capsys, sweep, "--png", jpg)
-    assert jpg.read_bytes()[:3] == b"\xff\xd8\xff"
-    assert "Use --png=c.png." in refusal(capsys, "compare", sweep, "--png", "c.gif")
+    for name, start in (("a.jpg", b"\xff\xd8\xff"), ("a.pdf", b"%PDF-"), ("a.png", b"\x89PNG")):
+        page(capsys, sweep, "--figure", tmp_path / name, "--panels=means")
+        assert (tmp_path / name).read_bytes().startswith(start)
+    message = refusal(capsys, "compare", sweep, "--figure", "c.gif")
+    assert message == (
+        "pgtk: error: --figure=c.gif needs a name that ends in .png, .jpg, .pdf, .svg (got c.gif). "
+        "The end of the name is the format of the picture. Use --figure=c.png.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--panels=means,rewards", "--figure=a.png"],
+            "--panels=means,rewards needs names of panels: documents, steps, seconds, means, tried "
+            "(got rewards). The figure has no other. Use --panels=means.",
+        ),
+        (
+            ["--panels=tried", "--figure=a.png"],
+            "--panels=tried needs --best-of (got none). tried shows the values of its key. Use "
+            "--panels=means, or --best-of with a key.",
+        ),
+        (
+            ["--panels=means"],
+            "--panels=means needs --figure or --html (got neither). It names the panels of their "
+            "picture. Use --figure=compare.pdf --panels=means.",
+        ),
+    ],
+)
+def test_panels_that_a_figure_cannot_have_are_refused(sweep, capsys, words, expected):
+    assert refusal(capsys, "compare", sweep, *words) == f"pgtk: error: {expected}\n"
 
 
 def test_a_picture_that_cannot_be_drawn_is_a_line_and_no_status(
@@ -409,7 +511,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_line_and_no_status(
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
     png = tmp_path / "a.png"
     html = tmp_path / "b.html"
-    assert main(["compare", str(sweep), "--png", str(png), "--html", str(html)]) == 0
+    assert main(["compare", str(sweep), "--figure", str(png), "--html", str(html)]) == 0
     lines = capsys.readouterr().err.splitlines()
     for path, line in zip((html, png), lines, strict=True):
         assert f"note: the picture {path} was not drawn: No space left on device. Make" in line
@@ -444,7 +546,7 @@ def test_control_characters_in_the_texts_of_a_run_reach_no_terminal_and_no_page(
     html = tmp_path / "page.html"
     png = tmp_path / "page.png"
     runs = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
-    assert main(["compare", *runs, "--html", str(html), "--png", str(png)]) == 0
+    assert main(["compare", *runs, "--html", str(html), "--figure", str(png)]) == 0
     assert main(["compare", *runs[-2:]]) == 0
     assert main(["compare", *runs, f"--metric={hostile}"]) == 2
     assert main(["resume", str(tmp_path / hostile)]) == 2

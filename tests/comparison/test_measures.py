@@ -216,8 +216,8 @@ def test_of_runs_that_never_reach_the_threshold_the_shortest_limits_all():
     )
     assert compared.limits == {"documents_seen": 30, "tokens_seen": 9, "seconds": 0.0}
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
-        [30],
         [30, 30],
+        [30],
     ]
     assert [compared.arrived(group, "documents_seen") for group in compared.groups] == [0, 0]
 

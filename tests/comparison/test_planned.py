@@ -61,11 +61,11 @@ def test_runs_are_compared_by_area_or_final_value_as_the_metric_says():
     area = compare(runs, f"area:{PASS}")
     final = compare(runs, f"final:{PASS}")
     assert [group.label for group in area.groups] == ["a", "b"]
-    assert [group.label for group in final.groups] == ["b", "a"]
+    assert [group.label for group in final.groups] == ["a", "b"]
     assert next(iter(area.comparisons)).difference == pytest.approx(
         (0.1 + 0.5) / 2 - (0.5 + 0.7) / 2
     )
-    assert next(iter(final.comparisons)).difference == pytest.approx(0.4 - 0.8)
+    assert next(iter(final.comparisons)).difference == pytest.approx(0.8 - 0.4)
     assert not area.by_documents
     assert compare(runs, PASS).goal.threshold is not None
 

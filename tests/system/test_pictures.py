@@ -112,23 +112,24 @@ def test_all_files_that_cannot_be_written_are_refused_together(tmp_path, monkeyp
     files = {
         "--html": Path("missing/page.html"),
         "--csv": Path("file/table.csv"),
-        "--svg": Path("folder"),
-        "--png": Path("picture.gif"),
-        "--pdf": Path("picture.PDF"),
+        "--runs-csv": Path("folder"),
+        "--figure": Path("picture.gif"),
+        "--other-figure": Path("picture.PDF"),
         "--latex": Path("picture.PDF"),
     }
     with pytest.raises(ConfigError) as refused:
-        refuse_unwritable(files, pictures=("--png", "--svg", "--pdf"))
+        refuse_unwritable(files, pictures=("--figure", "--other-figure"))
     lost = "It would be lost after all the work."
     assert str(refused.value).splitlines() == [
         "--html=missing/page.html needs a folder that exists (got missing: no such folder). "
         f"{lost} Use --html=page.html.",
         f"--csv=file/table.csv needs a folder that exists (got file: a file). {lost} "
         "Use --csv=table.csv.",
-        f"--svg=folder needs the name of a file (got a folder). {lost} Use --svg=folder/file.svg.",
-        "--png=picture.gif needs a name that ends in .png, .jpg, .pdf, .svg (got picture.gif). "
-        "The end of the name is the format of the picture. Use --png=picture.png.",
-        "--latex=picture.PDF needs another file than --pdf (got picture.PDF). "
+        f"--runs-csv=folder needs the name of a file (got a folder). {lost} Use "
+        "--runs-csv=folder/file.csv.",
+        "--figure=picture.gif needs a name that ends in .png, .jpg, .pdf, .svg (got picture.gif). "
+        "The end of the name is the format of the picture. Use --figure=picture.png.",
+        "--latex=picture.PDF needs another file than --other-figure (got picture.PDF). "
         "One would be written over the other. Use --latex=picture-2.PDF.",
     ]
     assert unwritable("--html=", Path("new.html")) is None
