@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pgtoolkit.config.elsewhere import NONE, Theirs, flat
 from pgtoolkit.config.elsewhere import tables as tables_of_trainers
@@ -158,17 +159,52 @@ def words_of_trainer(trainer: str) -> Table:
 
 def keys_of_trainer(trainer: str) -> Table:
     """Return the keys of another trainer: those with an equal here, then those without, by the
-    reason."""
+    reason. A key that is told with another one stands in its row."""
     table = tables_of_trainers()[trainer]
-    rows = [_row_of_theirs(table.rows[name]) for name in table.content["keys"]]
-    for block in table.content["none"]:
-        names = [f"`{name}`" for name in block.get("sections", [])]
-        for name, value in block.get("keys", {}).items():
-            inner = [key for key, _ in flat(value)] if isinstance(value, dict) and value else []
-            names.append(f"`{name}`" + (f": {', '.join(inner)}" if inner else ""))
-        rows.append(("; ".join(names), "", NONE, block["reason"]))
+    told_with: dict[str, list[Theirs]] = {}
+    for name in table.content["keys"]:
+        row = table.rows[name]
+        told_with.setdefault(row.see or name, []).append(row)
+    rows = [_row_of_theirs(told_with[name]) for name in told_with]
+    rows += [(_without_equal(block), "", NONE, block["reason"]) for block in table.content["none"]]
     return [(trainer, "default there", "here", "remark"), *rows]
 
 
-def _row_of_theirs(row: Theirs) -> Sequence[str]:
-    return f"`{row.name}`", f"`{text(row.default)}`", row.here, row.remark
+def _row_of_theirs(rows: list[Theirs]) -> Sequence[str]:
+    told = next(row for row in rows if not row.see)
+    together = [told, *(row for row in rows if row.see)]
+    names = ", ".join(_names([_short(row.name) for row in together]))
+    defaults = ", ".join(f"`{text(row.default)}`" for row in together)
+    return names, defaults, told.here, told.remark
+
+
+def _names(names: list[str]) -> list[str]:
+    """Return keys as code, without their section where it is that of the first."""
+    section = names[0].rpartition(".")[0]
+    return [f"`{names[0]}`", *(f"`{name.removeprefix(f'{section}.')}`" for name in names[1:])]
+
+
+def _without_equal(block: dict[str, Any]) -> str:
+    """Return the names of keys without an equal; sections that have the same keys stand
+    together."""
+    leaves: dict[str, list[str]] = {}
+    for name, _ in flat(block.get("keys", {})):
+        section, _, leaf = _short(name).rpartition(".")
+        leaves.setdefault(section, []).append(leaf)
+    sections: dict[tuple[str, ...], list[str]] = {}
+    for section, names in leaves.items():
+        sections.setdefault(tuple(names), []).append(section)
+    parts = [f"`{_short(section)}`" for section in block.get("sections", [])]
+    for names, of in sections.items():
+        if of == [""]:
+            parts += [f"`{name}`" for name in names]
+        elif len(names) == len(of) == 1:
+            parts.append(f"`{of[0]}.{names[0]}`")
+        else:
+            parts.append(f"{', '.join(f'`{section}`' for section in of)}: {', '.join(names)}")
+    return "; ".join(parts)
+
+
+def _short(name: str) -> str:
+    """Return a key's name as conditions have it, without the section that most of verl's have."""
+    return name.removeprefix("actor_rollout_ref.")

@@ -15,6 +15,7 @@ from pgtoolkit.config.elsewhere import flat, keys_called, known_as, tables
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.tables import keys_of_trainer
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.system.report import text
@@ -169,3 +170,22 @@ def test_explain_answers_the_words_of_other_trainers(word, answer):
 )
 def test_a_typed_key_of_another_trainer_is_answered_from_the_tables(capsys, override, answer):
     assert answer in refusal(capsys, override)
+
+
+@pytest.mark.parametrize("trainer", sorted(tables()))
+def test_the_table_of_the_docs_names_each_key_in_one_row(trainer):
+    """Sections that have the same keys, and keys that are told together, share a row."""
+    found = []
+    for cell, *_ in keys_of_trainer(trainer)[1:]:
+        for part in cell.split("; "):
+            names, _, leaves = part.partition(": ")
+            first, *others = re.findall(r"`([^`]+)`", names)
+            if leaves:
+                of = [first, *others]
+                found += [f"{section}.{leaf}" for section in of for leaf in leaves.split(", ")]
+            else:
+                section = first.rpartition(".")[0]
+                found += [first, *(name if "." in name else f"{section}.{name}" for name in others)]
+    rows = tables()[trainer].rows
+    expected = [name.removeprefix("actor_rollout_ref.") for name in rows]
+    assert sorted(name.strip(".") for name in found) == sorted(expected)
