@@ -330,7 +330,7 @@ def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_coun
         (pages.PRETRAINED, "* **The control is found**: -0.248", "## P4", 22),
         (pages.PRETRAINED, "* **P4 is not answered**", "The effective sample size", 14),
         (pages.PRETRAINED, "**PPO is equal", "## What was run", 3),
-        (pages.PAGE, "## What was found", "## What it could have seen", 25),
+        (pages.PAGE, "## What was found", "## What it could have seen", 21),
     ],
 )
 def test_the_numbers_in_the_text_of_the_study_are_those_of_its_tables(page, start, end, numbers):
