@@ -27,7 +27,6 @@ from pgtoolkit.config.words_of_files import (
     PARAMETERS_OF_VERL,
 )
 from pgtoolkit.errors import ExitStatus
-from pgtoolkit.runs.declared_metrics import METRICS
 from pgtoolkit.runs.declared_metrics import TABLES as METRICS_BY_TABLE
 from pgtoolkit.runs.metric import Metric
 from pgtoolkit.system.report import text
@@ -114,8 +113,17 @@ def options(table: OptionTable) -> Table:
 
 
 def rules() -> Table:
-    """Return the rules that compare settings."""
-    rows = [(f"`{rule.when}`", f"`{rule.needs}`", rule.because) for rule in RULES]
+    """Return the rules that compare settings; those of one reason share a row where they have the
+    same condition, or need the same."""
+    needs: dict[tuple[str, str], list[str]] = {}
+    for rule in RULES:
+        needs.setdefault((rule.when, rule.because), []).append(f"`{rule.needs}`")
+    conditions: dict[tuple[str, str], list[str]] = {}
+    for (when, because), needed in needs.items():
+        conditions.setdefault((" and ".join(needed), because), []).append(f"`{when}`")
+    rows = [
+        ("; or ".join(where), needed, because) for (needed, because), where in conditions.items()
+    ]
     return [("where", "is needed", "since"), *rows]
 
 
@@ -144,10 +152,7 @@ def _row_of_metric(metric: Metric) -> Sequence[str]:
 
 def line_of_step() -> Table:
     """Return the words on the line that a run prints for each step."""
-    rows = [
-        (f"`{word}`", f"`{name}`: {METRICS[name].help}" if name else meaning)
-        for word, name, meaning in shown_as()
-    ]
+    rows = [(f"`{word}`", f"`{name}`" if name else meaning) for word, name, meaning in shown_as()]
     return [("on the line", "what it is"), *rows]
 
 

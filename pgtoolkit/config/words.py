@@ -27,18 +27,16 @@ OF_EQUATIONS = (
     ),
     Word(
         "document",
-        "one prompt with one completion, as tokens and numbers of each trained token; in "
-        "`document.py`, `SampledDocument` has what was sampled and scored, and `Document` also "
-        "what training adds, such as advantages. D counts the documents of the step, and N_d is "
-        "the number of trained tokens of document d",
+        "one prompt with one completion, as tokens and numbers of each trained token. D counts "
+        "the documents of the step, and N_d is the number of trained tokens of document d",
     ),
     Word(
         "trajectory",
-        "one attempt at a prompt: one document, or several if its context was rewritten on the way "
-        "(a compaction, sub-agents, branches). A document that names none is one by itself. Reward "
-        "and baseline count a trajectory once, and so does the table of aggregations, where D "
-        "counts trajectories, and N_d the trained tokens of all its documents. A family by "
-        "document takes its ratio within a document",
+        "one attempt at a prompt: one document, or several if its context was rewritten on the "
+        "way (a compaction, sub-agents, branches). A document that names none is one by itself. "
+        "Reward, baseline and aggregation count a trajectory once: there D counts trajectories, "
+        "and N_d the trained tokens of all its documents. A family by document takes its ratio "
+        "within a document",
         see="losses.md#trajectories-of-several-documents",
     ),
     Word(
