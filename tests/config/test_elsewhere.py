@@ -77,7 +77,9 @@ def test_a_table_names_what_exists(trainer):
         assert not row.see or table.rows[row.see].cases, row
         for override in row.typed:
             key, _, value = override.partition("=")
-            if key in options():
+            if key.startswith("evaluation.sets.held_out."):
+                assert key.replace("evaluation.sets.held_out", "task") in keys, row
+            elif key in options():
                 assert value in options()[key] or "{" in value, row
             else:
                 assert key in keys, row

@@ -40,6 +40,19 @@ def found(translation: Translation, expected: dict[str, object]) -> dict[str, ob
 
 
 TRL = [
+    # Every number of steps, the other split of the prompts, with as many completions.
+    (
+        {"eval_strategy": "steps", "eval_steps": 50, "dataset_name": "org/set"}
+        | {"dataset_test_split": "dev", "num_generations_eval": 2},
+        {"evaluation.every": 50, "evaluation.sets.held_out.split": "dev"}
+        | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 2}
+        | {"eval_strategy": "near"},
+    ),
+    (
+        {"eval_strategy": "epoch", "dataset_name": "org/set"},
+        {"evaluation.every": None, "eval_strategy": "left"},
+    ),
+    ({"eval_strategy": "steps", "eval_steps": 50}, {"evaluation.every": None}),
     # Sizes are per process: documents of a step, and prompts of the batch that is sampled at once.
     ({}, {"accumulation.docs_per_step": 8, "rollout.prompts_per_batch": 1}),
     (
@@ -257,7 +270,38 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 GRPO = {"algorithm.adv_estimator": "grpo"}
 GAE = {"algorithm.adv_estimator": "gae"}
+VALIDATION = {
+    "trainer.test_freq": 5,
+    "data.val_files": ["test.parquet"],
+    "actor_rollout_ref.rollout.val_kwargs.n": 4,
+}
+"""A step of verl is two updates, by its defaults of the sizes."""
+
 VERL = [
+    (
+        VALIDATION | {"actor_rollout_ref.rollout.val_kwargs.n": 1},
+        {"evaluation.every": 10, "evaluation.sets.held_out.path": "test.parquet"}
+        | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 1}
+        | {"evaluation.temperature": 0, "evaluation.top_p": None, "trainer.test_freq": None},
+    ),
+    (
+        VALIDATION
+        | {
+            "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+            "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+            "trainer.val_before_train": False,
+        },
+        {"evaluation.completions_per_prompt": 4, "evaluation.temperature": 0.6}
+        | {"evaluation.top_p": 1.0, "trainer.test_freq": "near"},
+    ),
+    # A temperature without do_sample, a part of the prompts, several files, a number alone.
+    (
+        VALIDATION | {"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6},
+        {"evaluation.every": None, "data.val_files": "left"},
+    ),
+    (VALIDATION | {"data.val_max_samples": 100}, {"evaluation.every": None}),
+    (VALIDATION | {"data.val_files": "[a.parquet,b.parquet]"}, {"data.val_files": "left"}),
+    ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "left"}),
     (
         {},
         {"rollout.prompts_per_batch": 512, "accumulation.docs_per_step": 2048, "loss": "grpo"}

@@ -368,8 +368,12 @@ def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
         )
     else:
         prompts(task, of_set)
-    named = [problem.replace("task.", f"{place}.") for problem in of_set.problems]
-    report.problems += [problem for problem in named if problem not in report.problems]
+    for problem in of_set.problems:
+        named = problem.replace("task.", f"{place}.")
+        if named not in report.problems:
+            report.problems.append(named)
+            if problem in of_set.lacking:
+                report.lacking.append(named)
 
 
 def _check_best(c: Config, report: Report) -> None:
