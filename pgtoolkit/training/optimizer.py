@@ -1,14 +1,22 @@
-"""AdamW over sharded parameters, and its learning rate."""
+"""AdamW and Muon over sharded parameters, and their learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.ranks.collectives import local
-from pgtoolkit.training.settings import OptimizerSettings, Schedule
+from pgtoolkit.training.settings import OptimizerName, OptimizerSettings, Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Closure = Callable[[], object]
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -25,23 +33,133 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return AdamW over the trained parameters of a model.
+class WholeMuon(torch.optim.Muon):
+    """Muon that gathers each sharded matrix: the orthogonal update of a part is another one.
+
+    Every rank of the matrix makes the same update of it, and keeps its own part. The optimizer's
+    state stays sharded like the parameters.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> None:
+        super().step(closure)  # of matrices that are not sharded
+        for group in self.param_groups:
+            settings = {name: group[name] for name in self.defaults}
+            for matrix in _sharded(group["params"]):
+                self._update(matrix, settings)
+
+    def _init_group(self, group: dict[str, Any], *tensor_lists: list[Tensor]) -> bool:
+        plain = [weight for weight in group["params"] if not isinstance(weight, DTensor)]
+        return super()._init_group(group | {"params": plain}, *tensor_lists)
+
+    def _update(self, matrix: DTensor, settings: dict[str, Any]) -> None:
+        """Make the update of a sharded matrix. settings: the arguments of Muon."""
+        assert isinstance(matrix.grad, DTensor)
+        whole = nn.Parameter(matrix.full_tensor())
+        whole.grad = matrix.grad.full_tensor()
+        muon = torch.optim.Muon([whole], **settings)
+        state = self.state[matrix]
+        for name, part in state.items():
+            muon.state[whole][name] = part.full_tensor()
+        muon.step()
+        for name, value in muon.state[whole].items():
+            state[name] = _part(value, matrix)
+        matrix.copy_(_part(whole, matrix))
+
+
+def _sharded(weights: Iterable[Tensor]) -> Iterator[DTensor]:
+    """Yield the weights of which this rank has a part, and that have a gradient."""
+    for weight in weights:
+        if isinstance(weight, DTensor) and weight.grad is not None:
+            yield weight
+
+
+def _part(whole: Tensor, like: DTensor) -> DTensor:
+    """Return a tensor that each rank has, sharded like another one."""
+    return distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon of some matrices, and AdamW of all other weights, in the form of one optimizer.
+
+    Both have their own groups of parameters, and one state.
+    """
+
+    def __init__(self, muon: WholeMuon, adamw: LocalAdamW):
+        self._parts = (muon, adamw)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._matrices = {id(p) for group in muon.param_groups for p in group["params"]}
+        for part in self._parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for part in self._parts:
+            part.step()
+
+    def updates_by_muon(self, weight: Tensor) -> bool:
+        return id(weight) in self._matrices
+
+
+def make_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters of a model.
 
     Those with fewer than two dimensions (norms, biases) have no weight decay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if settings.name == OptimizerName.adamw:
+        betas = settings.beta1, settings.beta2
+        return _adamw(parameters, settings, betas=betas, eps=settings.epsilon)
+    matrices = _hidden_matrices(model)
+    of_muon = [p for p in parameters if id(p) in matrices]
+    others = _adamw([p for p in parameters if id(p) not in matrices], settings)
+    if not of_muon:
+        return others
+    muon = WholeMuon(
+        of_muon,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # so that one learning rate suits both
+    )
+    return MuonAndAdamW(muon, others)
+
+
+def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings, **more: Any) -> LocalAdamW:
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return LocalAdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=parameters[0].is_cuda,  # one kernel instead of a dozen
-    )
+    # Fused, it is one kernel instead of a dozen.
+    on_gpu = bool(parameters) and parameters[0].is_cuda
+    return LocalAdamW(groups, lr=settings.learning_rate, fused=on_gpu, **more)
+
+
+def _hidden_matrices(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the weights of two dimensions that are neither of an embedding nor of the
+    head."""
+    head = model.get_output_embeddings()
+    at_the_ends = {
+        id(p)
+        for module in model.modules()
+        if module is head or isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    matrices = {id(p) for p in model.parameters() if p.ndim == 2}
+    return matrices - at_the_ends
+
+
+def fields_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...]:
+    """Return the names of what an optimizer keeps of a weight once it has updated it.
+
+    They are in the optimizer's order. So a resumed run divides tensors into files as a run that was
+    never stopped.
+    """
+    if isinstance(optimizer, MuonAndAdamW) and optimizer.updates_by_muon(weight):
+        return ("momentum_buffer",)
+    return ("step", "exp_avg", "exp_avg_sq")
 
 
 class LearningRate(torch.optim.lr_scheduler.LRScheduler):

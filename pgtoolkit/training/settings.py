@@ -12,6 +12,7 @@ from pgtoolkit.system.declared import (
     Declared,
     Dictionary,
     Option,
+    Refusal,
     key,
 )
 
@@ -95,6 +96,18 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class OptimizerName(StrEnum):
+    adamw = "adamw"
+    muon = "muon"
+
+
+_OF_ADAMW: Refusal = {
+    "only_if": "optimizer.name=adamw",
+    "use": "optimizer=adamw",
+    "why": "Others have PyTorch's values.",
+}
+
+
 class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
@@ -103,6 +116,13 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
+    name: OptimizerName = key(
+        default=OptimizerName.adamw,
+        option=True,
+        learns="optimizer.name=muon",
+        fixed="the checkpoint holds the optimizer's moments",
+        added=True,
+    )
     learning_rate: float = key(
         help="Learning rate after the warm-up (> 0).",
         least=1e-12,
@@ -113,18 +133,21 @@ class OptimizerSettings:
         help="Decay of the mean of gradients (0 <= beta1 < 1).",
         least=0,
         most=0.999999,
+        **_OF_ADAMW,
     )
     beta2: float = key(
         default=0.95,
         help="Decay of the mean of squared gradients (0 <= beta2 < 1).",
         least=0,
         most=0.999999,
+        **_OF_ADAMW,
     )
     epsilon: float = key(
         default=1e-8,
         help="Added to the root of the mean squared gradient (> 0).",
         least=1e-30,
         most=1e4,
+        **_OF_ADAMW,
     )
     weight_decay: float = key(
         default=0.01,
@@ -305,6 +328,13 @@ OPTIONS = {
         "adamw": Option(
             OptimizerSettings,
             help="AdamW; no weight decay on norms and biases.",
+        ),
+        "muon": Option(
+            OptimizerSettings,
+            help="Muon, whose updates of matrices are orthogonal, in the size of AdamW's, for "
+            "those but embeddings and heads; AdamW for all else. No weight decay on norms and "
+            "biases.",
+            base="adamw",
         ),
     },
     "trainer": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,10 +31,7 @@ from pgtoolkit.training.checkpoint import (
     open_tensors,
 )
 from pgtoolkit.training.module import PolicyGradientModule
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""The fields that AdamW keeps of each parameter, in its order. So a resumed run divides tensors
-into files as a run that was never stopped."""
+from pgtoolkit.training.optimizer import fields_of
 
 
 def snapshot(
@@ -172,12 +169,16 @@ def _restore_tensors(module: PolicyGradientModule, state: dict, names: set[str])
         assert module.reference is not None
         _fill_all(named_weights(module.reference.model), path, REFERENCE)
     _, weights = stored_weights(module.policy)
+    fields: dict[str, tuple[str, ...]] = {}
+    of_rank = {name: fields_of(module.optimizer, weight) for name, weight in weights.items()}
+    for of_one in gather_objects(of_rank, module.layout.world_group):
+        fields |= of_one
     _restore_moments(
         path,
         MOMENTS,
         module.optimizer,
         weights,
-        names,
+        fields,
         state["num_updates"],
         state.get("without_moments"),
     )
@@ -193,7 +194,7 @@ def _restore_tensors(module: PolicyGradientModule, state: dict, names: set[str])
         CRITIC_MOMENTS,
         critic.optimizer,
         weights,
-        set(weights),
+        {name: fields_of(critic.optimizer, weight) for name, weight in weights.items()},
         state["critic_updates"],
         state["critic_without_moments"],
     )
@@ -210,33 +211,31 @@ def _restore_moments(
     kind: str,
     optimizer: torch.optim.Optimizer,
     weights: Mapping[str, Tensor],
-    names: set[str],
+    fields: Mapping[str, Sequence[str]],
     updates: int,
     without_moments: list[str] | None,
 ) -> None:
     """Restore this rank's part of the moments of weights.
 
-    names, updates, without_moments: see `_check_moments`. Raises StorageError for a damaged
+    fields, updates, without_moments: see `_check_moments`. Raises StorageError for a damaged
     checkpoint.
     """
     with open_tensors(path, kind) as files:
         if updates and not files:
             raise StorageError(damaged(path, "the optimizer's moments are missing"))
-        _check_moments(files.keys(), names, path, updates, without_moments)
+        _check_moments(files.keys(), fields, path, updates, without_moments)
         for name, parameter in weights.items():
-            if f"{name}.step" not in files:
+            if f"{name}.{fields[name][0]}" not in files:
                 continue
-            moments = {
+            moments = {field: torch.zeros_like(parameter) for field in fields[name]}
+            if "step" in moments:
                 # Fused AdamW has the count of steps on the device, too.
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+                moments["step"] = torch.zeros((), device=parameter.device)
             optimizer.state[parameter] = moments
             for field, target in moments.items():
                 _fill(target, f"{name}.{field}", files)
                 values = local(target)
-                is_negative = field != "exp_avg" and (values < 0).any()
+                is_negative = field in ("step", "exp_avg_sq") and (values < 0).any()
                 if not values.isfinite().all() or is_negative:
                     problem = f"{name}.{field} of the optimizer holds negative numbers or NaN"
                     raise StorageError(damaged(path, problem))
@@ -244,28 +243,28 @@ def _restore_moments(
 
 def _check_moments(
     stored_names: Collection[str],
-    names: set[str],
+    fields: Mapping[str, Sequence[str]],
     path: Path,
     updates: int,
     without_moments: list[str] | None,
 ) -> None:
     """Raise an error where moments are missing, or belong to no weight.
 
-    names: of the whole model's weights.
+    fields: by the names of the whole model's weights.
     updates: the number that was made of them.
     without_moments: names of the weights that have none, as the checkpoint says. One that does not
         say it may lack all moments of any weight, but not some of them.
     """
-    expected = {f"{name}.{field}" for name in names for field in _MOMENTS}
+    expected = {f"{name}.{field}" for name, of_weight in fields.items() for field in of_weight}
     unknown = sorted({*stored_names} - expected)
     if unknown:
         raise ValueError(f"{unknown[0]} is none of the optimizer's moments")
     if not updates:
         return
-    for name in sorted(names):
-        missing = [field for field in _MOMENTS if f"{name}.{field}" not in stored_names]
+    for name, of_weight in sorted(fields.items()):
+        missing = [field for field in of_weight if f"{name}.{field}" not in stored_names]
         may_lack_all = without_moments is None or name in without_moments
-        if missing and not (may_lack_all and len(missing) == len(_MOMENTS)):
+        if missing and not (may_lack_all and len(missing) == len(of_weight)):
             raise StorageError(damaged(path, f"{name}.{missing[0]} of the optimizer is missing"))
 
 

@@ -498,6 +498,40 @@ def each_option_of_adamw_changes_the_weights_as_in_torch(key: str):
     assert (weights - other_weights).abs().max() > 1e-4
 
 
+@key_test("optimizer.name")
+def each_optimizer_updates_the_weights_as_in_torch():
+    """Muon's matrices are those of the layers; AdamW has the rest, with torch's betas."""
+    adamw = weights_after_three_updates(ADAMW)
+    module = module_of(
+        *("optimizer=muon", "optimizer.learning_rate=0.02", "optimizer.weight_decay=0.3"),
+        *("optimizer.warmup_steps=2", "optimizer.max_grad_norm=0.5"),
+    )
+    twins = {
+        name: weight.detach().clone().requires_grad_() for name, weight in module.named_parameters()
+    }
+    of_layers = {name for name in twins if ".h." in name and twins[name].ndim == 2}
+    assert len(of_layers) == 4  # without the head, and the embeddings of tokens and positions
+    others = [twin for name, twin in twins.items() if name not in of_layers]
+    muon = torch.optim.Muon(
+        [twins[name] for name in of_layers], weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+    )
+    decays = [{"params": [p for p in others if p.ndim == 2], "weight_decay": 0.3}]
+    stays = [{"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
+    rest = torch.optim.AdamW([*decays, *stays])
+    for number, rate in enumerate((0.01, 0.02, 0.02)):
+        module.training_step(step_of(some_documents()[number : number + 4]), number)
+        for name, weight in module.named_parameters():
+            twins[name].grad = weight.grad.clone()
+        for optimizer in (muon, rest):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(weight, twins[name], rtol=1e-12, atol=1e-15)
+    weights = torch.cat([twin.detach().flatten() for twin in twins.values()])
+    assert (weights - adamw).abs().max() > 1e-3
+
+
 @key_test("optimizer.max_grad_norm")
 def a_gradient_with_a_larger_norm_is_scaled_down_to_max_grad_norm():
     """The metric is the norm before."""

@@ -64,6 +64,7 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
             ),
             (("rollout.passes=2", "rollout.max_staleness=9", OVERLAP[1], *STEPS_OF_5), (3, 6)),
             (("advantage=gae", "loss=grpo", "critic.steps_before_policy=1"), (1, 2)),
+            (("advantage=gae", "loss=grpo", "optimizer=muon"), (1, 2)),
             (
                 (
                     "advantage=gae",

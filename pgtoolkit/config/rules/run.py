@@ -282,6 +282,11 @@ def optimizer(c: Config, report: Report) -> None:
     lag = getattr(c.rollout, "lag", 0)
     if lag and lag >= updates:
         report.note(f"rollout.lag={lag} {settings}: the first weights sample every completion.")
+    if c.optimizer.name == "muon" and c.model.lora_rank is not None:
+        report.note(
+            f"optimizer=muon with model.lora_rank={c.model.lora_rank}: each of an adapter's two "
+            "matrices gets an orthogonal update of its own, and not their product."
+        )
     if is_number(default_rate) and rate >= 100 * default_rate:
         report.note(
             f"optimizer.learning_rate={text(rate)} is {rate / default_rate:,.0f} times the "

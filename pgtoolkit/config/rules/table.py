@@ -490,6 +490,12 @@ PARALLELISM = (
         use="metrics=none or parallelism.pipeline_parallel=1",
     ),
     Rule(
+        "optimizer=muon",
+        needs="parallelism.tensor_parallel=1",
+        because="The update of a matrix is orthogonal as a whole; that of its parts is another.",
+        use="parallelism.tensor_parallel=1 or optimizer=adamw",
+    ),
+    Rule(
         "parallelism.sequence_data_parallel>1",
         needs="parallelism.pipeline_parallel=1",
         because=_WHOLE_MICRO_BATCHES,
