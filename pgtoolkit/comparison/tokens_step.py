@@ -42,11 +42,13 @@ class MeasuredMicroBatch:
     """A micro-batch of the step, on the CPU, without what the run's own loss alone has asked for.
 
     log_probs: (T,), as training computed them. entropy: (T,), of the policy.
+    fp32_log_probs: (T,), with float32 logits; None where training has these already.
     """
 
     micro_batch: MicroBatch
     log_probs: Tensor
     entropy: Tensor
+    fp32_log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -286,10 +288,16 @@ class _Watch(RunCallback):
         entropy = module.entropy(micro_batch)
         if completed.old_log_probs is None:
             completed = replace(completed, old_log_probs=loss.log_probs)
+        exact = None
+        policy = module.policy
+        if policy.compute_dtype != torch.float32 and not policy.fp32_lm_head:
+            module.policy = replace(policy, fp32_lm_head=True)
+            exact = module.log_probs(micro_batch).cpu()
+            module.policy = policy
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(
             MeasuredMicroBatch(
-                completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu()
+                completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu(), exact
             )
         )
         return loss

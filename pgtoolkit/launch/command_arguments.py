@@ -213,6 +213,17 @@ def _doctor(parser: ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
     )
+    parser.add_argument(
+        "--sampler",
+        action="store_true",
+        help="of one run: how far trainer and sampler are apart on a step, made again",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --sampler (default: the newest that begins a batch)",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 

@@ -234,6 +234,16 @@ def _explain(args: argparse.Namespace, parser: _Parser) -> None:
 
 
 def _doctor(args: argparse.Namespace, parser: _Parser) -> None:
+    if args.step is not None and not args.sampler:
+        parser.error("--step belongs to --sampler")
+    if args.sampler:
+        if len(args.runs) > 1:
+            parser.error(f"--sampler takes one run (got {' '.join(args.runs)})")
+        from pgtoolkit.comparison.mismatch import as_json, mismatch, render
+
+        found = mismatch(plain_run(args.runs[0]), args.step)
+        say(as_json(found) if args.json else render(found))
+        return
     from pgtoolkit.comparison.doctor import diagnose
 
     say(diagnose(args.runs, args.json))
