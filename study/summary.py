@@ -168,6 +168,19 @@ def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
     return rows
 
 
+def brief_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
+    """Return each arm's difference from grpo with its verdict, for a table that fits a screen."""
+    head = ["against `grpo`"]
+    head += [f"{part.name} ({_number_of_pairs(parts[part.name])} {part.pairs})" for part in PARTS]
+    rows = [head]
+    for arm, name in NAMES.items():
+        contrasts_of_arm = [parts[part.name][arm] for part in PARTS]
+        rows.append(
+            [name, *(f"{one.pair.difference:+.3f} {one.verdict}" for one in contrasts_of_arm)]
+        )
+    return rows
+
+
 def power_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
     """Return the adjusted p, the pairs' standard deviation and the smallest difference that would
     have been found."""

@@ -140,8 +140,9 @@ def unpacked(tmp_path_factory):
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
     assert pages.filled(page, unpacked, draw=False) == content
-    kinds = re.findall("<!-- (compare|runs|repeats|curves|warning|summary|power)", content)
-    assert content.count("<!-- end -->") == len(kinds) == parts
+    kinds = re.findall("<!-- (compare|runs|repeats|curves|warning|summary|brief|power) ?", content)
+    of_tests = content.count("<!-- which GRPO -->")  # tests/config/test_readme.py
+    assert content.count("<!-- end -->") - of_tests == len(kinds) == parts
     for picture in re.findall(r"\]\((\S*images/\S*)\)", content):
         assert (page.parent / picture).stat().st_size > 10_000
 
@@ -172,7 +173,6 @@ def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
     readme = pages.README.read_text()
     assert f"held_out     {rows[0]['pass@1']:.3f} -> {rows[-1]['pass@1']:.3f}" in readme
     assert f"took {(ended - started).total_seconds():.0f} seconds" in readme
-    assert (pages.README.parent / "docs" / "images" / "sums.png").stat().st_size > 10_000
     assert len(readme.splitlines()) <= 140
 
 
