@@ -77,7 +77,27 @@ TRL = [
     ({"warmup_steps": 0.1, "max_steps": 205}, {"optimizer.warmup_steps": 21}),
     ({"warmup_ratio": 0.03, "max_steps": 100}, {"optimizer.warmup_steps": 3}),
     ({"warmup_ratio": 0.03}, {"optimizer.warmup_steps": None, "warmup_ratio": "left"}),
+    (
+        {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr": 1e-7},
+            "warmup_steps": 0,
+        },
+        {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 1e-7},
+    ),
+    (
+        {
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            "learning_rate": 2e-6,
+        },
+        {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 2e-7},
+    ),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, {"lr_scheduler_type": "left"}),
+    (
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
+        {"optimizer.schedule": None, "lr_scheduler_type": "left"},
+    ),
     ({"save_steps": 0.1, "max_steps": 55}, {"trainer.checkpoint_every": 6}),
     ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
     ({"max_steps": 55}, {"trainer.max_steps": 55, "num_train_epochs": None}),
@@ -440,6 +460,62 @@ VERL = [
     (
         {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": 2},
         {f"{CORRECTION}.rollout_rs": "left", "correction": "none"},
+    ),
+    # A mask of tokens shrinks the token mean there, one of completions the mean of completions not.
+    *(
+        (
+            {
+                f"{CORRECTION}.rollout_rs": option,
+                f"{CORRECTION}.rollout_rs_threshold": threshold,
+                f"{ACTOR}.loss_agg_mode": mode,
+            },
+            expected,
+        )
+        for option, threshold, mode, expected in [
+            (
+                "token_k3",
+                0.1,
+                "token-sum",
+                {
+                    "correction": "token_mask",
+                    "correction.measure": "k3",
+                    "correction.threshold": 0.1,
+                },
+            ),
+            ("token_k3", 0.1, "seq-mean-token-mean", {f"{CORRECTION}.rollout_rs": "left"}),
+            ("seq_max_k2", 0.1, "token-mean", {f"{CORRECTION}.rollout_rs": "left"}),
+            (
+                "seq_max_k2",
+                "0.1",
+                "seq-mean-token-mean",
+                {
+                    "correction": "sequence_mask",
+                    "correction.mean": "worst",
+                    "correction.factor": "one",
+                    "correction.measure": "k2",
+                    "correction.threshold": 0.1,
+                },
+            ),
+            (
+                "seq_mean_k1",
+                "0.5_4",
+                "seq-mean-token-mean",
+                {
+                    "correction": "sequence_mask",
+                    "correction.mean": "geometric",
+                    "correction.factor": "one",
+                    "correction.low": 0.25,
+                    "correction.high": 2,
+                },
+            ),
+            (
+                "seq_sum_k1",
+                4,
+                "seq-mean-token-mean",
+                {"correction.mean": "product", "correction.low": 0.25, "correction.high": 4},
+            ),
+            ("seq_sum_k3,token_k1", "1,2", "token-sum", {f"{CORRECTION}.rollout_rs": "left"}),
+        ]
     ),
     ({f"{CORRECTION}.bypass_mode": True}, {"rollout.old_log_probs": "sampling"}),
     # A key of another section of the same last name is another key.
