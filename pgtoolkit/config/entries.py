@@ -42,8 +42,11 @@ class Entry:
             return ""
         return ", ".join(self.defaults)
 
-    def description(self) -> dict[str, str]:
-        """Return the type with its range, the default, and the meaning, as they are printed."""
+    def description(self, brief: bool = False) -> dict[str, str]:
+        """Return the type with its range, the default, and the meaning, as they are printed.
+
+        brief: end with marks in the place of sentences.
+        """
         key = self.key
         if key.option:
             kind = f"one of {', '.join(options()[key.group])}"
@@ -53,7 +56,8 @@ class Entry:
         else:
             kind = values_in_words(key)
             default = self._default()
-        meaning = " ".join([self.meaning, *self._conditions()])
+        conditions = (mark if brief else sentence for mark, sentence in self._conditions())
+        meaning = " ".join([self.meaning, *conditions])
         return {"type": kind, "default": default, "meaning": meaning}
 
     def _default(self) -> str:
@@ -67,33 +71,39 @@ class Entry:
             f"{value} ({', '.join(names)})" for value, names in options_by_value.items()
         )
 
-    def _conditions(self) -> Iterator[str]:
-        """Yield sentences on what the key needs, and on what it decides besides its meaning."""
+    def _conditions(self) -> Iterator[tuple[str, str]]:
+        """Yield what the key needs, and what it decides besides its meaning: (a mark, the same as a
+        sentence)."""
         key = self.key
         if key.only_if:
             needs = in_words(key.only_if)
-            yield f"It needs {needs}; otherwise any value but the default is refused."
+            sentence = f"It needs {needs}; otherwise any value but the default is refused."
+            yield f"Needs {needs}.", sentence
         if key.fixed:
             condition = f", if {in_words(key.fixed_if)}" if key.fixed_if else ""
-            yield f"`pgtk resume` keeps it{condition}: {key.fixed}."
+            yield f"*Kept*{condition}.", f"`pgtk resume` keeps it{condition}: {key.fixed}."
         if key.learns is not True:
             unless = "" if key.learns is False else f", unless {in_words(key.learns)}"
-            yield (
+            sentence = (
                 f"It does not change what is learned{unless}: a finished job of a sweep stays "
                 "finished."
             )
+            yield f"*Not learned*{unless}.", sentence
         if key.code == "function":
-            yield (
+            sentence = (
                 "It may name code of your own, which is imported when a run starts: see "
                 "docs/configuration.md."
             )
+            yield "*Own code*.", sentence
         if key.code == "command":
-            yield (
+            sentence = (
                 "It is run as a command: `pgtk resume` takes it only if it is typed on the command "
                 "line."
             )
+            yield "*Command*.", sentence
         if key.reads or key.writes:
-            yield "A relative path is seen from the directory in which the run starts."
+            sentence = "A relative path is seen from the directory in which the run starts."
+            yield "*Path*.", sentence
 
 
 def entries() -> list[Entry]:

@@ -45,10 +45,20 @@ _KEYS_HEAD = """\
 # Keys
 
 Every key of the configuration: its type and range (both ends included), its default, and what it
-means.
-`pgtk explain KEY` prints the same. This page and [`conf/`](../conf) are written by
-`python -m pgtoolkit.config.pages` from the schema (the settings of each group); a test compares
-them.
+means. `pgtk explain KEY` prints the same, and the reasons. The last column ends with marks:
+
+| mark | is |
+|---|---|
+| Needs ... | without it any value but the default is refused |
+| *Kept* | `pgtk resume` refuses another value |
+| *Not learned* | it does not change what is learned: a finished job of a sweep stays finished |
+| *Own code* | it may name code of your own, which is imported when a run starts \
+([configuration.md](configuration.md#what-runs-code)) |
+| *Command* | it is run as a command: `pgtk resume` takes it only if it is typed |
+| *Path* | a relative path is seen from the directory in which the run starts |
+
+This page and [`conf/`](../conf) are written by `python -m pgtoolkit.config.pages` from the schema
+(the settings of each group); a test compares them.
 """
 
 
@@ -112,7 +122,7 @@ def keys_page() -> str:
             lines += ["", f"## {group or 'seed'}", ""]
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         options = f" ({entry.options})" if entry.options else ""
-        cells = [f"`{shown(entry.key.name)}`{options}", *entry.description().values()]
+        cells = [f"`{shown(entry.key.name)}`{options}", *entry.description(brief=True).values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
