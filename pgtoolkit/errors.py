@@ -70,6 +70,11 @@ class ExitStatus(IntEnum):
         "A file or a store cannot be read or written.",
         "Stops, until there is room or the file is back; then `pgtk resume`.",
     )
+    differs = (
+        7,
+        "`pgtk parity` has found a number that differs by more than its tolerance.",
+        "Reads what it printed: the first number that differs, and what to type.",
+    )
     interrupted = (
         75,
         "Stopped by a signal after saving a checkpoint, or since a judge is gone after this start "

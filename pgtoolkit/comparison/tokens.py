@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,33 +109,20 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
     others = [override for override in overrides if override not in of_loss]
     if run_dir is None:
-        if not _may_be_rollouts(path) or (path / "status.json").is_file():
-            raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
+        refuse_no_rollouts("pgtk tokens", path)
         others = [*overrides_to_read(target), *others]
     losses = jobs(of_loss) if of_loss else []
     # Recorded rollouts have no loss of their own, so the first loss that was chosen comes first.
     first = [] if run_dir or not losses else losses[0]
-    (_, config), *compared = _composed(run_dir, others, [first, *losses])
-    if run_dir and others:
-        _refuse_another_run(run_dir, config)
-    recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
-    steps = [int(step) for step in recorded["step"]]
-    max_steps = config.trainer.max_steps
-    number, checkpoint = _step_and_checkpoint(run_dir, max_steps, number, steps)
-    if number is None:
-        number = last_of_batch(config.rollout, documents_per_step(config), checkpoint)
-        number = min(number, steps[-1] if run_dir else max_steps)
+    (_, config), *compared = composed(run_dir, others, [first, *losses])
+    run = RunToRepeat(run_dir, config)
+    run.refuse_another()
     for line in imports(config, *(other for _, other in compared)):
         say(f"note: {line}", error=True)
-    made = make_again(config, checkpoint, number)
-    facts = [_origin_of_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
-    if run_dir:
-        values = {name: column[steps.index(number)] for name, column in recorded.items()}
-        row = {name: value for name, value in values.items() if not math.isnan(value)}
-        facts.append(_agreement(made, row, number))
+    number, made, facts = run.step(number)
     if not losses and made.has_old_log_probs:
         instructive = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
-        compared = _composed(run_dir, others, [[f"loss={name}"] for name in instructive])
+        compared = composed(run_dir, others, [[f"loss={name}"] for name in instructive])
     return Inspected(
         name=path.resolve().name,
         own="this run: " if run_dir else "",
@@ -147,6 +134,69 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     )
 
 
+@dataclass(frozen=True)
+class RunToRepeat:
+    """A run with its configuration. directory: None for one on recorded rollouts."""
+
+    directory: Path | None
+    config: Config
+
+    def refuse_another(self) -> None:
+        """Refuse a configuration that is not the run's, since its step would be a different one.
+
+        Only keys may differ that say where files lie or on which hardware to compute.
+        """
+        if self.directory is None:
+            return
+        config = self.config
+        drift = config_drift(plain_config(saved_config(self.directory)), plain_config(config))
+        movable = {
+            key.name for key in keys_of(config) if key.reads or declared(key.machine, config)
+        }
+        changed = [key for key in drift if key not in movable]
+        if changed:
+            before, now = drift[changed[0]]
+            raise ConfigError(
+                f"{changed[0]}={now} needs to stay as the run had it (got {now}, was {before}). A "
+                f"step is made again as it was. Use keys of {', '.join(OF_THE_LOSS)} for the "
+                "losses to compare, or a new run."
+            )
+
+    def step(
+        self, number: int | None, temperatures: Sequence[float] = ()
+    ) -> tuple[int, MadeStep, list[str]]:
+        """Return a step's number, the step, and sentences on where it comes from, and how that is
+        known.
+
+        number, and what is raised: see `inspect`. temperatures: see `make_again`.
+        """
+        config = self.config
+        directory = self.directory
+        recorded = read_metrics(directory / "metrics.jsonl") if directory else {"step": []}
+        steps = [int(step) for step in recorded["step"]]
+        max_steps = config.trainer.max_steps
+        number, checkpoint = _step_and_checkpoint(directory, max_steps, number, steps)
+        if number is None:
+            number = last_of_batch(config.rollout, documents_per_step(config), checkpoint)
+            number = min(number, steps[-1] if directory else max_steps)
+        made = make_again(config, checkpoint, number, temperatures)
+        facts = [
+            _origin_of_weights(directory, checkpoint, number),
+            f"Documents: {made.documents}.",
+        ]
+        if directory:
+            values = {name: column[steps.index(number)] for name, column in recorded.items()}
+            row = {name: value for name, value in values.items() if not math.isnan(value)}
+            facts.append(_agreement(made, row, number))
+        return number, made, facts
+
+
+def refuse_no_rollouts(command: str, path: Path) -> None:
+    """Raise ConfigError for what is neither a run nor recorded rollouts."""
+    if not _may_be_rollouts(path) or (path / "status.json").is_file():
+        raise not_a_run(f"{command} {path}", path, "a run directory, or recorded rollouts")
+
+
 def _may_be_rollouts(path: Path) -> bool:
     """Return whether this is a file, or a folder with files of the kinds that hold rollouts."""
     if path.is_dir():
@@ -154,7 +204,7 @@ def _may_be_rollouts(path: Path) -> bool:
     return path.exists()
 
 
-def _composed(
+def composed(
     run_dir: Path | None, others: list[str], jobs: list[list[str]]
 ) -> list[tuple[list[str], Config]]:
     """Return each job (overrides) with its configuration.
@@ -175,23 +225,6 @@ def _composed(
     if problems:
         raise ConfigError("\n".join(problems))
     return configured
-
-
-def _refuse_another_run(run_dir: Path, config: Config) -> None:
-    """Refuse a configuration that is not the run's, since its step would be a different one.
-
-    Only keys may differ that say where files lie or on which hardware to compute.
-    """
-    drift = config_drift(plain_config(saved_config(run_dir)), plain_config(config))
-    movable = {key.name for key in keys_of(config) if key.reads or declared(key.machine, config)}
-    changed = [key for key in drift if key not in movable]
-    if changed:
-        before, now = drift[changed[0]]
-        raise ConfigError(
-            f"{changed[0]}={now} needs to stay as the run had it (got {now}, was {before}). A step "
-            f"is made again as it was. Use keys of {', '.join(OF_THE_LOSS)} for the losses to "
-            "compare, or a new run."
-        )
 
 
 def _step_and_checkpoint(

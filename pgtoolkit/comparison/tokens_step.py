@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,12 +43,14 @@ class MeasuredMicroBatch:
 
     log_probs: (T,), as training computed them. entropy: (T,), of the policy.
     fp32_log_probs: (T,), with float32 logits; None where training has these already.
+    at_temperatures: (T,) log-probs by the temperature that they were asked for at.
     """
 
     micro_batch: MicroBatch
     log_probs: Tensor
     entropy: Tensor
     fp32_log_probs: Tensor | None = None
+    at_temperatures: dict[float, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,13 @@ class MadeStep:
         return have_old_log_probs(self.step.documents)
 
 
-def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
+def make_again(
+    config: Config, checkpoint: dict | None, number: int, temperatures: Sequence[float] = ()
+) -> MadeStep:
     """Repeat step `number` of the run that `config` describes, from a checkpoint before it, or from
     the start.
+
+    temperatures: at which log-probs of the step are wanted, too.
 
     All steps after the checkpoint are made as training makes them, in this process; nothing is
     written. Documents are those that the run has recorded (rollout.save_path), if their files are
@@ -87,7 +93,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     config = _in_this_process(config)
     module, loader = build(config)
     has_groups = loader.source.has_groups
-    watch = _Watch(number, checkpoint, config_of_run.sampler.name)
+    watch = _Watch(number, checkpoint, config_of_run.sampler.name, temperatures)
     recorded = _recorded_documents(config_of_run.rollout, config_of_run.kl, config_of_run.advantage)
     try:
         if recorded is not None:
@@ -222,13 +228,21 @@ class _Watch(RunCallback):
     step's log-probs.
 
     sampler: the name of the run's own, since the sampler may have been replaced for the repetition.
+    temperatures: see `make_again`.
     last: the last step that was begun. sampled: whether any step needed new completions.
     """
 
-    def __init__(self, number: int, checkpoint: dict | None, sampler: str):
+    def __init__(
+        self,
+        number: int,
+        checkpoint: dict | None,
+        sampler: str,
+        temperatures: Sequence[float],
+    ):
         self._number = number
         self._checkpoint = checkpoint
         self._sampler = sampler
+        self._temperatures = temperatures
         self.last = 0
         self.sampled = False
         self.step: Step | None = None
@@ -286,6 +300,11 @@ class _Watch(RunCallback):
         plain = replace(micro_batch, **dict.fromkeys(of_own_loss))
         completed = module.with_reference(plain)
         entropy = module.entropy(micro_batch)
+        others = {}
+        for temperature in self._temperatures:
+            is_own = temperature == module.loss.temperature
+            log_probs = loss.log_probs if is_own else module.log_probs(plain, temperature)
+            others[temperature] = log_probs.cpu()
         if completed.old_log_probs is None:
             completed = replace(completed, old_log_probs=loss.log_probs)
         exact = None
@@ -297,7 +316,11 @@ class _Watch(RunCallback):
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
         self.pieces.append(
             MeasuredMicroBatch(
-                completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu(), exact
+                completed.to(torch.device("cpu")),
+                loss.log_probs.cpu(),
+                entropy.cpu(),
+                exact,
+                others,
             )
         )
         return loss

@@ -15,6 +15,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return number
+
+
 COMPARISON_FILES = {
     "html": "report in one page",
     "csv": "row for each configuration: mean, interval, n, verdict",
@@ -199,6 +209,36 @@ def _tokens(parser: ArgumentParser) -> None:
     )
 
 
+def _parity(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="THEIRS... RUN",
+        help="a file of TRL or verl, another run, or overrides of the run; two files are compared "
+        "with each other; then a run directory, or recorded rollouts",
+    )
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="default: that of pgtk tokens RUN"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=1e-6,
+        metavar="X",
+        help="share of the largest number up to which two are equal (default: 1e-6)",
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="Python of an environment with TRL or verl, whose own functions are called there; "
+        "twice: one for each of two files",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
 def _explain(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words",
@@ -248,6 +288,7 @@ ARGUMENTS = {
     "evaluate": _evaluate,
     "explain": _explain,
     "export": _export,
+    "parity": _parity,
     "samples": _samples,
     "solutions": _solutions,
     "sync": _sync,

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import NoReturn
 
-from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, ExitStatus, PgtoolkitError
 from pgtoolkit.launch.command_arguments import ARGUMENTS, COMPARISON_FILES
 from pgtoolkit.system.output_files import refuse_unwritable
 from pgtoolkit.system.plain_files import plain_run, write_atomically
@@ -222,6 +222,14 @@ def _tokens(args: argparse.Namespace, parser: _Parser) -> None:
     say(tokens_summary(inspected, page))
 
 
+def _parity(args: argparse.Namespace, parser: _Parser) -> int:
+    from pgtoolkit.comparison.parity import as_json, parity, render
+
+    compared = parity(args.words, args.step, args.tolerance, args.python)
+    say(as_json(compared) if args.json else render(compared))
+    return ExitStatus.done if compared.agree else ExitStatus.differs
+
+
 def _explain(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.config.explain import explain, explain_as_json
     from pgtoolkit.launch.command_pages import pages_on_commands
@@ -280,6 +288,11 @@ REPORTS = {
         "RUN_DIR DIR",
         "the newest checkpoint, or --best, as a Hugging Face folder",
         _export,
+    ),
+    "parity": (
+        "THEIRS... RUN",
+        "the first number of a step in which TRL, verl and we differ",
+        _parity,
     ),
     "samples": (
         "RUN_DIR",

@@ -17,7 +17,7 @@ from pgtoolkit.system.report import nearest, say
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
-    """Return commands, groups with their options, and examples: one screen of at most 37 lines.
+    """Return commands, groups with their options, and examples: one screen of at most 38 lines.
 
     commands: `cli.COMMANDS`.
     """
@@ -58,11 +58,11 @@ def _groups() -> list[str]:
             single.append(group if names[0] == "default" else f"{group} ({names[0]})")
             continue
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        rows.append(f"  {group:<13}" + "  ".join(marked))
+        rows.append(f" {group:<13}" + "  ".join(marked))
     lines = []
     for line in _side_by_side(rows):
-        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
-    lines.append("  with one option: " + ", ".join(single))
+        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 14)
+    lines.append(" with one option: " + ", ".join(single))
     return lines
 
 
@@ -142,7 +142,7 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     unpaired = None  # the index of a line that has room for another
     for line in lines:
         if unpaired is not None and len(line) <= 102 - width:
-            joined[unpaired] = f"{joined[unpaired]:<{width}}{line.removeprefix('  ')}"
+            joined[unpaired] = f"{joined[unpaired]:<{width}}{line.removeprefix(' ')}"
             unpaired = None
             continue
         if len(line) < width:

@@ -6,6 +6,8 @@ import gzip
 import json
 import re
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,13 @@ from builders.runs import SHORT, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.parity_ours import OurSide
+from pgtoolkit.comparison.parity_step import recorded_step
 from pgtoolkit.comparison.tokens import Inspected, inspect
 from pgtoolkit.comparison.tokens_page import html
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.errors import ConfigError, DataError
 
 RUN = (
@@ -302,3 +307,63 @@ def test_page_holds_every_number_bit_for_bit(shown):
         *"0123456789=",
         "<end>",
     }
+
+
+def test_parity_has_the_loss_and_the_gradient_of_the_run(unrecorded, shown):
+    step = recorded_step(replace(shown.made, pieces=[*map(at_one, shown.made.pieces)]))
+    numbers = OurSide(saved_config(unrecorded), "the run").numbers(step)
+    assert float(numbers["loss"]) == pytest.approx(metrics_of(unrecorded)[5]["loss"], rel=1e-5)
+    np.testing.assert_allclose(
+        numbers["gradient"], shown.columns[0].vectors["coefficient"], rtol=1e-4, atol=1e-7
+    )
+    np.testing.assert_allclose(numbers["advantages"], step.advantages, rtol=1e-5, atol=1e-7)
+
+
+def at_one(piece):
+    return replace(piece, at_temperatures={1.0: piece.log_probs})
+
+
+def test_parity_of_a_run_with_itself_agrees_and_with_other_options_names_them(trained, capsys):
+    assert main(["parity", str(trained), str(trained), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["agree"]
+    assert found["explained"] == []
+    assert {number["difference"] for number in found["quantities"].values()} == {0.0}
+    words = ["loss.epsilon_low=0.2", "rollout.temperature=0.7"]
+    assert main(["parity", *words, str(trained), "--step", "4"]) == 7
+    out = capsys.readouterr().out
+    assert "step 4 of run: 8 documents" in out
+    assert "Then surrogate: loss.epsilon_low is 0.01 in the run and 0.2 in" in out
+    assert "type rollout.temperature=1\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trainer.max_steps=3", "RUN"], "needs keys of loss, aggregation"),
+        (["RUN"], "one or two configurations beside a run (got 0)"),
+        (["loss=gspo", "RUN", "--python", "python3"], "needs a file of TRL or verl"),
+        (["grpo.yaml", "RUN", "--python", "/none"], "of an environment with TRL (got: "),
+        (["loss=gspo", "RUN", "--tolerance", "2"], "no number from 0 to 1"),
+    ],
+)
+def test_parity_refuses(words, says, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("grpo.yaml").write_text("num_generations: 4\n")
+    assert main(["parity", *(word.replace("RUN", str(trained)) for word in words)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_parity_calls_trls_own_loss_in_another_process(trained, tmp_path, capsys):
+    pytest.importorskip("trl", reason="the extra trl")
+    file = tmp_path / "grpo.yaml"
+    file.write_text("{num_generations: 4, scale_rewards: none, epsilon: 0.01, loss_type: grpo}\n")
+    words = [str(file), str(trained), "--python", sys.executable, "--json"]
+    assert main(["parity", *words]) == 7
+    found = json.loads(capsys.readouterr().out)
+    assert found["sides"][0]["run"] == ["gradient", "loss"]
+    assert found["quantities"]["gradient"]["how"] == ""
+    assert found["quantities"]["mask"]["how"] == "read, not run"
+    assert found["readings"] == []
+    assert [one["type"] for one in found["explained"]] == ["aggregation=sample_mean"]

@@ -1,0 +1,97 @@
+"""Runs TRL's or verl's own functions on a step, in a Python environment of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pgtoolkit.comparison.parity_step import RecordedStep
+from pgtoolkit.comparison.parity_switches import TheirSide
+from pgtoolkit.comparison.parity_theirs import Rows, micro_batches, their_numbers
+from pgtoolkit.errors import ConfigError
+
+_SECONDS = 600
+"""The longest that their functions may take: most of it is the import of their libraries."""
+
+
+def run(step: RecordedStep, side: TheirSide, python: Path) -> TheirSide:
+    """Return the side with the quantities that their own functions give for the step.
+
+    python: of an environment with TRL or verl.
+    Raises ConfigError where the environment lacks them, or they fail.
+    """
+    return with_ran(step, side, _called(request(step, side), python))
+
+
+def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> dict[str, Any]:
+    """Return what `parity_script.py` reads: the documents that are trained, padded, and our reading
+    of what their functions are given."""
+    read = their_numbers(step, side.convention)
+    kept = read["signal"].nan_to_num(nan=1.0) > 0
+    trained = step.of(kept.tolist())
+    convention = side.convention
+    rows = Rows(trained, convention)
+    tensors = {"new": rows.new, "old": rows.old, "mask": rows.mask}
+    for name in ("advantages", "correction"):
+        tensors[name] = rows.padded(read[name][kept[step.index]])
+    if step.ref is not None:
+        tensors["ref"] = rows.ref()
+    if step.sampling is not None:
+        tensors["sampling"] = rows.sampling()
+    return {
+        "trainer": side.trainer.partition(" ")[0],
+        "dtype": dtype,
+        "values": side.values,
+        "rows": {name: tensor.tolist() for name, tensor in tensors.items()},
+        "rewards": read["rewards"][kept].tolist() if step.has_rewards else None,
+        "groups": [*trained.groups],
+        "ranks": convention.ranks,
+        "micro_batches": micro_batches(convention, range(len(trained.attempts))),
+        "corrects": convention.correction is not None,
+    }
+
+
+def with_ran(step: RecordedStep, side: TheirSide, made: dict[str, Any]) -> TheirSide:
+    """Return the side with what `parity_script.py` has made, with the version that made it."""
+    kept = their_numbers(step, side.convention)["signal"].nan_to_num(nan=1.0) > 0
+    rows = Rows(step.of(kept.tolist()), side.convention)
+    of_tokens = kept[step.index]
+    ran = {}
+    for name in made.keys() - {"version"}:
+        vector = torch.tensor(made[name], dtype=torch.float64)
+        if name != "loss":
+            whole = torch.zeros(len(of_tokens)).double()
+            vector = whole.masked_scatter(of_tokens, rows.flat(vector))
+        ran[name] = vector
+    trainer = side.trainer.partition(" ")[0]
+    return replace(side, ran=ran, trainer=f"{trainer} {made['version']}")
+
+
+def _called(given: dict[str, Any], python: Path) -> dict[str, Any]:
+    script = Path(__file__).with_name("parity_script.py")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "step.json"
+        target = Path(folder) / "made.json"
+        source.write_text(json.dumps(given), encoding="utf-8")
+        # Isolated: this package's folder and the current one are no places for their imports.
+        words = [str(python), "-I", str(script), str(source), str(target)]
+        try:
+            done = subprocess.run(
+                words, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
+            problem = done.stderr.strip().rpartition("\n")[2]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if not target.is_file():
+            raise ConfigError(
+                f"--python={python} needs the Python of an environment with {given['trainer']} "
+                f"(got: {problem[:500]}). Its own functions compute the step there. Leave it "
+                "out to compare with our reading of them."
+            )
+        return json.loads(target.read_text(encoding="utf-8"))

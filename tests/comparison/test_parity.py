@@ -1,0 +1,187 @@
+"""`pgtk parity`: equal settings agree, and each planted difference is named with what makes it
+equal."""
+
+from dataclasses import replace
+
+import pytest
+from builders.parity_steps import recorded, sentences, theirs
+
+from pgtoolkit.comparison.parity_ours import OurSide
+from pgtoolkit.comparison.parity_step import QUANTITIES
+from pgtoolkit.comparison.parity_switches import differences, explain
+from pgtoolkit.comparison.parity_theirs import their_numbers
+from pgtoolkit.config.compose import compose
+from pgtoolkit.errors import ConfigError
+
+TOLERANCE = 1e-6
+GSPO = {"actor__policy_loss__loss_mode": "gspo", "actor__loss_agg_mode": "seq-mean-token-mean"}
+PENALTY = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1}
+TOKEN_IS = {"algorithm__rollout_correction__rollout_is": "token"}
+
+EQUAL = [
+    ("TRL", {"scale_rewards": "none", "beta": 0.1, "epsilon_high": 0.28, "delta": 1.5}),
+    ("TRL", {"scale_rewards": "none", "loss_type": "grpo", "use_bias_correction_kl": False}),
+    ("TRL", {"scale_rewards": "none", "loss_type": "dr_grpo"}),
+    ("TRL", {"scale_rewards": "none", "loss_type": "grpo", "mask_truncated_completions": True}),
+    ("TRL", {"scale_rewards": "none", "loss_type": "sapo"}),
+    ("TRL", {"scale_rewards": "none", "loss_type": "cispo", "epsilon_high": 1.3}),
+    ("TRL", {"scale_rewards": "none", "use_vllm": True, "temperature": 0.7}),
+    ("verl", PENALTY),
+    ("verl", {"algorithm__adv_estimator": "rloo", **TOKEN_IS}),
+    ("verl", {"algorithm__adv_estimator": "opo", "actor__loss_agg_mode": "seq-mean-token-sum"}),
+    ("verl", {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.1}),
+    ("verl", {"algorithm__filter_groups__enable": True, **GSPO}),
+]
+
+
+@pytest.mark.parametrize(("trainer", "flags"), EQUAL, ids=str)
+def test_what_translate_makes_of_a_file_agrees_on_random_steps(trainer, flags, tmp_path):
+    side = theirs(tmp_path, trainer, **flags)
+    ours = OurSide(side.as_ours, "ours")
+    for seed in range(3):
+        step = recorded(seed)
+        numbers = ours.numbers(step)
+        apart = differences(numbers, side.numbers(step))
+        assert [name for name in QUANTITIES if apart[name][1] > TOLERANCE] == []
+        assert explain(step, (side, ours), TOLERANCE).sides == []
+        assert float(numbers["gradient"].abs().max()) > 1e-3
+
+
+OPTIONS = [
+    # (theirs, its flags, what is typed beside them here, the quantity, what is to be typed)
+    ("verl", {}, "loss.dual_clip=null", "surrogate", "loss.dual_clip=3"),
+    ("verl", {"actor__clip_ratio_high": 0.28}, "loss.epsilon_high=0.2", "surrogate",
+     "loss.epsilon_high=0.28"),
+    ("verl", PENALTY, "kl.coefficient=0.2", "kl", "kl.coefficient=0.1"),
+    ("verl", PENALTY | {"actor__kl_loss_type": "k2"}, "kl=k3", "kl",
+     "kl=k2 kl.coefficient=0.1"),
+    ("verl", PENALTY, "kl=none", "kl", "kl=k3 kl.coefficient=0.1 kl.reference=initial"),
+    ("verl", TOKEN_IS, "correction=none", "correction",
+     "correction=token_truncate"),
+    ("verl", GSPO, "loss=grpo", "ratio", "loss=gspo"),
+    ("verl", {"algorithm__norm_adv_by_std_in_grpo": False}, "advantage=grpo", "deviation",
+     "advantage=dr_grpo"),
+    ("verl", {"actor__loss_agg_mode": "seq-mean-token-mean"}, "aggregation=token_mean", "weights",
+     "aggregation=sample_mean"),
+    ("verl", {"algorithm__filter_groups__enable": True}, "rollout.max_sampling_rounds=1", "signal",
+     "rollout.max_sampling_rounds=1000"),
+    ("verl", {"rollout__temperature": 0.7}, "rollout.temperature=1", "new log-probs",
+     "rollout.temperature=0.7"),
+    ("TRL", {"scale_rewards": "none", "loss_type": "grpo", "mask_truncated_completions": True},
+     "rollout.truncated=train", "mask", "rollout.truncated=mask"),
+    ("TRL", {"scale_rewards": "none", "loss_type": "dr_grpo"}, "aggregation.divisor=4", "weights",
+     "aggregation.divisor=8"),
+    ("TRL", {"scale_rewards": "batch"}, "advantage=dr_grpo", "deviation", "advantage=batch_std"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "flags", "typed", "quantity", "use"), OPTIONS, ids=str)
+def test_an_option_that_differs_is_found_with_what_to_type(
+    trainer, flags, typed, quantity, use, tmp_path
+):
+    side = theirs(tmp_path, trainer, **flags)
+    section = typed.partition("=")[0]
+    config = compose([*side.typed, typed]).config if "." in section else None
+    if config is None:  # an option has keys of its own
+        kept = [word for word in side.typed if not word.startswith(section)]
+        config = compose([*kept, typed]).config
+    found = explain(recorded(), (side, OurSide(config, "ours")), TOLERANCE).sides
+    assert found[0].quantity == quantity
+    assert found[0].typed == use
+    assert len(found) == 1, sentences(found)
+
+
+CODE = [
+    # (what their code does otherwise than the file says, the quantity, the words that name it)
+    ({"deviation_epsilon": 1e-4}, "deviation", "added to the deviation is 0.0001"),
+    ({"bessel": False}, "deviation", "with n - 1, is false"),
+    ({"dual_clip": None}, "surrogate", "bound of the ratio where A < 0 is null"),
+    ({"mean_of": "micro_batch"}, "weights", "counted over the micro_batch"),
+    ({"mask_shift": 1}, "mask", "shifted, in tokens, by 1"),
+    ({"mask_shift": -1}, "mask", "shifted, in tokens, by -1"),
+    ({"temperature": 0.7}, "new log-probs", "at the temperature 0.7"),
+    ({"kl": "k1", "kl_clamp": None}, "kl", "the KL is k1"),
+    ({"high": 0.28}, "surrogate", "the upper clip is 0.28"),
+    ({"drops_equal": True}, "signal", "equal rewards are left out is true"),
+]
+
+
+@pytest.mark.parametrize("ran_names", [QUANTITIES, ("loss", "gradient")], ids=["all", "loss"])
+@pytest.mark.parametrize(("planted", "quantity", "words"), CODE, ids=str)
+def test_what_their_functions_do_otherwise_than_read_is_named(
+    planted, quantity, words, ran_names, tmp_path
+):
+    step = recorded()
+    side = theirs(tmp_path, "verl", **PENALTY)
+    numbers = their_numbers(step, replace(side.convention, **planted))
+    side = replace(side, ran={name: numbers[name] for name in ran_names})
+    explained = explain(step, (side, OurSide(side.as_ours, "ours")), TOLERANCE)
+    assert explained.readings[0].quantity == (quantity if ran_names == QUANTITIES else "loss")
+    assert any(words in explanation.says for explanation in explained.readings)
+    assert explained.sides[0].quantity == quantity
+    assert "not explained" not in "".join(sentences(explained.sides))
+
+
+def test_trls_deviation_and_its_micro_batches_have_nothing_to_type(tmp_path):
+    side = theirs(tmp_path, "TRL", loss_type="bnpo")
+    config = compose([*side.typed, "aggregation=token_mean"]).config
+    found = explain(recorded(), (side, OurSide(config, "ours")), TOLERANCE).sides
+    assert [explanation.typed for explanation in found] == ["", ""]
+    assert "is 0.0001 in TRL 1.16.0 and 1e-06 in ours" in found[0].sentence
+    assert "counted over the micro_batch in TRL 1.16.0 and step in ours" in found[1].sentence
+
+
+def test_two_options_of_one_quantity_are_found_together(tmp_path):
+    side = theirs(tmp_path, "verl", actor__clip_ratio_high=0.28)
+    typed = ("loss.dual_clip=null", "loss.epsilon_high=0.2")
+    config = compose([*side.typed, *typed]).config
+    (found,) = explain(recorded(), (side, OurSide(config, "ours")), TOLERANCE).sides
+    assert found.typed == "loss.epsilon_high=0.28 loss.dual_clip=3"
+
+
+def test_trl_and_verl_are_compared_with_each_other(tmp_path):
+    sides = theirs(tmp_path, "TRL", loss_type="grpo"), theirs(tmp_path, "verl")
+    found = explain(recorded(), sides, TOLERANCE).sides
+    assert [explanation.quantity for explanation in found] == ["deviation", "surrogate", "weights"]
+    assert "null in TRL 1.16.0 and 3 in verl 0.9.1" in found[1].says
+
+
+def test_what_no_option_explains_is_said(tmp_path):
+    step = recorded()
+    side = theirs(tmp_path, "verl")
+    numbers = side.numbers(step)
+    side = replace(side, ran={"loss": numbers["loss"], "gradient": 1.01 * numbers["gradient"]})
+    explained = explain(step, (side, OurSide(side.as_ours, "ours")), TOLERANCE)
+    for found in (explained.sides, explained.readings):
+        assert [explanation.quantity for explanation in found] == ["gradient"]
+        assert found[0].says.startswith("not explained")
+
+
+def test_a_number_that_is_none_differs():
+    numbers = OurSide(compose(["advantage=grpo"]).config, "ours").numbers(recorded())
+    broken = numbers | {"gradient": numbers["gradient"] * float("nan")}
+    assert differences(broken, numbers)["gradient"] == (float("inf"), float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "flags", "says"),
+    [
+        ("TRL", {"loss_type": "vespo"}, "loss_type=vespo needs one of grpo, bnpo"),
+        ("TRL", {"entropy_coef": 0.1}, "entropy_coef=0.1 needs one of 0 for pgtk parity"),
+        ("verl", {"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator=gae needs one of"),
+        ("verl", PENALTY | {"actor__kl_loss_type": "full"}, "'full' as a KL of verl needs one of"),
+        ("verl", {"actor__loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
+    ],
+    ids=str,
+)
+def test_what_is_not_read_of_a_file_is_refused(trainer, flags, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        theirs(tmp_path, trainer, **flags)
+
+
+def test_numbers_that_the_step_lacks_are_refused(tmp_path):
+    side = theirs(tmp_path, "TRL", beta=0.1)
+    step = replace(recorded(), ref=None)
+    for one in (side, OurSide(side.as_ours, "ours")):
+        with pytest.raises(ConfigError, match="ref_log_probs of every document"):
+            one.numbers(step)
