@@ -134,20 +134,22 @@ def exit_statuses() -> Table:
 
 
 def metrics(group: Iterable[Metric]) -> Table:
-    """Return the metrics of one table of docs/."""
+    """Return the metrics of one table of docs/. What all of them need stands above the table."""
+    group = list(group)
+    of_all = {metric.measured() for metric in group}
     heads = ("name", "what it is", "formula", "over", "measured", "healthy")
-    return [heads, *map(_row_of_metric, group)]
-
-
-def _row_of_metric(metric: Metric) -> Sequence[str]:
-    return (
-        f"`{metric.name}`",
-        metric.help + _link(metric.see),
-        metric.formula,
-        metric.over,
-        metric.measured(),
-        metric.healthy_in_words(),
-    )
+    rows = [
+        (
+            f"`{metric.name}`",
+            metric.help + _link(metric.see),
+            metric.formula,
+            metric.over,
+            metric.measured() if len(of_all) > 1 else "",
+            metric.healthy_in_words(),
+        )
+        for metric in group
+    ]
+    return [heads, *rows]
 
 
 def line_of_step() -> Table:
@@ -171,7 +173,8 @@ def keys_of_trainer(trainer: str) -> Table:
         row = table.rows[name]
         told_with.setdefault(row.see or name, []).append(row)
     rows = [_row_of_theirs(told_with[name]) for name in told_with]
-    rows += [(_without_equal(block), "", NONE, block["reason"]) for block in table.content["none"]]
+    for block in table.content["none"]:
+        rows.append((_without_equal(block, table.rows), "", NONE, block["reason"]))
     return [(trainer, "default there", "here", "remark"), *rows]
 
 
@@ -189,25 +192,36 @@ def _names(names: list[str]) -> list[str]:
     return [f"`{names[0]}`", *(f"`{name.removeprefix(f'{section}.')}`" for name in names[1:])]
 
 
-def _without_equal(block: dict[str, Any]) -> str:
-    """Return the names of keys without an equal; sections that have the same keys stand
-    together."""
-    leaves: dict[str, list[str]] = {}
-    for name, _ in flat(block.get("keys", {})):
-        section, _, leaf = _short(name).rpartition(".")
-        leaves.setdefault(section, []).append(leaf)
-    sections: dict[tuple[str, ...], list[str]] = {}
-    for section, names in leaves.items():
-        sections.setdefault(tuple(names), []).append(section)
+def _without_equal(block: dict[str, Any], of_all: Iterable[str]) -> str:
+    """Return the names of keys without an equal, of all of a trainer's keys.
+
+    A section of which all keys are among them stands for these; sections that have the same keys
+    stand together.
+    """
+    names = [_short(name) for name, _ in flat(block.get("keys", {}))]
+    others = {_short(name) for name in of_all}.difference(names)
     parts = [f"`{_short(section)}`" for section in block.get("sections", [])]
-    for names, of in sections.items():
-        if of == [""]:
-            parts += [f"`{name}`" for name in names]
-        elif len(names) == len(of) == 1:
-            parts.append(f"`{of[0]}.{names[0]}`")
+    leaves: dict[str, list[str]] = {}
+    for name in names:
+        sections = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        whole = [part for part in sections if not any(key.startswith(f"{part}.") for key in others)]
+        if whole:
+            parts.append(f"`{whole[0]}.*`")
         else:
-            parts.append(f"{', '.join(f'`{section}`' for section in of)}: {', '.join(names)}")
-    return "; ".join(parts)
+            section, _, leaf = name.rpartition(".")
+            leaves.setdefault(section, []).append(leaf)
+    together: dict[tuple[str, ...], list[str]] = {}
+    for section, of in leaves.items():
+        together.setdefault(tuple(of), []).append(section)
+    for of, sections in together.items():
+        if sections == [""]:
+            parts += [f"`{name}`" for name in of]
+        elif len(of) == len(sections) == 1:
+            parts.append(f"`{sections[0]}.{of[0]}`")
+        else:
+            listed = ", ".join(f"`{section}`" for section in sections)
+            parts.append(f"{listed}: {', '.join(of)}")
+    return "; ".join(dict.fromkeys(parts))
 
 
 def _short(name: str) -> str:

@@ -176,18 +176,20 @@ def test_a_typed_key_of_another_trainer_is_answered_from_the_tables(capsys, over
 
 @pytest.mark.parametrize("trainer", sorted(tables()))
 def test_the_table_of_the_docs_names_each_key_in_one_row(trainer):
-    """Sections that have the same keys, and keys that are told together, share a row."""
+    """Sections that have the same keys, and keys that are told together, share a row; `NAME.*` are
+    all keys of a section."""
+    rows = [name.removeprefix("actor_rollout_ref.") for name in tables()[trainer].rows]
     found = []
     for cell, *_ in keys_of_trainer(trainer)[1:]:
         for part in cell.split("; "):
             names, _, leaves = part.partition(": ")
             first, *others = re.findall(r"`([^`]+)`", names)
-            if leaves:
+            if first.endswith(".*"):
+                found += [name for name in rows if name.startswith(first[:-1])]
+            elif leaves:
                 of = [first, *others]
                 found += [f"{section}.{leaf}" for section in of for leaf in leaves.split(", ")]
             else:
                 section = first.rpartition(".")[0]
                 found += [first, *(name if "." in name else f"{section}.{name}" for name in others)]
-    rows = tables()[trainer].rows
-    expected = [name.removeprefix("actor_rollout_ref.") for name in rows]
-    assert sorted(name.strip(".") for name in found) == sorted(expected)
+    assert sorted(name.strip(".") for name in found) == sorted(rows)
