@@ -15,8 +15,9 @@ _HEAD = """\
 # Python: every function
 
 The public functions and classes, with their docstrings. Shapes, ranges and errors stand there;
-[losses.md](losses.md#in-your-own-code) and [python.md](python.md) show how they are used. This page
-is written by `python -m pgtoolkit.config.pages`.
+[losses.md](losses.md#in-your-own-code) and [python.md](python.md) show how they are used, and
+[keys.md](keys.md#correction) says what the fields of a correction are. This page is written by
+`python -m pgtoolkit.config.pages`.
 """
 
 _CORRECTIONS = (
@@ -77,7 +78,7 @@ def _entry(title: str, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
         lines += [*_signature(title, node), "```", "", *_docstring(node)]
         return lines
     fields = [
-        f"    {ast.unparse(item)}"
+        f"    {_field(item)}"
         for item in node.body
         if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
     ]
@@ -91,6 +92,14 @@ def _entry(title: str, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
             if first:
                 lines += ["", f"`{call}`: {first}"]
     return lines
+
+
+def _field(item: ast.AnnAssign) -> str:
+    """Return a field with its default; that of a declared parameter is its first argument."""
+    call = item.value
+    if isinstance(call, ast.Call) and ast.unparse(call.func) == "parameter" and call.args:
+        item = ast.AnnAssign(item.target, item.annotation, call.args[0], item.simple)
+    return ast.unparse(item)
 
 
 def _signature(title: str, node: ast.FunctionDef) -> list[str]:
