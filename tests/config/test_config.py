@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf, open_dict
 
+from pgtoolkit.config.api_page import api_page
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.files import config_directory, options
@@ -235,3 +236,9 @@ def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
 def test_every_key_has_a_meaning_that_is_a_sentence():
     assert [key.name for key in KEYS if not key.option and not key.help] == []
     assert all(key.help.endswith((".", ")", "]")) for key in KEYS if not key.option)
+
+
+def test_the_page_of_python_shows_a_field_with_its_default_and_no_declaration():
+    page = api_page()
+    assert "\n    high: float = 5.0\n" in page
+    assert "parameter(" not in page

@@ -101,9 +101,3 @@ def test_a_sweep_file_that_cannot_be_read_is_refused_in_one_line(tmp_path, capsy
     page = refusal(capsys, "check", "sweep", "mine.yaml")
     (problem,) = page.partition("Problems (1)\n")[2].splitlines()
     assert expected in problem
-
-
-def test_the_page_of_python_shows_a_field_with_its_default_and_no_declaration():
-    page = api_page()
-    assert "\n    high: float = 5.0\n" in page
-    assert "parameter(" not in page
