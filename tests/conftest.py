@@ -88,9 +88,47 @@ def quicken_hydra():
     defaults_list._create_interpolation_map = interpolation_map
 
 
+def quicken_compositions():
+    """Put a composition of our options together from few of Hydra's, that have the first, the
+    second, ... option of each group.
+
+    An option sets keys of its group alone: tests/config/test_config.py sees that Hydra composes the
+    same, key by key.
+    """
+    from pgtoolkit.config import files, hydra_files
+
+    compose = hydra_files._compose_cached.__wrapped__
+    names = {
+        group: names for group, names in files.options().items() if group not in files.OPTIONAL
+    }
+
+    @functools.cache
+    def compose_together(choices, own, sweep_file):
+        chosen = [tuple(choice.split("=", 1)) for choice in choices]
+        are_ours = all(option in names.get(group, ()) for group, option in chosen)
+        if own or sweep_file or not chosen or not are_ours or len(dict(chosen)) < len(chosen):
+            return compose(choices, own, sweep_file)
+        config = copy.deepcopy(compose_together((), None, None)[0])
+        for group, option in chosen:
+            place = names[group].index(option)
+            config[group] = options_at(place)[group]
+            config.hydra.runtime.choices[group] = option
+        config.hydra.overrides.task = [*choices]
+        config.hydra.job.override_dirname = ",".join(sorted(choices))
+        return config, ()
+
+    @functools.cache
+    def options_at(place):
+        choices = [f"{group}={some[place]}" for group, some in names.items() if place < len(some)]
+        return compose(tuple(choices), None, None)[0]
+
+    hydra_files._compose_cached = compose_together
+
+
 pytest_plugins = ["cpu_seconds"]
 
 quicken_hydra()
+quicken_compositions()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quicken_interpreter()

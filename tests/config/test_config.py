@@ -7,13 +7,13 @@ from enum import StrEnum
 import hydra
 import pytest
 import yaml
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, Node, OmegaConf, open_dict
 
 from pgtoolkit.config.api_page import api_page
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.files import config_directory, options
-from pgtoolkit.config.hydra_files import compose_choices
+from pgtoolkit.config.hydra_files import compose_choices, reading_as_pgtk
 from pgtoolkit.config.keys import KEYS, option_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.pages import files
@@ -28,6 +28,10 @@ from pgtoolkit.runs.records import plain
 from pgtoolkit.system.declared import REQUIRED
 from pgtoolkit.system.report import Report
 from pgtoolkit.system.yaml_text import to_yaml
+
+GROUPS = {
+    group: names for group, names in options().items() if group not in ("experiment", "debug")
+}
 
 
 def test_default_configuration_is_the_main_job():
@@ -69,6 +73,36 @@ def test_the_configuration_that_is_checked_and_run_is_the_one_that_hydra_compose
     with open_dict(composed):
         del composed["hydra"]
     assert plain_config(checked.config) == plain(OmegaConf.to_container(composed, resolve=True))
+
+
+def described(node: Node, path: str = "") -> Iterator[tuple]:
+    """Yield of a node and of each below it what OmegaConf knows of it."""
+    known = node._metadata
+    flags = [node._get_flag(flag) for flag in ("struct", "readonly", "allow_objects")]
+    is_open = isinstance(node, DictConfig) and not (node._is_none() or node._is_missing())
+    value = [*node] if is_open else node._content if hasattr(node, "_content") else node._value()
+    yield path, str(known.ref_type), str(known.object_type), known.optional, flags, value
+    if is_open:
+        for name in node:
+            yield from described(node._get_node(name), f"{path}.{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", range(max(map(len, GROUPS.values()))))
+def test_what_the_tests_put_together_of_options_is_what_hydra_composes(place):
+    """Each option of each group is chosen once, beside others than in tests/conftest.py."""
+    choices = [
+        f"{group}={names[(place + number) % len(names)]}"
+        for number, (group, names) in enumerate(GROUPS.items())
+    ]
+    together = compose_choices(choices)
+    with (
+        reading_as_pgtk(),
+        hydra.initialize_config_dir(str(config_directory()), version_base="1.3"),
+    ):
+        composed = hydra.compose("config", choices, return_hydra_config=True)
+    composed.hydra.runtime.cwd = together.hydra.runtime.cwd
+    assert [*described(together)] == [*described(composed)]
 
 
 DOWNLOADED = ["model=huggingface", "model.path=hub/name"]
@@ -156,11 +190,6 @@ def test_a_resume_keeps_the_saved_learning_rate_unless_the_optimizer_is_typed(tm
     (tmp_path / "config.yaml").write_text(to_yaml(saved))
     assert compose([], run_dir=tmp_path).config.optimizer.learning_rate == 1e-3
     assert compose(["optimizer=adamw"], run_dir=tmp_path).config.optimizer.learning_rate == 1e-6
-
-
-GROUPS = {
-    group: names for group, names in options().items() if group not in ("experiment", "debug")
-}
 
 
 def test_an_experiment_can_change_every_top_level_key(tmp_path, monkeypatch):
