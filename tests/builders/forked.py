@@ -33,6 +33,7 @@ PROGRAMS = {
     "pgtoolkit.cli": "pgtk",
     "pgtoolkit.launch.worker": "rank",
     "pgtoolkit.launch.forks": "forks",
+    "pgtoolkit.launch.apart": "apart",
     "pgtoolkit.sampling.copy_process": "copy",
 }
 """What is forked: a part of its command, and the name of the process."""

@@ -22,6 +22,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -35,14 +36,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60
 RUN_SECONDS = 60
-PRELOADED = [
-    "torch.distributed.tensor",
-    "pgtoolkit.assembly.train",
-    "pgtoolkit.cli",
-    "pgtoolkit.sampling.copies",
-    "builders.forked",
-    "transformers.models.gpt2.modeling_gpt2",
-]
+PRELOADED = ["builders.forked_from"]
 
 
 def free_port() -> int:
@@ -58,6 +52,13 @@ def fork_server() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    environment = dict(os.environ)
+    # Else the server would not find tests/, and would leave out what it does not find.
+    folders = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    os.environ["PYTHONPATH"] = folders
+    forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(environment)
     return context
 
 

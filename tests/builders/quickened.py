@@ -1,0 +1,134 @@
+"""What the tests do only once in a process: work of libraries that has the same result each time.
+
+tests/conftest.py calls these functions, and so does the server that forks processes for tests.
+"""
+
+import copy
+import functools
+import inspect
+from pathlib import Path
+
+from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.tracking import curves
+
+
+def quicken_interpreter():
+    """Look up only once which functions of Triton's language its interpreter replaces.
+
+    It looks through all names at every call of a function, which is half of its time.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names_in(package):
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtin(package, builder, *scope):
+        for name in names_in(package):
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+def quicken_hydra():
+    """Parse the files of conf/ once, not at every composition, which is half of its time.
+
+    Interpolations are parsed once, too. The map for interpolations is made only where a default has
+    an interpolation, and the metadata of a node are copied by their fields.
+    """
+    from hydra._internal import defaults_list
+    from hydra._internal.config_repository import ConfigRepository, ObjectType
+    from omegaconf import base, grammar_parser
+    from omegaconf.base import Metadata
+
+    load = ConfigRepository.load_config
+    make_map = defaults_list._create_interpolation_map
+    parsed = {}
+    shipped = f"{Path(__file__).parents[2]}/conf"
+
+    def copied_metadata(metadata, memo):
+        metadata = copy.copy(metadata)
+        metadata.flags = dict(metadata.flags)
+        metadata.resolver_cache = copy.deepcopy(metadata.resolver_cache, memo)
+        return metadata
+
+    def load_config(repository, config_path):
+        source = repository._find_object_source(config_path, ObjectType.CONFIG)
+        is_shipped = source is not None and source.path == shipped
+        # What experiments set is compared with the chosen options as they are read.
+        if not is_shipped or config_path.startswith(("experiment/", "debug/")):
+            return load(repository, config_path)
+        if config_path not in parsed:
+            parsed[config_path] = load(repository, config_path)
+        return copy.deepcopy(parsed[config_path])
+
+    def interpolation_map(overrides, defaults, self_added):
+        if any(default.is_interpolation() for default in defaults):
+            return make_map(overrides, defaults, self_added)
+        return None
+
+    Metadata.__deepcopy__ = copied_metadata
+    base.parse = functools.cache(grammar_parser.parse)  # nothing changes a tree
+    ConfigRepository.load_config = load_config
+    defaults_list._create_interpolation_map = interpolation_map
+
+
+def quicken_compositions():
+    """Put a composition of our options together from few of Hydra's, that have the first, the
+    second, ... option of each group.
+
+    An option sets keys of its group alone: tests/config/test_config.py sees that Hydra composes the
+    same, key by key.
+    """
+    from pgtoolkit.config import files, hydra_files
+
+    compose = hydra_files._compose_cached.__wrapped__
+    names = {
+        group: names for group, names in files.options().items() if group not in files.OPTIONAL
+    }
+
+    @functools.cache
+    def compose_together(choices, own, sweep_file):
+        chosen = [tuple(choice.split("=", 1)) for choice in choices]
+        are_ours = all(option in names.get(group, ()) for group, option in chosen)
+        if own or sweep_file or not chosen or not are_ours or len(dict(chosen)) < len(chosen):
+            return compose(choices, own, sweep_file)
+        config = copy.deepcopy(compose_together((), None, None)[0])
+        for group, option in chosen:
+            place = names[group].index(option)
+            config[group] = options_at(place)[group]
+            config.hydra.runtime.choices[group] = option
+        config.hydra.overrides.task = [*choices]
+        config.hydra.job.override_dirname = ",".join(sorted(choices))
+        return config, ()
+
+    @functools.cache
+    def options_at(place):
+        choices = [f"{group}={some[place]}" for group, some in names.items() if place < len(some)]
+        return compose(tuple(choices), None, None)[0]
+
+    hydra_files._compose_cached = compose_together
+
+
+class Pictures:
+    """Draws the curves of the first run in a process; later runs get a copy of that picture.
+
+    Drawing them takes as long as the steps of a short run. Tests of the picture itself draw it all.
+    """
+
+    def __init__(self):
+        self.first = None
+
+    def plot_curves(self, recorded, path_png, title):
+        if self.first is None:
+            curves.plot_curves(recorded, path_png, title)
+            self.first = path_png.read_bytes()
+        else:
+            with replacing(path_png) as file:
+                file.write(self.first)
+
+
+PICTURES = Pictures()
