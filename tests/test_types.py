@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from typing import get_args
 
 import pytest
@@ -78,8 +79,13 @@ def test_a_program_of_the_documented_names_passes_strict_checks(checker, tmp_pat
     pytest.importorskip(checker)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
+    # All that is installed would take mypy a minute.
+    others = sorted(f"{name}.*" for name in {*packages_distributions()} - {"pgtoolkit", "torch"})
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\n[mypy-{','.join(others)}]\nfollow_imports = skip\n"
+    )
     options = {
-        "mypy": ["--strict", "--cache-dir", str(tmp_path / "cache")],
+        "mypy": ["--cache-dir", str(tmp_path / "cache")],
         "pyright": ["--outputjson", "--pythonpath", sys.executable],
     }
     command = [sys.executable, "-m", checker, *options[checker], str(program)]
