@@ -63,20 +63,39 @@ def compose_files(
     Raises Hydra's exceptions, ConfigError for a file that cannot be read, and RefusedFilesError
     where nothing can be put together without what is left out.
     """
-    config, problems = _compose_cached(tuple(choices), own_folder(), sweep_file)
-    return copy.deepcopy(config), [*problems]
+    own = own_folder()
+    if own or sweep_file or any(choice.startswith(OPTIONAL) for choice in choices):
+        config, problems = _compose_by_hand(tuple(choices), own, sweep_file)
+        return copy.deepcopy(config), [*problems]
+    return copy.deepcopy(_compose_declared(tuple(choices))), []
 
 
 def forget_files() -> None:
-    """Read all files anew from here on: in a process that lives long they may have changed."""
-    _compose_cached.cache_clear()
+    """Read all files anew from here on that are written by hand: in a process that lives long they
+    may have changed."""
+    _compose_by_hand.cache_clear()
+
+
+# Both are cached: the runs of a sweep often choose the same files, and differ only in single keys.
 
 
 @functools.cache
-def _compose_cached(
+def _compose_declared(choices: tuple[str, ...]) -> DictConfig:
+    """Compose files that are written from declarations alone."""
+    return _compose(choices, None, None)[0]
+
+
+@functools.cache
+def _compose_by_hand(
     choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig, tuple[str, ...]]:
-    # The runs of a sweep often choose the same files, and differ only in single keys.
+    """Compose files among which are some of the user's, or experiments."""
+    return _compose(choices, own, sweep_file)
+
+
+def _compose(
+    choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
+) -> tuple[DictConfig, tuple[str, ...]]:
     register()
     primary = sweep_file or config_directory() / "config.yaml"
     overrides = list(choices)
@@ -87,8 +106,7 @@ def _compose_cached(
         overrides.insert(0, f"hydra.searchpath=[{folders}]")
     reading = None
     if places or any(choice.startswith(OPTIONAL) for choice in choices):
-        main, _ = _compose_cached((), None, None)
-        reading = Reading([primary.parent, *places], main)
+        reading = Reading([primary.parent, *places], _compose_declared(()))
     try:
         if reading is not None:
             _find_choices(reading, primary, overrides)
@@ -112,7 +130,7 @@ def _find_choices(reading: Reading, primary: Path, overrides: list[str]) -> None
         option = listed.overrides.known_choices.get(group)
         if option in names:
             hydra_choices.append(f"{group}={option}")
-    reading.hydra = copy.deepcopy(_compose_cached(tuple(hydra_choices), None, None)[0])
+    reading.hydra = copy.deepcopy(_compose_declared(tuple(hydra_choices)))
     reading.own_options = {
         group
         for group, option in listed.overrides.known_choices.items()

@@ -85,32 +85,32 @@ def quicken_compositions():
     """
     from pgtoolkit.config import files, hydra_files
 
-    compose = hydra_files._compose_cached.__wrapped__
+    compose = hydra_files._compose_declared.__wrapped__
     names = {
         group: names for group, names in files.options().items() if group not in files.OPTIONAL
     }
 
     @functools.cache
-    def compose_together(choices, own, sweep_file):
+    def compose_together(choices):
         chosen = [tuple(choice.split("=", 1)) for choice in choices]
         are_ours = all(option in names.get(group, ()) for group, option in chosen)
-        if own or sweep_file or not chosen or not are_ours or len(dict(chosen)) < len(chosen):
-            return compose(choices, own, sweep_file)
-        config = copy.deepcopy(compose_together((), None, None)[0])
+        if not chosen or not are_ours or len(dict(chosen)) < len(chosen):
+            return compose(choices)
+        config = copy.deepcopy(compose_together(()))
         for group, option in chosen:
             place = names[group].index(option)
             config[group] = options_at(place)[group]
             config.hydra.runtime.choices[group] = option
         config.hydra.overrides.task = [*choices]
         config.hydra.job.override_dirname = ",".join(sorted(choices))
-        return config, ()
+        return config
 
     @functools.cache
     def options_at(place):
         choices = [f"{group}={some[place]}" for group, some in names.items() if place < len(some)]
-        return compose(tuple(choices), None, None)[0]
+        return compose(tuple(choices))
 
-    hydra_files._compose_cached = compose_together
+    hydra_files._compose_declared = compose_together
 
 
 class Pictures:

@@ -9,7 +9,7 @@ from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.hydra_files import _compose_cached
+from pgtoolkit.config.hydra_files import forget_files
 from pgtoolkit.launch.check import check, problems
 
 GLOBAL = "# @package _global_\n"
@@ -239,7 +239,7 @@ def test_what_does_not_exist_in_a_file_is_refused_with_its_name_and_what_to_writ
     assert f"{name}.yaml" in problem
     assert problem.endswith(f"Use {use}.")
     if mended is not None:
-        _compose_cached.cache_clear()
+        forget_files()
         write({f"{name}.yaml": f"{mended}\n"})
         assert problems_of(name) == []
 
