@@ -336,10 +336,12 @@ def _switches(_: RecordedStep, sides: Sides) -> Iterator[Switch]:
                     says = _said(name, [theirs, ours], [side.trainer, "ours"])
                     yield Switch(says, "", place, {name: ours})
         elif isinstance(other, TheirSide):
-            switches = [*_keys(side, other, place), *_by_convention(side, other, place)]
-            yield from {switch.typed: switch for switch in switches}.values()
+            switches = {switch.typed: switch for switch in _keys(side, other, place)}
+            for switch in _by_convention(side, other, place):
+                switches.setdefault(switch.typed, switch)
+            yield from switches.values()
         elif place == 0:
-            yield from _keys(side, other, place)
+            yield from {switch.typed: switch for switch in _keys(side, other, place)}.values()
 
 
 def _said(name: str, values: list, named: list[str]) -> str:
@@ -348,7 +350,8 @@ def _said(name: str, values: list, named: list[str]) -> str:
 
 
 def _keys(side: OurSide, other: Side, place: int) -> Iterator[Switch]:
-    """Yield a switch for each of our keys, and each group, that the other has another value of."""
+    """Yield a switch for each of our keys that the other has another value of, then for each group
+    with all of its keys, which may be typed as one of them."""
     ours = side.config
     theirs = other.config if isinstance(other, OurSide) else other.as_ours
     for name in OF_ROLLOUT:

@@ -60,3 +60,6 @@ def test_our_reading_is_what_their_functions_compute(trainer, package, flags, tm
             # verl adds 1e-8 to lengths; TRL has SAPO's temperatures in float32.
             assert apart[name][1] < 1e-7, (name, apart[name])
         assert float(ran.ran["gradient"].abs().max()) > 1e-3
+    in_float32 = as_ran(step, side, "float32").numbers(step)
+    apart = differences(in_float32, their_numbers(step, side.convention))
+    assert max(apart[name][1] for name in ran.ran) < 1e-6

@@ -139,6 +139,14 @@ def test_two_options_of_one_quantity_are_found_together(tmp_path):
     assert found.typed == "loss.epsilon_high=0.28 loss.dual_clip=3"
 
 
+def test_an_option_is_switched_with_the_keys_of_its_group(tmp_path):
+    """A divisor beside another aggregation is refused, so that the option alone makes no loss."""
+    side = theirs(tmp_path, "verl")
+    config = compose([*side.typed, "aggregation=constant", "aggregation.divisor=8"]).config
+    (found,) = explain(recorded(), (side, OurSide(config, "ours")), TOLERANCE).sides
+    assert found.typed == "aggregation=token_mean"
+
+
 def test_trl_and_verl_are_compared_with_each_other(tmp_path):
     sides = theirs(tmp_path, "TRL", loss_type="grpo"), theirs(tmp_path, "verl")
     found = explain(recorded(), sides, TOLERANCE).sides
