@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.merged_adapter import is_adapter, write_merged
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.keys import shown
@@ -76,8 +77,11 @@ _NOT_COPIED = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".h
 """Files of a run that a branch of it does not get."""
 
 
-def export(run_dir: Path, folder: Path, best: bool = False) -> int:
+def export(run_dir: Path, folder: Path, best: bool = False) -> int | None:
     """Write the run's newest checkpoint to `folder`, and return its step.
+
+    run_dir: or a folder with LoRA's adapters of TRL or peft, which are merged into their model; it
+        has no step.
 
     The folder holds README.md and the checkpoint's model, with weights in the number type that
     training began with. transformers loads it to the same logits, up to rounding in bfloat16.
@@ -88,6 +92,11 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
+    if is_adapter(run_dir) and not best:
+        refuse_occupied(use, folder)
+        with _written_whole(folder) as new_folder:
+            write_merged(use, run_dir, new_folder)
+        return None
     if not is_run(run_dir):
         raise not_a_run(use, run_dir, "a run directory")
     refuse_occupied(use, folder)

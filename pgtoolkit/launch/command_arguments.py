@@ -145,7 +145,12 @@ def _sync(parser: ArgumentParser) -> None:
 
 
 def _export(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        type=plain_run,
+        help="run directory, or a folder of LoRA's adapters that TRL or peft saved",
+    )
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
     parser.add_argument(
         "--best",

@@ -186,6 +186,9 @@ def _export(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.assembly.export import export
 
     step = export(args.run, args.folder, args.best)
+    if step is None:
+        say(f"the adapters are merged: model.path={shell_path(args.folder)} is the whole model")
+        return
     say(
         f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md "
         "says how to load it"
@@ -286,7 +289,7 @@ REPORTS = {
     ),
     "export": (
         "RUN_DIR DIR",
-        "the newest checkpoint, or --best, as a Hugging Face folder",
+        "the newest checkpoint, or --best, as a Hugging Face folder; LoRA's adapters merged",
         _export,
     ),
     "parity": (

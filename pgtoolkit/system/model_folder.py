@@ -89,10 +89,15 @@ def load_config(path: str) -> PretrainedConfig:
 
     # transformers would put them into any model beside them
     if os.path.exists(folder / ADAPTER_SETTINGS):
-        reason = (
-            "Adapters are part of another model; pgtk export merges those of a run into theirs."
+        raise ConfigError(
+            report.refusal(
+                setting=f"model.path={path}",
+                needs="a whole model",
+                got=f"adapters, {ADAPTER_SETTINGS}",
+                reason="Adapters are part of another model, into which pgtk export merges them.",
+                use=f"pgtk export {report.shell_path(folder)} MERGED and model.path=MERGED",
+            )
         )
-        raise ConfigError(refusal(path, "a whole model", f"adapters, {ADAPTER_SETTINGS}", reason))
     # transformers takes some broken files for missing ones, and uses other settings
     for name in _SETTINGS:
         if os.path.exists(folder / name):
