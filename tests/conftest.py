@@ -12,7 +12,13 @@ import hypothesis
 import pytest
 import torch
 from builders.forked import forked_children
-from builders.quickened import PICTURES, quicken_compositions, quicken_hydra, quicken_interpreter
+from builders.quickened import (
+    PICTURES,
+    quicken_compositions,
+    quicken_hydra,
+    quicken_interpreter,
+    quicken_processes,
+)
 
 import pgtoolkit.launch  # noqa: F401  (Lightning is then imported as for the command)
 from pgtoolkit.runs.directory import RunDirectory
@@ -20,6 +26,7 @@ from pgtoolkit.system.terminal import forget_streams
 
 pytest_plugins = ["cpu_seconds"]
 
+quicken_processes()
 quicken_hydra()
 quicken_compositions()
 if not torch.cuda.is_available():
@@ -27,7 +34,6 @@ if not torch.cuda.is_available():
     quicken_interpreter()
 
 torch.set_num_threads(1)
-os.fsync = lambda descriptor: None  # no test survives a power failure
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 

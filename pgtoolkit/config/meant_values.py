@@ -59,7 +59,7 @@ _TYPOGRAPHIC = {
 }
 """Character of a word processor -> what a command line has in its place."""
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _MEGABYTES = {"mb": 1, "mib": 1, "gb": 1024, "gib": 1024, "g": 1024, "m": 1, "tb": 1024**2}

@@ -11,7 +11,12 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import builders.parallel_runs  # noqa: F401
 import pgtoolkit.cli
 import pgtoolkit.sampling.copies  # noqa: F401
-from builders.quickened import PICTURES, quicken_compositions, quicken_hydra
+from builders.quickened import (
+    PICTURES,
+    quicken_compositions,
+    quicken_hydra,
+    quicken_processes,
+)
 from pgtoolkit.assembly import train
 from pgtoolkit.config.files import options
 from pgtoolkit.config.hydra_files import compose_choices
@@ -19,7 +24,7 @@ from pgtoolkit.runs import provenance
 
 # Only the server needs the folder by which it has found this file: see `processes.fork_server`.
 _, _, os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)
-os.fsync = lambda descriptor: None  # no test survives a power failure
+quicken_processes()
 quicken_hydra()
 quicken_compositions()
 for name in options()["advantage"]:  # the group with the most options: all compositions are made

@@ -6,10 +6,20 @@ tests/conftest.py calls these functions, and so does the server that forks proce
 import copy
 import functools
 import inspect
+import os
 from pathlib import Path
+
+import tqdm
 
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.tracking import curves
+
+
+def quicken_processes():
+    """Start no thread of tqdm's, since a process with another thread is not forked, and do not wait
+    for the disk: no test survives a power failure."""
+    tqdm.tqdm.monitor_interval = 0
+    os.fsync = lambda descriptor: None
 
 
 def quicken_interpreter():
@@ -37,11 +47,11 @@ def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
     Interpolations are parsed once, too. The map for interpolations is made only where a default has
-    an interpolation, and the metadata of a node are copied by their fields.
+    an interpolation. A node of a value, and what is known of a node, are copied by their fields.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
-    from omegaconf import base, grammar_parser
+    from omegaconf import ValueNode, base, grammar_parser
     from omegaconf.base import Metadata
 
     load = ConfigRepository.load_config
@@ -54,6 +64,12 @@ def quicken_hydra():
         metadata.flags = dict(metadata.flags)
         metadata.resolver_cache = copy.deepcopy(metadata.resolver_cache, memo)
         return metadata
+
+    def copied_value(node, memo):
+        result = object.__new__(type(node))
+        known = copied_metadata(node._metadata, memo)
+        vars(result).update(vars(node), _metadata=known, _flags_cache=None)
+        return result
 
     def load_config(repository, config_path):
         source = repository._find_object_source(config_path, ObjectType.CONFIG)
@@ -71,6 +87,8 @@ def quicken_hydra():
         return None
 
     Metadata.__deepcopy__ = copied_metadata
+    for kind in ValueNode.__subclasses__():
+        kind.__deepcopy__ = copied_value
     base.parse = functools.cache(grammar_parser.parse)  # nothing changes a tree
     ConfigRepository.load_config = load_config
     defaults_list._create_interpolation_map = interpolation_map

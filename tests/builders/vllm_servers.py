@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from builders.commands import Command
+from builders.commands import ForkedCommand
 
 COMMAND = f"{sys.executable} {Path(__file__).with_name('vllm_server.py')}"
 
@@ -52,7 +52,7 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-class ServerCommand(Command):
+class ServerCommand(ForkedCommand):
     """A run whose completions are sampled by servers that it starts."""
 
     def server_processes(self) -> list[psutil.Process]:

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from builders.commands import ForkedCommand
 from builders.parallel_runs import lost_sampler_of_rank, run_on_ranks
 from builders.processes import world
 from builders.runs import (
@@ -127,14 +126,10 @@ def test_a_run_that_lost_its_server_loses_no_step(uninterrupted, tmp_path):
     assert metrics_of(folder) == metrics_of(uninterrupted)
 
 
-def start_run(folder: Path, *overrides: str) -> ServerCommand:
-    return ServerCommand(folder, *SHORT, *VLLM, *overrides)
-
-
 def test_a_run_that_is_killed_leaves_no_server_and_no_weights(tmp_path):
     """Rank 0 has started the server; the command alone is killed."""
     folder = f"sampler.weights_folder={tmp_path}/weights"
-    command = start_run(tmp_path, *ENDLESS, "parallelism=ddp", folder)
+    command = ServerCommand(tmp_path, *SHORT, *VLLM, *ENDLESS, "parallelism=ddp", folder)
     command.wait_for_steps(3)
     processes = processes_of(command.directory)
     weights = command.weights()
@@ -156,12 +151,8 @@ def test_ctrl_c_ends_the_run_after_its_step_and_the_server(tmp_path, monkeypatch
     assert processes_of(folder) == []
 
 
-class ForkedServerCommand(ServerCommand, ForkedCommand):
-    """The same as a process that needs no imports."""
-
-
 def test_a_server_ends_with_its_guard_and_the_run_reports_it(tmp_path):
-    command = ForkedServerCommand(tmp_path, *SHORT, *VLLM, *ENDLESS)
+    command = ServerCommand(tmp_path, *SHORT, *VLLM, *ENDLESS)
     command.wait_for_steps(3)
     guard, *server = command.server_processes()
     guard.kill()

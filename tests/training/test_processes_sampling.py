@@ -199,17 +199,20 @@ def test_any_number_of_ranks_makes_the_run_of_one_process(
     assert_drawn_alike(on_ranks, run_of_one_process(*settings))
 
 
-@pytest.mark.parametrize("settings", [FULL, STALE], ids=["full", "staleness"])
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path, settings):
-    """Two ranks, continued by one process, by two ranks, and by four that share the weights."""
+@pytest.mark.parametrize(
+    ("settings", "resumed"),
+    [
+        (FULL, [(3, [], {}), (2, [FSDP], {"data_parallel": 4})]),
+        (STALE, [(3, [], {}), (1, [], {"data_parallel": 2})]),
+    ],
+    ids=["full", "staleness"],
+)
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path, settings, resumed):
+    """Two ranks, continued by one process, by two ranks, or by four that share the weights."""
     uninterrupted = run_on_ranks(tmp_path / "uninterrupted", [*SHORT, *settings], data_parallel=2)
     if settings is FULL:
         assert max(row["dropped_prompt_fraction"] for row in metrics_of(uninterrupted)) > 0
-    for step, division, sizes in (
-        (3, [], {}),
-        (1, [], {"data_parallel": 2}),
-        (2, [FSDP], {"data_parallel": 4}),
-    ):
+    for step, division, sizes in resumed:
         folder = copy_as_of(uninterrupted, step, tmp_path / f"from-{step}")
         run_on_ranks(folder, [*SHORT, *settings, *division], resume=True, **sizes)
         assert_drawn_alike(folder, uninterrupted)
