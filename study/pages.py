@@ -26,7 +26,7 @@ import numpy as np
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared
-from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.groups import _rank, compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.reports import write
 from pgtoolkit.comparison.statistics import Comparisons, Sample
@@ -142,6 +142,8 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
     compared = compare(
         runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin
     )
+    if args.against is None:
+        _sort_by_rank(compared)
     if by:
         tried = text_report.tried_rows(compared)
         if tried[0][0] not in compared.keys:
@@ -160,6 +162,16 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
     if picture:
         shown = f"\n![{compared.measured}]({os.path.relpath(ROOT / picture, page.parent)})\n"
     return "\n".join(_parts(compared, expected)) + shown
+
+
+def _sort_by_rank(compared: Compared) -> None:
+    """Put the best configuration first: of a sweep that tunes, none is a base."""
+    order = sorted(
+        range(len(compared.groups)), key=lambda place: _rank(compared, compared.groups[place])
+    )
+    samples = [compared.comparisons.samples[place] for place in order]
+    compared.groups = [compared.groups[place] for place in order]
+    compared.comparisons = Comparisons(samples, compared.comparisons.margin)
 
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
