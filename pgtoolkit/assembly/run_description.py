@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.errors import StorageError
 from pgtoolkit.runs import records
 from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.tracking.description import LONGEST_TAG, Description
+from pgtoolkit.system.plain_files import JsonObject
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.description import LONGEST_TAG, Dataset, Description
 from pgtoolkit.tracking.store import parameter_name, text_of
 
 
-def description_of(run_dir: Path) -> Description:
-    """Return the description of a run that has written its configuration."""
+def description_of(run_dir: Path, equation: Sequence[str] = ()) -> Description:
+    """Return the description of a run that has written its configuration.
+
+    equation: the lines that define its loss, where they are known.
+    """
     config, _ = records.read_config(run_dir)
     status = records.read_status(run_dir)
     provenance = records.known_provenance(run_dir)
@@ -47,7 +56,28 @@ def description_of(run_dir: Path) -> Description:
             for key, value in tags.items()
             if value is not None
         },
+        dataset=_dataset_of(config, run_dir),
+        note=redact("\n".join(["```", *equation, "```"])) if equation else "",
     )
+
+
+def _dataset_of(config: JsonObject, run_dir: Path) -> Dataset | None:
+    """Return what a run trains on; None for a configuration without a task, and where data.json,
+    which has the digests, is damaged."""
+    try:
+        data = records.read_data(run_dir)
+    except StorageError:
+        return None
+    is_recorded = config.get("rollout", {}).get("name") == "recorded"
+    group = "rollout" if is_recorded else "task"
+    settings = config.get(group)
+    if not settings:
+        return None
+    path = settings.get("path")
+    made_from = data.get(f"{group}.path") or [settings, config.get("seed")]
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:8]
+    name = settings.get("name") if path is None else Path(str(path)).name
+    return Dataset(str(name), digest, None if path is None else redact(str(path)))
 
 
 def _typed_settings(config: dict) -> dict[str, str | float]:

@@ -18,6 +18,7 @@ from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.plan import equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
     DataError,
@@ -180,7 +181,7 @@ def _train_steps(
                 recorder.completions = KeptCompletions(
                     run.path, num_kept, loader.source.prompt, module.policy.tokenizer, recorder.step
                 )
-            _start_records(config.tracking, run, records)
+            _start_records(config.tracking, run, records, equation(config))
             for record in records:
                 log.info("\n".join(record.entries()))
         if recorder.step < config.trainer.max_steps or module.evaluator is not None:
@@ -238,8 +239,12 @@ def _why_the_data_ended(rollout: RolloutSettings) -> str:
     return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
-def _start_records(settings: TrackingSettings, run: RunDirectory, started: list[Record]) -> None:
+def _start_records(
+    settings: TrackingSettings, run: RunDirectory, started: list[Record], equation: list[str]
+) -> None:
     """Start the records in the configured trackers, and add each to `started`.
+
+    equation: the lines that define the loss.
 
     So those that were started can be closed if a later one fails.
     """
@@ -249,7 +254,7 @@ def _start_records(settings: TrackingSettings, run: RunDirectory, started: list[
         record = _record_in(name, settings)
         record.start(
             run.path,
-            description_of(run.path),
+            description_of(run.path, equation),
             f"Training has not started. {record.remedy}, or use tracking=none to keep metrics in "
             "the run directory only.",
         )

@@ -1,9 +1,10 @@
-"""The summary run of a sweep in an MLflow store."""
+"""The run of a sweep in an MLflow store: its jobs are nested below it, and it has their summary."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for
@@ -13,8 +14,20 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_literal
+from pgtoolkit.tracking.store import (
+    NOTE,
+    PARENT,
+    jobs_of_sweep,
+    offer_view,
+    open_store,
+    raising_storage_errors,
+    run_of_sweep,
+    view_of,
+)
 from pgtoolkit.tracking.store_address import absolute_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, str]:
@@ -38,17 +51,52 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
     ):
         note = _write_report(sweep_folder, name, Path(temporary))
         client, experiment_id = open_store(store, experiment)
-        condition = f"tags.sweep = {search_literal(name)} and tags.sweep_summary = 'true'"
-        run = next(iter(client.search_runs([experiment_id], condition, max_results=1)), None)
-        if run is None:
-            tags = {"sweep": name, "sweep_summary": "true"}
-            run = client.create_run(experiment_id, run_name=name, tags=tags)
-        client.set_tag(run.info.run_id, "mlflow.note.content", note)
+        run_id = _run_of(client, experiment_id, name)
+        _nest(client, experiment_id, name, run_id)
+        client.set_tag(run_id, NOTE, note)
         for file in (sweep_folder / "sweep.json", *sorted(Path(temporary).iterdir())):
-            client.log_artifact(run.info.run_id, str(file))
+            client.log_artifact(run_id, str(file))
         finished = all(job["status"] in ("done", "pruned") for job in sweep["jobs"])
-        client.set_terminated(run.info.run_id, status="FINISHED" if finished else "FAILED")
-    return {"uri": redact(store), "experiment_id": experiment_id, "run_id": run.info.run_id}
+        client.set_terminated(run_id, status="FINISHED" if finished else "FAILED")
+    return {"uri": redact(store), "experiment_id": experiment_id, "run_id": run_id}
+
+
+def begin(name: str, uri: str | None, experiment: str, keys: list[str]) -> None:
+    """Make the run of a sweep before its jobs, which nest themselves below it.
+
+    name: of the sweep. keys: those that vary, the columns of its table.
+    Raises StorageError for a store that does not answer.
+    """
+    store = absolute_uri(uri)
+    with raising_storage_errors(store, f"The jobs of sweep {name} are nested at its end."):
+        client, experiment_id = open_store(store, experiment)
+        client.update_run(_run_of(client, experiment_id, name), status="RUNNING")
+        offer_view(client, experiment_id, view_of(name), keys, name)
+
+
+def _run_of(client: MlflowClient, experiment_id: str, name: str) -> str:
+    """Return the id of a sweep's run, which is made where there is none."""
+    run = run_of_sweep(client, experiment_id, name)
+    if run is None:
+        tags = {"sweep": name, "sweep_summary": "true"}
+        run = client.create_run(experiment_id, run_name=name, tags=tags)
+    return run.info.run_id
+
+
+def _nest(client: MlflowClient, experiment_id: str, name: str, run_id: str) -> None:
+    """Nest the jobs of a sweep that could not do so, since its run was not there when they began.
+
+    They may have trained when the store did not answer the sweep, or before runs were nested.
+    """
+    token = None
+    while True:
+        jobs = client.search_runs([experiment_id], jobs_of_sweep(name), page_token=token)
+        for job in jobs:
+            if PARENT not in job.data.tags:
+                client.set_tag(job.info.run_id, PARENT, run_id)
+        token = jobs.token
+        if not token:
+            return
 
 
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:

@@ -13,8 +13,14 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.child import Child, under_guard
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
-from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
-from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
+from pgtoolkit.tracking.next_commands import compare_url, start_url, table_url, ui_url
+from pgtoolkit.tracking.store import (
+    VIEW,
+    client_of,
+    raising_storage_errors,
+    require_store,
+    view_of,
+)
 from pgtoolkit.tracking.store_address import absolute_uri
 
 if TYPE_CHECKING:
@@ -96,6 +102,8 @@ def _addresses(client: MlflowClient, address: str) -> str:
         f"newest run    {info.run_name}",
         f"charts        {ui_url(address, info.experiment_id)}",
     ]
+    if _has_view(client, info.experiment_id, VIEW):
+        lines.append(f"table         {table_url(address, info.experiment_id)}")
     swept = _runs(client, "tags.sweep LIKE '%'")
     if swept:
         sweep = swept[0].data.tags["sweep"]
@@ -107,7 +115,14 @@ def _addresses(client: MlflowClient, address: str) -> str:
             f"compare       {compare_url(address, experiments, [job.run_id for job in jobs])}",
             f"charts        {ui_url(address, experiments[0], sweep=sweep)}",
         ]
+        if _has_view(client, experiments[0], view_of(sweep)):
+            lines.append(f"table         {table_url(address, experiments[0], sweep)}")
     return "\n".join(lines)
+
+
+def _has_view(client: MlflowClient, experiment_id: str, name: str) -> bool:
+    """Return whether an experiment keeps a view: runs of an earlier version have none."""
+    return f"mlflow.sharedViewState.{name}" in client.get_experiment(experiment_id).tags
 
 
 def _runs(client: MlflowClient, condition: str) -> list[MlflowRun]:

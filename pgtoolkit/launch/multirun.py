@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from pgtoolkit.config.keys import OPTION_KEYS
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import check_job
@@ -26,6 +26,7 @@ from pgtoolkit.launch.sweep_line import SweepLine
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
+from pgtoolkit.tracking.next_commands import start_url, ui_command
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 from pgtoolkit.tracking.store_address import experiment_of
 
@@ -54,6 +55,7 @@ def run_sweep(sweep: Sweep) -> int:
         say(sweep_report.logs(sweep))
         begun = time.monotonic()
         interrupted = None
+        _in_mlflow(sweep, is_begin=True)
         try:
             launch = _Launch(sweep)
             if search is None:
@@ -67,7 +69,7 @@ def run_sweep(sweep: Sweep) -> int:
         say(sweep_report.table(sweep) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(sweep, again=not interrupted):
             say(line)
-        _publish(sweep, sweep.runs[0].config)
+        _in_mlflow(sweep, is_begin=False)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
     all_ended = all(job.status in ("done", "pruned") for job in sweep.jobs.values())
@@ -334,17 +336,23 @@ class Jobs:
             running.handle.stop(number)
 
 
-def _publish(sweep: Sweep, config: Config) -> None:
-    """Add the sweep's summary to MLflow.
+def _in_mlflow(sweep: Sweep, is_begin: bool) -> None:
+    """Make the sweep's run in MLflow, or add its summary at the end.
 
     The sweep's folder holds the same, so a store that fails is a warning.
     """
-    if config.tracking.name != "mlflow":
+    tracking = sweep.runs[0].config.tracking
+    if tracking.name != "mlflow":
         return
-    from pgtoolkit.comparison.sweep_summary import publish
+    from pgtoolkit.comparison import sweep_summary
 
+    experiment = experiment_of("mlflow", tracking.experiment)
     try:
-        experiment = experiment_of("mlflow", config.tracking.experiment)
-        publish(sweep.folder, config.tracking.uri, experiment)
+        if is_begin:
+            keys = [OPTION_KEYS.get(key, key) for key in sweep.config.varying]
+            sweep_summary.begin(sweep.name, tracking.uri, experiment, keys)
+        else:
+            sweep_summary.publish(sweep.folder, tracking.uri, experiment)
+            say(f"MLflow: {ui_command(tracking.uri) or start_url(tracking.uri)}")
     except PgtoolkitError as error:
         say(f"pgtk: warning: {error}", error=True)

@@ -113,7 +113,7 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
 
 def best(sweep: Sweep) -> str | None:
     """Return the best configuration's number, as a mean over its seeds, and the command that trains
-    it again; None where there is nothing to choose from.
+    it again; None where there is nothing to choose from, or all are the same.
 
     A configuration with a job that is not done has no result of equal length.
     """
@@ -131,7 +131,7 @@ def best(sweep: Sweep) -> str | None:
         found = [value for value in values if value is not None]
         if all(job.status == "done" for job in seeds) and len(found) == len(seeds):
             means[overrides] = sum(found) / len(found)
-    if len(means) < 2:
+    if len({*means.values()}) < 2:
         return None
     overrides = max(means, key=lambda each: means[each])
     seeds = jobs_of[overrides]

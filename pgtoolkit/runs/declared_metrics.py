@@ -68,6 +68,11 @@ OF_TRACKERS = (
         where="in MLflow",
     ),
     Metric(
+        "Main/N NAME",
+        "one of the ten metrics to look at first, once more: its chart stands before others",
+        where="in MLflow",
+    ),
+    Metric(
         "final/NAME",
         "the mean of a metric over the last tenth of the steps",
         where="in Weights & Biases and TensorBoard, at the last step",

@@ -19,8 +19,10 @@ _FORMS = (
     # URLs: user and password, also one with a slash in it; parameters of a query.
     (r"(?<=://)[^\s/?#\"']{0,300}@", "***@"),
     (r"(?<=://)[^\s/?#@:\"']{0,300}:(?!\d+[/?#])[^\s@\"']{0,300}@", "***@"),
+    # MLflow's orderByKey and viewStateShareKey, in addresses that pgtk prints, name a column and a
+    # view.
     (
-        r"([?&;][\w.-]*(?:token|key|auth|sig|signature|passw(?:or)?d|pass|pwd|pw|secret|credentials?|jwt|sas)=)[^&\s#\"']+",
+        r"([?&;](?!(?:orderBy|viewStateShare)Key=)[\w.-]*(?:token|key|auth|sig|signature|passw(?:or)?d|pass|pwd|pw|secret|credentials?|jwt|sas)=)[^&\s#\"']+",
         r"\1***",
     ),
     # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., or

@@ -13,6 +13,8 @@ from pgtoolkit.system.plain_files import JsonObject
 
 LONGEST_TAG = 4000
 
+_OF_COMPLETIONS = ("completion_length", "truncated_fraction", "tokens_per_second")
+
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
 """Metrics that are logged a second time as `NAME_by_documents`, over documents_seen instead of the
 step.
@@ -20,12 +22,36 @@ step.
 The name comes first, since MLflow cuts the titles of its charts after a few letters.
 """
 
+_MAIN_NAME = "Main/{} {}"
+
+MAIN = {
+    name: _MAIN_NAME.format(place, name)
+    for place, name in enumerate((*BY_DOCUMENTS, "grad_norm", *_OF_COMPLETIONS))
+}
+"""Metric -> the name by which MLflow gets it a second time.
+
+Its charts stand in sections by the part of a name before the slash: in the order of these parts,
+capital letters first, and behind them all those without a slash. In a section names are sorted.
+"""
+
 EVALUATION = "evaluation/{}/{}"
 """The name of an evaluation's metric, of its set and its number."""
 
 _NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
-_METRICS_PER_CALL = 1000  # MLflow's own limit
+_METRICS_PER_CALL = 500  # MLflow takes 1000, and gets each of MAIN twice
 _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
+
+
+class Dataset(NamedTuple):
+    """The prompts or rollouts that a run trains on.
+
+    digest: of the files, or of the settings that make the prompts. source: the path of the files;
+    None where the prompts are made.
+    """
+
+    name: str
+    digest: str
+    source: str | None
 
 
 class Description(NamedTuple):
@@ -33,12 +59,15 @@ class Description(NamedTuple):
 
     settings: the configuration by dotted keys, with numbers as numbers.
     params: the same as texts, as MLflow takes them.
+    note: the equation of the loss, in Markdown; empty where it is not known.
     """
 
     run_name: str
     settings: dict[str, str | float]
     params: dict[str, str]
     tags: dict[str, str]
+    dataset: Dataset | None = None
+    note: str = ""
 
 
 class Point(NamedTuple):

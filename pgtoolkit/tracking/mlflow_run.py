@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking import next_commands, store
-from pgtoolkit.tracking.description import EVALUATION, Description, Point
+from pgtoolkit.tracking.description import EVALUATION, MAIN, Dataset, Description, Point
 from pgtoolkit.tracking.progress import entry
 from pgtoolkit.tracking.record import Record
 from pgtoolkit.tracking.store_address import absolute_uri
@@ -34,6 +35,8 @@ ARTIFACTS = (
 )
 """Files of the run directory that MLflow gets, as far as they exist: the first ones at the start,
 all of them at the end."""
+
+_log = logging.getLogger("pgtoolkit")
 
 _IN_EACH_ROW = ("documents_seen", "loss")
 """Either of these metrics shows which rows are delivered: each arrives whole, in one
@@ -115,6 +118,7 @@ class MlflowRecord(Record):
         # Imported after the client: it has turned MLflow's telemetry off.
         from mlflow.entities import Param, RunTag
 
+        store.offer_view(self._client, experiment_id, store.VIEW, [])
         experiments = [experiment.experiment_id for experiment in self._client.search_experiments()]
         tag = f"tags.`pgtk.id` = {store.search_literal(str(status.get('id')))}"
         run = next(iter(self._client.search_runs(experiments, tag, max_results=1)), None)
@@ -139,8 +143,35 @@ class MlflowRecord(Record):
                 self._run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True
             )
         tags = [RunTag(store.parameter_name(key), value) for key, value in description.tags.items()]
+        if description.note and store.NOTE not in run.data.tags:  # the user may have written one
+            tags.append(RunTag(store.NOTE, description.note))
+        sweep = description.tags.get("sweep")
+        if sweep and store.PARENT not in run.data.tags:
+            parent = store.run_of_sweep(self._client, experiment_id, sweep)
+            if parent is not None:
+                tags.append(RunTag(store.PARENT, parent.info.run_id))
         self._client.log_batch(self._run_id, tags=tags, synchronous=True)
+        if description.dataset is not None and not (run.inputs and run.inputs.dataset_inputs):
+            self._log_dataset(description.dataset)
         return run
+
+    def _log_dataset(self, dataset: Dataset) -> None:
+        """Name what the run trains on, where the server knows datasets."""
+        from mlflow.entities import Dataset as MlflowDataset
+        from mlflow.entities import DatasetInput, InputTag
+
+        source = {} if dataset.source is None else {"uri": dataset.source}
+        entity = MlflowDataset(
+            name=dataset.name[:500],
+            digest=dataset.digest,
+            source_type="code" if dataset.source is None else "local",
+            source=json.dumps(source),
+        )
+        tag = InputTag("mlflow.data.context", "training")
+        try:
+            self._client.log_inputs(self._run_id, [DatasetInput(entity, [tag])])
+        except Exception as error:  # an older server has no such call, and the run needs none
+            _log.warning(f"{self._failure(error)}. The run has no dataset there.")
 
     def _log_artifacts(self, names: Iterable[str]) -> None:
         for name in names:
@@ -159,6 +190,12 @@ class MlflowRecord(Record):
             Metric(store.parameter_name(name), value, point.time, point.position)
             for point in points
             for name, value in point.metrics.items()
+        ]
+        metrics += [
+            Metric(main_name, point.metrics[name], point.time, point.position)
+            for point in points
+            for name, main_name in MAIN.items()
+            if name in point.metrics
         ]
         self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import program, shortest_path
-from pgtoolkit.tracking.store import search_literal
+from pgtoolkit.tracking.store import VIEW, jobs_of_sweep, view_of
 from pgtoolkit.tracking.store_address import absolute_uri
 
 UI_ADDRESS = "http://127.0.0.1:5000"
@@ -17,6 +17,10 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 
 _OF_TRAINING = "workflowType=machine_learning"
 """Chooses, in an address, MLflow's pages with runs and charts, not those for language models."""
+
+_BEST_FIRST = f"&orderByKey={quote('metrics.`reward`', safe='')}&orderByAsc=false"
+"""Sorts the jobs of a sweep. By their time they would be hidden below the sweep's run, without
+curves. MLflow draws ten runs by default."""
 
 
 def pgtk_command(*arguments: str) -> str:
@@ -46,10 +50,17 @@ def ui_url(
     page = f"/{run_id}?" if run_id else "?compareRunsMode=CHART&"
     page += _OF_TRAINING
     if sweep:
-        # MLflow draws ten runs by default. The summary run, which has no curves, has no seed.
-        runs_with_curves = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
-        page += f"&searchFilter={quote(runs_with_curves, safe='')}"
+        page += f"&searchFilter={quote(jobs_of_sweep(sweep), safe='')}{_BEST_FIRST}"
     return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
+
+
+def table_url(uri: str | None, experiment_id: str, sweep: str | None = None) -> str:
+    """Return the address of the table of an experiment's runs, or of a sweep's jobs, by the view
+    that was kept for it, see `offer_view`."""
+    # With a filter or an order beside it MLflow would not open the view, which has its own.
+    view = VIEW if sweep is None else quote(view_of(sweep), safe="")
+    page = f"/#/experiments/{experiment_id}/runs?{_OF_TRAINING}&viewStateShareKey={view}"
+    return f"{_server(uri)}{page}"
 
 
 def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import json
 import logging
 import os
 import re
@@ -31,6 +32,7 @@ from pgtoolkit.tracking.store_file import (
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 _log = logging.getLogger("pgtoolkit")
 
@@ -180,6 +182,57 @@ def _creation_lock(database: Path | None) -> Iterator[None]:
     with database.with_name(f".{database.name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+NOTE = "mlflow.note.content"
+"""The tag with a run's description."""
+
+PARENT = "mlflow.parentRunId"
+"""The tag with the id of the run below which a run is nested."""
+
+VIEW = "pgtk"
+"""The name of the view of an experiment's runs; that of a sweep is `view_of`."""
+
+_COLUMNS = ("reward", "exact_match", "loss")
+
+
+def view_of(sweep: str) -> str:
+    """Return the name of the view with a sweep's keys as columns."""
+    return f"{VIEW}-{sweep}"
+
+
+def offer_view(
+    client: MlflowClient, experiment_id: str, name: str, keys: list[str], sweep: str | None = None
+) -> None:
+    """Keep a view of the table of runs in an experiment: with these keys as columns, and metrics.
+
+    MLflow itself keeps a view that somebody shares so. A view that is there stays, unless it is a
+    sweep's, whose keys may be others.
+    """
+    tag = f"mlflow.sharedViewState.{name}"
+    if sweep is None and tag in client.get_experiment(experiment_id).tags:
+        return
+    columns = [f"params.`{parameter_name(key)}`" for key in keys]
+    columns += [f"metrics.`{metric}`" for metric in _COLUMNS]
+    state: dict[str, object] = {"selectedColumns": columns}
+    if sweep is not None:
+        state |= {
+            "searchFilter": jobs_of_sweep(sweep),
+            "orderByKey": "metrics.`reward`",
+            "orderByAsc": False,
+        }
+    client.set_experiment_tag(experiment_id, tag, json.dumps(state))
+
+
+def jobs_of_sweep(sweep: str) -> str:
+    """Return the condition of MLflow's search for the jobs of a sweep, without the sweep's run."""
+    return f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
+
+
+def run_of_sweep(client: MlflowClient, experiment_id: str, sweep: str) -> Run | None:
+    """Return the run below which the jobs of a sweep are nested, if there is one."""
+    condition = f"tags.sweep = {search_literal(sweep)} and tags.sweep_summary = 'true'"
+    return next(iter(client.search_runs([experiment_id], condition, max_results=1)), None)
 
 
 def require_store(uri: str, setting: str, use: str) -> None:

@@ -9,10 +9,11 @@ from mlflow import MlflowClient
 
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.sweep_summary import publish
+from pgtoolkit.comparison.sweep_summary import begin, publish
 from pgtoolkit.comparison.ui import _addresses
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
 STEPS = 20
@@ -84,13 +85,18 @@ def test_ui_prints_the_addresses_of_the_newest_sweep(sweep, uri):
         [experiment.experiment_id], "tags.sweep = 'by_loss' and tags.seed LIKE '%'"
     )
     lines = _addresses(client, "http://h").splitlines()
-    assert lines[2] == "newest sweep  by_loss (5 runs)"
-    assert lines[3].startswith("compare       http://h/#/compare-runs?runs=")
-    assert all(job.info.run_id in lines[3] for job in jobs)
-    assert lines[4].startswith(
-        "charts        "
-        f"http://h/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART"
-    )
+    page = f"http://h/#/experiments/{experiment.experiment_id}/runs?"
+    view = "workflowType=machine_learning&viewStateShareKey=pgtk"
+    assert lines[2] == f"table         {page}{view}"
+    assert lines[3] == "newest sweep  by_loss (5 runs)"
+    assert lines[4].startswith("compare       http://h/#/compare-runs?runs=")
+    assert all(job.info.run_id in lines[4] for job in jobs)
+    assert lines[5].startswith(f"charts        {page}compareRunsMode=CHART")
+    # By their time the jobs would be folded below the sweep's run, without curves.
+    assert lines[5].endswith("&orderByKey=metrics.%60reward%60&orderByAsc=false")
+    assert redact(lines[5]) == lines[5]
+    begin("by_loss", uri, "experiment of one", ["loss.name"])
+    assert _addresses(client, "http://h").splitlines()[6] == f"table         {page}{view}-by_loss"
 
 
 def test_compare_takes_a_sweep_by_its_name_and_names_its_jobs_that_never_began(
@@ -120,6 +126,9 @@ def test_the_summary_run_has_the_table_and_reports_and_is_updated_by_the_next(sw
         "runs.csv",
     }
     of_sweep = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")
+    # Jobs that began before the sweep had a run are nested below it at the end.
+    parents = [run.data.tags.get("mlflow.parentRunId") for run in of_sweep]
+    assert sorted(parents, key=bool) == [None, *[info["run_id"]] * 5]
     assert sorted(run.info.run_name for run in of_sweep)[:2] == ["by_loss", "loss-grpo_seed-0"]
 
     copy = shutil.copytree(sweep, tmp_path / "copy")
@@ -136,3 +145,5 @@ def test_a_summary_needs_a_sweep_and_a_store(sweep, tmp_path):
         publish(tmp_path, "sqlite:///x.db", "e")
     with pytest.raises(StorageError, match="Sweep by_loss has no summary there"):
         publish(sweep, "http://127.0.0.1:1", "e")
+    with pytest.raises(StorageError, match="The jobs of sweep by_loss are nested at its end"):
+        begin("by_loss", "http://127.0.0.1:1", "e", ["seed"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import shlex
@@ -18,17 +19,23 @@ from pathlib import Path
 import pytest
 from builders.processes import free_port
 from builders.rights import without_rights_of_root
+from builders.runs import config_of
 from builders.runs import run as train_run
 from builders.stores import CONFIG, append_steps, metric_history, start_tracker
 from mlflow import MlflowClient
 
-from pgtoolkit.assembly.run_description import flatten
+from pgtoolkit.assembly.run_description import _dataset_of, description_of, flatten
 from pgtoolkit.assembly.sync import sync
+from pgtoolkit.comparison.sweep_summary import begin
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.plan import equation
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.report import program
 from pgtoolkit.tracking import record
+from pgtoolkit.tracking.description import Dataset
+from pgtoolkit.tracking.mlflow_run import MlflowRecord
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.tracking.store import client_of, open_store
 
@@ -78,6 +85,48 @@ def test_the_configuration_and_tags_of_a_run_arrive(uri, run):
     }
 
 
+def test_a_run_has_its_data_set_and_equation_and_is_nested_below_its_sweep(uri, run):
+    begin("rates", uri, "tests", ["optimizer.learning_rate"])
+    config = config_of("task.num_digits=3")
+    run.write_config(plain_config(config), [])
+    run.set_status("running", 0, sweep="rates")
+    for _ in range(2):  # a resume changes none of it
+        tracker = MlflowRecord(uri, "tests")
+        tracker.start(run.path, description_of(run.path, equation(config)))
+        tracker.finish("interrupted")
+    client = MlflowClient(uri)
+    saved = client.get_run(tracker.info["run_id"])
+    assert saved.data.tags["mlflow.note.content"].startswith("```\ngspo, ")
+    assert "w_t = " in saved.data.tags["mlflow.note.content"]
+    parent = client.get_run(saved.data.tags["mlflow.parentRunId"])
+    assert (parent.info.run_name, parent.info.status) == ("rates", "RUNNING")
+    (data,) = saved.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.source_type) == ("reverse", "code")
+    tags = client.get_experiment(saved.info.experiment_id).tags
+    columns = json.loads(tags["mlflow.sharedViewState.pgtk-rates"])["selectedColumns"]
+    assert columns == [
+        "params.`optimizer.learning_rate`",
+        "metrics.`reward`",
+        "metrics.`exact_match`",
+        "metrics.`loss`",
+    ]
+
+
+def test_prompts_of_other_contents_are_another_data_set(tmp_path):
+    config = {"seed": 1, "task": {"name": "prompts", "path": "/data/math.jsonl"}, "rollout": {}}
+
+    def dataset_of(config: dict, digest: str) -> Dataset:
+        data = {"task.path": {"math.jsonl": {"bytes": 3, "sha256": digest}}}
+        (tmp_path / "data.json").write_text(json.dumps(data))
+        return _dataset_of(config, tmp_path)
+
+    first = dataset_of(config, "ab")
+    assert (first.name, first.source) == ("math.jsonl", "/data/math.jsonl")
+    assert dataset_of(config, "cd").digest != first.digest
+    # The seed chooses among prompts that are made, not the contents of a file.
+    assert dataset_of({**config, "seed": 2}, "ab") == first
+
+
 def test_the_metrics_and_files_of_a_run_arrive_and_its_first_end_stays(uri, run):
     run.write_provenance({"git": []})
     tracker = start_tracker(uri, run)
@@ -90,6 +139,8 @@ def test_the_metrics_and_files_of_a_run_arrive_and_its_first_end_stays(uri, run)
     assert saved.info.status == "FINISHED"
     assert saved.info.end_time == round(1000 * read_metrics(run.metrics_path)["time"][-1])
     assert metric_history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
+    main_name = metric_history(uri, saved.info.run_id, "Main/2 loss")
+    assert main_name == metric_history(uri, saved.info.run_id)
     by_documents = metric_history(uri, saved.info.run_id, "loss_by_documents")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
     assert "time" not in saved.data.metrics
@@ -132,7 +183,10 @@ def test_non_finite_values_never_reach_mlflow(uri, run):
     )
     tracker = start_tracker(uri, run)
     tracker.finish("done")
-    assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
+    assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {
+        "kl_new_old": 0.5,
+        "Main/3 kl_new_old": 0.5,
+    }
 
 
 @pytest.mark.slow
