@@ -6,7 +6,7 @@ python=$1
 folder=$2
 wheel=$(ls "$folder"/pgtk-*.whl)
 "$python" -m pip install --no-cache-dir --disable-pip-version-check -c "$folder/constraints.txt" \
-    "pgtk[lora,math-verify] @ file://$wheel"
+    "pgtk[lora,math-verify,datasets,wandb,tensorboard] @ file://$wheel"
 cd /
 scripts=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 "$scripts/pgtk" --version

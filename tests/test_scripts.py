@@ -4,6 +4,7 @@ srun, sbatch, torchrun and all other programs are stand-ins that record what the
 """
 
 import re
+import shlex
 
 import pytest
 from builders.models import save_with_tokenizer, small_llama
@@ -87,26 +88,90 @@ def test_every_script_of_a_page_runs_as_it_stands_and_passes_the_check(page, tmp
             assert problems_of(arguments) == set(), arguments
 
 
-def test_the_job_script_of_slurm_asks_srun_for_the_page_s_job_and_queues_it_again(tmp_path):
-    page = ROOT / "docs/rollouts.md"
-    script = next(script for script in scripts_of(page) if "#SBATCH" in script)
-    calls = calls_of(script, tmp_path / "done")
-    (run,) = pgtk_arguments(calls)
-    assert run[-1] == "parallelism.data_parallel=32"
-    assert run[:3] == ["continue", "outputs/qwen", "model=huggingface"]
-    assert "task=prompts" in run
-    assert [words[0] for words in calls] == ["srun"]
-    interrupted = script.replace("srun pgtk", "(exit 75) # pgtk")
-    with pytest.raises(AssertionError):  # its own exit status is that of the run
-        calls_of(interrupted, tmp_path / "interrupted")
-    calls = (tmp_path / "interrupted/calls").read_text().split("\0")
-    assert calls[:3] == ["scontrol", "requeue", "7"]
+SHARED = "/shared/pgtk"
+CLUSTER = ROOT / "examples/cluster"
+
+
+def asked_of_slurm(words: list[str]) -> dict[str, str]:
+    """Return the options among the words of sbatch or srun by their names."""
+    options = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
+    return {name: value for name, _, value in options}
+
+
+def processes(asked: dict[str, str]) -> int:
+    return int(asked["nodes"]) * int(asked["ntasks-per-node"])
+
+
+@pytest.mark.parametrize("file", sorted(CLUSTER.glob("*.sbatch")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("container", ["", f"apptainer exec --nv {SHARED}/pgtk.sif "])
+def test_a_job_of_slurm_starts_as_many_processes_as_its_run_needs(
+    file, container, tmp_path, monkeypatch
+):
+    header = " ".join(re.findall(r"^#SBATCH (.*)$", file.read_text(), re.MULTILINE)).split()
+    job = asked_of_slurm(header)
+    variables = {"PGTK": f"{container}pgtk"} if container else {}
+    calls = calls_of_file(file, tmp_path, **variables)
+    (step,) = [words for words in calls if words[0] == "srun" and "continue" in words]
+    (run,) = pgtk_arguments([step])
+    assert run[:2] == ["continue", f"{SHARED}/outputs/{file.stem}"]
+    assert (f"{SHARED}/pgtk.sif" in step) == bool(container)
+    asked = job | asked_of_slurm(step[: step.index("continue")])
+    sizes = [int(word.partition("=")[2]) for word in run if word.startswith("parallelism.data")]
+    # Where a node has one task, that starts the ranks on all of its GPUs.
+    assert sizes == [max(processes(asked), int(asked["gpus-per-node"]))]
+    save_with_tokenizer(small_llama(num_attention_heads=4), tmp_path / "qwen")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "10=", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    here = [word.replace(f"{SHARED}/", "") for word in run]
+    assert problems_of([here[0], *here[2:]]) == set()
+
+    # A run that was interrupted is queued again, and one that failed is not.
+    for status, requeued in ((75, [["scontrol", "requeue", "7"]]), (5, [])):
+        folder = tmp_path / str(status)
+        folder.mkdir()
+        again = calls_of_file(file, folder, status=status, SRUN_STATUS=str(status))
+        assert [words for words in again if words[:2] == ["scontrol", "requeue"]] == requeued
+
+
+def test_servers_of_a_job_have_the_nodes_gpus_and_ports_that_the_run_asks(tmp_path):
+    vllm = tmp_path / "vllm"  # in its place
+    vllm.write_text(
+        '#!/bin/bash\nprintf "%s\\0" "$CUDA_VISIBLE_DEVICES" "$@" $\'\\1\' >> "$CALLS"\n'
+    )
+    vllm.chmod(0o755)
+    calls = calls_of_file(CLUSTER / "trainer_and_vllm.sbatch", tmp_path, VLLM=str(vllm))
+    steps = {asked_of_slurm(words)["nodelist"]: words for words in calls if words[0] == "srun"}
+    assert {*steps} == {"node1,node2", "node3,node4"}
+    server = steps["node3,node4"]
+    task = tmp_path / "task"
+    task.write_text(f"exec {shlex.join(server[server.index('bash') :])}\n")
+    for rank in range(8):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        ((gpu, *words),) = calls_of_file(task, folder, SLURM_LOCALID=str(rank))
+        assert gpu == str(rank)
+        assert words[:5] == [
+            "serve",
+            f"{SHARED}/qwen",
+            "--port",
+            str(8000 + rank),
+            "--logprobs-mode",
+        ]
+    assert processes(asked_of_slurm(server)) == 16
+    urls = [f"http://node{node}:{8000 + rank}" for node in (3, 4) for rank in range(8)]
+    assert f"sampler.urls=[{','.join(urls)}]" in steps["node1,node2"]
 
 
 def test_the_image_is_built_of_the_wheel_and_make_runs_what_the_check_accepts(tmp_path):
-    build, image = calls_of_file(ROOT / "docker/build.sh", tmp_path)
+    (tmp_path / "alone").mkdir()
+    build, image = calls_of_file(ROOT / "docker/build.sh", tmp_path / "alone")
     assert build[:5] == ["python3", "-m", "build", "--wheel", "--outdir"]
     assert image[:4] == ["docker", "build", "--tag", "pgtk"]
     assert image[4] == build[5]
+    (tmp_path / "saved").mkdir()
+    words = ("--save", "pgtk.tar", "mine")
+    *_, image, saved = calls_of_file(ROOT / "docker/build.sh", tmp_path / "saved", *words)
+    assert image[:4] == ["docker", "build", "--tag", "mine"]
+    assert saved == ["docker", "save", "--output", f"{tmp_path}/saved/pgtk.tar", "mine"]
     demo = re.findall(r"^\t\.venv/bin/pgtk (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [problems_of(line.split()) for line in demo] == [set()]

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[2]
 
 STAND_INS = (
     *("pgtk", "srun", "sbatch", "scontrol", "torchrun", "nohup", "docker"),
     *("python", "python3", "pip", "hf", "make", "vllm", "git", "source"),
+    *("apptainer", "ssh", "wandb", "rsync"),
 )
 """Programs that the scripts call, in place of which a script writes down their arguments."""
 
 _RECORDS = """#!/bin/bash
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\1\\0'; } >> "$CALLS"
+printf '%s\\0' "${0##*/}" "$@" $'\\1' >> "$CALLS"
+if [ "${0##*/} ${1:-}" = "scontrol show" ]; then printf 'node%s\\n' 1 2 3 4; fi
+if [ "${0##*/}" = srun ]; then
+    # A run waits until its servers have started.
+    if [[ "$*" == *" continue "*" sampler.urls="* ]]; then
+        until grep -qa processed_logprobs "$CALLS"; do sleep 0.05; done
+    fi
+    exit "${SRUN_STATUS:-0}"
+fi
 """
 
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -51,20 +62,32 @@ def calls_of(script: str, folder: Path) -> list[list[str]]:
     return _calls(["bash", "-u", "-c", script], folder, work)
 
 
-def calls_of_file(file: Path, folder: Path) -> list[list[str]]:
-    """Return the programs that a script in a file calls, as `calls_of` does."""
-    return _calls(["bash", "-u", str(file)], folder, folder)
+def calls_of_file(
+    file: Path, folder: Path, *words: str, status: int = 0, **variables: str
+) -> list[list[str]]:
+    """Return the programs that a script in a file calls, as `calls_of` does.
+
+    words: its arguments. status: with which it has to end. variables: further ones.
+    """
+    return _calls(["bash", "-u", str(file), *words], folder, folder, status, variables)
 
 
-def _calls(command: list[str], folder: Path, work: Path) -> list[list[str]]:
+def _calls(
+    command: list[str],
+    folder: Path,
+    work: Path,
+    status: int = 0,
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> list[list[str]]:
     """Run a command in the folder `work`, and return the calls of stand-ins, which lie in
     `folder`."""
     programs = folder / "programs"
     home = folder / "home"
-    for place in (programs, home / "vllm/bin"):
+    places = (programs, home / "vllm/bin", work / ".venv/bin")
+    for place in places:
         place.mkdir(parents=True)
     for name in STAND_INS:
-        for place in (programs, home / "vllm/bin"):
+        for place in places:
             (place / name).write_text(_RECORDS)
             (place / name).chmod(0o755)
     variables = {
@@ -72,10 +95,12 @@ def _calls(command: list[str], folder: Path, work: Path) -> list[list[str]]:
         "HOME": str(home),
         "CALLS": str(folder / "calls"),
         "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-4]",
+        **further,
     }
     done = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True)
     assert done.stderr == "", f"{done.stderr}\n{command}"
-    assert done.returncode == 0, command
+    assert done.returncode == status, command
     calls = (folder / "calls").read_text().split("\1\0")
     return [call.split("\0")[:-1] for call in calls if call]
 
