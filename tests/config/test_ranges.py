@@ -1,6 +1,7 @@
 """Every number of the configuration has a range: both ends are accepted, and values beyond it are
 refused with a value that is accepted."""
 
+import itertools
 import math
 import re
 
@@ -22,40 +23,63 @@ NEEDED["task/guess"] = ["rollout.max_completion_length=66"]
 """Further overrides without which an option is refused before its numbers are."""
 
 
-NUMBERS = [key for key in KEYS if key.type.startswith(("int", "float"))]
+NUMBERS = {
+    schema: [*keys]
+    for schema, keys in itertools.groupby(
+        sorted(
+            (key for key in KEYS if key.type.startswith(("int", "float"))),
+            key=lambda key: key.schema,
+        ),
+        key=lambda key: key.schema,
+    )
+}
+"""The keys of each option, or of each group that has none, whose values are numbers."""
 
 
-def problems_of(key: Key, value: float | str) -> list[str]:
-    """Return the problems of a key with this value of it."""
-    option = [key.schema.replace("/", "=")] if "/" in key.schema else []
-    composed = compose([*option, *NEEDED.get(key.schema, []), f"{key.name}={value}"])
+def problems_of(values: dict[Key, float | str]) -> dict[Key, list[str]]:
+    """Return the problems of each key, where these keys of an option have these values at once."""
+    schema = next(iter(values)).schema
+    option = [schema.replace("/", "=")] if "/" in schema else []
+    typed = [f"{key.name}={value}" for key, value in values.items()]
+    composed = compose([*option, *NEEDED.get(schema, []), *typed])
     problems = validated(composed)[1].problems
-    return [problem for problem in problems if problem.startswith(f"{key.name}=")]
+    return {
+        key: [problem for problem in problems if problem.startswith(f"{key.name}=")]
+        for key in values
+    }
 
 
-def is_in_range(key: Key, value: float | str) -> bool:
-    """Return whether no problem says that the value is outside of the key's range."""
-    return not any(values_in_words(key) in problem for problem in problems_of(key, value))
+def outside(values: dict[Key, float | str]) -> list[str]:
+    """Return the keys for which a problem says that the value is outside of the range."""
+    return [
+        key.name
+        for key, problems in problems_of(values).items()
+        if any(values_in_words(key) in problem for problem in problems)
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", NUMBERS, ids=lambda key: f"{key.schema}.{key.leaf}")
-def test_both_ends_of_a_range_are_accepted_and_values_beyond_it_refused(key):
-    least, greatest = key.range
-    assert -math.inf < least < greatest < math.inf
-    assert is_in_range(key, least)
-    assert is_in_range(key, greatest)
-    if key.type.startswith("int"):
-        beyond = (least - 1, greatest + 1)
-    else:
-        beyond = (least - (abs(least) / 100 or 1e-9), greatest + (abs(greatest) / 100 or 1e-9))
-    for value in beyond:
-        (problem,) = problems_of(key, value)
-        assert f"needs {values_in_words(key)} (got " in problem
-    suggested = re.search(rf" Use {key.name}=([^ \n]*)\.$", problem)[1]
-    assert suggested in (str(least), str(greatest)) or is_in_range(key, suggested)
-    for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
-        assert not fits(key, value)
+@pytest.mark.parametrize("keys", NUMBERS.values(), ids=NUMBERS)
+def test_both_ends_of_a_range_are_accepted_and_values_beyond_it_refused(keys):
+    below = {}
+    above = {}
+    for key in keys:
+        least, greatest = key.range
+        assert -math.inf < least < greatest < math.inf
+        is_whole = key.type.startswith("int")
+        below[key] = least - 1 if is_whole else least - (abs(least) / 100 or 1e-9)
+        above[key] = greatest + 1 if is_whole else greatest + (abs(greatest) / 100 or 1e-9)
+        for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
+            assert not fits(key, value)
+    assert outside({key: key.range[0] for key in keys}) == []
+    assert outside({key: key.range[1] for key in keys}) == []
+    for values in (below, above):
+        suggested = {}
+        for key, problems in problems_of(values).items():
+            (problem,) = problems
+            assert f"needs {values_in_words(key)} (got " in problem
+            suggested[key] = re.search(rf" Use {key.name}=([^ \n]*)\.$", problem)[1]
+        assert outside(suggested) == []
 
 
 def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path, monkeypatch):
