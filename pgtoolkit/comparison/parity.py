@@ -50,6 +50,9 @@ _KEYS_OF_A_STEP = tuple(f"rollout.{name}" for name in OF_ROLLOUT)
 _NOTED = ("loss_type=", "actor_rollout_ref.actor.policy_loss.loss_mode=", "algorithm.filter_groups")
 """Beginnings of what `pgtk translate` says is not quite the same, and one step does not show."""
 
+_RECORDED_REFERENCE = ("kl=k3", "kl.coefficient=0.1", "kl.reference=recorded")
+"""What has the reference's log-probs read with recorded rollouts."""
+
 _ADVANTAGES_AS_MADE = 1e-4
 """How far the advantages that are made anew may lie from the run's, relative to the largest."""
 
@@ -120,7 +123,10 @@ def parity(
     configs = [side.config for side in sides if isinstance(side, OurSide)]
     for line in imports(config, *configs):
         say(f"note: {line}", error=True)
-    number, made, facts = RunToRepeat(run_dir, config).step(number, sorted(temperatures))
+    repeated = config
+    if run_dir is None and config.kl.kind == "none" and any(map(_reads_reference, sides)):
+        (_, repeated), *_ = composed(None, [*of_run, *_RECORDED_REFERENCE], [[]])
+    number, made, facts = RunToRepeat(run_dir, repeated).step(number, sorted(temperatures))
     step = recorded_step(made)
     if config.kl.target is not None:  # the coefficient moves
         coefficient = made.metrics.get("kl_coefficient", config.kl.coefficient)
@@ -199,6 +205,12 @@ def _temperature(side: Side) -> float:
     if isinstance(side, OurSide):
         return side.config.rollout.temperature
     return side.convention.temperature
+
+
+def _reads_reference(side: Side) -> bool:
+    if isinstance(side, OurSide):
+        return side.config.kl.kind != "none"
+    return side.convention.kl_coefficient > 0
 
 
 def _makes_the_advantages(step: RecordedStep, own: OurSide) -> bool:

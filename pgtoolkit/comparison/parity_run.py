@@ -26,6 +26,8 @@ def run(step: RecordedStep, side: TheirSide, python: Path) -> TheirSide:
     python: of an environment with TRL or verl.
     Raises ConfigError where the environment lacks them, or they fail.
     """
+    if not (their_numbers(step, side.convention)["mask"] > 0).any():
+        return side  # there is nothing to call them on
     return with_ran(step, side, _called(request(step, side), python))
 
 

@@ -81,7 +81,8 @@ class RecordedStep:
     @property
     def index(self) -> Tensor:
         """Return (N,), the place of each token's document."""
-        return torch.arange(len(self.attempts)).repeat_interleave(torch.tensor(self.lengths))
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        return torch.arange(len(lengths)).repeat_interleave(lengths)
 
     @property
     def members(self) -> list[list[int]]:

@@ -32,6 +32,7 @@ _OURS: Mapping[str, Any] = {
     "kl_clamp": None,
     "kl_gradient": None,
     "kl_ratio": "token",
+    "ratio_cap": None,
     "truncated_counted": True,
     "mean_of": "step",
 }
@@ -329,19 +330,28 @@ def _switches(_: RecordedStep, sides: Sides) -> Iterator[Switch]:
                 yield Switch(_said(item.name, values, named), "", 0, {item.name: values[1]})
         return
     for place, (side, other) in enumerate(((first, second), (second, first))):
-        if isinstance(side, TheirSide):
-            for name, ours in _OURS.items():
-                theirs = getattr(side.convention, name)
-                if theirs != ours:
-                    says = _said(name, [theirs, ours], [side.trainer, "ours"])
-                    yield Switch(says, "", place, {name: ours})
-        elif isinstance(other, TheirSide):
+        if isinstance(side, OurSide) and isinstance(other, TheirSide):
             switches = {switch.typed: switch for switch in _keys(side, other, place)}
             for switch in _by_convention(side, other, place):
                 switches.setdefault(switch.typed, switch)
             yield from switches.values()
-        elif place == 0:
+        elif isinstance(side, OurSide) and place == 0:
             yield from {switch.typed: switch for switch in _keys(side, other, place)}.values()
+    for place, side in enumerate(sides):  # after what can be typed
+        if isinstance(side, TheirSide):
+            yield from _code(side, place)
+
+
+def _code(side: TheirSide, place: int) -> Iterator[Switch]:
+    """Yield a switch for each field of their convention that no key of ours says."""
+    convention = side.convention
+    for name, ours in _OURS.items():
+        theirs = getattr(convention, name)
+        if theirs != ours:
+            values = {name: ours}
+            if name == "kl_gradient":  # ours of that gradient has its value as well
+                values["kl"] = theirs
+            yield Switch(_said(name, [theirs, ours], [side.trainer, "ours"]), "", place, values)
 
 
 def _said(name: str, values: list, named: list[str]) -> str:

@@ -122,13 +122,46 @@ def test_what_their_functions_do_otherwise_than_read_is_named(
     assert "not explained" not in "".join(sentences(explained.sides))
 
 
-def test_trls_deviation_and_its_micro_batches_have_nothing_to_type(tmp_path):
-    side = theirs(tmp_path, "TRL", loss_type="bnpo")
-    config = compose([*side.typed, "aggregation=token_mean"]).config
+ONLY_IN_THEIR_CODE = [
+    # (theirs, its flags, what is typed beside them here, the beginnings of the sentences)
+    ("TRL", {"loss_type": "bnpo"}, ["aggregation=token_mean"],
+     ["deviation: what is added to the deviation is 0.0001 in TRL 1.16.0 and 1e-06 in ours",
+      "weights: tokens and documents are counted over the micro_batch in TRL 1.16.0 and step in"]),
+    ("TRL", {"scale_rewards": "none", "mask_truncated_completions": True}, [],
+     ["weights: whether their tokens are counted all the same is false in TRL 1.16.0"]),
+    ("TRL", {"scale_rewards": "none", "delta": 1.1}, [],
+     ["surrogate: the bound of every ratio is 1.1 in TRL 1.16.0 and null in ours"]),
+    ("TRL", {"scale_rewards": "none", "beta": 0.1, "importance_sampling_level": "sequence"},
+     ["kl=k3_ratio", "kl.coefficient=0.1"],
+     ["kl: the factor of the KL is the ratio of the document in TRL 1.16.0 and token in ours"]),
+    ("verl", PENALTY | {"actor__kl_loss_type": "k1+"}, [],
+     ["kl: the KL has the gradient of k2 in verl 0.9.1 and null in ours"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "flags", "typed", "beginnings"), ONLY_IN_THEIR_CODE, ids=str)
+def test_what_only_their_code_says_is_named_with_nothing_to_type(
+    trainer, flags, typed, beginnings, tmp_path
+):
+    side = theirs(tmp_path, trainer, **flags)
+    config = compose([*side.typed, *typed]).config
     found = explain(recorded(), (side, OurSide(config, "ours")), TOLERANCE).sides
-    assert [explanation.typed for explanation in found] == ["", ""]
-    assert "is 0.0001 in TRL 1.16.0 and 1e-06 in ours" in found[0].sentence
-    assert "counted over the micro_batch in TRL 1.16.0 and step in ours" in found[1].sentence
+    for explanation, beginning in zip(found, beginnings, strict=True):
+        assert explanation.sentence.startswith(beginning)
+        assert explanation.typed == ""
+
+
+def test_bounds_of_verls_code_that_a_step_reaches_are_named(tmp_path):
+    step = recorded()
+    far = replace(step, new={1.0: step.new[1.0] + 12}, ref=step.ref)
+    for flags, beginning in (
+        (GSPO, "ratio: the log-ratio is capped at 10 in verl 0.9.1 and 20 in ours"),
+        (PENALTY, "kl: the value of the KL is clamped to 10 in verl 0.9.1 and null in ours"),
+    ):
+        side = theirs(tmp_path, "verl", **flags)
+        found = explain(far, (side, OurSide(side.as_ours, "ours")), TOLERANCE).sides
+        assert found[0].sentence.startswith(beginning)
+        assert len(found) == 1
 
 
 def test_two_options_of_one_quantity_are_found_together(tmp_path):
@@ -193,3 +226,22 @@ def test_numbers_that_the_step_lacks_are_refused(tmp_path):
     for one in (side, OurSide(side.as_ours, "ours")):
         with pytest.raises(ConfigError, match="ref_log_probs of every document"):
             one.numbers(step)
+
+
+def test_groups_without_signal_leave_nothing_to_train(tmp_path):
+    side = theirs(tmp_path, "verl", algorithm__filter_groups__enable=True)
+    step = recorded()
+    step = replace(step, attempts=[attempt._replace(reward=1.0) for attempt in step.attempts])
+    sides = (side, OurSide(side.as_ours, "ours"))
+    assert explain(step, sides, TOLERANCE).sides == []
+    for one in sides:
+        assert float(one.numbers(step)["mask"].sum()) == 0
+
+
+def test_a_document_that_nobody_could_score_has_no_advantage(tmp_path):
+    side = theirs(tmp_path, "TRL", scale_rewards="none")
+    step = recorded()
+    step.attempts[3] = step.attempts[3]._replace(reward=None)
+    apart = differences(side.numbers(step), OurSide(side.as_ours, "ours").numbers(step))
+    assert apart["advantages"][1] < TOLERANCE
+    assert apart["gradient"][1] < TOLERANCE

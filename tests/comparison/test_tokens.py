@@ -354,6 +354,35 @@ def test_parity_refuses(words, says, trained, tmp_path, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_parity_of_recorded_rollouts_reads_their_reference(tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "rollouts.jsonl", [parity_row(place) for place in range(4)])
+    for name, content in (
+        ("grpo.yaml", {"num_generations": 2, "beta": 0.1, "scale_rewards": "none"}),
+        (
+            "verl.yaml",
+            {"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.adv_estimator": "grpo"},
+        ),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    words = [str(tmp_path / "grpo.yaml"), str(tmp_path / "verl.yaml"), str(rows)]
+    assert main(["parity", *words]) == 7
+    out = capsys.readouterr().out
+    assert (
+        "First deviation: the rewards whose deviation divides the advantage are those of the none"
+        in out
+    )
+    assert "Then kl: the KL is k3_ratio in TRL 1.16.0 and k3 in verl 0.9.1 and " in out
+    assert "not explained" not in out
+
+
+def parity_row(place: int) -> dict:
+    return good_row() | {
+        "group_id": f"g{place // 2}",
+        "reward": float(place % 2),
+        "ref_log_probs": [None, None, -2.0 - place, -1.0, -2.5],
+    }
+
+
 @pytest.mark.slow
 def test_parity_calls_trls_own_loss_in_another_process(trained, tmp_path, capsys):
     pytest.importorskip("trl", reason="the extra trl")
