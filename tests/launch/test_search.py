@@ -96,22 +96,26 @@ def curve(rate: float) -> list[float]:
     return [rate * step - 9 * (step == 60) for step in EVALUATED]
 
 
+def result_of(rate: float, watched: Watched) -> Result:
+    """Return what becomes of a job that is looked at after each evaluation."""
+    points = [*zip(EVALUATED, curve(rate), strict=True), (101, 0.0)]
+    for num_seen in range(1, len(EVALUATED) + 1):
+        if watched.why_prune(points[:num_seen]) is not None:
+            # It comes a step further until it has saved.
+            return Result(None, points[: num_seen + 1], is_pruned=True)
+    return Result(points[-2][1], points[:-1])
+
+
 def searched(prune_after: int | None) -> tuple[list[float], list[int | None]]:
     """Search as jobs run: return the rate of each, and the step at which it was stopped early."""
     rates: list[float] = []
     stopped_at: list[int | None] = []
 
     def run(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
-        rate = float(jobs[0][0].partition("=")[2])
-        points = list(zip(EVALUATED, curve(rate), strict=True))
-        ends = (n for n in range(1, 6) if watched[0].why_prune(points[:n]) is not None)
-        num_seen = next(ends, None)
-        rates.append(rate)
-        stopped_at.append(None if num_seen is None else EVALUATED[num_seen - 1])
-        if num_seen is None:
-            return [Result(points[-1][1], points)]
-        # It comes a step further until it has saved.
-        return [Result(None, points[: num_seen + 1], is_pruned=True)]
+        rates.append(float(jobs[0][0].partition("=")[2]))
+        result = result_of(rates[-1], watched[0])
+        stopped_at.append(result.points[-2][0] if result.is_pruned else None)
+        return [result]
 
     setting = "null" if prune_after is None else prune_after
     run_search(compose_sweep([*PRUNED, f"hydra.sweeper.prune_after={setting}"]).search, run)
@@ -137,23 +141,31 @@ def test_a_job_is_stopped_early_where_its_best_number_is_below_the_median_of_com
     assert searched(prune_after=None)[1] == [None] * 10
 
 
-def test_a_continued_search_proposes_the_same_values_from_jobs_that_were_stopped_early():
+def test_a_continued_search_knows_what_the_one_before_knew():
+    """So it proposes the same values, also from jobs that were stopped early."""
     pytest.importorskip("optuna")
-    rates, stopped_at = searched(prune_after=0)
-    kept = iter(zip(rates, stopped_at, strict=True))
-    again: list[float] = []
+    studies = []
+    kept: list[Result] = []
 
     def run(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
-        rate, stopped = next(kept)
-        again.append(float(jobs[0][0].partition("=")[2]))
-        points = list(zip(EVALUATED, curve(rate), strict=True))
-        if stopped is None:
-            return [Result(points[-1][1], points)]
-        return [Result(None, points[: EVALUATED.index(stopped) + 2], is_pruned=True)]
+        studies.append(watched[0].trial.study)
+        result = result_of(float(jobs[0][0].partition("=")[2]), watched[0])
+        kept.append(result)
+        return [result]
 
-    run_search(compose_sweep([*PRUNED, "hydra.sweeper.prune_after=0"]).search, run)
-    assert again == rates
-    assert any(stopped_at)
+    def run_again(jobs: list[list[str]], first: int, watched: list[Watched]) -> list[Result]:
+        studies.append(watched[0].trial.study)
+        return [kept[first]]
+
+    search = compose_sweep([*PRUNED, "hydra.sweeper.prune_after=0"]).search
+    run_search(search, run)
+    run_search(search, run_again)
+    before, now = (
+        [(trial.params, trial.state, trial.intermediate_values) for trial in study.trials]
+        for study in (studies[0], studies[-1])
+    )
+    assert now == before
+    assert any(result.is_pruned for result in kept)
 
 
 @pytest.mark.parametrize(
