@@ -55,6 +55,11 @@ def check_machine(config: Config, report: Report) -> None:
 
         with errors_added_to(report):
             estimator_of(config.advantage, config.rollout, config.task)
+    if config.optimizer.path is not None:
+        from pgtoolkit.training.own_optimizer import check_own_optimizer
+
+        with errors_added_to(report):
+            check_own_optimizer(config.optimizer)
     if config.callbacks.own:
         import_metrics()
         from pgtoolkit.training.callbacks import own_parts

@@ -30,10 +30,10 @@ from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
 from pgtoolkit.config.hydra_keys import name_in
-from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, key_named, keys_of
+from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
-from pgtoolkit.config.own_code import PARAMETERS, with_path
+from pgtoolkit.config.own_code import PARAMETERS, takes_parameters, with_path
 from pgtoolkit.config.own_files import (
     HYDRA_OPTIONS,
     OwnFile,
@@ -331,7 +331,7 @@ def _gather_parameters(config: DictConfig) -> None:
     schema has for them."""
     for group, parameters in PARAMETERS.items():
         values = config.get(group)
-        if not isinstance(values, DictConfig) or key_named(parameters, config) is None:
+        if not isinstance(values, DictConfig) or not takes_parameters(group, config):
             continue
         known = {key.leaf for key in keys_of(config) if key.group == group}
         with open_dict(values):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from pgtoolkit.config.conditions import value_of
+from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import (
     KEYS,
     OPTION_KEYS,
@@ -37,9 +37,15 @@ def parameter_key(name: str, config: object) -> str:
     """
     group, _, leaf = name.partition(".")
     is_parameter = leaf and group in PARAMETERS and key_named(name, config) is None
-    if is_parameter and key_named(PARAMETERS[group], config) is not None:
+    if is_parameter and takes_parameters(group, config):
         return f"{PARAMETERS[group]}.{leaf}"
     return name
+
+
+def takes_parameters(group: str, config: object) -> bool:
+    """Return whether names that a group does not have are parameters of own code there."""
+    key = key_named(PARAMETERS[group], config)
+    return key is not None and (not key.only_if or holds(key.only_if, config))
 
 
 def with_path(entry: object) -> object:

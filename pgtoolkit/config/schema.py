@@ -169,7 +169,7 @@ class Config:
         only_if=ASKED,
     )
     optimizer: OptimizerSettings = group(
-        default="adamw", help="AdamW or Muon, and its schedule.", alters=Alters.nothing
+        default="adamw", help="AdamW, Muon or your own, and its schedule.", alters=Alters.nothing
     )
     evaluation: EvaluationSettings = group(
         default="default",

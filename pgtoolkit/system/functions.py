@@ -247,7 +247,7 @@ def _spec_here(name: str) -> ModuleSpec | None:
 
 def kind_of(key: str) -> str:
     """Return "class" or "function": what the dotted path in this key names."""
-    names_class = key == "task.environment" or key.startswith("callbacks.")
+    names_class = key in ("task.environment", "optimizer") or key.startswith("callbacks.")
     return "class" if names_class else "function"
 
 

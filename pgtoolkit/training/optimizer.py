@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.ranks.collectives import local
+from pgtoolkit.training.own_optimizer import Groups, own_optimizer
 from pgtoolkit.training.settings import OptimizerName, OptimizerSettings, Schedule
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def make_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch
     if settings.name == OptimizerName.adamw:
         betas = settings.beta1, settings.beta2
         return _adamw(parameters, settings, betas=betas, eps=settings.epsilon)
+    if settings.name == OptimizerName.custom:
+        return own_optimizer(_groups(parameters, settings), settings)
     matrices = _hidden_matrices(model)
     of_muon = [p for p in parameters if id(p) in matrices]
     others = _adamw([p for p in parameters if id(p) not in matrices], settings)
@@ -127,13 +130,17 @@ def make_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch
     return MuonAndAdamW(muon, others)
 
 
-def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings, **more: Any) -> LocalAdamW:
-    groups = [
+def _groups(parameters: list[nn.Parameter], settings: OptimizerSettings) -> Groups:
+    return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings, **more: Any) -> LocalAdamW:
     # Fused, it is one kernel instead of a dozen.
     on_gpu = bool(parameters) and parameters[0].is_cuda
+    groups = _groups(parameters, settings)
     return LocalAdamW(groups, lr=settings.learning_rate, fused=on_gpu, **more)
 
 
@@ -151,15 +158,17 @@ def _hidden_matrices(model: PreTrainedModel) -> set[int]:
     return matrices - at_the_ends
 
 
-def fields_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...]:
-    """Return the names of what an optimizer keeps of a weight once it has updated it.
+def fields_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...] | None:
+    """Return the names of what an optimizer keeps of a weight once it has updated it; None where
+    only the optimizer knows, which is one of the user's own.
 
     They are in the optimizer's order. So a resumed run divides tensors into files as a run that was
     never stopped.
     """
     if isinstance(optimizer, MuonAndAdamW) and optimizer.updates_by_muon(weight):
         return ("momentum_buffer",)
-    return ("step", "exp_avg", "exp_avg_sq")
+    is_ours = isinstance(optimizer, MuonAndAdamW | LocalAdamW)
+    return ("step", "exp_avg", "exp_avg_sq") if is_ours else None
 
 
 class LearningRate(torch.optim.lr_scheduler.LRScheduler):

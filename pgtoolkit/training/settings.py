@@ -99,12 +99,13 @@ class Schedule(StrEnum):
 class OptimizerName(StrEnum):
     adamw = "adamw"
     muon = "muon"
+    custom = "custom"
 
 
 _OF_ADAMW: Refusal = {
     "only_if": "optimizer.name=adamw",
     "use": "optimizer=adamw",
-    "why": "Others have PyTorch's values.",
+    "why": "Others have values of their own.",
 }
 
 
@@ -119,7 +120,7 @@ class OptimizerSettings:
     name: OptimizerName = key(
         default=OptimizerName.adamw,
         option=True,
-        learns="optimizer.name=muon",
+        learns="optimizer.name=muon or optimizer.name=custom",
         fixed="the checkpoint holds the optimizer's moments",
         added=True,
     )
@@ -151,7 +152,7 @@ class OptimizerSettings:
     )
     weight_decay: float = key(
         default=0.01,
-        help="Decoupled weight decay (>= 0).",
+        help="Decoupled weight decay (>= 0); an optimizer of your own gets it if it has one.",
         least=0,
         most=10,
     )
@@ -181,6 +182,29 @@ class OptimizerSettings:
         added=True,
         only_if="optimizer.schedule!=constant",
         use="optimizer.schedule=cosine",
+    )
+    path: str | None = key(
+        default=None,
+        help="Dotted path `package.module.Class` of an optimizer in PyTorch's form, in the current "
+        "directory or installed; null: none. optimizer=package.module.Class sets it.",
+        code="function",
+        stands_for="custom",
+        learns="optimizer.name=custom",
+        fixed="the checkpoint holds the optimizer's state",
+        added=True,
+        only_if="optimizer.name=custom",
+        use="optimizer=package.module.Class",
+    )
+    options: Dictionary = key(
+        default={},
+        help="Values of its parameters by their names: optimizer.NAME=VALUE sets one.",
+        free=True,
+        gathers=True,
+        learns="optimizer.name=custom",
+        fixed="the checkpoint holds the optimizer's state",
+        added=True,
+        only_if="optimizer.name=custom",
+        use="optimizer=package.module.Class",
     )
 
 
@@ -334,6 +358,12 @@ OPTIONS = {
             help="Muon, whose updates of matrices are orthogonal, in the size of AdamW's, for "
             "those but embeddings and heads; AdamW for all else. No weight decay on norms and "
             "biases.",
+            base="adamw",
+        ),
+        "custom": Option(
+            OptimizerSettings,
+            help="An optimizer of your own in PyTorch's form, which "
+            "optimizer=my_module.MyOptimizer chooses. No weight decay on norms and biases.",
             base="adamw",
         ),
     },

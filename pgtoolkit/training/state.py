@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
@@ -32,6 +33,10 @@ from pgtoolkit.training.checkpoint import (
 )
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import fields_of
+from pgtoolkit.training.own_optimizer import load_fields
+
+Fields = dict[str, tuple[str, ...] | None]
+"""Weight -> the names of what the optimizer keeps of it, None where only the optimizer knows."""
 
 
 def snapshot(
@@ -169,7 +174,7 @@ def _restore_tensors(module: PolicyGradientModule, state: dict, names: set[str])
         assert module.reference is not None
         _fill_all(named_weights(module.reference.model), path, REFERENCE)
     _, weights = stored_weights(module.policy)
-    fields: dict[str, tuple[str, ...]] = {}
+    fields: Fields = {}
     of_rank = {name: fields_of(module.optimizer, weight) for name, weight in weights.items()}
     for of_one in gather_objects(of_rank, module.layout.world_group):
         fields |= of_one
@@ -211,7 +216,7 @@ def _restore_moments(
     kind: str,
     optimizer: torch.optim.Optimizer,
     weights: Mapping[str, Tensor],
-    fields: Mapping[str, Sequence[str]],
+    fields: Fields,
     updates: int,
     without_moments: list[str] | None,
 ) -> None:
@@ -221,13 +226,29 @@ def _restore_moments(
     checkpoint.
     """
     with open_tensors(path, kind) as files:
-        if updates and not files:
+        if updates and not files and {*fields} - {*(without_moments or ())}:
             raise StorageError(damaged(path, "the optimizer's moments are missing"))
+        own = [name for name, names in fields.items() if names is None]
+        fields = fields | _stored_fields(own, files)
+        if own:
+            _check_moments(files.keys(), fields, path, updates, without_moments)
+            load_fields(
+                optimizer,
+                {
+                    cast("nn.Parameter", weight): {
+                        field: files[f"{name}.{field}"].get_tensor(f"{name}.{field}")
+                        for field in fields[name] or ()
+                    }
+                    for name, weight in weights.items()
+                },
+            )
+            return
         _check_moments(files.keys(), fields, path, updates, without_moments)
         for name, parameter in weights.items():
-            if f"{name}.{fields[name][0]}" not in files:
+            of_weight = fields[name] or ()
+            if not all(f"{name}.{field}" in files for field in of_weight):
                 continue
-            moments = {field: torch.zeros_like(parameter) for field in fields[name]}
+            moments = {field: torch.zeros_like(parameter) for field in of_weight}
             if "step" in moments:
                 # Fused AdamW has the count of steps on the device, too.
                 moments["step"] = torch.zeros((), device=parameter.device)
@@ -241,9 +262,21 @@ def _restore_moments(
                     raise StorageError(damaged(path, problem))
 
 
+def _stored_fields(names: Collection[str], stored: Iterable[str]) -> Fields:
+    """Return the fields that a checkpoint has of these weights, in its order."""
+    fields: dict[str, list[str]] = {name: [] for name in names}
+    for tensor in stored:
+        parts = tensor.split(".")
+        splits = ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(1, len(parts)))
+        for name, field in splits:
+            if name in fields:
+                fields[name].append(field)
+    return {name: tuple(of_weight) for name, of_weight in fields.items()}
+
+
 def _check_moments(
     stored_names: Collection[str],
-    fields: Mapping[str, Sequence[str]],
+    fields: Fields,
     path: Path,
     updates: int,
     without_moments: list[str] | None,
@@ -255,16 +288,20 @@ def _check_moments(
     without_moments: names of the weights that have none, as the checkpoint says. One that does not
         say it may lack all moments of any weight, but not some of them.
     """
-    expected = {f"{name}.{field}" for name, of_weight in fields.items() for field in of_weight}
+    expected = {
+        f"{name}.{field}" for name, of_weight in fields.items() for field in of_weight or ()
+    }
     unknown = sorted({*stored_names} - expected)
     if unknown:
         raise ValueError(f"{unknown[0]} is none of the optimizer's moments")
     if not updates:
         return
     for name, of_weight in sorted(fields.items()):
-        missing = [field for field in of_weight if f"{name}.{field}" not in stored_names]
+        if not of_weight and name not in (without_moments or ()):
+            raise StorageError(damaged(path, f"{name} of the optimizer is missing"))
+        missing = [field for field in of_weight or () if f"{name}.{field}" not in stored_names]
         may_lack_all = without_moments is None or name in without_moments
-        if missing and not (may_lack_all and len(missing) == len(of_weight)):
+        if missing and not (may_lack_all and len(missing) == len(of_weight or ())):
             raise StorageError(damaged(path, f"{name}.{missing[0]} of the optimizer is missing"))
 
 

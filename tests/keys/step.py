@@ -532,6 +532,29 @@ def each_optimizer_updates_the_weights_as_in_torch():
     assert (weights - adamw).abs().max() > 1e-3
 
 
+@key_test("optimizer.path", "optimizer.options")
+def an_optimizer_of_ones_own_gets_its_parameters_and_the_rate():
+    """PyTorch's AdamW by its path makes the updates of optimizer=adamw, to the bit."""
+    expected = module_of(
+        *("optimizer.beta1=0.5", "optimizer.beta2=0.7", "optimizer.epsilon=0.01"),
+        "optimizer.weight_decay=0.3",
+    )
+    same = module_of(
+        *("optimizer=torch.optim.AdamW", "optimizer.betas=[0.5,0.7]", "optimizer.eps=0.01"),
+        "optimizer.weight_decay=0.3",
+    )
+    other = module_of("optimizer=torch.optim.SGD")
+    for module in (expected, same, other):
+        module.max_grad_norm = None
+    weights = []
+    for module in (expected, same, other):
+        for number in range(3):
+            module.training_step(step_of(some_documents()[number : number + 4]), number)
+        weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
 @key_test("optimizer.max_grad_norm")
 def a_gradient_with_a_larger_norm_is_scaled_down_to_max_grad_norm():
     """The metric is the norm before."""

@@ -69,6 +69,16 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
                 (
                     "advantage=gae",
                     "loss=grpo",
+                    "optimizer=torch.optim.RMSprop",
+                    "optimizer.momentum=0.9",
+                ),
+                (1, 2),
+            ),
+            (("optimizer=torch.optim.SGD",), (3,)),  # it keeps nothing
+            (
+                (
+                    "advantage=gae",
+                    "loss=grpo",
                     "rollout.lag=5",
                     "kl=k2",
                     "kl.place=reward",

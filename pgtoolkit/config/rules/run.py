@@ -282,6 +282,8 @@ def optimizer(c: Config, report: Report) -> None:
     lag = getattr(c.rollout, "lag", 0)
     if lag and lag >= updates:
         report.note(f"rollout.lag={lag} {settings}: the first weights sample every completion.")
+    if c.optimizer.path is not None:
+        importable(report, "optimizer", c.optimizer.path, "It is imported when the run starts.")
     if c.optimizer.name == "muon" and c.model.lora_rank is not None:
         report.note(
             f"optimizer=muon with model.lora_rank={c.model.lora_rank}: each of an adapter's two "

@@ -490,6 +490,19 @@ PARALLELISM = (
         use="metrics=none or parallelism.pipeline_parallel=1",
     ),
     Rule(
+        "optimizer=custom",
+        needs="optimizer.path!=null",
+        because="The class at that path is the optimizer.",
+        use="optimizer=torch.optim.RMSprop",
+    ),
+    Rule(
+        "optimizer=custom",
+        needs="parallelism.shard=false and parallelism.tensor_parallel=1",
+        because="A rank would give it parts of weights, whose update may be another than that of "
+        "the whole.",
+        use="parallelism.shard=false parallelism.tensor_parallel=1 or optimizer=adamw",
+    ),
+    Rule(
         "optimizer=muon",
         needs="parallelism.tensor_parallel=1",
         because="The update of a matrix is orthogonal as a whole; that of its parts is another.",

@@ -1,0 +1,205 @@
+"""An optimizer of the user's own, in PyTorch's form: imported, tried, and with a state that a
+checkpoint can hold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.functions import blaming, import_function
+from pgtoolkit.system.report import refusal
+from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
+
+Groups = list[dict[str, Any]]
+Fields = Mapping[str, Tensor]
+
+_RATE = 0.01
+_UPDATES = 4
+
+
+def own_optimizer(groups: Groups, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of the user's own over groups of parameters, once it has been tried.
+
+    groups: each with its `weight_decay`. Raises ConfigError as `check_own_optimizer` does.
+    """
+    make = check_own_optimizer(settings)
+    return make(groups, settings.learning_rate)
+
+
+def check_own_optimizer(
+    settings: OptimizerSettings,
+) -> Callable[[Groups, float], torch.optim.Optimizer]:
+    """Return what makes the optimizer of the user's own, from groups and a learning rate.
+
+    It is tried on two small weights. Raises ConfigError where it cannot be imported or made, has no
+    learning rate of its groups, or keeps something that a checkpoint could not hold.
+    """
+    assert settings.name == OptimizerName.custom
+    assert settings.path is not None
+    path = settings.path
+    options = dict(settings.options)
+    setting = f"optimizer={path}"
+    if "lr" in options:
+        raise ConfigError(
+            refusal(
+                setting=f"optimizer.lr={options['lr']}",
+                needs="optimizer.learning_rate",
+                got="lr",
+                reason="It is what the schedule sets at each update.",
+                use=f"optimizer.learning_rate={options['lr']}",
+            )
+        )
+    kind = import_function("optimizer", path, ("params",), ("lr", *options))
+    decays = "weight_decay" in inspect.signature(kind).parameters
+    usual = OptimizerSettings(learning_rate=1.0).weight_decay
+    if not decays and settings.weight_decay != usual:
+        raise ConfigError(
+            refusal(
+                setting=f"optimizer.weight_decay={settings.weight_decay:g}",
+                needs="an optimizer with a parameter weight_decay",
+                got=path,
+                reason="It would have no effect.",
+                use=f"optimizer.weight_decay={usual:g}",
+            )
+        )
+
+    def make(groups: Groups, rate: float) -> torch.optim.Optimizer:
+        if not decays:
+            groups = [{"params": group["params"]} for group in groups]
+        groups = [group for group in groups if group["params"]]
+        with blaming(setting, ConfigError, "the groups of parameters, when it was made"):
+            optimizer = kind(groups, lr=rate, **options)
+        is_one = isinstance(optimizer, torch.optim.Optimizer)
+        if not is_one or any("lr" not in group for group in optimizer.param_groups):
+            raise _refused(
+                setting,
+                "a class that inherits from torch.optim.Optimizer, whose groups have an lr",
+                type(optimizer).__name__,
+                "Each update sets the learning rate of its groups.",
+            )
+        return optimizer
+
+    _try(setting, make)
+    return make
+
+
+def _refused(setting: str, needs: str, got: str, reason: str) -> ConfigError:
+    return ConfigError(refusal(setting, needs, got, reason, use="optimizer=adamw"))
+
+
+class _Trial:
+    """Two small weights with an optimizer, and the gradients of some updates."""
+
+    def __init__(
+        self, setting: str, make: Callable[[Groups, float], torch.optim.Optimizer], rate: float
+    ):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((3, 4), (5,))
+        self.setting = setting
+        self.weights = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        self.gradients = [
+            [torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_UPDATES)
+        ]
+        matrix, vector = self.weights
+        self.optimizer = make(
+            [
+                {"params": [matrix], "weight_decay": 0.01},
+                {"params": [vector], "weight_decay": 0.0},
+            ],
+            rate,
+        )
+
+    def update(self, first: int, last: int) -> None:
+        """Make the updates of these numbers, from 0, without the last one."""
+        for number in range(first, last):
+            for weight, gradient in zip(self.weights, self.gradients[number], strict=True):
+                weight.grad = gradient.clone()
+            with blaming(self.setting, ConfigError, "two small weights, in a trial of it"):
+                self.optimizer.step()
+
+    @property
+    def values(self) -> Tensor:
+        return torch.cat([weight.detach().flatten() for weight in self.weights])
+
+
+def _try(setting: str, make: Callable[[Groups, float], torch.optim.Optimizer]) -> None:
+    """Raise ConfigError for an optimizer whose run could not be resumed to the bit, or that does
+    not follow the learning rate."""
+    rng = torch.get_rng_state()
+    try:
+        whole = _Trial(setting, make, _RATE)
+        begin = whole.values
+        whole.update(0, 1)
+        slower = _Trial(setting, make, _RATE)
+        for group in slower.optimizer.param_groups:
+            group["lr"] = _RATE / 2
+        slower.update(0, 1)
+        if torch.equal(whole.values, slower.values) or not whole.values.isfinite().all():
+            moved = "no change" if torch.equal(whole.values, begin) else "the same update"
+            raise _refused(
+                setting,
+                "updates that follow the learning rate of its groups",
+                f"{moved} with half of it",
+                "The schedule sets it at each update.",
+            )
+        whole.update(1, 2)
+        _check_state(setting, whole)
+        resumed = _Trial(setting, make, _RATE)
+        with torch.no_grad():
+            for weight, value in zip(resumed.weights, whole.weights, strict=True):
+                weight.copy_(value)
+        state = [dict(whole.optimizer.state.get(weight, {})) for weight in whole.weights]
+        load_fields(
+            resumed.optimizer,
+            {
+                weight: {name: value.clone() for name, value in fields.items()}
+                for weight, fields in zip(resumed.weights, state, strict=True)
+            },
+        )
+        for one in (whole, resumed):
+            one.update(2, _UPDATES)
+        if not torch.equal(whole.values, resumed.values):
+            raise _refused(
+                setting,
+                "a state that is all in its tensors of each weight",
+                "other updates from these tensors",
+                "A run that is resumed has the weights and these tensors alone.",
+            )
+    finally:
+        torch.set_rng_state(rng)
+
+
+def _check_state(setting: str, trial: _Trial) -> None:
+    """Raise ConfigError for a state that is not made of plain tensors by weight."""
+    problem = None
+    known = {id(weight) for weight in trial.weights}
+    for weight, fields in trial.optimizer.state.items():
+        if id(weight) not in known:
+            problem = f"state of {weight!r:.60}"
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if type(value) is not Tensor or not isinstance(name, str):
+                problem = f"{name} of type {type(value).__name__}"
+    if problem is not None:
+        raise _refused(
+            setting,
+            "a state of plain tensors by the name of each, for each weight",
+            problem,
+            "A checkpoint keeps tensors.",
+        )
+
+
+def load_fields(optimizer: torch.optim.Optimizer, fields: Mapping[nn.Parameter, Fields]) -> None:
+    """Give an optimizer its state of weights, on the devices on which it keeps it."""
+    packed = optimizer.state_dict()
+    weights: Sequence[nn.Parameter] = [
+        weight for group in optimizer.param_groups for weight in group["params"]
+    ]
+    packed["state"] = {
+        number: dict(fields[weight]) for number, weight in enumerate(weights) if fields.get(weight)
+    }
+    optimizer.load_state_dict(packed)
