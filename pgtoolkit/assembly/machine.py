@@ -59,7 +59,9 @@ def check_machine(config: Config, report: Report) -> None:
         from pgtoolkit.training.own_optimizer import check_own_optimizer
 
         with errors_added_to(report):
-            check_own_optimizer(config.optimizer)
+            parallelism = config.parallelism
+            is_sharded = parallelism.shard or parallelism.tensor_parallel > 1
+            check_own_optimizer(config.optimizer, is_sharded)
     if config.callbacks.own:
         import_metrics()
         from pgtoolkit.training.callbacks import own_parts

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.ranks.collectives import local
 from pgtoolkit.system.functions import blaming, import_function
 from pgtoolkit.system.report import refusal
 from pgtoolkit.training.settings import OptimizerName, OptimizerSettings
@@ -22,22 +24,90 @@ _RATE = 0.01
 _UPDATES = 4
 
 
+Make = Callable[[Groups, float], torch.optim.Optimizer]
+"""Makes an optimizer from groups of parameters and a learning rate."""
+
+
+class OfShards(torch.optim.Optimizer):
+    """Has an optimizer of the user's own update this rank's part of each sharded weight, as a plain
+    tensor.
+
+    groups: of parameters, none of them empty. The user's has to work elementwise.
+    """
+
+    def __init__(self, make: Make, groups: Groups, rate: float):
+        self._plain: dict[int, nn.Parameter] = {}
+        for group in groups:
+            for weight in group["params"]:
+                self._plain[id(weight)] = nn.Parameter(local(weight.detach()))
+        plain = [group | {"params": [*map(self.plain, group["params"])]} for group in groups]
+        self.inner = make(plain, rate)
+        super().__init__(groups, {"lr": rate})
+
+    def plain(self, weight: Tensor) -> nn.Parameter:
+        return self._plain[id(weight)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            theirs["lr"] = group["lr"]
+            for weight in group["params"]:
+                self.plain(weight).grad = None if weight.grad is None else local(weight.grad)
+        self.inner.step()
+        self.inner.zero_grad()
+
+    def kept(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the state of a weight, sharded as it is."""
+        plain = self.plain(weight)
+        return {
+            name: _sharded(value, weight) if value.shape == plain.shape else value
+            for name, value in self.inner.state.get(plain, {}).items()
+        }
+
+
+def _sharded(part: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as the sharded tensor, which is as another one is."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 def own_optimizer(groups: Groups, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return the optimizer of the user's own over groups of parameters, once it has been tried.
 
     groups: each with its `weight_decay`. Raises ConfigError as `check_own_optimizer` does.
     """
-    make = check_own_optimizer(settings)
+    groups = [group for group in groups if group["params"]]
+    is_sharded = any(isinstance(weight, DTensor) for group in groups for weight in group["params"])
+    make = check_own_optimizer(settings, is_sharded)
+    if is_sharded:
+        return OfShards(make, groups, settings.learning_rate)
     return make(groups, settings.learning_rate)
 
 
-def check_own_optimizer(
-    settings: OptimizerSettings,
-) -> Callable[[Groups, float], torch.optim.Optimizer]:
-    """Return what makes the optimizer of the user's own, from groups and a learning rate.
+def kept_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> Mapping[str, Tensor]:
+    """Return what an optimizer keeps of a weight."""
+    if isinstance(optimizer, OfShards):
+        return optimizer.kept(weight)
+    return optimizer.state.get(weight, {})
+
+
+def check_own_optimizer(settings: OptimizerSettings, is_sharded: bool = False) -> Make:
+    """Return what makes the optimizer of the user's own.
 
     It is tried on two small weights. Raises ConfigError where it cannot be imported or made, has no
-    learning rate of its groups, or keeps something that a checkpoint could not hold.
+    learning rate of its groups, or keeps something that a checkpoint could not hold; with
+    is_sharded also where the update of a part of a weight is another than that of the whole.
     """
     assert settings.name == OptimizerName.custom
     assert settings.path is not None
@@ -71,7 +141,6 @@ def check_own_optimizer(
     def make(groups: Groups, rate: float) -> torch.optim.Optimizer:
         if not decays:
             groups = [{"params": group["params"]} for group in groups]
-        groups = [group for group in groups if group["params"]]
         with blaming(setting, ConfigError, "the groups of parameters, when it was made"):
             optimizer = kind(groups, lr=rate, **options)
         is_one = isinstance(optimizer, torch.optim.Optimizer)
@@ -85,6 +154,8 @@ def check_own_optimizer(
         return optimizer
 
     _try(setting, make)
+    if is_sharded:
+        _try_parts(setting, make)
     return make
 
 
@@ -95,9 +166,7 @@ def _refused(setting: str, needs: str, got: str, reason: str) -> ConfigError:
 class _Trial:
     """Two small weights with an optimizer, and the gradients of some updates."""
 
-    def __init__(
-        self, setting: str, make: Callable[[Groups, float], torch.optim.Optimizer], rate: float
-    ):
+    def __init__(self, setting: str, make: Make, rate: float):
         generator = torch.Generator().manual_seed(0)
         shapes = ((3, 4), (5,))
         self.setting = setting
@@ -105,13 +174,18 @@ class _Trial:
         self.gradients = [
             [torch.randn(shape, generator=generator) for shape in shapes] for _ in range(_UPDATES)
         ]
+        self._rate = rate
+        self.make(make)
+
+    def make(self, make: Make) -> None:
+        """Make the optimizer of the present weights."""
         matrix, vector = self.weights
         self.optimizer = make(
             [
                 {"params": [matrix], "weight_decay": 0.01},
                 {"params": [vector], "weight_decay": 0.0},
             ],
-            rate,
+            self._rate,
         )
 
     def update(self, first: int, last: int) -> None:
@@ -127,7 +201,7 @@ class _Trial:
         return torch.cat([weight.detach().flatten() for weight in self.weights])
 
 
-def _try(setting: str, make: Callable[[Groups, float], torch.optim.Optimizer]) -> None:
+def _try(setting: str, make: Make) -> None:
     """Raise ConfigError for an optimizer whose run could not be resumed to the bit, or that does
     not follow the learning rate."""
     rng = torch.get_rng_state()
@@ -174,6 +248,32 @@ def _try(setting: str, make: Callable[[Groups, float], torch.optim.Optimizer]) -
         torch.set_rng_state(rng)
 
 
+def _try_parts(setting: str, make: Make) -> None:
+    """Raise ConfigError for an optimizer whose update of a half of each weight is not the half of
+    its update."""
+    whole = _Trial(setting, make, _RATE)
+    whole.update(0, _UPDATES)
+    halves = []
+    for half in range(2):
+        trial = _Trial(setting, make, _RATE)
+        parts = [weight.detach().chunk(2)[half].clone() for weight in trial.weights]
+        trial.gradients = [
+            [one.chunk(2)[half] for one in of_update] for of_update in trial.gradients
+        ]
+        trial.weights = [nn.Parameter(part) for part in parts]
+        trial.make(make)
+        trial.update(0, _UPDATES)
+        halves.append(trial.weights)
+    joined = torch.cat([torch.cat(parts).flatten() for parts in zip(*halves, strict=True)])
+    if not torch.allclose(whole.values, joined, rtol=1e-5, atol=1e-7):
+        raise _refused(
+            setting,
+            "updates of single numbers, under parallelism that shards weights",
+            "other updates of the halves of two small weights than of the whole",
+            "Each rank updates its part of a weight.",
+        )
+
+
 def _check_state(setting: str, trial: _Trial) -> None:
     """Raise ConfigError for a state that is not made of plain tensors by weight."""
     problem = None
@@ -194,7 +294,20 @@ def _check_state(setting: str, trial: _Trial) -> None:
 
 
 def load_fields(optimizer: torch.optim.Optimizer, fields: Mapping[nn.Parameter, Fields]) -> None:
-    """Give an optimizer its state of weights, on the devices on which it keeps it."""
+    """Give an optimizer its state of weights, on the devices on which it keeps it.
+
+    fields: whole tensors, of which a rank with shards keeps its part.
+    """
+    if isinstance(optimizer, OfShards):
+        own = optimizer
+        load_fields(
+            own.inner,
+            {
+                own.plain(weight): {name: _part(value, weight) for name, value in of_weight.items()}
+                for weight, of_weight in fields.items()
+            },
+        )
+        return
     packed = optimizer.state_dict()
     weights: Sequence[nn.Parameter] = [
         weight for group in optimizer.param_groups for weight in group["params"]
@@ -203,3 +316,11 @@ def load_fields(optimizer: torch.optim.Optimizer, fields: Mapping[nn.Parameter, 
         number: dict(fields[weight]) for number, weight in enumerate(weights) if fields.get(weight)
     }
     optimizer.load_state_dict(packed)
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is sharded as a weight of its shape is."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    whole = whole.to(like.device)
+    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))

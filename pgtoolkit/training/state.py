@@ -33,7 +33,7 @@ from pgtoolkit.training.checkpoint import (
 )
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.optimizer import fields_of
-from pgtoolkit.training.own_optimizer import load_fields
+from pgtoolkit.training.own_optimizer import kept_of, load_fields
 
 Fields = dict[str, tuple[str, ...] | None]
 """Weight -> the names of what the optimizer keeps of it, None where only the optimizer knows."""
@@ -91,7 +91,7 @@ def _moments(
     moments = {}
     without_moments = []
     for name, weight in weights.items():
-        fields = optimizer.state.get(weight, {})
+        fields = kept_of(optimizer, weight)
         moments |= {f"{name}.{field}": value for field, value in fields.items()}
         if not fields:
             without_moments.append(name)

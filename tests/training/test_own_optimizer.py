@@ -2,11 +2,20 @@
 
 import pytest
 import torch
-from builders.runs import config_of
+from builders.parallel_runs import assert_runs_close, run_on_ranks
+from builders.processes import world
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.training.own_optimizer import check_own_optimizer
+from pgtoolkit.training.own_optimizer import (
+    check_own_optimizer,
+    kept_of,
+    load_fields,
+    own_optimizer,
+)
 
 
 class Counting(SGD):
@@ -92,6 +101,81 @@ def test_an_optimizer_that_a_run_could_not_continue_or_lead_is_refused(overrides
     with pytest.raises(ConfigError) as refused:
         check_own_optimizer(config_of(*overrides).optimizer)
     assert problem in str(refused.value)
+
+
+class ByNorm(SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.grad /= weight.grad.norm()
+        super().step(closure)
+
+
+def test_one_that_does_not_work_elementwise_is_refused_where_weights_are_sharded():
+    settings = config_of(f"optimizer={HERE}.ByNorm").optimizer
+    check_own_optimizer(settings)
+    with pytest.raises(ConfigError, match="needs updates of single numbers, under parallelism"):
+        check_own_optimizer(settings, is_sharded=True)
+
+
+def three_updates(sharded: bool) -> list[list[torch.Tensor]]:
+    """Return weights and what RMSprop keeps of them, whole; each rank of a world calls it.
+
+    Its state is taken after two updates, and given to a new one.
+    """
+    settings = config_of("optimizer=torch.optim.RMSprop", "optimizer.momentum=0.9").optimizer
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1, 7), (3,))]
+    if sharded:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        weights = [distribute_tensor(weight, mesh, [Shard(0)]) for weight in weights]
+    weights = [torch.nn.Parameter(weight) for weight in weights]
+    groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:]}]
+
+    def made() -> torch.optim.Optimizer:
+        optimizer = own_optimizer([dict(group) for group in groups], settings)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.03
+        return optimizer
+
+    optimizer = made()
+    for number in range(3):
+        if number == 2:
+            kept = [kept_of(optimizer, weight) for weight in weights]
+            whole = [{name: whole_of(value) for name, value in one.items()} for one in kept]
+            optimizer = made()
+            load_fields(optimizer, dict(zip(weights, whole, strict=True)))
+        for weight in weights:
+            gradient = torch.randn(weight.shape, generator=generator)
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if sharded else gradient
+        optimizer.step()
+    state = [whole_of(value) for weight in weights for value in kept_of(optimizer, weight).values()]
+    assert len(state) == 9
+    return [[whole_of(weight) for weight in weights], state]
+
+
+def whole_of(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def compared_with_whole_weights() -> None:
+    assert_equal(three_updates(sharded=True), three_updates(sharded=False))
+
+
+def test_a_sharded_weight_gets_the_update_of_the_whole_one_to_the_bit():
+    world(2).run(compared_with_whole_weights)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_resumes_to_the_bit(tmp_path):
+    own = ("optimizer=torch.optim.RMSprop", "optimizer.momentum=0.9", "trainer.max_steps=4")
+    settings = [*SHORT, *own, "parallelism.shard=true"]
+    whole = run_on_ranks(tmp_path / "whole", settings, data_parallel=2)
+    assert_runs_close(whole, run_on_ranks(tmp_path / "single", [*SHORT, *own]))
+    resumed = copy_as_of(whole, 1, tmp_path / "resumed")
+    run_on_ranks(resumed, settings, resume=True, data_parallel=2)
+    for step in (2, 4):
+        assert_equal(checkpoint_of(resumed, step), checkpoint_of(whole, step))
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "NAdam", "Adagrad", "RMSprop", "Adadelta", "ASGD"])

@@ -496,13 +496,6 @@ PARALLELISM = (
         use="optimizer=torch.optim.RMSprop",
     ),
     Rule(
-        "optimizer=custom",
-        needs="parallelism.shard=false and parallelism.tensor_parallel=1",
-        because="A rank would give it parts of weights, whose update may be another than that of "
-        "the whole.",
-        use="parallelism.shard=false parallelism.tensor_parallel=1 or optimizer=adamw",
-    ),
-    Rule(
         "optimizer=muon",
         needs="parallelism.tensor_parallel=1",
         because="The update of a matrix is orthogonal as a whole; that of its parts is another.",
