@@ -289,7 +289,7 @@ REPORTS = {
     ),
     "export": (
         "RUN_DIR DIR",
-        "the newest checkpoint, or --best, as a Hugging Face folder; LoRA's adapters merged",
+        "newest or --best checkpoint as a Hugging Face folder, LoRA merged",
         _export,
     ),
     "parity": (
