@@ -1,5 +1,6 @@
 """Commands that a run prints, and names that a shell expands, do what they say when typed."""
 
+import json
 import shlex
 import subprocess
 
@@ -49,7 +50,8 @@ def test_compare_skips_files_of_a_sweep_among_its_runs(tmp_path, monkeypatch, ca
     (job / "config.yaml").write_text("seed: 1\ntrainer: {max_steps: 1}\n")
     (job / "status.json").write_text('{"state": "done", "step": 1}')
     (job / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
-    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    sweep = {"name": "sweep", "command": [], "jobs": []}
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps(sweep))
     assert main(["compare", "sweep/0-seed-1", "sweep/sweep.json"]) == 0
     assert capsys.readouterr().err == "note: skipped, since there is no run: sweep/sweep.json\n"
     message = (
