@@ -59,7 +59,7 @@ class Completion:
     tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string
         (`StopStrings`), whichever comes first, and with it.
     log_probs: (N,) float32, of each drawn token under the distribution it was sampled from:
-        tempered, and renormalised if top_p cuts it.
+        tempered, and renormalised if top_k or top_p truncates it.
     top_ids, top_log_probs: (N, k) int32 and float32, the k likeliest tokens in the place of each
         drawn one, each once, ties by the smaller id, and their log-probs under the same
         distribution; None unless they are asked for.

@@ -147,8 +147,8 @@ def _sampled_rollouts(
         values = ", ".join(f"{name}={value}" for name, value in ignored.items())
         log.warning(
             f"note: {config.model.path}/generation_config.json suggests {values}, which is "
-            "ignored: only rollout.temperature and rollout.top_p decide how completions are "
-            "sampled."
+            "ignored: only rollout.temperature, rollout.top_p and rollout.top_k decide how "
+            "completions are sampled."
         )
     has_critic = config.advantage.estimator == AdvantageEstimator.gae
     return SampledRollouts(

@@ -60,7 +60,7 @@ _DEFAULTS = {
     for key in reversed(KEYS)
 }
 
-_ASKED_AS_IN_TRAINING = ("temperature", "top_p", "max_completion_length")
+_ASKED_AS_IN_TRAINING = ("temperature", "top_p", "top_k", "max_completion_length")
 """Keys of evaluation that take the value of the same key of rollout where they are null."""
 
 

@@ -385,15 +385,12 @@ _PROXIMAL = Elsewhere(
     "rollout.old_log_probs=proximal under a lag",
     "The updates between sampling and training are a part of the number.",
 )
-_TOP_P = Elsewhere(
-    "rollout.top_p!=null and rollout.top_p!=1",
-    "rollout.top_p",
-    "The sampler's log-probs are those among the tokens that top_p keeps.",
-)
-_TOP_P_ANCHOR = Elsewhere(
-    "rollout.top_p!=null and rollout.top_p!=1 and rollout.old_log_probs=sampling",
-    "rollout.top_p and rollout.old_log_probs=sampling",
-    "The old log-probs are those among the tokens that top_p keeps.",
+_TRUNCATED = Elsewhere(
+    "rollout.top_p!=null and rollout.top_p!=1 and sampler.keep_top=0 or "
+    "rollout.top_k!=null and sampler.keep_top=0",
+    "rollout.top_p or rollout.top_k, with sampler.keep_top=0",
+    "The sampler's log-probs are those among the tokens that sampling keeps, and the trainer's are "
+    "not.",
 )
 _WEIGHT_CLIPPED = Elsewhere(
     "loss.name=cispo",
@@ -439,7 +436,7 @@ RULES = (
         change="rollout.old_log_probs=training, which computes the old ones as the new ones are; a "
         "model folder whose attention or dropout differs between the two; the sampler's "
         "temperature and chat template",
-        elsewhere=(_RECORDED, _TOP_P_ANCHOR),
+        elsewhere=(_RECORDED,),
     ),
     Rule(
         name="sampler and trainer apart",
@@ -450,7 +447,7 @@ RULES = (
         change="the sampler's number type and quantization; model.fp32_lm_head=true; "
         "correction=token_truncate or sequence_mask",
         measured_by="a sampler whose log-probs are known",
-        elsewhere=(_RECORDED, _PROXIMAL, _TOP_P),
+        elsewhere=(_RECORDED, _PROXIMAL, _TRUNCATED),
     ),
     Rule(
         name="groups without signal",

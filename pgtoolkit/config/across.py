@@ -22,6 +22,7 @@ _NEEDS_TOKENIZER: Declared = {
     "only_if": "model.name=huggingface",
     "why": "The tiny model has no chat template.",
 }
+_TRUNCATED = "rollout.top_p!=null and rollout.top_p!=1 or rollout.top_k!=null"
 _SAMPLES_AHEAD: Declared = {"fixed_if": "rollout.lag>0 or rollout.max_staleness>0"}
 
 CONDITIONS: Mapping[str, Declared] = {
@@ -102,7 +103,7 @@ CONDITIONS: Mapping[str, Declared] = {
         "why": "A batch is sampled while the one before is trained: then the weights that wrote it "
         "are gone.",
     },
-    "sampler.keep_top": {"learns": "loss.score_centering=true"},
+    "sampler.keep_top": {"learns": f"loss.score_centering=true or {_TRUNCATED}"},
     "rollout.chat": _NEEDS_TOKENIZER,
     "rollout.trained_turns": _NEEDS_TOKENIZER,
     "rollout.too_long": {
@@ -127,7 +128,12 @@ DEFAULTS: Mapping[str, Computed] = {
     "accumulation.max_tokens": ByWeights(random=512, trained=4096),
     "rollout/policy.max_completion_length": ByWeights(random=7, trained=256),
     "sampler.keep_top": ByCondition(
-        (("loss.score_centering=true and rollout.name=policy", 32),), 0
+        (
+            ("loss.score_centering=true and rollout.name=policy", 32),
+            ("rollout.top_p!=null and rollout.top_p!=1", 32),
+            ("rollout.top_k!=null", 32),
+        ),
+        0,
     ),
     "sampler.answer_seconds": SameAs("parallelism.timeout_seconds"),
     "evaluation.best": ByScores(),

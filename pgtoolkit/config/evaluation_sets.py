@@ -129,9 +129,10 @@ def sampling_in_words(config: Config) -> str:
     """Return how the completions of an evaluation are sampled, in words."""
     settings = sampling(config)
     top_p = settings.top_p
-    nucleus = "" if top_p in (None, 1) else f", top_p {text(top_p)}"
+    truncation = "" if settings.top_k is None else f", top_k {text(settings.top_k)}"
+    truncation += "" if top_p in (None, 1) else f", top_p {text(top_p)}"
     return (
-        f"at temperature {text(settings.temperature)}{nucleus}, at most "
+        f"at temperature {text(settings.temperature)}{truncation}, at most "
         f"{settings.max_completion_length} tokens"
     )
 

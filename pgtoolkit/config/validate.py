@@ -23,6 +23,7 @@ RULES: tuple[Check, ...] = (
     *table.CORRECTION,
     *table.BALANCED,
     *table.TOP_ENTROPY,
+    *table.TRUNCATED,
     *table.CENTERING,
     *table.GROUP_LOSS,
     *table.ADVANTAGE,

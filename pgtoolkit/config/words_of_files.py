@@ -108,6 +108,14 @@ COLUMNS = (
         type="list of S lists of numbers, optional",
     ),
     Word(
+        "sampling_kept_ids",
+        "the tokens that sampling by top-p or top-k kept in the place of this token, each once and "
+        "it among them: its log-probs are over these alone, in training too; -1 where unused, an "
+        "empty list where nothing is trained. At a trained token an empty list says that they are "
+        "not known: the document has weight 0. Rows without the column are sampled from all tokens",
+        type="list of S lists of integers, optional",
+    ),
+    Word(
         "ref_log_probs",
         "the same under a frozen reference, for `kl.reference=recorded` and the metric `kl_ref`; "
         "by the same rules",

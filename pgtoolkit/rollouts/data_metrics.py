@@ -34,6 +34,10 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "retired_prompts": [document.retired_prompts for document in attempts],
         "exact_match": [document.exact_match for document in attempts],
         "truncated_fraction": [document.truncated for document in documents],
+        "kept_set_overflow_fraction": [
+            None if document.sampling_kept_ids is None else document.kept_set_overflows
+            for document in documents
+        ],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.
         "staleness": [
             None if document.model_version is None else num_updates - document.model_version
@@ -120,7 +124,7 @@ def sampling_note(
         return ""
     top_p = getattr(rollout, "top_p", None)
     cause = "A correction weighs each token by it (docs/losses.md)"
-    if top_p is not None and top_p < 1:
+    if top_p is not None and "kept_set_overflow_fraction" not in metrics:
         cause = (
             f"rollout.top_p={top_p} renormalises the sampler's log-probs over the tokens that it "
             "keeps"
@@ -131,6 +135,21 @@ def sampling_note(
         f"of the ratios out of the clip of loss={loss}, more than an update may. "
         f"{cause}. This note is given once; the metrics difference_old_sampling and "
         "clipped_sampling_fraction follow the gap."
+    )
+
+
+def overflow_note(metrics: dict[str, float]) -> str:
+    """Return what to do where many documents are not trained, since sampling kept more tokens than
+    are recorded; "" elsewhere. metrics: of a step."""
+    share = metrics.get("kept_set_overflow_fraction", 0.0)
+    if not share > _LARGE_SHARE:
+        return ""
+    return (
+        f"{share:.0%} of the documents are not trained: somewhere in them rollout.top_p or "
+        "rollout.top_k kept more tokens than sampler.keep_top. Use more of these, or "
+        "rollout.top_k=32 beside top_p. A server that gives log-probs from before truncation looks "
+        "the same: start it with --logprobs-mode processed_logprobs. This note is given once; the "
+        "metric kept_set_overflow_fraction follows the share."
     )
 
 

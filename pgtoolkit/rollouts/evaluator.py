@@ -216,6 +216,7 @@ def as_evaluated(evaluation: EvaluationSettings, rollout: RolloutSettings) -> Po
         max_completion_length=sampling.max_completion_length,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
         stop=list(sampling.stop),
     )
 

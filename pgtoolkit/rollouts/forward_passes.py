@@ -150,11 +150,31 @@ class ForwardPasses:
         with failing_together(self.layout):
             with self.stopwatch.timed("old_log_probs"):
                 computed = self._computed(parts, num_passes)
-            if tolerance is not None and computed:
-                sampled = torch.cat([_known(of_one.sampling_log_probs) for of_one in computed])
-                trainer = torch.cat([_known(of_one.old_log_probs) for of_one in computed])
-                check_batch(sampled, trainer, tolerance, self.rollout.top_p)
+            if tolerance is not None:
+                documents = [document for part in parts for document in part]
+                self._check_sampled(documents, computed, tolerance)
         return computed
+
+    def _check_sampled(
+        self, documents: list[SampledDocument], computed: list[LogProbs], tolerance: float
+    ) -> None:
+        """Raise SamplerLost where the sampler's log-probs of documents are not the trainer's.
+
+        The two are over the same tokens where those that sampling has kept are known.
+        """
+        are_alike: list[LogProbs] = []
+        others: list[LogProbs] = []
+        for document, log_probs in zip(documents, computed, strict=True):
+            knows_kept = document.sampling_kept_ids is not None and not document.kept_set_overflows
+            is_alike = knows_kept or not self.rollout.sampling.is_truncated
+            (are_alike if is_alike else others).append(log_probs)
+        # top_k may keep any share of the probability.
+        share = 0.0 if self.rollout.top_k is not None else self.rollout.top_p or 1.0
+        for of_documents, kept_share in ((are_alike, 1.0), (others, share)):
+            if of_documents:
+                sampled = torch.cat([_known(of_one.sampling_log_probs) for of_one in of_documents])
+                trainer = torch.cat([_known(of_one.old_log_probs) for of_one in of_documents])
+                check_batch(sampled, trainer, tolerance, kept_share)
 
     def _computed(self, parts: list[list[SampledDocument]], num_passes: int) -> list[LogProbs]:
         """Return the documents' log-probs from the forward pass that training uses.

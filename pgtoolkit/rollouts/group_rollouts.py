@@ -215,14 +215,18 @@ def _document(
     reference_tokens = None
     if reference_prompt is not None:
         reference_tokens = torch.cat([reference_prompt, written])
+    kept = None
+    if rollout.sampling.is_truncated and completion.top_ids is not None:
+        kept = kept_ids(completion.top_ids)
     return SampledDocument(
         tokens=torch.cat([start, written]),
         loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
         group=group,
         name=name,
         sampling_log_probs=completion.log_probs,
-        sampling_top_ids=completion.top_ids,
-        sampling_top_log_probs=completion.top_log_probs,
+        sampling_top_ids=completion.top_ids if kept is None else None,
+        sampling_top_log_probs=completion.top_log_probs if kept is None else None,
+        sampling_kept_ids=kept,
         reward=reward,
         exact_match=score.exact_match,
         truncated=completion.finish_reason == "length",
@@ -233,6 +237,16 @@ def _document(
         logged=score.logged,
         reference_tokens=reference_tokens,
     )
+
+
+def kept_ids(likeliest: Tensor) -> Tensor:
+    """Return the tokens that truncated sampling has kept, (N, k), -1 where unused.
+
+    likeliest: (N, k + 1), the likeliest of them. Where that is k + 1 tokens, there may be more, and
+    the result has none.
+    """
+    is_larger = likeliest[:, -1:] >= 0
+    return torch.where(is_larger, -1, likeliest[:, :-1])
 
 
 def _prompt_of(request: Request) -> Prompt:

@@ -408,7 +408,15 @@ def _entries_of(row: RecordedRow, group: int, trajectory: int) -> tuple:
         _TRUTH[row.truncated],
         _TRUTH[row.exact_match],
         *(getattr(row, name) is not None for name in OPTIONAL_VECTORS),
+        row.sampling_kept_ids is not None,
+        _overflows(row),
     )
+
+
+def _overflows(row: RecordedRow) -> bool:
+    """Return whether the tokens that sampling has kept are not known at a trained token."""
+    kept = row.sampling_kept_ids
+    return kept is not None and bool((row.loss_mask & (kept < 0).all(1)).any())
 
 
 def _checked_rows(

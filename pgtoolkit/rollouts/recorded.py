@@ -125,6 +125,8 @@ class RecordedRollouts(Source):
             ref_log_probs=numbers if row["ref_log_probs"] else None,
             sampling_top_ids=numbers if "sampling_top_ids" in self.needs else None,
             sampling_top_log_probs=numbers if "sampling_top_log_probs" in self.needs else None,
+            sampling_kept_ids=numbers if row["sampling_kept_ids"] else None,
+            overflows=bool(row["kept_set_overflows"]),
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
             score_failed=bool(row["score_failed"]),

@@ -37,6 +37,8 @@ ROW = np.dtype(
         ("truncated", "i1"),
         ("exact_match", "i1"),
         *[(name, "?") for name in OPTIONAL_VECTORS],
+        ("sampling_kept_ids", "?"),
+        ("kept_set_overflows", "?"),
     ]
 )
 """The entries of a row. A number that is not recorded is NaN; a truth value, -1.
@@ -48,7 +50,8 @@ trajectory: the place among all rows of its trajectory's first document.
 advantage: by the estimator. has_signal: whether an advantage is not 0.
 score_failed: whether nobody could score it.
 old_log_prob: the mean over its trained tokens.
-OPTIONAL_VECTORS: whether it has them.
+OPTIONAL_VECTORS, sampling_kept_ids: whether it has them.
+kept_set_overflows: whether the tokens that sampling has kept are not known at a trained token.
 """
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from pgtoolkit.document import OPTIONAL_VECTORS, TOP_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, ROWS, Document
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.rollouts.rows import FIELDS, OF_THE_DOCUMENT, RecordedRow
@@ -101,7 +101,7 @@ def row_of(document: Document) -> RecordedRow:
         id=document.name,
         measures=document.measures,
         **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},
-        **{name: rows_per_token(getattr(document, name)) for name in TOP_VECTORS},
+        **{name: rows_per_token(getattr(document, name)) for name in ROWS},
         **{name: getattr(document, name) for name in OF_THE_DOCUMENT},
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pgtoolkit.document import OPTIONAL_VECTORS, TOP_VECTORS, Document
+from pgtoolkit.document import OPTIONAL_VECTORS, ROWS, Document
 from pgtoolkit.losses.checks import LARGEST_GAP, LARGEST_MASS, MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
@@ -57,7 +57,8 @@ class RecordedRow(SimpleNamespace):
 
     token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where
         nothing is trained. sampling_top_ids, sampling_top_log_probs: (S, k) int32 and float32, -1
-        and -inf where unused; read only where `Rules.required` has them.
+        and -inf where unused; read only where `Rules.required` has them. sampling_kept_ids: (S, k)
+        int32, -1 where unused.
     measures: further numbers of the document, which a run records with it.
     """
 
@@ -87,7 +88,7 @@ class RecordedRow(SimpleNamespace):
             advantages = self.advantage[mask]
         else:
             advantages = np.full(mask.sum(), advantage, np.float32)
-        vectors = {name: getattr(self, name) for name in (*OPTIONAL_VECTORS, *TOP_VECTORS)}
+        vectors = {name: getattr(self, name) for name in (*OPTIONAL_VECTORS, *ROWS)}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
             loss_mask=torch.from_numpy(mask),
@@ -160,6 +161,34 @@ def _log_probs(value: object, row: RecordedRow, _rules: Rules) -> np.ndarray:
 def _top_ids(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None:
     if "sampling_top_ids" not in rules.required:
         return None
+    ids = _ids_per_token(value, row, rules)
+    if row.loss_mask is not None and len(row.loss_mask) == len(ids):
+        place = _first(row.loss_mask & (ids < 0).all(1))
+        if place is not None:
+            raise Unusable(f"has no token at position {place}, which is trained")
+    return ids
+
+
+def _kept_ids(value: object, row: RecordedRow, rules: Rules) -> np.ndarray:
+    if "sampling_top_ids" in rules.required:
+        raise Unusable(
+            "is of sampling by top_p or top_k, and score centering needs untruncated sampling. Use "
+            "loss.score_centering=false"
+        )
+    ids = _ids_per_token(value, row, rules)
+    if row.token_ids is not None and len(row.token_ids) == len(ids):
+        has_token = (ids == row.token_ids[:, None]).any(1)
+        place = _first((ids >= 0).any(1) & ~has_token)
+        if place is not None:
+            raise Unusable(
+                f"has {ids[place][ids[place] >= 0].tolist()} at position {place}, and not the "
+                f"token that was sampled, {row.token_ids[place]}"
+            )
+    return ids
+
+
+def _ids_per_token(value: object, row: RecordedRow, rules: Rules) -> np.ndarray:
+    """Return (S, k) int32 tokens, each once in its row, -1 where unused or not trained."""
     ids = _rows_per_token(value, "iu", "integers", row, -1)
     if row.loss_mask is None or len(row.loss_mask) != len(ids):
         return ids.astype(np.int32)
@@ -171,9 +200,6 @@ def _top_ids(value: object, row: RecordedRow, rules: Rules) -> np.ndarray | None
             f"has {ids[place].tolist()} at position {place}; the vocabulary is 0 to "
             f"{rules.vocabulary_size - 1}, and -1 an unused place"
         )
-    place = _first(row.loss_mask & (ids < 0).all(1))
-    if place is not None:
-        raise Unusable(f"has no token at position {place}, which is trained")
     in_order = np.sort(ids, axis=1)
     twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)
     place = _first(twice.any(1))
@@ -375,6 +401,7 @@ FIELDS = {
     **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
     "sampling_top_ids": (pa.list_(pa.list_(pa.int32())), _top_ids),
     "sampling_top_log_probs": (pa.list_(pa.list_(pa.float32())), _top_log_probs),
+    "sampling_kept_ids": (pa.list_(pa.list_(pa.int32())), _kept_ids),
     "score_failed": (pa.bool_(), _truth),
     "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),

@@ -130,6 +130,17 @@ class PolicyRolloutSettings(RolloutSettings):
         evaluate="model",
         alters=Alters.sampling,
     )
+    top_k: int | None = key(
+        default=None,
+        help="Sample only from this many of the most likely tokens (>= 1), among which top_p then "
+        "chooses; null: from all.",
+        least=1,
+        most=10**6,
+        evaluate="model",
+        learns="rollout.top_k!=null",
+        added=True,
+        alters=Alters.sampling,
+    )
     stop: list[str] = key(
         default=[],
         help='Texts that end a completion, such as ["</answer>"]; [] for none. They are trained, '
@@ -269,7 +280,11 @@ class PolicyRolloutSettings(RolloutSettings):
     @property
     def sampling(self) -> SamplingSettings:
         return SamplingSettings(
-            self.max_completion_length, self.temperature, self.top_p, tuple(self.stop)
+            self.max_completion_length,
+            self.temperature,
+            self.top_p,
+            tuple(self.stop),
+            top_k=self.top_k,
         )
 
 
@@ -564,6 +579,15 @@ class EvaluationSettings:
         most=1,
         **_MEASURE | _NEEDS_TEMPERATURE,
     )
+    top_k: int | None = key(
+        default=None,
+        help="Sample only from this many of the most likely tokens (>= 1); null: as in training.",
+        least=1,
+        most=10**6,
+        learns="evaluation.top_k!=null",
+        added=True,
+        **_MEASURE | _NEEDS_TEMPERATURE,
+    )
     max_completion_length: int | None = key(
         default=None,
         help="Most tokens of a completion (>= 1); null: rollout.max_completion_length, as in "
@@ -604,6 +628,7 @@ class EvaluationSettings:
         own = {
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k,
             "max_completion_length": self.max_completion_length,
         }
         return replace(rollout.sampling, **{k: v for k, v in own.items() if v is not None})

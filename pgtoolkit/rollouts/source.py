@@ -17,11 +17,13 @@ class Outline(Document):
     Its vectors lie on torch's device meta: they have a length, but no numbers.
     checksum: the checksum of the document's contents.
     has_signal: True if an advantage is not 0.
+    overflows: the answer of `kept_set_overflows`.
     old_log_prob: the mean old log-prob of the trained tokens; NaN if it is unknown.
     """
 
     checksum: int = 0
     has_signal: bool = True
+    overflows: bool = False
     old_log_prob: float = math.nan
 
     def __post_init__(self):
@@ -30,6 +32,10 @@ class Outline(Document):
     @property
     def num_trained(self) -> int:
         return len(self.advantages)  # The mask has no numbers.
+
+    @property
+    def kept_set_overflows(self) -> bool:
+        return self.overflows
 
 
 class Source(Protocol):

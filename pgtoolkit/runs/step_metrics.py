@@ -125,6 +125,16 @@ OF_DATA_AND_TRAINER = (
         most=0.02,
         see="data.md#verifiers",
     ),
+    Metric(
+        "kept_set_overflow_fraction",
+        "share of those with a token at which sampling by `rollout.top_p` or `rollout.top_k` kept "
+        "more tokens than `sampler.keep_top`. They are not trained; their rewards stay in the "
+        "baseline",
+        over="documents",
+        where="with `rollout.top_p` or `rollout.top_k`, and `sampler.keep_top` > 0",
+        healthy="near 0",
+        see="losses.md#truncated-sampling",
+    ),
     _of_conversations(
         "turns",
         "mean number of turns of the policy",

@@ -3,6 +3,7 @@ are ignored."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.sampling.draw import likeliest_tokens
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.model_folder import end_tokens
 
@@ -30,29 +32,43 @@ def generation_settings(policy: Policy, sampling: SamplingSettings) -> Generatio
         do_sample=True,
         temperature=float(sampling.temperature),
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
-        top_k=0,
+        top_k=sampling.top_k or 0,
         pad_token_id=policy.tokenizer.pad_token_id or 0,
         eos_token_id=ends[0] if len(ends) == 1 else ends or None,
     )
 
 
-def temperature_and_top_p(
-    settings: GenerationConfig,
-) -> list[Callable[[Tensor | None, Tensor], Tensor]]:
-    """Return processors that apply temperature and top_p to scores, (B, V).
+Processor = Callable[[Tensor | None, Tensor], Tensor]
+"""Returns scores, (B, V), made of others; the first parameter, the tokens so far, is not used."""
 
-    A setting that changes nothing has none. Their first parameter, the tokens so far, is not used.
+
+def processors(settings: GenerationConfig) -> list[Processor]:
+    """Return what applies temperature, top_k and top_p to scores, in this order.
+
+    A setting that changes nothing has none.
     """
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
     if settings.temperature == 0:
         return [likeliest]
-    processors = []
+    chosen = []
     if settings.temperature != 1:
-        processors.append(TemperatureLogitsWarper(settings.temperature))
+        chosen.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        chosen.append(functools.partial(_top_k, settings.top_k))
     if settings.top_p < 1:
-        processors.append(TopPLogitsWarper(settings.top_p))
-    return processors
+        chosen.append(TopPLogitsWarper(settings.top_p))
+    return chosen
+
+
+def _top_k(count: int, _: Tensor | None, scores: Tensor) -> Tensor:
+    """Return scores with -inf at all but the `count` largest of each row.
+
+    transformers' own processor keeps more of them where scores are equal.
+    """
+    ids, _ = likeliest_tokens(scores, min(count, scores.shape[1]))
+    kept = ids.long()
+    return torch.full_like(scores, -torch.inf).scatter_(-1, kept, scores.gather(-1, kept))
 
 
 def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:

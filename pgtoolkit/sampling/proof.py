@@ -112,16 +112,18 @@ class Proof:
         return self._trained.log_probs(micro_batch, 1.0).cpu()[micro_batch.labels >= 0].double()
 
 
-def check_batch(sampled: Tensor, trainer: Tensor, tolerance: float, top_p: float | None) -> None:
+def check_batch(sampled: Tensor, trainer: Tensor, tolerance: float, kept_share: float) -> None:
     """Raise SamplerLost where the log-probs that servers gave are not the trainer's of the same
     tokens.
 
     sampled, trainer: (N,), of the servers and of the trainer.
-    top_p: a server's log-probs are relative to the tokens that it keeps, whose probability is at
-        least top_p together. So they may exceed the trainer's by up to -log(top_p).
+    kept_share: the least probability that the tokens have together which a server's log-probs are
+        relative to, where the trainer's are not; 1 where both are alike. They may exceed the
+        trainer's by up to -log(kept_share).
     """
     below = (trainer - sampled).clamp(min=0)
-    above = (sampled - trainer + math.log(top_p or 1.0)).clamp(min=0)
+    allowed = -math.log(kept_share) if kept_share > 0 else math.inf
+    above = (sampled - trainer - allowed).clamp(min=0)
     difference = below + above
     mean = difference.mean().item()
     largest = difference.max().item()

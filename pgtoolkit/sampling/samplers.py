@@ -17,7 +17,7 @@ from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.sampling.draw import draw, likeliest_tokens, uniform_numbers
-from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
+from pgtoolkit.sampling.generation_settings import generation_settings, processors
 from pgtoolkit.sampling.settings import SamplingSettings, TransformersSamplerSettings
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
@@ -182,7 +182,8 @@ class TransformersSampler:
         self._fp32_lm_head = policy.fp32_lm_head
         self._max_sequences = settings.max_sequences
         self._stops = StopStrings(sampling.stop, policy.tokenizer)
-        self._keep_top = sampling.keep_top
+        self._keep_top = sampling.likeliest
+        self._is_truncated = sampling.is_truncated
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._version = version
@@ -306,25 +307,35 @@ class TransformersSampler:
     @property
     def _drawn_by_kernel(self) -> bool:
         on_gpu = self._policy.model.device.type == "cuda"
-        return on_gpu and self.settings.top_p == 1 and self.settings.temperature > 0
+        return on_gpu and not self._is_truncated and self.settings.temperature > 0
 
     def _draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a token of each row of logits, (B, V) in any type, as `draw` does.
 
-        Temperature and top_p are applied first. uniform: (B,) float64 from [0, 1).
+        Temperature, top_k and top_p are applied first. uniform: (B,) float64 from [0, 1).
         """
         if self._drawn_by_kernel:
             from pgtoolkit.kernels.triton_draw import draw_tokens
 
             return draw_tokens(logits, uniform, self.settings.temperature)
+        return draw(self._scores(logits), uniform)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Return scores, (B, V) float32, whose softmax tokens are drawn from."""
         scores = logits.float()
-        for process in temperature_and_top_p(self.settings):
+        for process in processors(self.settings):
             scores = process(None, scores)
-        return draw(scores, uniform)
+        return scores
 
     def _top(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likeliest tokens of each row of logits, as `likeliest_tokens` does."""
-        return likeliest_tokens(logits.float() / self.settings.temperature, self._keep_top)
+        """Return the likeliest tokens of each row of logits, as `likeliest_tokens` does.
+
+        Where sampling is truncated they are among the tokens that it keeps.
+        """
+        if not self._is_truncated:
+            return likeliest_tokens(logits.float() / self.settings.temperature, self._keep_top)
+        ids, log_probs = likeliest_tokens(self._scores(logits), self._keep_top)
+        return torch.where(log_probs == -torch.inf, -1, ids), log_probs
 
     def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, ...]:
         """Return tokens and log-probs, (B, C) each, by a cache of fixed size.

@@ -30,6 +30,7 @@ class ServerSampling:
     ends: token ids that end a completion. stops: texts that end one.
     vocabulary_size: number of tokens of the trainer's model.
     seeded: whether the server gets the seed of each request.
+    top_k: None for all tokens.
     keep_top: likeliest tokens that it gives beside each token.
     """
 
@@ -41,6 +42,13 @@ class ServerSampling:
     vocabulary_size: int
     seeded: bool
     keep_top: int = 0
+    top_k: int | None = None
+
+    @property
+    def names_kept(self) -> bool:
+        """Return True if the likeliest tokens are those that truncated sampling keeps."""
+        is_truncated = self.top_p < 1 or self.top_k is not None
+        return is_truncated and self.keep_top > 0 and self.temperature > 0
 
 
 @dataclass(frozen=True)

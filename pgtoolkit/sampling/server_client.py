@@ -108,7 +108,8 @@ class Server:
         try:
             choices = self._api.choices(answer)
             tensors = [_tensors(choice) for choice in choices]
-            tops = [_top(choice, sampling.keep_top) for choice in choices]
+            least = self._api.LEAST_LOG_PROB if sampling.names_kept else -math.inf
+            tops = [_top(choice, sampling.keep_top, least) for choice in choices]
         except _FORM as error:
             form = f"the form of {self._api.NAME}'s"
             raise self._fault(
@@ -153,6 +154,13 @@ class Server:
                 f"it sampled token {foreign[0]}, and the trainer's vocabulary has "
                 f"{sampling.vocabulary_size} entries. It serves another model"
             )
+        if sampling.names_kept and top_ids is not None:
+            lacks_drawn = ~((top_ids == tokens[:, None]).any(-1) | (top_ids[:, -1] >= 0))
+            if lacks_drawn.any():
+                raise self._fault(
+                    f"it drew token {tokens[lacks_drawn][0]}, which is none of those that top_p "
+                    "and top_k keep. Start it with --logprobs-mode processed_logprobs"
+                )
         # A server decodes token by token, and may notice a stop string later than it is complete in
         # the text.
         stopped = sampling.stops.end(tokens.tolist())
@@ -320,18 +328,20 @@ def _tensors(choice: Choice) -> tuple[Tensor, Tensor]:
     return tokens, log_probs
 
 
-def _top(choice: Choice, count: int) -> tuple[Tensor, Tensor] | None:
+def _top(choice: Choice, count: int, least: float) -> tuple[Tensor, Tensor] | None:
     """Return the `count` likeliest tokens beside each token, as a `Completion` has them.
 
     Of equal log-probs the smaller ids come first, among the tokens that the server gave. count 0:
-    None. Raises one of _FORM where they are something else.
+    None. least: a token of at most this log-prob is left out. Raises one of _FORM where they are
+    something else.
     """
     if not count:
         return None
     ids = torch.full((len(choice.tokens), count), -1, dtype=torch.int32)
     log_probs = torch.full((len(choice.tokens), count), -torch.inf)
     for place, pairs in enumerate(choice.top):
-        kept = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:count]
+        likely = [pair for pair in pairs if pair[1] > least] if least > -math.inf else pairs
+        kept = sorted(likely, key=lambda pair: (-pair[1], pair[0]))[:count]
         if not kept:
             raise ValueError("a completion has no likeliest tokens beside one of its tokens")
         ids[place, : len(kept)] = torch.tensor([token for token, _ in kept], dtype=torch.int32)

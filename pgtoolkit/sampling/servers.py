@@ -102,7 +102,8 @@ class ServerSampler:
             stops=StopStrings(sampling.stop, policy.tokenizer),
             vocabulary_size=policy.vocabulary_size,
             seeded=settings.seeded,
-            keep_top=sampling.keep_top,
+            keep_top=sampling.likeliest,
+            top_k=sampling.top_k,
         )
         self._ways = [of_training]
         dtype = torch_type(settings.dtype, policy.compute_dtype)
@@ -202,6 +203,8 @@ class ServerSampler:
             temperature=sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             max_tokens=sampling.max_completion_length,
+            keep_top=sampling.likeliest,
+            top_k=sampling.top_k,
         )
         self._ways.append(way)
         return SameProcesses(self, len(self._ways) - 1, settle)

@@ -34,7 +34,9 @@ class SamplerSettings:
         default=0,
         help="Likeliest tokens of the sampler that are kept with each token, with their log-probs "
         "(0 to 1024), which take 8 bytes each: score centering needs them, and "
-        "rollout.save_path records them; 0: none.",
+        "rollout.save_path records them. With rollout.top_p or rollout.top_k: most tokens of a set "
+        "that sampling keeps, over which log-probs are then taken in training (4 bytes each); a "
+        "document with a larger set is not trained. 0: none.",
         least=0,
         most=1024,
         added=True,
@@ -219,9 +221,10 @@ class SamplingSettings:
 
     max_completion_length: most tokens of a completion, its end included; None only where nothing is
         sampled.
-    top_p: see `PolicyRolloutSettings`; None for 1.
+    top_p, top_k: see `PolicyRolloutSettings`; None for all tokens.
     stop: texts that end a completion.
-    keep_top: likeliest tokens that are kept with each token.
+    keep_top: likeliest tokens that are kept with each token, or most tokens of a set that top_p or
+        top_k keeps.
     """
 
     max_completion_length: int | None
@@ -229,6 +232,21 @@ class SamplingSettings:
     top_p: float | None = None
     stop: Sequence[str] = ()
     keep_top: int = 0
+    top_k: int | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Return True if some tokens are never drawn."""
+        return self.top_p not in (None, 1) or self.top_k is not None
+
+    @property
+    def likeliest(self) -> int:
+        """Return how many likeliest tokens a sampler gives beside each token.
+
+        They are one more than `keep_top` where sampling is truncated, so that a larger set of kept
+        tokens is noticed.
+        """
+        return self.keep_top + (self.keep_top > 0 and self.is_truncated)
 
 
 OPTIONS = {

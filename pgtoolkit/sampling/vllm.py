@@ -20,6 +20,8 @@ _FRONT_ENDS = 4
 class Vllm:
     """The words of vLLM 0.24; another kind of server needs a class with the same names.
 
+    LEAST_LOG_PROB: the number that stands for -inf, of a token that truncated sampling leaves out.
+
     Methods that read an answer may raise any error that unexpected JSON leads to.
     """
 
@@ -28,6 +30,7 @@ class Vllm:
     LOAD = "/collective_rpc"  # the path of calls that load weights
     RESUME = "/resume"  # makes a paused server go on
     KEY = "VLLM_API_KEY"  # the environment variable with the key that the server asks for
+    LEAST_LOG_PROB = -9999.0
     START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # the server lacks paths without
     # The folder of modules that run inside a server, on its PYTHONPATH.
     MODULES = Path(__file__).with_name("vllm_worker")
@@ -74,7 +77,7 @@ class Vllm:
             # Nothing but stop strings needs the text of tokens.
             *([] if has_stops else ["--skip-tokenizer-init"]),
             # Without it the server gives 20 at most.
-            *([f"--max-logprobs={settings.keep_top}"] if settings.keep_top else []),
+            *([f"--max-logprobs={settings.keep_top + 1}"] if settings.keep_top else []),
             "--disable-uvicorn-access-log",
             "--disable-log-stats",
             *(["--enable-sleep-mode"] if plan.sleeps else []),
@@ -93,7 +96,7 @@ class Vllm:
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": 0,
+            "top_k": sampling.top_k or 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": sampling.ends,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pgtoolkit.document import Document
-from pgtoolkit.rollouts.data_metrics import mismatch_note, sampling_note
+from pgtoolkit.rollouts.data_metrics import mismatch_note, overflow_note, sampling_note
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 
 log = logging.getLogger("pgtoolkit")
@@ -29,9 +29,11 @@ class Surprises:
         self._has_advantages = has_advantages
         self._noted_no_signal = False
         self._noted_mismatch = False
+        self._noted_overflow = False
 
     def of_step(self, metrics: dict[str, float], documents_seen: int) -> None:
-        """Look at a step: whether it has a signal, and whether log-probs match."""
+        """Look at a step: whether it has a signal, whether log-probs match, and whether documents
+        are trained."""
         has_no_signal = metrics.get("zero_advantage_group_fraction") == 1 and self._has_advantages
         if has_no_signal and not self._noted_no_signal:
             self._noted_no_signal = True
@@ -42,6 +44,11 @@ class Surprises:
                 "rollout.max_completion_length? This note is printed once; see the metric "
                 "zero_advantage_group_fraction."
             )
+        if not self._noted_overflow:
+            note = overflow_note(metrics)
+            if note:
+                self._noted_overflow = True
+                log.warning(f"note: {note}")
         if not self._noted_mismatch:
             note = sampling_note(metrics, self._rollout, self._loss)
             if note:

@@ -199,6 +199,9 @@ class Engine:
             logits = model(torch.tensor([*body["prompt"], *tokens]))[-1].float()
             greedy = body["temperature"] == 0
             scaled = logits / (1.0 if greedy else body["temperature"])
+            top_k = body.get("top_k") or 0
+            if top_k > 0:
+                scaled = scaled.masked_fill(scaled < scaled.topk(top_k).values[-1], -float("inf"))
             top_p = body.get("top_p", 1.0)
             if top_p < 1:
                 scaled = within(scaled, top_p)

@@ -147,7 +147,7 @@ def test_a_section_stands_for_its_keys():
         ("reward_funcs", "task.verifier takes the dotted path of a function"),
         ("num_train_epochs", "trainer.max_steps counts optimizer steps"),
         ("scale_rewards", "group, true: `advantage=grpo`; batch: `advantage=batch_std`"),
-        ("top_k", "here: 0, -1, null: nothing to type"),
+        ("min_p", "null, 0: nothing to type"),
         ("ppo_epochs", "1: nothing to type; else rollout.passes"),
         ("lam", "here: `advantage.gae_lambda`"),
         ("kl_loss_type", "where: kl_in_loss is actor.use_kl_loss and actor.kl_loss_coef and not"),

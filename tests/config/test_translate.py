@@ -169,6 +169,10 @@ TRL = [
         {"use_vllm": True, "top_p": 0.9},
         {"vllm_importance_sampling_correction": "left", "rollout.top_p": 0.9},
     ),
+    (
+        {"use_vllm": True, "top_k": 9},
+        {"vllm_importance_sampling_correction": "left", "sampler.keep_top": 0},
+    ),
     ({"off_policy_mask_threshold": None}, {"off_policy_mask_threshold": None, "correction": None}),
     ({"off_policy_mask_threshold": 0.3}, {"correction.threshold": 0.3}),
     (
@@ -212,7 +216,8 @@ TRL = [
         {"mask_truncated_completions": True, "loss_type": "grpo"},
         {"rollout.truncated": "mask", "mask_truncated_completions": None},
     ),
-    ({"top_k": 50, "min_p": 0.1}, {"top_k": "left"}),
+    ({"top_k": 50, "min_p": 0.1}, {"rollout.top_k": 50, "sampler.keep_top": 0, "min_p": "left"}),
+    ({"top_k": 5, "top_p": 0.9}, {"rollout.top_k": 5, "rollout.top_p": 0.9, "sampler.keep_top": 0}),
     ({"num_iterations": 2}, {"rollout.passes": 2, "num_iterations": None}),
     (
         {"num_iterations": 2, "steps_per_generation": 3, "gradient_accumulation_steps": 2},

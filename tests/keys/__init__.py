@@ -141,6 +141,8 @@ TESTED_ELSEWHERE = {
     "sampler/transformers.keep_top": "rollouts/test_top_tokens.py::"
     "test_the_likeliest_tokens_are_those_of_the_logits",
     "sampler/vllm.keep_top": f"{_VLLM}::test_a_server_gives_the_likeliest_tokens_that_are_asked_for",
+    "rollout/policy.top_k": "rollouts/test_kept_tokens.py::"
+    "test_the_kept_tokens_are_those_of_the_logits",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
     "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_number_type_has_log_probs_further_from_the_trainers",
     "sampler/transformers.static_cache": "tasks/test_stops.py::test_with_a_static_cache_stop_strings_are_looked_for_every_32_tokens",

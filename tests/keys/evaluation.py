@@ -74,8 +74,8 @@ def a_set_has_as_many_prompts_and_completions_as_asked(tmp_path: Path):
         assert ("pass@4" in numbers) is (num_completions == 5)
 
 
-@key_test("evaluation.temperature", "evaluation.top_p")
-def a_low_temperature_or_top_p_leaves_only_the_likeliest_token(tmp_path: Path):
+@key_test("evaluation.temperature", "evaluation.top_p", "evaluation.top_k")
+def a_low_temperature_or_top_p_or_top_k_leaves_only_the_likeliest_token(tmp_path: Path):
     """The default samples as training does, so others are sampled too."""
 
     def completions(*overrides: str) -> list[str]:
@@ -86,6 +86,9 @@ def a_low_temperature_or_top_p_leaves_only_the_likeliest_token(tmp_path: Path):
 
     greedy = completions("evaluation.temperature=0")
     assert completions("evaluation.top_p=0.000001") == greedy
+    assert completions("evaluation.top_k=1") == greedy
+    assert completions("rollout.top_k=1") == greedy
+    assert completions("rollout.top_k=1", "evaluation.top_k=12") == completions()
     assert completions("evaluation.temperature=0.01") == greedy
     assert completions() != greedy
     assert completions("rollout.temperature=0.01") == greedy

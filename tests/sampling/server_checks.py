@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.sampling.generation_settings import generation_settings, temperature_and_top_p
+from pgtoolkit.sampling.generation_settings import generation_settings, processors
 from pgtoolkit.sampling.server_api import Call, ServerSampling
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
@@ -45,7 +45,7 @@ def log_probs_by_transformers(
         text = torch.tensor([request.tokens + completion.tokens.tolist()], device=model.device)
         with torch.no_grad():
             logits = model(text).logits[0, len(request.tokens) - 1 : -1]
-        for process in temperature_and_top_p(settings):
+        for process in processors(settings):
             logits = process(None, logits)
         yield logits.log_softmax(-1).cpu()
 

@@ -137,8 +137,8 @@ def test_a_note_names_the_ignored_settings_of_the_folder_once(folder, tmp_path, 
     notes = [line for line in output.splitlines() if "generation_config" in line]
     assert notes == [
         f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which "
-        "is ignored: only rollout.temperature and rollout.top_p decide how completions are "
-        "sampled."
+        "is ignored: only rollout.temperature, rollout.top_p and rollout.top_k decide how "
+        "completions are sampled."
     ]
 
 

@@ -90,7 +90,7 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
         "stop": ["01"],
         "stop_token_ids": [module.policy.tokenizer.eos_token_id],
         "ignore_eos": True,
-        "logprobs": 0,
+        "logprobs": 33,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "cache_salt": "salt",
@@ -101,7 +101,12 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
     sampler.sampling_otherwise(evaluated, lambda: None)
     sampling = sampler._ways[1]
     _, evaluation_body = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
-    assert evaluation_body == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
+    assert evaluation_body == body | {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "max_tokens": 9,
+        "logprobs": 0,
+    }
 
 
 def test_a_server_gives_the_likeliest_tokens_that_are_asked_for(server, tmp_path):
@@ -122,11 +127,31 @@ def test_a_server_gives_the_likeliest_tokens_that_are_asked_for(server, tmp_path
         command = Vllm().command(
             sampler._settings, 0, False, tmp_path, sampler._plan, "localhost", 1
         )
-        assert "--max-logprobs=3" in command
+        assert "--max-logprobs=4" in command
     with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=21") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         with pytest.raises(SamplerLost, match="of 21, which is greater than max allowed: 20"):
             sampler.complete(REQUESTS)
+
+
+def test_a_server_gives_the_tokens_that_truncated_sampling_keeps(server, tmp_path):
+    """One more than sampler.keep_top is asked for, and tokens of no probability are left out. One
+    that gives log-probs from before truncation names other tokens than these."""
+    settings = ("rollout.temperature=1.7", "rollout.top_k=4", "rollout.top_p=0.9")
+    with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=5") as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        completions = sampler.complete(REQUESTS)
+        rows = log_probs_by_transformers(module, REQUESTS, completions)
+        sizes = set()
+        for completion, row in zip(completions, rows, strict=True):
+            assert completion.top_ids.shape[1] == 6
+            for ids, of_row in zip(completion.top_ids.tolist(), row, strict=True):
+                kept = (of_row > -math.inf).nonzero()[:, 0].tolist()
+                assert sorted(v for v in ids if v >= 0) == kept
+                sizes.add(len(kept))
+        assert sizes <= {1, 2, 3, 4}
+        _, body = Vllm().completions(REQUESTS[0], sampler._ways[0], "salt")
+        assert (body["top_k"], body["logprobs"]) == (4, 6)
 
 
 def test_the_same_version_is_published_once(server, tmp_path):
@@ -221,11 +246,13 @@ def test_with_top_p_log_probs_may_be_above_the_trainers_by_its_logarithm():
     it the tolerance counts."""
     trainer = -torch.arange(1.0, 5.0)
     above = torch.tensor([0.0, 0.3, 0.6, math.log(2)])
-    check_batch(trainer + above, trainer, 1e-6, top_p=0.5)
+    check_batch(trainer + above, trainer, 1e-6, 0.5)
+    check_batch(trainer + above + 5, trainer, 1e-6, 0)
     for difference, top_p, expected in (
-        (above, None, "0.4"),
+        (above, 1, "0.4"),
         (above + 0.4, 0.5, "0.18"),
         (above - 0.4, 0.5, "0.12"),
+        (above - 0.4, 0, "0.12"),
     ):
         with pytest.raises(SamplerLost, match=rf"by {expected} on average"):
             check_batch(trainer + difference, trainer, 1e-6, top_p)

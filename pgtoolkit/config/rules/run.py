@@ -58,16 +58,7 @@ _LONGEST_LAG = 1000
 
 def _completions(rollout: PolicyRolloutSettings, report: Report) -> None:
     """Check how completions are sampled and where they end."""
-    top_p = rollout.top_p
     length = rollout.max_completion_length
-    if top_p is not None and top_p < 1:
-        effect = "ratios do not correct for the tokens that sampling left out"
-        if rollout.old_log_probs == "sampling":
-            effect = (
-                "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
-            )
-        settings = f"rollout.top_p={top_p} with rollout.old_log_probs={rollout.old_log_probs}"
-        report.note(f"{settings}: {effect}.")
     if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
         report.refuse_value(
             key="rollout.overlong_buffer",

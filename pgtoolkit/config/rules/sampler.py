@@ -17,12 +17,18 @@ from pgtoolkit.system.report import Report, is_whole, text
 
 _BYTES_OF_TOP = 8
 """Bytes of a token's id and log-prob."""
+_BYTES_OF_ID = 4
+_MOST_KEPT = 1024
+"""The highest sampler.keep_top."""
 
 
 def sampler(c: Config, report: Report) -> None:
     if not needs_sampler(c):
         return
-    _note_likeliest(c, report)
+    if isinstance(c.rollout, PolicyRolloutSettings) and c.rollout.sampling.is_truncated:
+        _kept_sets(c, c.rollout, report)
+    else:
+        _note_likeliest(c, report)
     world = world_size(c.parallelism)
     if isinstance(c.sampler, TransformersSamplerSettings):
         _copies(c, c.sampler, world, report)
@@ -35,13 +41,57 @@ def _note_likeliest(c: Config, report: Report) -> None:
     count = c.sampler.keep_top
     if not count:
         return
-    server = ""
-    if isinstance(c.sampler, VllmSamplerSettings) and c.sampler.urls:
-        server = f" The servers need --max-logprobs={count} or more; vLLM's own number is 20."
     report.note(
         f"sampler.keep_top={count}: each sampled token takes {_BYTES_OF_TOP * count} bytes more, "
-        f"in memory, checkpoints and rollouts that are recorded.{server}"
+        f"in memory, checkpoints and rollouts that are recorded.{_needed_of_servers(c, count)}"
     )
+
+
+def _kept_sets(c: Config, rollout: PolicyRolloutSettings, report: Report) -> None:
+    """Check how many of the tokens that truncated sampling keeps are recorded, and say what follows
+    from it."""
+    count = c.sampler.keep_top
+    cut = "rollout.top_p" if rollout.top_k is None else "rollout.top_k"
+    setting = f"{cut}={rollout.top_p if rollout.top_k is None else rollout.top_k}"
+    if not count:
+        report.note(
+            f"{setting} with sampler.keep_top=0: log-probs in training are over the whole "
+            "vocabulary, so that ratios do not correct for the tokens that sampling left out."
+        )
+        return
+    if rollout.top_k is not None and count < rollout.top_k:
+        report.refuse(
+            setting=f"sampler.keep_top={count}",
+            needs=f"at least rollout.top_k={rollout.top_k}, or 0",
+            got=count,
+            reason="Log-probs in training are over the tokens that sampling keeps, and a document "
+            "with more of them than are recorded is not trained.",
+            use=f"sampler.keep_top={rollout.top_k}"
+            if rollout.top_k <= _MOST_KEPT
+            else f"rollout.top_k={_MOST_KEPT} sampler.keep_top={_MOST_KEPT}",
+        )
+        return
+    overflow = ""
+    if rollout.top_k is None:
+        overflow = (
+            " A document with more of them at some token is not trained; see "
+            "kept_set_overflow_fraction."
+        )
+    report.note(
+        f"{setting}: log-probs in training are over the tokens that sampling keeps, of which up to "
+        f"sampler.keep_top={count} are recorded ({_BYTES_OF_ID * count} bytes a token)."
+        f"{overflow}{_needed_of_servers(c, count + 1)}"
+    )
+
+
+def _needed_of_servers(c: Config, count: int) -> str:
+    """Return a sentence on what joined servers need to give `count` likeliest tokens."""
+    if not isinstance(c.sampler, VllmSamplerSettings) or not c.sampler.urls:
+        return ""
+    processed = ""
+    if isinstance(c.rollout, PolicyRolloutSettings) and c.rollout.sampling.is_truncated:
+        processed = " and --logprobs-mode processed_logprobs"
+    return f" The servers need --max-logprobs={count} or more{processed}; vLLM's own number is 20."
 
 
 def _copies(c: Config, sampler: TransformersSamplerSettings, world: int, report: Report) -> None:

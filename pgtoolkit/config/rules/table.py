@@ -52,6 +52,20 @@ def _more_than_distance(condition: str) -> str:
     return " or ".join(f"{condition} and {other}" for other in others)
 
 
+_KEPT_SHARE = (
+    "The sampler's log-probs are renormalised over the tokens that sampling keeps, and each ratio "
+    "would contain their share, unless the kept tokens are recorded."
+)
+
+
+def _with_truncation(condition: str) -> str:
+    """Return a condition together with sampling that is truncated by top_p or top_k."""
+    return (
+        f"{condition} and rollout.top_p!=null and rollout.top_p!=1 or "
+        f"{condition} and rollout.top_k!=null"
+    )
+
+
 CORRECTION = (
     Rule(
         "correction=off_policy_mask",
@@ -65,11 +79,19 @@ CORRECTION = (
         use="rollout.old_log_probs=training or correction=none",
     ),
     Rule(
-        "correction!=none and rollout=policy and rollout.old_log_probs!=sampling",
-        needs="rollout.top_p=null or rollout.top_p=1",
-        because="Sampling log-probs are renormalised over the tokens that top_p keeps, and each "
-        "ratio would contain their share.",
-        use="rollout.top_p=null or correction=none",
+        _with_truncation("correction!=none and rollout.old_log_probs!=sampling"),
+        needs="sampler.keep_top>0",
+        because=_KEPT_SHARE,
+        use="sampler.keep_top=32 or correction=none",
+    ),
+)
+
+TRUNCATED = (
+    Rule(
+        _with_truncation("rollout.old_log_probs=sampling"),
+        needs="sampler.keep_top>0",
+        because=_KEPT_SHARE,
+        use="sampler.keep_top=32 or rollout.old_log_probs=training",
     ),
 )
 
@@ -117,8 +139,8 @@ _OF_THE_SAMPLER = (
     "Its centre is that of the sampler, which has to be the policy that ratios are anchored at."
 )
 _WHOLE_SOFTMAX = (
-    "The likeliest tokens have their probabilities under the whole vocabulary, and the token that "
-    "was drawn would have another one."
+    "The tail beyond the likeliest tokens is modelled, and truncated sampling has none: its kept "
+    "tokens are recorded in their place."
 )
 
 CENTERING = (
@@ -146,10 +168,15 @@ CENTERING = (
         use="sampler.keep_top=0",
     ),
     Rule(
-        "sampler.keep_top>0 and rollout=policy",
+        "loss.score_centering=true and rollout=policy",
         needs="rollout.top_p=null or rollout.top_p=1",
         because=_WHOLE_SOFTMAX,
         use="rollout.top_p=null",
+    ),
+    Rule(
+        "loss.score_centering=true and rollout=policy",
+        needs="rollout.top_k=null",
+        because=_WHOLE_SOFTMAX,
     ),
 )
 
@@ -537,6 +564,7 @@ TABLE = (
     *CORRECTION,
     *BALANCED,
     *TOP_ENTROPY,
+    *TRUNCATED,
     *CENTERING,
     *GROUP_LOSS,
     *ADVANTAGE,
