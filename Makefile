@@ -2,13 +2,14 @@
 # long and rarely fail, which make test-all runs as well; both print their CPU seconds by folder beside a goal, on two idle
 # cores; tests/cpu_seconds.py says what is counted, 220 s of ranks that tests share among them. make mutants: tests of the
 # tests, about half an hour.
+# make drift: whether the newest TRL and verl still are what our tables say; installs them into outputs/drift.
 # make lint: style checks. make types: pyright, about a minute. make docs: the documentation as a site, in outputs/site.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all mutants lint types docs format clean
+.PHONY: demo test test-all mutants lint types docs drift format clean
 
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
@@ -31,6 +32,9 @@ types: $(FOR_TESTS)
 
 docs: $(FOR_TESTS)
 	.venv/bin/mkdocs build --strict
+
+drift: $(FOR_TESTS)
+	.venv/bin/python -m benchmarks.drift
 
 format: $(FOR_TESTS)
 	.venv/bin/ruff check --fix .

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from builders.refusals import refusal
 
+from benchmarks.drift import defaults_of_verl, differing
 from pgtoolkit.config.elsewhere import flat, keys_called, known_as, tables
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
@@ -18,20 +19,9 @@ from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.tables import keys_of_trainer
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import TheirConfig
-from pgtoolkit.system.report import text
 from pgtoolkit.system.yaml_text import plain_yaml
 
 TABLES = Path(inspect.getfile(Translation)).parent
-
-
-def differing(trainer: str, defaults: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """Return name -> (default in the table, default there) of each that differs."""
-    rows = tables()[trainer].rows
-    return {
-        name: (rows[name].default if name in rows else "no row", default)
-        for name, default in defaults.items()
-        if name not in rows or text(rows[name].default) != text(default)
-    }
 
 
 def test_the_defaults_of_trl_are_those_of_the_installed_classes():
@@ -59,8 +49,7 @@ def test_the_defaults_of_verl_are_those_of_the_installed_file():
     if (package / "version" / "version").read_text().strip() != "0.9.1":
         pytest.skip("the table is of verl 0.9.1")
     dump = package / "trainer" / "config" / "_generated_ppo_trainer.yaml"
-    defaults = dict(flat(plain_yaml(dump.read_bytes())))
-    defaults = {name: value for name, value in defaults.items() if not name.endswith("_target_")}
+    defaults = defaults_of_verl(dump.read_text())
     assert len(defaults) > 800
     assert differing("verl", defaults) == {}
     translation = Translation(TheirConfig(tables()["verl"], defaults))

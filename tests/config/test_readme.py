@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.drift import PAGE, row_of
+from builders.parity_steps import theirs
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
@@ -43,6 +45,15 @@ def test_the_command_of_each_grpo_is_accepted_and_has_the_four_numbers_of_its_ro
     # What OpenRLHF takes off the reward is left to a note; its penalty in the loss is k3.
     kind = "k3_ratio" if "ratio" in kl else "none" if kl == "none" else "k3"
     assert config.kl.kind == kind
+
+
+def test_the_numbers_of_trl_and_verl_are_those_that_make_drift_has_checked(tmp_path):
+    checked = re.findall(r"^\| (TRL|verl) \S+ \| (s .*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [trainer for trainer, _ in checked] == ["TRL", "verl"]
+    for trainer, cells in checked:
+        (row,) = [row for row in TABLE[1].splitlines() if row.startswith(f"| {trainer} ")]
+        assert [cell.strip() for cell in row.split("|")[2:6]] == cells.split(" | ")
+        assert row_of(theirs(tmp_path, trainer).convention) == cells.split(" | ")
 
 
 def test_the_demo_without_make_is_what_make_does():
