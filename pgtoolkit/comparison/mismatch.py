@@ -128,7 +128,7 @@ def _by_kind(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, tokens) by place, by kind of token, and by the document's length.
 
-    The kinds divide the tokens: what is of two kinds counts for the first.
+    The kinds divide the tokens: a token of two kinds counts for the first.
     """
     lengths = np.array([document.num_trained for document in documents])
     of_document = np.repeat(lengths, lengths)
@@ -223,7 +223,7 @@ def render(found: Mismatch) -> str:
     lines += folded(
         f"Difference of a token's log-prob, without its sign: mean {abs(apart).mean():.2g}, "
         f"largest {abs(apart).max():.2g}. KL by k3: {k3.mean():.2g}. Mean with its sign: "
-        f"{apart.mean():+.2g}, which is below 0 where the sampler is surer of what it draws."
+        f"{apart.mean():+.2g}, which is below 0 where the sampler is surer of its tokens."
     )
     lines += ["", *_table("difference", found.by_size, apart)]
     lines += ["", *_table("tokens", found.by_kind, apart)]

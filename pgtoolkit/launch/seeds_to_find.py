@@ -37,8 +37,8 @@ def size_of_difference(text: str) -> float:
 
 
 def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
-    """Return how many seeds of each configuration find a difference of this size, from what this
-    is known, and how many the sweep has."""
+    """Return how many seeds of each configuration find a difference of this size, the runs that
+    this is known from, and how many seeds the sweep has."""
     from pgtoolkit.comparison.seed_noise import number_of_seeds, seeds_of_each
     from pgtoolkit.comparison.statistics import LEVEL, POWER, seeds_needed
 

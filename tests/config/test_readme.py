@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmarks.drift import PAGE, row_of
 from builders.parity_steps import theirs
 
+from benchmarks.drift import PAGE, row_of
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 
