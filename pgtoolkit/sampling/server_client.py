@@ -285,6 +285,9 @@ class Server:
                 "engine is dead.",
             }
             remedy = remedies.get(answer.status_code, "")
+            if "max allowed" in text and "logprobs" in text:
+                remedy = "Start it with the --max-logprobs that `pgtk check` names, or use fewer: "
+                remedy += "sampler.keep_top=N."
             if path == self._api.LOAD and not remedy:
                 remedy = (
                     "Does it see that folder? sampler.weights_folder=FOLDER names one that all "

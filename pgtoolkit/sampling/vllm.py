@@ -101,7 +101,7 @@ class Vllm:
             "repetition_penalty": 1.0,
             "stop_token_ids": sampling.ends,
             "ignore_eos": True,  # the ends are those above and no others
-            "logprobs": sampling.keep_top,
+            "logprobs": min(sampling.keep_top, sampling.vocabulary_size),
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # saves decoding tokens for the log-probs
             "cache_salt": salt,

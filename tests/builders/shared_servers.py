@@ -43,15 +43,15 @@ _SHAPE = {
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
 _FAST_START = ("--enforce-eager", "--api-server-count=1")
 SERVER_ARGUMENTS = {
-    "first": (),
+    "first": ("--max-logprobs=33",),
     "raw": ("--logprobs-mode=raw_logprobs", *_FAST_START),
     "float32": _FAST_START,
     "refused": ("--no-such-option",),
 }
 """The servers by name, with the arguments in which they differ.
 
-The first starts with no further argument, as a user's would; the others skip what makes a start
-slow.
+The first starts with no further argument than `pgtk check` asks for, as a user's would; the others
+skip what makes a start slow.
 """
 _OVERRIDES = {"raw": ("rollout.stop=['zzz']",), "float32": ("model.dtype=float32",)}
 """The overrides in which they differ: a text to stop at makes a server load a tokenizer."""

@@ -191,7 +191,7 @@ def tracked_run(folder: Path, config: Config, before_the_end: Callable = lambda:
         run.write_config(plain_config(config), [])
         run.set_status("running", 0)
         trackers = []
-        _start_records(config.tracking, run, trackers)
+        _start_records(config.tracking, run, trackers, [])
         append_steps(run, 1, 2)
         before_the_end()
         assert [tracker.finish("done") for tracker in trackers] == [[] for _ in trackers]
