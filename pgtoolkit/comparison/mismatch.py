@@ -186,7 +186,10 @@ def _treatments(
     for name, acts in of_documents.items():
         count = len(index[acts].unique())
         yield name, f"{plural(count, 'document')} ({count / len(documents):.2%})"
-    yield "loss.score_centering=true", "every token, by the sampler's likeliest tokens"
+    centred = "every token, by the sampler's likeliest tokens"
+    if any(document.sampling_kept_ids is not None for document in documents):
+        centred = "nothing: it needs sampling that keeps every token"
+    yield "loss=reinforce, cispo or icepop with loss.score_centering=true", centred
     yield "model.fp32_lm_head=true", _float32_head(inspected, difference)
 
 

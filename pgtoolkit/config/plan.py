@@ -72,7 +72,7 @@ def equation(config: Config) -> list[str]:
     if correction is not None:
         lines.append(f"rho_t = {correction.equation}; without gradient")
     lines.append(f"advantage ({chosen(config, 'advantage')}): {_advantage_in_words(config)}")
-    if config.kl.target is not None:
+    if config.kl.kind != "none" and config.kl.target is not None:
         lines.append(_adaptive_coefficient(config))
     if config.kl.kind != "none" and config.kl.place == "reward":
         k_t = _kl_term(config).replace("p_t", "o_t")

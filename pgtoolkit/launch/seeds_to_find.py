@@ -39,10 +39,13 @@ def size_of_difference(text: str) -> float:
 def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
     """Return how many seeds of each configuration find a difference of this size, the runs that
     this is known from, and how many seeds the sweep has."""
+    from pgtoolkit.comparison.measures import is_share
     from pgtoolkit.comparison.seed_noise import number_of_seeds, seeds_of_each
     from pgtoolkit.comparison.statistics import LEVEL, POWER, seeds_needed
 
     noise, metric = _noise_of_finished_runs(checked)
+    if size > 1 and (noise is None or is_share(metric)):
+        return [f"Shares of right answers differ by at most 1, and never by {size:g}."]
     if noise is not None:
         assert isinstance(checked, Sweep)
         lines = [

@@ -13,6 +13,7 @@ import pytest
 
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.table import TABLE
 from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.runs.directory import RunDirectory
@@ -124,6 +125,11 @@ def test_each_row_refuses_a_configuration_and_accepts_its_ways_out():
     lines = [line.partition(" -> ") for _, rows in sections() for line in rows]
     refused = [line for line, _, outcome in lines if outcome.startswith("refused: ")]
     configs = {line: compose_line(line).config for line in refused if not line.startswith("[")}
+    defaults = compose([]).config
+    for line in configs:
+        composed = compose_line(line)
+        if composed.config is not None:  # `pgtk check` shows the plan of what it refuses, too
+            assert plan_sections(validated(composed)[0], defaults, line.split())
     for rule in TABLE:
         report = Report()
         found = None
