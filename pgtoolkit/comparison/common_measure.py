@@ -82,12 +82,14 @@ class Difference:
 
 
 def kinds_of(metric: str) -> frozenset[Alters]:
-    """Return the kinds of keys that change a metric of training themselves."""
+    """Return the kinds of keys that change a metric themselves."""
     declared = metric_named(metric)
     is_formula = metric in _BY_FORMULA
     if declared is not None and declared.over in _OF_A_STEP_S_SIZE and not is_formula:
         return frozenset()
     kinds = {*_OF_DOCUMENTS, Alters.end}
+    if metric.startswith(HELD_OUT):
+        kinds.add(Alters.evaluation)
     if metric == "reward":
         kinds.add(Alters.reward)
     if is_formula:
@@ -186,6 +188,42 @@ def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list
         why = _difference(name, first, second, metric, values[0])
         found.setdefault(why.name, why)
     return [*found.values()]
+
+
+def asked_differently(
+    configurations: Sequence[Sequence[Run]],
+    metric: str,
+    ignore_code: bool = False,
+    without: Collection[str] = (),
+) -> list[dict[str, object]]:
+    """Return, for each run of these configurations in their order, what tells apart runs that were
+    trained alike and whose held-out metric means something else: the values by names as the user
+    types them.
+
+    without: the --over keys, which are left out.
+    """
+    runs = [run for configuration in configurations for run in configuration]
+    told: list[dict[str, object]] = [{} for _ in runs]
+    if not metric.startswith(HELD_OUT):
+        return told
+    classes = [
+        (str(place),) for place, configuration in enumerate(configurations) for _ in configuration
+    ]
+    measured = [measured_as(run, metric, ignore_code) for run in runs]
+    for name in dict.fromkeys(name for of_run in measured for name in of_run):
+        values = [_or_default(of_run, name) for of_run in measured]
+        has_no_record = name.startswith((CONTENTS, CODE, EVALUATION_CODE)) and None in values
+        if name in without or (has_no_record and len({*map(repr, values)}) == 2):
+            continue  # a run without a record is assumed to agree with the others
+        finer = [(*of_run, repr(value)) for of_run, value in zip(classes, values, strict=True)]
+        if len({*finer}) == len({*classes}):
+            continue
+        classes = finer
+        other = next(run for run, value in zip(runs, values, strict=True) if value != values[0])
+        shown_name = _difference(name, runs[0], other, metric, values[0]).name
+        for of_run, value in zip(told, values, strict=True):
+            of_run[shown_name] = value
+    return told
 
 
 def _name(pair: tuple[str, object]) -> str:

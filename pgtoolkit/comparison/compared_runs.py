@@ -86,7 +86,8 @@ class Compared:
     comparisons: every pair of groups, by their place in `groups`.
     left_out: (run, reason) for each run that is excluded from averages. notes: sentences without
         their full stop.
-    over: keys that belong to a run's block, as the seed does. best_of: the key of which each group
+    over: keys that belong to a run's block, as the seed does. asked: those of `keys` in which runs
+        were evaluated differently, and not trained. best_of: the key of which each group
         has its best value. ignore_code: whether runs of other code of the user's are of one
         configuration.
     """
@@ -102,6 +103,7 @@ class Compared:
     left_out: list[tuple[Run, str]]
     notes: list[str]
     over: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     best_of: str | None = None
     ignore_code: bool = False
 

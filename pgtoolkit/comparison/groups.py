@@ -13,6 +13,7 @@ from pgtoolkit.comparison import measures
 from pgtoolkit.comparison.bases import first_of_sweep, keep_best, keys_of, planned
 from pgtoolkit.comparison.common_measure import (
     altering,
+    asked_differently,
     kinds_of,
     measure_of,
 )
@@ -74,12 +75,16 @@ def compare(
     readable, notes = same_data(readable)
     over_keys = over.split(",") if over else []
     keys, following, common = _varying(readable, over_keys, ignore_code)
-    blocks = keys_of("--over", over_keys, keys, common)
+    evaluated = dict.fromkeys(
+        name for run in readable for name in run.config if name.startswith("evaluation.")
+    )
+    blocks = keys_of("--over", over_keys, keys, [*common, *evaluated])
     keys = [key for key in keys if key not in blocks]
 
     groups = _grouped(readable, keys)
     metric, measure, threshold, notes_of_metric = _metric(groups, metric, reach, ignore_code)
     notes += notes_of_metric
+    groups, asked = _told_apart(groups, metric, ignore_code, blocks)
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
@@ -94,7 +99,7 @@ def compare(
     compared = Compared(
         goal=goal,
         limits=_limits(goal, [run for group in groups for run in group.reached]),
-        keys=[shown(key) for key in keys],
+        keys=[*map(shown, keys), *asked],
         following=[shown(key) for key in following],
         common=common,
         groups=groups,
@@ -103,6 +108,7 @@ def compare(
         left_out=left_out,
         notes=notes,
         over=blocks,
+        asked=asked,
         best_of=best_of,
         ignore_code=ignore_code,
     )
@@ -175,6 +181,25 @@ def _grouped(runs: list[Run], keys: list[str]) -> list[RunGroup]:
         group = by_values.setdefault(tuple(map(repr, values.values())), RunGroup(values, []))
         group.runs.append(run)
     return list(by_values.values())
+
+
+def _told_apart(
+    groups: list[RunGroup], metric: str, ignore_code: bool, blocks: Sequence[str]
+) -> tuple[list[RunGroup], list[str]]:
+    """Return (the groups, divided where their runs were evaluated differently, the names of the
+    values in which they were).
+
+    metric: see `asked_differently`. blocks: the --over keys.
+    """
+    told = asked_differently([group.runs for group in groups], metric, ignore_code, blocks)
+    values = iter(told)
+    divided: dict[str, RunGroup] = {}
+    for place, group in enumerate(groups):
+        for run in group.runs:
+            of_run = next(values)
+            of_group = RunGroup({**group.values, **of_run}, [])
+            divided.setdefault(f"{place} {of_run!r}", of_group).runs.append(run)
+    return [*divided.values()], [*told[0]]
 
 
 def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:

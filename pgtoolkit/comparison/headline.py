@@ -75,6 +75,6 @@ def _num_pairs(groups: Groups, metric: str, ignore_code: bool) -> tuple[int, int
     for group in groups:
         having = [run for run in group if run.values(metric)]
         if 2 * len(having) >= len(group):
-            measured.append(measure_of(having, metric, ignore_code))
+            measured += dict.fromkeys(measure_of([run], metric, ignore_code) for run in having)
     counts = Counter(text for text in measured if text is not None)
     return sum(count * (count - 1) // 2 for count in counts.values()), len(measured)

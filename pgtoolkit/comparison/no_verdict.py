@@ -33,7 +33,11 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
         names = tuple(why.name for why in found)
         if names in sentences:
             continue
-        other = _common_metric(compared, first, second)
+        trained = [key for key in compared.keys if key not in compared.asked]
+        are_trained_alike = all(
+            repr(first.values[key]) == repr(second.values[key]) for key in trained
+        )
+        other = "" if are_trained_alike else _common_metric(compared, first, second)
         use = f"Use --metric={other}." if other else what_to_run(first.counted[0], found)
         sentences[names] = (
             f"no common measure: {compared.metric} would differ for one and the same policy, since "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
-from pgtoolkit.runs.find import DROPPED, HELD_OUT, Run
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup
+from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.report import is_number, text
 
@@ -25,12 +25,6 @@ def notes_of(compared: Compared) -> list[str]:
             "what changed"
         )
     notes += length_notes([run for run in counted if not run.collapsed])
-    names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
-    if names:
-        notes.append(
-            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with "
-            "other settings, or at other steps"
-        )
     if compared.best_of is not None:
         notes += _best_of_notes(compared, compared.best_of)
     return notes + _scale_notes(compared.groups)
@@ -105,25 +99,6 @@ def notes_of_equal_numbers(compared: Compared, numbers: Sequence[str | None]) ->
             f"last bit: {' and '.join(keys)} changed nothing between them"
         )
     return notes
-
-
-def _evaluated_differently(runs: list[Run]) -> list[str]:
-    """Return the names of settings, data and code of the evaluation in which the runs differ."""
-    beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
-    present = {
-        name
-        for run in runs
-        for name in (*run.config, *run.trained_with)
-        if name.startswith(beginnings)
-    }
-    names = []
-    for name in sorted(present - {"evaluation.best"}):
-        values = [learned(run, name) for run in runs]
-        if is_not_configured(name):
-            values = [value for value in values if value is not None]
-        if len({repr(value) for value in values}) > 1:
-            names.append(name)
-    return names
 
 
 def _scale_notes(groups: list[RunGroup]) -> list[str]:

@@ -109,7 +109,7 @@ def heading(compared: Compared) -> str:
     )
     keys = differing_keys(compared)
     if not keys:
-        return f"{start}: they differ in nothing but the seed"
+        return f"{start}: they differ in nothing that counts but the seed"
     follows = f" (and so in {', '.join(compared.following)})" if compared.following else ""
     return f"{start}, which differ in {', '.join(keys)}{follows}"
 

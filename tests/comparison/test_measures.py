@@ -399,19 +399,50 @@ def test_best_evaluation_is_by_its_metric_then_by_its_reward_then_the_latest():
     assert best_of(rows, ("other", "pass@1"), {2, 4, 6}) is None
 
 
-def test_runs_that_were_evaluated_differently_are_noted(tmp_path):
-    for seed in range(2):
-        save(
-            tmp_path / str(seed),
-            "grpo",
-            seed,
-            (0.0, 0.5, 0.9),
-            evaluation={"seed": seed, "every": 2, "best": None},
-        )
-    notes = compare(find_runs([str(tmp_path)])).notes
-    assert "the runs were evaluated differently (evaluation.seed)" in notes[0]
-    compared = compare(find_runs([str(tmp_path)]), "exact_match")
-    assert not compared.notes
+def test_runs_with_other_held_out_prompts_are_no_seeds_and_no_repeats_of_each_other(capsys):
+    """Two seeds, each trained twice, the second time with another evaluation.seed."""
+
+    def run(loss: str, seed: int, evaluation_seed: int, end: float) -> Run:
+        keys = {"loss.name": loss, "evaluation.seed": evaluation_seed, "evaluation.every": 1}
+        ends = [end, end + 0.01 * seed, end]
+        made = run_of(ends, HELD_OUT, seed=seed, **keys)
+        made.columns["exact_match"] = made.columns[HELD_OUT]
+        return made
+
+    runs = [run("grpo", seed, asked, 0.5 + 0.2 * asked) for seed in (0, 1) for asked in (0, 1)]
+    compared = compare(runs, f"final:{HELD_OUT}")
+    assert compared.keys == ["evaluation.seed"]
+    found = {group.label: (len(group.counted), group.final[0]) for group in compared.groups}
+    assert found == {"0": (2, pytest.approx(0.5)), "1": (2, pytest.approx(0.7))}
+    assert compared.left_out == []
+    text = " ".join(render_comparison(compared).split())
+    assert "of 2 configurations, which differ in evaluation.seed" in text
+    assert "no common measure" in text
+    assert "such as by pgtk evaluate / evaluation.seed=0" in text
+    # What was trained is the same, so by a number of training these are repeats.
+    assert len(compare(runs, "final:exact_match").left_out) == 2
+    # Of two losses those with the same prompts are compared, ...
+    runs += [run("gspo", seed, asked, 0.6 + 0.1 * asked) for seed in (0, 1) for asked in (0, 1)]
+    compared = compare(runs)
+    assert compared.metric == HELD_OUT
+    assert [pair.is_common for pair in compared.comparisons].count(True) == 2
+    # ... or all, prompts by prompts, where the user says that they are a block of each.
+    blocks = compare(runs, f"final:{HELD_OUT}", over="evaluation.seed")
+    (pair,) = blocks.comparisons
+    assert (pair.paired, pair.counts, pair.is_common) == (True, (4, 4), True)
+    assert pair.difference == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("trained", "num_groups"), [(1.0, 1), (0.7, 2)])
+def test_a_setting_of_evaluation_that_is_null_is_that_of_training(trained, num_groups):
+    keys = {"evaluation.every": 1, "rollout.temperature": trained}
+    runs = [
+        run_of([0.5] * 3, HELD_OUT, seed=seed, **keys, **{"evaluation.temperature": temperature})
+        for seed, temperature in enumerate((None, 1.0))
+    ]
+    compared = compare(runs, f"final:{HELD_OUT}")
+    assert len(compared.groups) == num_groups
+    assert not [note for note in compared.notes if "evaluat" in note and num_groups == 1]
 
 
 def test_a_single_high_step_reaches_no_threshold():

@@ -182,7 +182,7 @@ def test_other_code_of_the_user_is_another_configuration_unless_it_is_ignored(tm
     assert "--ignore=code counts them as such" in printed
     assert main(["compare", str(tmp_path), "--ignore=code"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "3 runs (3 counted) of 1 configuration: they differ in nothing but the seed" in printed
+    assert "3 runs (3 counted) of 1 configuration: they differ in nothing that counts" in printed
     assert "Note: --ignore=code counts as the same what differs: code of rewards" in printed
 
 
@@ -214,13 +214,13 @@ def test_a_run_without_a_record_of_code_or_data_differs_from_no_other_run(tmp_pa
     assert seeds == {"null": [0], "aaaaaaaa": [1, 2], "bbbbbbbb": [3]}
 
 
-def test_data_and_code_of_evaluations_alone_make_a_note_and_no_other_configuration(tmp_path):
+def test_data_and_code_of_evaluations_alone_tell_held_out_numbers_apart_and_no_others(tmp_path):
     for seed, sha in enumerate("ab"):
         data = {"evaluation.sets.test.path": files(sha)}
         provenance = {"modules": {}, "evaluation_modules": {"scores": sha * 8}}
         save(tmp_path / str(seed), seed, data=data, provenance=provenance)
     assert keys_and_seeds(tmp_path) == ([], {"all runs": [0, 1]})
-    notes = compare(find_runs([str(tmp_path)]), "final:evaluation/test/pass@1").notes
-    named = "contents of evaluation.sets.test.path, evaluation code of scores"
-    assert f"the runs were evaluated differently ({named})" in notes[0]
+    compared = compare(find_runs([str(tmp_path)]), "final:evaluation/test/pass@1")
+    assert compared.keys == ["contents of evaluation.sets.test.path"]
+    assert [len(group.counted) for group in compared.groups] == [1, 1]
     assert compare(find_runs([str(tmp_path)]), "final:reward").notes == []
