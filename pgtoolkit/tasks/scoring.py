@@ -30,6 +30,9 @@ log = logging.getLogger("pgtoolkit")
 _TOLD_FROM = 5.0
 """Seconds of a wait from which on a line says what is waited for."""
 
+_PROBES = 8
+"""Questions that are asked again before a server that had answered them counts as lost."""
+
 _AT_THE_START = TrainerState(global_step=0, max_steps=0)
 
 
@@ -120,6 +123,15 @@ class Scoring:
         return outcome
 
     def _outcomes(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
+        """Return the outcome of each question. Raises VerifierLost where no call reaches the
+        server."""
+        outcomes = self._asked_with_retries(number, questions)
+        self._refuse_lost(number, questions, outcomes)
+        return outcomes
+
+    def _asked_with_retries(
+        self, number: int, questions: Sequence[Question | BatchQuestion]
+    ) -> list[Any]:
         """Return the outcome of each question. Calls that did not reach their server are made
         again."""
         outcomes = self._asked(number, questions)
@@ -141,7 +153,6 @@ class Scoring:
             again = self._asked(number, [questions[place] for place in places])
             for place, outcome in zip(places, again, strict=True):
                 outcomes[place] = outcome
-        self._refuse_lost(number, questions, outcomes)
         return outcomes
 
     def _asked(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
@@ -171,8 +182,9 @@ class Scoring:
     ) -> None:
         """Raise VerifierLost where a verifier answers no question any more.
 
-        A server that fails on one completion alone is still there: a question that it has answered
-        is asked once more.
+        A server that fails on one completion alone is still there, and so is one that refuses some
+        calls at random: a question that it has answered is asked once more, and if that fails,
+        several are, each as often as any other.
         """
         answered = [
             question
@@ -185,16 +197,25 @@ class Scoring:
             lost += [failure for failure in failures if failure.kind == TIMEOUT]
         if not lost:
             return
-        if answered and not stop_asked.is_set():
-            (outcome,) = self._asked(number, answered[:1])
-            if not self._lost(number, outcome):
-                return
         retries = plural(self._retries.count, "further call")
-        raise VerifierLost(
-            f"{self._named[number]} {lost[0].reason}. After {retries} of each it scores no "
-            "completion any more. Use task.verifier_retries and task.verifier_retry_seconds to "
-            "wait longer."
-        )
+        reason = f"{self._named[number]} {lost[0].reason}."
+        wait_longer = "Use task.verifier_retries and task.verifier_retry_seconds to wait longer."
+        if stop_asked.is_set():
+            raise VerifierLost(f"{reason} The run was asked to stop, so no call is made again.")
+        if not answered:
+            raise VerifierLost(
+                f"{reason} After {retries} of each it scores no completion any more. {wait_longer}"
+            )
+        (outcome,) = self._asked(number, answered[:1])
+        if not self._lost(number, outcome):
+            return
+        probes = answered[:_PROBES]
+        if all(self._lost(number, outcome) for outcome in self._asked_with_retries(number, probes)):
+            raise VerifierLost(
+                f"{reason} After {retries} of each, {len(lost)} of "
+                f"{plural(len(questions), 'call')} failed, and then so did "
+                f"{plural(len(probes), 'call')} that it had answered before. {wait_longer}"
+            )
 
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
         """Return the metrics of failures for one completion; see `Processes.measures`.

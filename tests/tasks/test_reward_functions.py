@@ -338,6 +338,27 @@ def test_a_failing_server_is_asked_again_as_often_as_the_key_says(task_of, serve
     assert server.calls == 6
 
 
+def test_a_server_that_fails_at_random_is_lost_once_several_answered_calls_fail_again(
+    task_of, server
+):
+    rows = [{"prompt": f"{number}?", "answer": 1} for number in range(3)]
+    texts = [f"{server.server_port}/score"] * 3
+    task = task_of(MINE + "asks_a_server", rows=rows, verifier_retries=1, **AT_ONCE)
+    # The third call fails twice, then one that was answered, then both of these but for the last.
+    until_it_is_probed = [200, 200, 503, 503, 503]
+    server.failures = [*until_it_is_probed, 503, 503, 503, 200]
+    assert [score.reward for score in scores_of(task, texts)] == [0.75, 0.75, None]
+    assert server.calls == 9
+    server.failures = [*until_it_is_probed, 503, 503, 503, 503]
+    with pytest.raises(VerifierLost) as caught:
+        scores_of(task, texts)
+    assert server.calls == 18
+    assert str(caught.value).partition("Service Unavailable. ")[2] == (
+        "After 1 further call of each, 1 of 3 calls failed, and then so did 2 calls that it had "
+        "answered before. Use task.verifier_retries and task.verifier_retry_seconds to wait longer."
+    )
+
+
 def test_each_wait_is_four_times_the_one_before_up_to_a_minute():
     assert Retries(3, 0.5).waits() == [0.5, 2, 8]
     assert Retries(6, 2).waits() == [2, 8, 32, 60, 60, 60]
