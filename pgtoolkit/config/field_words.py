@@ -13,7 +13,8 @@ _FIELD = {
     ),
     "rollout.max_completion_length": (
         "max_len max_length max_new_tokens response_length max_response_length max_seq_len seq_len "
-        "completion_length"
+        "completion_length max_tokens max_output_tokens max_completion_tokens max_gen_len "
+        "max_gen_length max_generation_length generate_max_len"
     ),
     "rollout.temperature": "temp",
     "rollout.passes": "update_epochs update_epochs_per_batch num_ppo_epochs",

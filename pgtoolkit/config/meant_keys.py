@@ -27,6 +27,7 @@ from pgtoolkit.config.meant_values import (
 from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import default_options
+from pgtoolkit.config.their_values import named_value
 from pgtoolkit.system.declared import REQUIRED, Key
 from pgtoolkit.system.report import nearest, text
 
@@ -42,7 +43,8 @@ OPTIONS_ALSO_CALLED = {
 """Name that the field has for an option -> our name of it."""
 
 _COUNTED_OTHERWISE = ("epochs", "micro_", "microbatch")
-"""Parts of words whose numbers are of another unit than the key that comes nearest."""
+"""Parts of words of the field whose numbers are of another unit than the key that comes nearest,
+so that none follows from theirs."""
 
 _SWITCHED_ON = {
     "kl": "kl=k3 kl.reference=initial",
@@ -154,7 +156,12 @@ def overrides_meant(
         near = nearest(ending, [key.leaf for key in of_group], 0.85)
         if near is not None:
             return with_value(config, next(key for key in of_group if key.leaf == near), value)
+    named = named_value(known, value)
+    if named is not None:
+        return " ".join(_of_table(config, named)) or None
     for word in (known.replace(".", "_"), "_".join(known.split(".")[-2:]), ending):
+        if word in FIELD_WORDS and any(part in word for part in _COUNTED_OTHERWISE):
+            return None
         if word in FIELD_WORDS:
             return _of_field(config, word, value, groups)
     keys = _theirs(known, group in groups)
@@ -210,6 +217,18 @@ def _with_values(config: DictConfig, names: list[str], value: object) -> list[st
     return overrides
 
 
+def _of_table(config: DictConfig, named: Mapping[str, object]) -> list[str]:
+    """Return the overrides of options and keys that a table of theirs gives for a value."""
+    overrides = []
+    for name, value in named.items():
+        key = _likeliest(config, [key for key in KEYS if key.name == name and not key.option])
+        if key is None or name.partition(".")[0] in named:  # its option stands before it
+            overrides.append(typed(name, value))
+        else:
+            overrides.append(with_value(config, key, value))
+    return overrides
+
+
 def _choice_in(
     config: DictConfig, name: str, value: object, groups: Mapping[str, Sequence[str]]
 ) -> str | None:
@@ -261,10 +280,9 @@ def _of_field(
             overrides.append(typed(name, text(value)))
             continue
         key = key_named(name, config) or next(key for key in KEYS if key.name == name)
-        is_other_unit = any(part in word for part in _COUNTED_OTHERWISE)
         if word in VALUES_ALSO_CALLED and text(value).lower() in TRUE_WORDS:
             value = word
-        overrides.append(with_value(config, key, "" if is_other_unit else value))
+        overrides.append(with_value(config, key, value))
     return " ".join(overrides)
 
 

@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig
 
 from pgtoolkit.config.elsewhere import known_as
+from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL, misplaced
 from pgtoolkit.config.keys import (
     KEYS,
@@ -203,6 +204,10 @@ def unknown_key(config: DictConfig, key: str, value: object, groups: Groups) -> 
     if rows:
         name, row = rows[0]
         return f"Unknown key {key!r}. {row.sentence(name)} Use pgtk explain {leaf or key}."
+    of_field = FIELD_WORDS.get(spelled(leaf or key))
+    if of_field is not None:
+        reason = f"{of_field[0]} comes nearest, and counts in another unit."
+        return f"Unknown key {key!r}. {reason} Use pgtk explain {spelled(leaf or key)}."
     if leaf and group in groups and isinstance(config.get(group), DictConfig):
         names = [f"{group}.{name}" for name in config[group] if name != "name"]
         reason = f"{group} has the keys {', '.join(names)}."

@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pgtoolkit.config.elsewhere import known_as
+from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.keys import KEYS, key_named
 from pgtoolkit.config.meant_keys import (
     option_meant,
@@ -139,6 +140,11 @@ def _use_for_one(part: str, config: DictConfig, groups: Mapping[str, Sequence[st
 
 
 def elsewhere(name: str) -> str:
-    """Return the command that explains the name of another trainer, else the page of help."""
+    """Return the command that explains the name of another trainer or a word of the field, else the
+    page of help."""
     leaf = name.rpartition(".")[2]
-    return f"pgtk explain {leaf}" if leaf and known_as(leaf) else "pgtk --help"
+    return (
+        f"pgtk explain {leaf}"
+        if leaf and (known_as(leaf) or leaf in FIELD_WORDS)
+        else "pgtk --help"
+    )

@@ -6,26 +6,14 @@ that the file sets to another value than their default is listed with its reason
 
 from __future__ import annotations
 
-import contextlib
-import math
-import re
-from typing import Any
-
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
+from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.translate_file import TheirConfig, Unread, value_of
+from pgtoolkit.config.their_values import NO_VALUE, TheirValues
+from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
-from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import override, text
-from pgtoolkit.tasks.settings import is_data_set_name
-
-_FORMULA = re.compile(r"\{([^}]*)\}")
-_INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
-_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
-_FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
-_NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
 
 
 class Translation:
@@ -41,19 +29,10 @@ class Translation:
         self.differing: list[str] = []
         self.lacking: list[str] = []
         table = theirs.table
-        self._values = {name: row.default for name, row in table.rows.items()} | theirs.values
-        self._values = {name: self._resolved(name, value) for name, value in self._values.items()}
-        names = {key: value for key, value in self._values.items() if not isinstance(value, Unread)}
-        self._names = {name.replace(".", "__"): value for name, value in names.items()}
-        for word, formula in table.content["words"].items():
-            inside = [name for name in names if name.startswith(f"{formula}.")]  # of a section
-            for name in inside:
-                self._names[name.replace(formula, word).replace(".", "__")] = names[name]
-            with contextlib.suppress(*_NO_VALUE):
-                self._names[word] = self._evaluated(formula)
-        if self._names.get("processes") == 1 and "num_processes" not in theirs.values:
+        self._values = TheirValues(theirs)
+        if self._values.names.get("processes") == 1 and "num_processes" not in theirs.values:
             theirs.assumed.append("1 process trains: --processes N says another number")
-        self._first = self._overrides(table.content["first"])
+        self._first = self._values.overrides(table.content["first"])
         self.typed = dict(self._first)
         given: dict[str, list[str]] = {}
         for name in theirs.values:
@@ -65,69 +44,34 @@ class Translation:
         for row in table.rows.values():
             self._translate(row, given.get(row.name, []))
 
-    def _resolved(self, name: str, value: Any) -> Any:
-        """Return the value of a key, or what its interpolation in verl's files stands for."""
-        for _ in range(9):  # one may stand for another
-            match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
-            if match is None:
-                break
-            section = name.rpartition(".")[0] if match[1].startswith(".") else ""
-            name = f"{section}{match[1]}"
-            value = self._values.get(name, value_of(match[2] or "null"))
-        return value
-
-    def _evaluated(self, formula: str) -> Any:
-        """Return the value of a formula of a table, which is never what a user wrote."""
-        code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
-        scope = {**_FUNCTIONS, "given": self.theirs.values.__contains__, "__builtins__": {}}
-        result = eval(code, scope, self._names)
-        return float(f"{result:.12g}") if isinstance(result, float) else result
-
     def _translate(self, row: Theirs, given: list[str]) -> None:
         """Find what is to be typed for a key. given: what the file sets of it, and of the keys that
         its row is about."""
         try:
-            if not row.cases or (row.acts and not self._evaluated(row.acts)):
+            if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
                 self._leave(row, given, row.reason or "it does nothing beside the other keys", True)
                 return
-            self.typed |= self._overrides(self._case(row), row)
+            self.typed |= self._values.overrides(self._values.case(row), row)
             for condition, sentence in row.differs.items():
-                if self._evaluated(condition):
+                if self._values.evaluated(condition):
                     self.differing.append(f"{self.shown(row.name)}: {sentence}")
         except NameError:
             reason = "what it follows from is known when their program runs"
             self._leave(row, given or [row.name], reason)
-        except _NO_VALUE:
+        except NO_VALUE:
             self._leave(row, given or [row.name], row.reason or "it has no such value")
-
-    def _case(self, row: Theirs) -> str:
-        """Return what is to be typed for a key; raises LookupError where its value has no equal."""
-        for condition, here in row.cases:
-            if not condition or self._evaluated(condition):
-                typed = here if isinstance(here, str) else here.get(text(self._evaluated(row.name)))
-                if typed is not None:
-                    return typed
-        raise LookupError(row.name)
-
-    def _overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
-        """Return what is to be typed; a key alone takes the value of the row's."""
-        overrides = {}
-        for key, written in OVERRIDE.findall(typed):
-            filled = _FORMULA.sub(lambda found: text(self._evaluated(found[1])), written)
-            overrides[key] = (filled if row is None or written else self._evaluated(row.name), row)
-        return overrides
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""
         defaults = {name: other.default for name, other in self.theirs.table.rows.items()}
         for name in names:
-            default = self._resolved(name, defaults.get(name))
-            if not changed or text(self._values[name]) != text(default):
+            default = self._values.resolved(name, defaults.get(name))
+            if not changed or text(self._values.of[name]) != text(default):
                 self.left.append((self.shown(name), reason, row))
 
     def shown(self, name: str) -> str:
         by_default = "" if name in self.theirs.values else " (their default)"
-        return f"{name}={text(self._values[name])}{by_default}"
+        return f"{name}={text(self._values.of[name])}{by_default}"
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses."""

@@ -156,7 +156,8 @@ def test_explain_answers_the_words_of_other_trainers(word, answer):
         ("num_iterations=2", "Use rollout.passes=2."),
         ("data.train_batch_size=64", "Use rollout.prompts_per_batch=64."),
         ("push_to_hub=true", "TRL's push_to_hub has no equal here: `pgtk export RUN DIR` writes"),
-        ("scale_rewards=batch", "batch: `advantage=batch_std`"),
+        ("loss_type=cispo", "`cispo` caps every ratio at epsilon_high"),
+        ("use_vllm=true", "Use sampler=vllm."),
     ],
 )
 def test_a_typed_key_of_another_trainer_is_answered_from_the_tables(capsys, override, answer):

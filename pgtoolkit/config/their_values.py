@@ -1,0 +1,126 @@
+"""The values of a configuration of TRL or verl, and what the cases of a row are for them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from typing import Any
+
+from pgtoolkit.config.elsewhere import OVERRIDE, Theirs, known_as, tables
+from pgtoolkit.config.translate_file import TheirConfig, Unread, value_of
+from pgtoolkit.system.functions import is_dotted_path
+from pgtoolkit.system.report import text
+from pgtoolkit.tasks.settings import is_data_set_name
+
+NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
+"""What is raised where a formula has no value."""
+
+_FORMULA = re.compile(r"\{([^}]*)\}")
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
+_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
+_FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
+
+
+class TheirValues:
+    """The values of all keys of theirs: what a file sets, else their defaults.
+
+    of: full name -> value. names: the same as formulas write them, and their words.
+    """
+
+    def __init__(self, theirs: TheirConfig):
+        self.theirs = theirs
+        table = theirs.table
+        self.of = {name: row.default for name, row in table.rows.items()} | theirs.values
+        self.of = {name: self.resolved(name, value) for name, value in self.of.items()}
+        names = {key: value for key, value in self.of.items() if not isinstance(value, Unread)}
+        self.names = {name.replace(".", "__"): value for name, value in names.items()}
+        for word, formula in table.content["words"].items():
+            inside = [name for name in names if name.startswith(f"{formula}.")]  # of a section
+            for name in inside:
+                self.names[name.replace(formula, word).replace(".", "__")] = names[name]
+            with contextlib.suppress(*NO_VALUE):
+                self.names[word] = self.evaluated(formula)
+
+    def resolved(self, name: str, value: Any) -> Any:
+        """Return the value of a key, or what its interpolation in verl's files stands for."""
+        for _ in range(9):  # one may stand for another
+            match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
+            if match is None:
+                break
+            section = name.rpartition(".")[0] if match[1].startswith(".") else ""
+            name = f"{section}{match[1]}"
+            value = self.of.get(name, value_of(match[2] or "null"))
+        return value
+
+    def evaluated(self, formula: str) -> Any:
+        """Return the value of a formula of a table, which is never what a user wrote."""
+        code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
+        scope = {**_FUNCTIONS, "given": self.theirs.values.__contains__, "__builtins__": {}}
+        result = eval(code, scope, self.names)
+        return float(f"{result:.12g}") if isinstance(result, float) else result
+
+    def case(self, row: Theirs) -> str:
+        """Return what is to be typed for a key; raises LookupError where its value has no equal."""
+        for condition, here in row.cases:
+            if not condition or self.evaluated(condition):
+                typed = here if isinstance(here, str) else here.get(text(self.evaluated(row.name)))
+                if typed is not None:
+                    return typed
+        raise LookupError(row.name)
+
+    def overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
+        """Return what is to be typed; a key alone takes the value of the row's."""
+        overrides = {}
+        for key, written in OVERRIDE.findall(typed):
+            filled = _FORMULA.sub(lambda found: text(self.evaluated(found[1])), written)
+            overrides[key] = (filled if row is None or written else self.evaluated(row.name), row)
+        return overrides
+
+
+def named_value(name: str, value: object) -> dict[str, object] | None:
+    """Return our keys with their values for a value of theirs that their table names, or for a key
+    that is a number in what stands for another one, beside their defaults; {} where that value has
+    no equal. None where no table names the value.
+
+    name: with or without the sections of that trainer.
+    """
+    has_no_equal = False
+    for full_name, row in known_as(name):
+        if not f".{full_name}".endswith(f".{name}") and not name.endswith(f".{full_name}"):
+            continue
+        values = TheirValues(TheirConfig(tables()[row.trainer], {full_name: value}))
+        try:
+            found = _named(values, row, text(value))
+        except NO_VALUE:
+            named = [here for _, here in row.cases if isinstance(here, dict)]
+            has_no_equal |= any(text(value) in here for here in named)
+            continue
+        if found:
+            return found
+    return {} if has_no_equal else None
+
+
+def _named(values: TheirValues, row: Theirs, value: str) -> dict[str, object]:
+    """Return what is typed for a value that the cases of a row name; {} for any other, and where
+    there is nothing to type. Raises LookupError where it follows from further keys, too."""
+    owner = values.theirs.table.rows[row.see] if row.see else row
+    typed = "" if owner.acts and not values.evaluated(owner.acts) else values.case(owner)
+    is_named = any(isinstance(here, dict) and here.get(value) == typed for _, here in row.cases)
+    if not row.see and not is_named:
+        return {}
+    overrides: dict[str, object] = {}
+    for key, written in OVERRIDE.findall(typed):
+        formula = _FORMULA.fullmatch(written)
+        is_of_this = formula is not None and row.name.endswith(f".{formula[1].rpartition('.')[2]}")
+        if formula is None and "{" not in written and not row.see:
+            overrides[key] = written
+        elif formula is not None and (is_of_this or not row.see):
+            if not re.fullmatch(r"[\w.]+", formula[1]):
+                raise LookupError(row.name)
+            other = values.theirs.table.row(formula[1])
+            if other is None or not other.keys:  # else it has its own override
+                overrides[key] = values.evaluated(formula[1])
+    if None in overrides.values():
+        raise LookupError(row.name)
+    return overrides
