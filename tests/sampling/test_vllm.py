@@ -90,7 +90,7 @@ def test_a_request_holds_all_settings_of_sampling(tmp_path):
         "stop": ["01"],
         "stop_token_ids": [module.policy.tokenizer.eos_token_id],
         "ignore_eos": True,
-        "logprobs": 33,
+        "logprobs": 12,  # sampler.keep_top is 32, but the model has no more tokens
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         "cache_salt": "salt",
@@ -128,9 +128,9 @@ def test_a_server_gives_the_likeliest_tokens_that_are_asked_for(server, tmp_path
             sampler._settings, 0, False, tmp_path, sampler._plan, "localhost", 1
         )
         assert "--max-logprobs=4" in command
-    with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=21") as (module, sampler):
+    with server.joined_sampler(tmp_path, *settings, "sampler.keep_top=34") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        with pytest.raises(SamplerLost, match="of 21, which is greater than max allowed: 20"):
+        with pytest.raises(SamplerLost, match="of 34, which is greater than max allowed: 33"):
             sampler.complete(REQUESTS)
 
 
