@@ -58,7 +58,9 @@ def open_sampler(
 @pytest.fixture(scope="module")
 def shared_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServers]:
     folder = tmp_path_factory.mktemp("small")
-    servers = SharedServers(folder, is_vllm=False, names=["first"])
+    servers = SharedServers(
+        folder, is_vllm=False, names=["first"], save=lambda path: save_llama(path, alphabet_size=40)
+    )
     with contextlib.closing(servers):
         servers.start_all()
         yield servers
