@@ -58,8 +58,8 @@ class ChunkPlan:
 def default_logits_memory_mb(device: torch.device) -> int:
     """Return the default MiB for the logits of a chunk: a GPU's memory over 64, and at least 512.
 
-    Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that the
-    journal in docs/reports/performance.md found to be enough.
+    Larger chunks add less often to the weight's gradient. 1200 MiB, those of an 80 GB card, were
+    measured to be enough.
     """
     least = 512
     if device.type != "cuda":

@@ -69,7 +69,7 @@ def job(folder: Path, size: str, *more: str) -> Config:
     ],
 )
 def test_the_estimate_is_within_15_percent_of_the_measured_peak(tmp_path, size, more, measured):
-    """docs/reports/performance.md has the jobs."""
+    """docs/performance.md has the jobs."""
     assert memory_use(job(tmp_path, size, *more), GPU).peak / 1e9 == pytest.approx(
         measured, rel=0.15
     )
