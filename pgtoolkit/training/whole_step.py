@@ -4,7 +4,8 @@ of the step, and where only the tokens of the largest entropies count, the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -212,11 +213,30 @@ def after_first_pass(
     """
     with_entropy = loss.entropy_top_fraction is not None
     passes = [forward(micro_batch, with_entropy) for micro_batch in step.micro_batches]
+    with _one_thread():
+        return _from_first_pass(step, loss, passes, layout)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread of the CPU: vectors of a step are so short that handing pieces of them
+    to sixteen threads takes longer than their arithmetic."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _from_first_pass(
+    step: Step, loss: Loss, passes: list[tuple[Tensor, Tensor | None]], layout: Layout
+) -> tuple[Step, FirstPass]:
     log_probs = [of_tokens for of_tokens, _ in passes]
     entropies = [entropy for _, entropy in passes if entropy is not None]
     whole = whole_step(step, log_probs, layout, entropies or None)
     of_choice = {}
-    if with_entropy:
+    if loss.entropy_top_fraction is not None:
         step, whole, of_choice = with_kept_tokens(step, whole, loss)
     if not of_whole_step(loss):
         return step, FirstPass(None, of_choice)
