@@ -13,7 +13,8 @@ from pgtoolkit.config.entries import entries
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
 from pgtoolkit.config.schema import OPTIONS, default_options
-from pgtoolkit.config.tables import filled
+from pgtoolkit.config.tables import as_text, filled, rules, words
+from pgtoolkit.config.words import VARIABLES
 from pgtoolkit.system.declared import Alters, Key
 from pgtoolkit.system.report import text
 
@@ -59,6 +60,19 @@ means. `pgtk explain KEY` prints the same, and the reasons. The last column ends
 
 This page and [`conf/`](../conf) are written by `python -m pgtoolkit.config.pages` from the schema
 (the settings of each group); a test compares them.
+"""
+
+_RULES_HEAD = """\
+## Settings that exclude each other
+
+`pgtk check` names each that is broken, with what to type. `!=` is: other than.
+"""
+
+_VARIABLES_HEAD = """\
+## Environment variables
+
+Besides those of PyTorch, MLflow, Weights & Biases, vLLM and the hub itself these are spoken of in
+these pages:
 """
 
 
@@ -124,7 +138,8 @@ def keys_page() -> str:
         options = f" ({entry.options})" if entry.options else ""
         cells = [f"`{shown(entry.key.name)}`{options}", *entry.description(brief=True).values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+    lines += ["", _RULES_HEAD, as_text(rules()), _VARIABLES_HEAD]
+    return "\n".join(lines) + "\n" + as_text(words("`variable`", VARIABLES))
 
 
 def with_measures(page: str) -> str:

@@ -14,7 +14,7 @@ from pgtoolkit.config.elsewhere import tables as tables_of_trainers
 from pgtoolkit.config.option_tables import OptionTable, option_tables
 from pgtoolkit.config.rules.table import TABLE as RULES
 from pgtoolkit.config.word import Word
-from pgtoolkit.config.words import HYDRA, OF_CODE, OF_EQUATIONS, TAGS, VARIABLES
+from pgtoolkit.config.words import HYDRA, OF_CODE, OF_EQUATIONS, TAGS
 from pgtoolkit.config.words_of_files import (
     COLUMNS,
     FILES,
@@ -45,7 +45,6 @@ def tables() -> dict[str, Table]:
         "files of a checkpoint": words("`file`", OF_CHECKPOINTS),
         "columns of completions": words("`column`", OF_COMPLETIONS),
         "tags in MLflow": words("`tag`", TAGS),
-        "environment variables": words("`variable`", VARIABLES),
         "columns of rollouts": words("`field`", COLUMNS),
         "parameters": words("`parameter`", PARAMETERS),
         "parameters of batches": words("`parameter`", PARAMETERS_OF_BATCHES),
@@ -54,7 +53,6 @@ def tables() -> dict[str, Table]:
         "keys of a set": words("`key of a set`", KEYS_OF_SETS),
         "keys of Hydra": words("`key`", HYDRA),
         **{name: options(table) for name, table in option_tables().items()},
-        "rules": rules(),
         "exit statuses": exit_statuses(),
         "line of a step": line_of_step(),
         **{name: metrics(group) for name, group in METRICS_BY_TABLE.items()},

@@ -58,7 +58,7 @@ def calls_of(script: str, folder: Path) -> list[list[str]]:
     itself complains about, such as a variable that is not set, is an error.
     """
     work = folder / "work"
-    (work / "outputs/day/warm/checkpoints/step-000060").mkdir(parents=True)  # of an earlier line
+    work.mkdir(parents=True)
     return _calls(["bash", "-u", "-c", script], folder, work)
 
 

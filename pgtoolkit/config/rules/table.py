@@ -1,7 +1,7 @@
 """The rules that compare settings alone, each as a row; those that compute something are functions
 beside this file.
 
-The table in docs/configuration.md is written from here.
+The table in docs/keys.md is written from here.
 """
 
 from __future__ import annotations
@@ -577,4 +577,4 @@ TABLE = (
     *SAMPLING,
     *EVALUATION,
 )
-"""All rows, in the order of the table in docs/configuration.md."""
+"""All rows, in the order of the table in docs/keys.md."""
