@@ -148,7 +148,7 @@ class SampledDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class Document(SampledDocument):
-    """A sampled document with what training adds to it.
+    """A sampled document and the numbers that training adds.
 
     advantages: (N,) float32, of each trained token; 0 until they are made.
     old_log_probs: (N,) float32, log-prob of each trained token under the policy that ratios are

@@ -120,9 +120,9 @@ def _family(loss: str, *parameters: tuple[str, Any]) -> Family:
     if not isinstance(family, FunctionFamily):
         return family
     if family.level == "step":
-        what = "each document's prompt" if "groups" in family.asked else "the whole step"
+        needs = "each document's prompt" if "groups" in family.asked else "the whole step"
         raise ValueError(
-            f"loss={loss} needs {what}: prime-rl does not tell a loss which prompt a document "
+            f"loss={loss} needs {needs}: prime-rl does not tell a loss which prompt a document "
             "belongs to, and calls it with one document at a time. Use a loss of tokens or "
             "documents."
         )

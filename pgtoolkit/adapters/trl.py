@@ -153,7 +153,7 @@ class PolicyGradientTrainer(GRPOTrainer):
 
     @property
     def asked(self) -> frozenset[str]:
-        """What a loss that is a function asks for; nothing for another loss."""
+        """Return the vectors that a loss function asks for; nothing for another loss."""
         return self.family.asked if isinstance(self.family, FunctionFamily) else frozenset()
 
     @property
@@ -189,8 +189,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         accumulated = args.gradient_accumulation_steps
         if self._needs_whole_groups:
             fits = sampled == accumulated
-            what = "aggregation" if self.weighting.needs_groups else "loss"
-            needs = f"the number of gradient_accumulation_steps ({accumulated}) with this {what}"
+            group = "aggregation" if self.weighting.needs_groups else "loss"
+            needs = f"the number of gradient_accumulation_steps ({accumulated}) with this {group}"
             reason = (
                 "TRL shuffles what it has sampled, so that a part of it has only parts of the "
                 "groups"

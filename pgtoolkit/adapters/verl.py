@@ -167,9 +167,9 @@ class VerlLoss:
             ]
         asked = self.function.asked if self.function else frozenset()
         if self.function and self.function.level == "step":
-            what = "each document's prompt" if "groups" in asked else "the whole step"
+            part = "each document's prompt" if "groups" in asked else "the whole step"
             return [
-                f"loss={self.family} needs {what}: {_NO_PROMPT}, and calls it with one micro-batch "
+                f"loss={self.family} needs {part}: {_NO_PROMPT}, and calls it with one micro-batch "
                 "at a time. Use a loss of tokens or documents."
             ]
         missing = sorted(asked & {*_NOT_GIVEN} - self.function.may_lack) if self.function else []

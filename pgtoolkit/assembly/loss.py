@@ -157,8 +157,8 @@ def _of_function(
 
 def _said(error: Exception) -> str:
     """Return what an error says; one that the user's own code raised begins with its type."""
-    said = str(error).removesuffix(".")
-    return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
+    message = str(error).removesuffix(".")
+    return message if type(error) is ValueError else f"{type(error).__name__}: {message}"
 
 
 def _blamed(function: Callable, setting: str) -> Callable:

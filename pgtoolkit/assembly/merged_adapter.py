@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = {
 names of the tensors say, or how they were initialised. Any other one that is set is a variant."""
 
 _USUAL_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the model as it is. Others change its weights first."""
+"""Values of init_lora_weights that leave the model unchanged. Others change its weights first."""
 
 
 def is_adapter(folder: Path) -> bool:

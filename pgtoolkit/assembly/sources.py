@@ -54,7 +54,7 @@ log = logging.getLogger("pgtoolkit")
 
 
 class _Asked(NamedTuple):
-    """How the prompts of a run are asked.
+    """Says how the prompts of a run are asked.
 
     by_transformers: whether this library samples. model: the option of the group `model`.
     max_steps: of the run.

@@ -32,7 +32,7 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     number = ByScores().resolve(config)
     lines += _held_out_lines(read_evaluations(Path(run_dir)), number, best)
     lines.append(reason)
-    lines += [entry("no effect", told) for told in without_effect(config, metrics)]
+    lines += [entry("no effect", sentence) for sentence in without_effect(config, metrics)]
     entries = [entry("run", shell_path(run_dir))]
     parent = status.get("parent")
     if parent:

@@ -199,8 +199,8 @@ def _train_steps(
 def _notes_of_silent_options(run_dir: Path) -> Iterator[str]:
     """Yield a note for each option that changed nothing so far."""
     columns = read_metrics(run_dir / "metrics.jsonl")
-    for told in without_effect(read_resolved(run_dir), columns):
-        key, _, never = told.partition(": ")
+    for sentence in without_effect(read_resolved(run_dir), columns):
+        key, _, never = sentence.partition(": ")
         yield f"{key} has changed no number so far: {never}."
 
 

@@ -98,10 +98,10 @@ def check_top(
 
     Raises ValueError where only one of them is there, and where the loss does not read them.
     """
-    given = [x is not None for x in (top_ids, top_log_probs)]
-    if any(given) and not all(given):
+    are_given = [x is not None for x in (top_ids, top_log_probs)]
+    if any(are_given) and not all(are_given):
         raise ValueError("sampling_top_ids and sampling_top_log_probs need each other (got one)")
-    if any(given) and not loss.family.score_centering:
+    if any(are_given) and not loss.family.score_centering:
         raise ValueError(
             "sampling_top_ids have no effect without score centering. Use "
             "loss=pgtoolkit.families.Reinforce(score_centering=True), or another family that has it"

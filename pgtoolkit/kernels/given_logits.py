@@ -150,7 +150,7 @@ def logits_loss(
 def where_all_known(log_probs: Tensor, top_log_probs: Tensor) -> Tensor:
     """Return the log-probs (T,): NaN where one of the top tokens, (T, k), has none.
 
-    It then lies outside of the vocabulary, which is refused as it is for a label.
+    It then lies outside of the vocabulary, which is refused like such a label.
     """
     return torch.where(top_log_probs.isnan().any(-1), torch.nan, log_probs)
 

@@ -252,8 +252,8 @@ def _doctor(args: argparse.Namespace, parser: _Parser) -> None:
             parser.error(f"--sampler takes one run (got {' '.join(args.runs)})")
         from pgtoolkit.comparison.mismatch import as_json, mismatch, render
 
-        found = mismatch(plain_run(args.runs[0]), args.step)
-        say(as_json(found) if args.json else render(found))
+        report = mismatch(plain_run(args.runs[0]), args.step)
+        say(as_json(report) if args.json else render(report))
         return
     from pgtoolkit.comparison.doctor import diagnose
 

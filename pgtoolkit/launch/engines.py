@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: as processes of this machine, on a Ray cluster, or through
+"""Runs the jobs of a sweep: as processes of this machine, on a Ray cluster, or through
 submitit on SLURM."""
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def why_no_common_measure(configs: Sequence[Config]) -> tuple[str, str]:
         Run("", "", "pending", config=as_typed(dict(leaves(plain_config(config)))))
         for config in configs
     ]
-    found = why_unlike(runs[:1], runs[1:], number_of(configs[0]), ignore_code=True)
-    return " and ".join(map(str, found)), overrides_for_all(runs[0], found)
+    reasons = why_unlike(runs[:1], runs[1:], number_of(configs[0]), ignore_code=True)
+    return " and ".join(map(str, reasons)), overrides_for_all(runs[0], reasons)
 
 
 def check_search(search: Search, configs: Sequence[Config], report: Report) -> None:

@@ -206,7 +206,7 @@ def split(line: str, commands: list[str]) -> tuple[list[str], str | None]:
     """Return (the words that fit here, the line that Hydra is to complete).
 
     The line is None where no override belongs.
-    line: as far as it is typed, the program first.
+    line: the words typed until now, the program first.
     commands: the first words that pgtk knows.
     """
     program, *words = line.split() or [""]

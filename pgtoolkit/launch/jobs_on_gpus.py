@@ -1,4 +1,4 @@
-"""Whether the GPUs of this machine have room for several jobs each."""
+"""Finds out if the GPUs of this machine have room for several jobs each."""
 
 from __future__ import annotations
 

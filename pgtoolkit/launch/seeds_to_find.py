@@ -1,4 +1,4 @@
-"""How many seeds a sweep needs to find a difference, from its runs or those of the study."""
+"""Counts the seeds that a sweep needs to find a difference, from its runs or those of the study."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
     states = {job.status for job in sweep.jobs.values()}
     if again and states - {"done", "pruned"}:
         lines.append("again, skipping what is done: " + command_of(sweep))
-    found = best(sweep)
-    if found is not None:
-        lines.append(found)
+    line = best(sweep)
+    if line is not None:
+        lines.append(line)
     if "done" in states:
         lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
     return lines
@@ -128,9 +128,9 @@ def best(sweep: Sweep) -> str | None:
     means: dict[tuple[str, ...], float] = {}
     for overrides, seeds in jobs_of.items():
         values = [final_value(sweep.folder / job.directory, metric) for job in seeds]
-        found = [value for value in values if value is not None]
-        if all(job.status == "done" for job in seeds) and len(found) == len(seeds):
-            means[overrides] = sum(found) / len(found)
+        known = [value for value in values if value is not None]
+        if all(job.status == "done" for job in seeds) and len(known) == len(seeds):
+            means[overrides] = sum(known) / len(known)
     if len({*means.values()}) < 2:
         return None
     overrides = max(means, key=lambda each: means[each])

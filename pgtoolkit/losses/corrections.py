@@ -241,9 +241,9 @@ class _Bounded(Correction):
         """Raise ValueError for parameters that a distance has no use for, or lacks."""
         if self.threshold is None:
             raise ValueError(f"measure={str(self.measure)!r} needs threshold, a number (got None)")
-        usual = {field.name: field.default for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
         for name in ("low", "high"):
-            if getattr(self, name) != usual[name]:
+            if getattr(self, name) != defaults[name]:
                 raise ValueError(
                     f"{name} needs measure='ratio' (got measure={str(self.measure)!r}), which has "
                     "threshold instead"

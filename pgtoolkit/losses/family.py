@@ -96,9 +96,9 @@ def check_parameters(declared: DataclassInstance) -> None:
         if "default_if" in attribute.metadata and getattr(declared, attribute.name) is None:
             object.__setattr__(declared, attribute.name, _default(declared, attribute))
         value = getattr(declared, attribute.name)
-        usual = attribute.metadata.get("default", attribute.default)
-        if isinstance(usual, StrEnum):
-            check_name(attribute.name, value, tuple(type(usual)))
+        default = attribute.metadata.get("default", attribute.default)
+        if isinstance(default, StrEnum):
+            check_name(attribute.name, value, tuple(type(default)))
             continue
         if isinstance(attribute.default, bool) and not isinstance(value, bool):
             raise ValueError(f"{attribute.name} needs True or False (got {shown(value)})")

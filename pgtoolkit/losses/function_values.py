@@ -63,11 +63,11 @@ def evaluate(
     spread = _Spread(len(log_probs), documents, groups)
     with torch.enable_grad():
         leaf = log_probs.detach().requires_grad_()
-        given: dict[str, object] = {"log_probs": leaf, **vectors}
+        known: dict[str, object] = {"log_probs": leaf, **vectors}
         if "old_log_probs" in vectors:
-            given["log_ratio"] = leaf - vectors["old_log_probs"]
-        given |= {"ratio": ratio, "documents": documents, "groups": groups, "step": step}
-        losses, further = _call(family, given)
+            known["log_ratio"] = leaf - vectors["old_log_probs"]
+        known |= {"ratio": ratio, "documents": documents, "groups": groups, "step": step}
+        losses, further = _call(family, known)
         losses = spread(f"the loss function {family.name}", losses)
         coefficients = None
         if losses.requires_grad:
@@ -96,12 +96,12 @@ def evaluate(
     )
 
 
-def _call(family: FunctionFamily, given: Mapping[str, object]) -> tuple[Tensor, dict]:
+def _call(family: FunctionFamily, known: Mapping[str, object]) -> tuple[Tensor, dict]:
     """Call the function with its arguments; return its loss, and its dictionary or {}.
 
     Raises ValueError for a vector that the data do not have.
     """
-    arguments = {name: given[name] for name in family.asked if given.get(name) is not None}
+    arguments = {name: known[name] for name in family.asked if known.get(name) is not None}
     missing = sorted(family.asked - arguments.keys() - family.may_lack)
     if missing:
         raise ValueError(
@@ -153,7 +153,7 @@ class _Spread:
         if self._groups is not None:
             sizes["group"] = len(self._groups)
         if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in sizes.values():
-            needed = " or ".join(f"per {one}, {(size,)}" for one, size in sizes.items())
+            needed = " or ".join(f"per {unit}, {(size,)}" for unit, size in sizes.items())
             raise ValueError(
                 f"{name} needs to return a tensor with one number {needed} (got {shown(values)})"
             )

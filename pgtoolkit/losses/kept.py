@@ -59,7 +59,7 @@ class KeptSets:
     def renormalised(self, log_probs: Tensor, of_ids: Tensor) -> tuple[Tensor, KeptRows]:
         """Return the log-probs (T,) over S of the labels, and what the gradient needs.
 
-        They are NaN where S is wrong, or has a token that is none of the vocabulary.
+        They are NaN where S is wrong, or has a token outside of the vocabulary.
         log_probs: (T,), those over the vocabulary. of_ids: (T, k), the same of the tokens of S.
         """
         known = self.known.unsqueeze(-1)

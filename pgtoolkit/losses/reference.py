@@ -193,7 +193,7 @@ def policy_loss(
     advantage = advantages.double().tolist()
     b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
     f = None if ref_log_probs is None else ref_log_probs.double().tolist()
-    given = [1.0] * len(y) if factors is None else factors.double().tolist()
+    of_tokens = [1.0] * len(y) if factors is None else factors.double().tolist()
     step = _Step.of(
         y, document_index.tolist(), num_documents, group_index, trajectory_index, advantage
     )
@@ -235,7 +235,8 @@ def policy_loss(
             of_penalties = step.weight("prompt_mean", d, divisor)
         uncorrected = dict.fromkeys(tokens, of_penalties)
         weight = {
-            t: of_surrogate * corrected.get(t, (1.0,))[0] * given[t] * (t in kept) for t in tokens
+            t: of_surrogate * corrected.get(t, (1.0,))[0] * of_tokens[t] * (t in kept)
+            for t in tokens
         }
         slopes: dict[int, float] = {}
         penalty = dict.fromkeys(tokens, 0.0)

@@ -200,10 +200,10 @@ def _check_family(family: Family, numbers: _Numbers, generator: torch.Generator)
         advice = f"other {units}s, and may depend on numbers of this {units} alone"
     index = numbers.document_index
     number_of = index if units == "document" else torch.arange(len(index))
-    whole = of_part(numbers)
+    of_step = of_part(numbers)
     for part in _parts(number_of, generator):
         for name, values in of_part(numbers.of(part)).items():
-            if not _are_equal(values, whole[name][part]):
+            if not _are_equal(values, of_step[name][part]):
                 raise ValueError(
                     f"{subject} gives a token another {name} where the step is cut: it depends on "
                     f"{advice}"
@@ -233,9 +233,9 @@ def _check_reducer(
             totals, _sums(index), mask, groups, trajectories, advantages[part]
         )
 
-    whole = weights(torch.ones_like(document_index, dtype=torch.bool))
+    of_step = weights(torch.ones_like(document_index, dtype=torch.bool))
     for part in _parts(document_index, generator):
-        if not _are_equal(weights(part), whole[part]):
+        if not _are_equal(weights(part), of_step[part]):
             raise ValueError(
                 "the reducer gives a token another weight where the step is cut: it depends on "
                 "other documents. Numbers of the whole step are those of `totals`"

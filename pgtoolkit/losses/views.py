@@ -163,8 +163,8 @@ def quantile(values: Tensor, share: float) -> Tensor:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def check_length(name: str, values: object, length: int, one: str) -> None:
+def check_length(name: str, values: object, length: int, unit: str) -> None:
     """Raise ValueError unless values has one number for each token, document or group."""
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if shape != (length,):
-        raise ValueError(f"{name} needs one number per {one}, shape {(length,)} (got {shape})")
+        raise ValueError(f"{name} needs one number per {unit}, shape {(length,)} (got {shape})")

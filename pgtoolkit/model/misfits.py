@@ -1,4 +1,4 @@
-"""What keeps a model from being spread over processes, or compiled, as far as its shape tells."""
+"""Reasons why a model cannot be spread over processes, or compiled, as far as its shape tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the files of a model's weights are whole, and of the model that its config.json
+"""Checks that the files of a model's weights are whole, and of the model that its config.json
 describes: by their names, sizes and headers, without torch."""
 
 from __future__ import annotations

@@ -83,7 +83,9 @@ def with_gae(
     if settings.whiten:
         advantages = _whitened_where_counted(documents, advantages)
     shape = Shape.of(settings)
-    advantages = [[shape.advantage(one) for one in of_document] for of_document in advantages]
+    advantages = [
+        [shape.advantage(advantage) for advantage in of_document] for of_document in advantages
+    ]
     return [
         replace(
             document,

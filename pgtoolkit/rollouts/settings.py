@@ -625,13 +625,13 @@ class EvaluationSettings:
 
     def sampling_of(self, rollout: RolloutSettings) -> SamplingSettings:
         """Return how completions are sampled: as in training, but for what is set here."""
-        own = {
+        changes = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "max_completion_length": self.max_completion_length,
         }
-        return replace(rollout.sampling, **{k: v for k, v in own.items() if v is not None})
+        return replace(rollout.sampling, **{k: v for k, v in changes.items() if v is not None})
 
 
 OPTIONS = {

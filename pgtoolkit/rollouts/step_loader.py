@@ -227,8 +227,8 @@ class StepLoader:
                 documents.append(document)
                 continue
             self._num_left_out_in_a_row += 1
-            most = _MAX_EMPTY_BATCHES * self.source.batch_size * self.source.passes.count
-            if self._num_left_out_in_a_row >= most:
+            limit = _MAX_EMPTY_BATCHES * self.source.batch_size * self.source.passes.count
+            if self._num_left_out_in_a_row >= limit:
                 raise DataError(_NO_SIGNAL)
         return documents, position
 

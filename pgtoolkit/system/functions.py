@@ -121,8 +121,10 @@ def _line_of_user(error: BaseException) -> str | None:
         return f"{os.path.relpath(error.filename)}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
-    own = [frame for frame in outside if "importlib" not in frame.filename]
-    return f"{os.path.relpath(own[-1].filename)}, line {own[-1].lineno}" if own else None
+    of_user = [frame for frame in outside if "importlib" not in frame.filename]
+    return (
+        f"{os.path.relpath(of_user[-1].filename)}, line {of_user[-1].lineno}" if of_user else None
+    )
 
 
 def _not_in_module(key: str, path: str, module: ModuleType) -> str:

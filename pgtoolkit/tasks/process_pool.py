@@ -77,7 +77,10 @@ _MORE = object()
 PART = "part"
 """The kind of an outcome that is followed by others, for the same message."""
 
-_Outcome = tuple[str, Any]
+Answer = Any
+"""Whatever `kind.answer` returns, or a Failure."""
+
+_Outcome = tuple[str, Answer]
 """("answer", value), (PART, (place, value)), ("error", text), (TIMEOUT, seconds), or (CRASH, how
 the process has ended)."""
 
@@ -113,7 +116,7 @@ class Processes:
             _Worker(self.kind, self.arguments, self.setting) for _ in range(self.processes)
         ]
 
-    def answers(self, questions: Sequence[object], is_first_longer: bool = True) -> list[Any]:
+    def answers(self, questions: Sequence[object], is_first_longer: bool = True) -> list[Answer]:
         """Return the answer to each question, in their order; a Failure where a process gave none.
 
         is_first_longer: whether the first answer of a process has more than `seconds`.
@@ -128,7 +131,7 @@ class Processes:
 
     def answers_together(
         self, questions: Sequence[object], together: Callable[[list], object]
-    ) -> list[Any]:
+    ) -> list[Answer]:
         """Return the answers to questions of which a process answers several at a time.
 
         together: makes a message of some questions, whose answer is an iterator over the place of
@@ -143,7 +146,7 @@ class Processes:
             with self._lock:
                 parts = self._parts(questions, together)
         count = len(parts)
-        outcomes: dict[int, Any] = {
+        outcomes: dict[int, Answer] = {
             number + count * place: value
             for number, part in enumerate(parts)
             for place, value in part.items()
@@ -156,7 +159,7 @@ class Processes:
 
     def _parts(
         self, questions: list[object], together: Callable[[list], object]
-    ) -> list[dict[int, Any]]:
+    ) -> list[dict[int, Answer]]:
         """Ask each process for its share of the questions: every N-th of them.
 
         Return the answers that each gave, by the place of the question in its share.
@@ -164,7 +167,7 @@ class Processes:
         workers = self._workers
         shares = [questions[number :: len(workers)] for number in range(len(workers))]
 
-        def part(worker: _Worker, share: list[object]) -> dict[int, Any]:
+        def part(worker: _Worker, share: list[object]) -> dict[int, Answer]:
             assert self.seconds is not None
             return worker.part(together(share), self.seconds) if share else {}
 
@@ -253,7 +256,7 @@ class _Worker:
         self.process: Child | None = None
         self.seconds = 0.0
 
-    def part(self, message: object, seconds: float) -> dict[int, Any]:
+    def part(self, message: object, seconds: float) -> dict[int, Answer]:
         """Ask the process several questions by one message, and return the answers that come, by
         place.
 
@@ -261,7 +264,7 @@ class _Worker:
         """
         if self.process is None:
             self.start()
-        answers: dict[int, Any] = {}
+        answers: dict[int, Answer] = {}
         kind, value = self.ask(message, seconds + _SECONDS_BEYOND)
         while kind == PART:
             place, answer = value

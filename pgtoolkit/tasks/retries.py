@@ -1,4 +1,4 @@
-"""How often, and after how many seconds, a call is made again that could not reach its server."""
+"""Repeats calls that could not reach their server: how often, and after how many seconds."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def _advice(value: object, needed: str) -> str:
 def _not_reached(setting: str, error: BaseException) -> Failure | None:
     """Return the failure of a call that could not reach its server; None for any other error.
 
-    Exceptions that are none of Exception count as such, since libraries raise them where a call is
+    Exceptions that do not derive from Exception count, since libraries raise them where a call is
     cancelled or late; but not those by which code ends the process.
     Raises DataError, of one line, for a call that the server refuses.
     """

@@ -10,12 +10,12 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.errors import VerifierLost
 from pgtoolkit.system.report import plural
-from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Failure, Processes
+from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Answer, Failure, Processes
 from pgtoolkit.tasks.retries import Retries, stop_asked
 from pgtoolkit.tasks.reward_functions import UNREACHABLE, BatchScores, Question, TrainerState
 from pgtoolkit.tasks.settings import VERIFIERS
@@ -122,7 +122,7 @@ class Scoring:
             return BatchScores([outcome] * size)
         return outcome
 
-    def _outcomes(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
+    def _outcomes(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Answer]:
         """Return the outcome of each question. Raises VerifierLost where no call reaches the
         server."""
         outcomes = self._asked_with_retries(number, questions)
@@ -131,7 +131,7 @@ class Scoring:
 
     def _asked_with_retries(
         self, number: int, questions: Sequence[Question | BatchQuestion]
-    ) -> list[Any]:
+    ) -> list[Answer]:
         """Return the outcome of each question. Calls that did not reach their server are made
         again."""
         outcomes = self._asked(number, questions)
@@ -155,7 +155,7 @@ class Scoring:
                 outcomes[place] = outcome
         return outcomes
 
-    def _asked(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Any]:
+    def _asked(self, number: int, questions: Sequence[Question | BatchQuestion]) -> list[Answer]:
         signature = self.signatures[number]
         if signature is None or not signature.is_async:
             return self._pool.answers(questions)

@@ -1,1 +1,1 @@
-"""What is shown and kept of a run while it trains."""
+"""Shows and keeps the records of a run while it trains."""

@@ -59,7 +59,7 @@ class Description(NamedTuple):
 
     settings: the configuration by dotted keys, with numbers as numbers.
     params: the same as texts, as MLflow takes them.
-    note: the equation of the loss, in Markdown; empty where it is not known.
+    note: the equation of the loss, in Markdown; empty where there is none.
     """
 
     run_name: str

@@ -81,8 +81,8 @@ class ToldLine:
         is_last = done == self._total
         if is_last or time.monotonic() - self._shown_at >= _SECONDS_BETWEEN:
             self._shown_at = time.monotonic()
-            told = json.dumps([self._total, done, [*map(legible, fields)]])
-            write_line(_TOLD + told, output())
+            message = json.dumps([self._total, done, [*map(legible, fields)]])
+            write_line(_TOLD + message, output())
 
     def close(self, leave: bool = True) -> None:
         """Tell that no more comes. leave: whether the bar stays."""
@@ -99,11 +99,11 @@ class NotebookBar:
         """Show what a line tells; return whether it tells any progress."""
         if not line.startswith(_TOLD):
             return False
-        told = json.loads(line.removeprefix(_TOLD))
-        if isinstance(told, bool):
-            self.close(leave=told)
+        message = json.loads(line.removeprefix(_TOLD))
+        if isinstance(message, bool):
+            self.close(leave=message)
         else:
-            self._show(*told)
+            self._show(*message)
         return True
 
     def _show(self, total: int, done: int, fields: list[str]) -> None:

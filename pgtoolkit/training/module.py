@@ -244,9 +244,9 @@ class PolicyGradientModule(DynamicAccumulation):
         self._has_untried_code = False
         step = self._with_reference_vectors(step)
         log_probs = [self.log_probs(micro_batch) for micro_batch in step.micro_batches]
-        whole = whole_step(step, log_probs, self.layout)
+        of_step = whole_step(step, log_probs, self.layout)
         try:
-            check_on_step(self.loss, whole.tokens, whole.log_probs, step.totals)
+            check_on_step(self.loss, of_step.tokens, of_step.log_probs, step.totals)
         except ValueError as error:
             raise ConfigError(
                 f"{error}. It was tried on the documents of the first step, in float64, before any "

@@ -56,16 +56,16 @@ class WholeMuon(torch.optim.Muon):
     def _update(self, matrix: DTensor, settings: dict[str, Any]) -> None:
         """Make the update of a sharded matrix. settings: the arguments of Muon."""
         assert isinstance(matrix.grad, DTensor)
-        whole = nn.Parameter(matrix.full_tensor())
-        whole.grad = matrix.grad.full_tensor()
-        muon = torch.optim.Muon([whole], **settings)
+        complete = nn.Parameter(matrix.full_tensor())
+        complete.grad = matrix.grad.full_tensor()
+        muon = torch.optim.Muon([complete], **settings)
         state = self.state[matrix]
         for name, part in state.items():
-            muon.state[whole][name] = part.full_tensor()
+            muon.state[complete][name] = part.full_tensor()
         muon.step()
-        for name, value in muon.state[whole].items():
+        for name, value in muon.state[complete].items():
             state[name] = _part(value, matrix)
-        matrix.copy_(_part(whole, matrix))
+        matrix.copy_(_part(complete, matrix))
 
 
 def _sharded(weights: Iterable[Tensor]) -> Iterator[DTensor]:
@@ -75,9 +75,11 @@ def _sharded(weights: Iterable[Tensor]) -> Iterator[DTensor]:
             yield weight
 
 
-def _part(whole: Tensor, like: DTensor) -> DTensor:
+def _part(complete: Tensor, like: DTensor) -> DTensor:
     """Return a tensor that each rank has, sharded like another one."""
-    return distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        complete.detach(), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -159,7 +161,7 @@ def _hidden_matrices(model: PreTrainedModel) -> set[int]:
 
 
 def fields_of(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...] | None:
-    """Return the names of what an optimizer keeps of a weight once it has updated it; None where
+    """Return the names of an optimizer's tensors of a weight once it has updated it; None where
     only the optimizer knows, which is one of the user's own.
 
     They are in the optimizer's order. So a resumed run divides tensors into files as a run that was

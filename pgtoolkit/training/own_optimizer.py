@@ -60,7 +60,7 @@ class OfShards(torch.optim.Optimizer):
         self.inner.zero_grad()
 
     def kept(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the state of a weight, sharded as it is."""
+        """Return the state of a weight, in the same shards."""
         plain = self.plain(weight)
         return {
             name: _sharded(value, weight) if value.shape == plain.shape else value
@@ -126,15 +126,15 @@ def check_own_optimizer(settings: OptimizerSettings, is_sharded: bool = False) -
         )
     kind = import_function("optimizer", path, ("params",), ("lr", *options))
     decays = "weight_decay" in inspect.signature(kind).parameters
-    usual = OptimizerSettings(learning_rate=1.0).weight_decay
-    if not decays and settings.weight_decay != usual:
+    default = OptimizerSettings(learning_rate=1.0).weight_decay
+    if not decays and settings.weight_decay != default:
         raise ConfigError(
             refusal(
                 setting=f"optimizer.weight_decay={settings.weight_decay:g}",
                 needs="an optimizer with a parameter weight_decay",
                 got=path,
                 reason="It would have no effect.",
-                use=f"optimizer.weight_decay={usual:g}",
+                use=f"optimizer.weight_decay={default:g}",
             )
         )
 
@@ -206,28 +206,28 @@ def _try(setting: str, make: Make) -> None:
     not follow the learning rate."""
     rng = torch.get_rng_state()
     try:
-        whole = _Trial(setting, make, _RATE)
-        begin = whole.values
-        whole.update(0, 1)
+        at_once = _Trial(setting, make, _RATE)
+        begin = at_once.values
+        at_once.update(0, 1)
         slower = _Trial(setting, make, _RATE)
         for group in slower.optimizer.param_groups:
             group["lr"] = _RATE / 2
         slower.update(0, 1)
-        if torch.equal(whole.values, slower.values) or not whole.values.isfinite().all():
-            moved = "no change" if torch.equal(whole.values, begin) else "the same update"
+        if torch.equal(at_once.values, slower.values) or not at_once.values.isfinite().all():
+            moved = "no change" if torch.equal(at_once.values, begin) else "the same update"
             raise _refused(
                 setting,
                 "updates that follow the learning rate of its groups",
                 f"{moved} with half of it",
                 "The schedule sets it at each update.",
             )
-        whole.update(1, 2)
-        _check_state(setting, whole)
+        at_once.update(1, 2)
+        _check_state(setting, at_once)
         resumed = _Trial(setting, make, _RATE)
         with torch.no_grad():
-            for weight, value in zip(resumed.weights, whole.weights, strict=True):
+            for weight, value in zip(resumed.weights, at_once.weights, strict=True):
                 weight.copy_(value)
-        state = [dict(whole.optimizer.state.get(weight, {})) for weight in whole.weights]
+        state = [dict(at_once.optimizer.state.get(weight, {})) for weight in at_once.weights]
         load_fields(
             resumed.optimizer,
             {
@@ -235,9 +235,9 @@ def _try(setting: str, make: Make) -> None:
                 for weight, fields in zip(resumed.weights, state, strict=True)
             },
         )
-        for one in (whole, resumed):
-            one.update(2, _UPDATES)
-        if not torch.equal(whole.values, resumed.values):
+        for trial in (at_once, resumed):
+            trial.update(2, _UPDATES)
+        if not torch.equal(at_once.values, resumed.values):
             raise _refused(
                 setting,
                 "a state that is all in its tensors of each weight",
@@ -251,21 +251,21 @@ def _try(setting: str, make: Make) -> None:
 def _try_parts(setting: str, make: Make) -> None:
     """Raise ConfigError for an optimizer whose update of a half of each weight is not the half of
     its update."""
-    whole = _Trial(setting, make, _RATE)
-    whole.update(0, _UPDATES)
+    at_once = _Trial(setting, make, _RATE)
+    at_once.update(0, _UPDATES)
     halves = []
     for half in range(2):
         trial = _Trial(setting, make, _RATE)
         parts = [weight.detach().chunk(2)[half].clone() for weight in trial.weights]
         trial.gradients = [
-            [one.chunk(2)[half] for one in of_update] for of_update in trial.gradients
+            [gradient.chunk(2)[half] for gradient in of_update] for of_update in trial.gradients
         ]
         trial.weights = [nn.Parameter(part) for part in parts]
         trial.make(make)
         trial.update(0, _UPDATES)
         halves.append(trial.weights)
     joined = torch.cat([torch.cat(parts).flatten() for parts in zip(*halves, strict=True)])
-    if not torch.allclose(whole.values, joined, rtol=1e-5, atol=1e-7):
+    if not torch.allclose(at_once.values, joined, rtol=1e-5, atol=1e-7):
         raise _refused(
             setting,
             "updates of single numbers, under parallelism that shards weights",
@@ -299,11 +299,13 @@ def load_fields(optimizer: torch.optim.Optimizer, fields: Mapping[nn.Parameter, 
     fields: whole tensors, of which a rank with shards keeps its part.
     """
     if isinstance(optimizer, OfShards):
-        own = optimizer
+        plain_one = optimizer
         load_fields(
-            own.inner,
+            plain_one.inner,
             {
-                own.plain(weight): {name: _part(value, weight) for name, value in of_weight.items()}
+                plain_one.plain(weight): {
+                    name: _part(value, weight) for name, value in of_weight.items()
+                }
                 for weight, of_weight in fields.items()
             },
         )
@@ -318,9 +320,9 @@ def load_fields(optimizer: torch.optim.Optimizer, fields: Mapping[nn.Parameter, 
     optimizer.load_state_dict(packed)
 
 
-def _part(whole: Tensor, like: Tensor) -> Tensor:
+def _part(complete: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of a tensor that is sharded as a weight of its shape is."""
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
-        return whole
-    whole = whole.to(like.device)
-    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
+    if not isinstance(like, DTensor) or complete.shape != like.shape:
+        return complete
+    complete = complete.to(like.device)
+    return local(distribute_tensor(complete, like.device_mesh, like.placements, src_data_rank=None))

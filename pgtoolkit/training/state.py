@@ -36,7 +36,7 @@ from pgtoolkit.training.optimizer import fields_of
 from pgtoolkit.training.own_optimizer import kept_of, load_fields
 
 Fields = dict[str, tuple[str, ...] | None]
-"""Weight -> the names of what the optimizer keeps of it, None where only the optimizer knows."""
+"""Weight -> the names of its tensors in the optimizer, None where only the optimizer knows."""
 
 
 def snapshot(
@@ -228,9 +228,9 @@ def _restore_moments(
     with open_tensors(path, kind) as files:
         if updates and not files and {*fields} - {*(without_moments or ())}:
             raise StorageError(damaged(path, "the optimizer's moments are missing"))
-        own = [name for name, names in fields.items() if names is None]
-        fields = fields | _stored_fields(own, files)
-        if own:
+        of_torch = [name for name, names in fields.items() if names is None]
+        fields = fields | _stored_fields(of_torch, files)
+        if of_torch:
             _check_moments(files.keys(), fields, path, updates, without_moments)
             load_fields(
                 optimizer,

@@ -1,5 +1,6 @@
-"""What a loss reads of the whole step, on all ranks: rewards of groups, and for a loss of groups or
-of the step, and where only the tokens of the largest entropies count, the first of two passes.
+"""Gathers what a loss reads of the whole step, on all ranks: rewards of groups, and for a loss of
+groups or of the step, and where only the tokens of the largest entropies count, the first of two
+passes.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ def after_first_pass(
     forward: Callable[[MicroBatch, bool], tuple[Tensor, Tensor | None]],
     layout: Layout,
 ) -> tuple[Step, FirstPass]:
-    """Make the first pass over a step, and return the step with what the second one needs: the
+    """Make the first pass over a step, and return the step for the second one: with the
     tokens that are kept, as factors, and the coefficients of a loss of the whole step.
 
     forward: returns (log-probs, entropies or None) of all tokens of a micro-batch, (T,) each; the
@@ -234,47 +235,47 @@ def _from_first_pass(
 ) -> tuple[Step, FirstPass]:
     log_probs = [of_tokens for of_tokens, _ in passes]
     entropies = [entropy for _, entropy in passes if entropy is not None]
-    whole = whole_step(step, log_probs, layout, entropies or None)
+    of_step = whole_step(step, log_probs, layout, entropies or None)
     of_choice = {}
     if loss.entropy_top_fraction is not None:
-        step, whole, of_choice = with_kept_tokens(step, whole, loss)
+        step, of_step, of_choice = with_kept_tokens(step, of_step, loss)
     if not of_whole_step(loss):
         return step, FirstPass(None, of_choice)
     # A surrogate alone: penalties and entropy are known to the second pass.
     surrogate = replace(loss, kl=None, entropy_coefficient=0.0)
     if loss.metrics == "with_entropy":
         surrogate = replace(surrogate, metrics="basic")
-    of_loss = LossOfStep(whole.log_probs, whole.tokens, surrogate, False)
-    step = _with_vector(step, "coefficients", of_loss.coefficients(), whole)
+    of_loss = LossOfStep(of_step.log_probs, of_step.tokens, surrogate, False)
+    step = _with_vector(step, "coefficients", of_loss.coefficients(), of_step)
     return step, FirstPass(of_loss, of_choice)
 
 
 def with_kept_tokens(
-    step: Step, whole: WholeStep, loss: Loss
+    step: Step, of_step: WholeStep, loss: Loss
 ) -> tuple[Step, WholeStep, dict[str, Tensor]]:
     """Return both with factors, 1 for the tokens of the largest entropies, of which alone the
     surrogate counts, and 0 for the others; and the metrics of that choice.
 
-    whole: with entropies. Documents of weight 0 are not counted.
+    of_step: with entropies. Documents of weight 0 are not counted.
     """
-    assert whole.entropy is not None
+    assert of_step.entropy is not None
     assert loss.entropy_top_fraction is not None
-    counted = has_weight(whole.tokens, loss.masks_truncated)[whole.tokens.document_index]
-    factors, threshold = top_entropy(whole.entropy, counted, loss.entropy_top_fraction)
+    counted = has_weight(of_step.tokens, loss.masks_truncated)[of_step.tokens.document_index]
+    factors, threshold = top_entropy(of_step.entropy, counted, loss.entropy_top_fraction)
     kept = factors.double().sum() / counted.sum().clamp(min=1)
     return (
-        _with_vector(step, "factors", factors, whole),
-        replace(whole, tokens=replace(whole.tokens, factors=factors)),
+        _with_vector(step, "factors", factors, of_step),
+        replace(of_step, tokens=replace(of_step.tokens, factors=factors)),
         {"entropy_kept_fraction": kept, "entropy_threshold": threshold},
     )
 
 
-def _with_vector(step: Step, name: str, values: Tensor, whole: WholeStep) -> Step:
+def _with_vector(step: Step, name: str, values: Tensor, of_step: WholeStep) -> Step:
     """Return the step whose micro-batches have a vector of this name, 0 where nothing is trained.
 
     values: (T,), of the trained tokens of the whole step.
     """
-    of_documents = dict(zip(whole.places, values.split(whole.lengths), strict=True))
+    of_documents = dict(zip(of_step.places, values.split(of_step.lengths), strict=True))
     micro_batches = []
     for micro_batch in step.micro_batches:
         of_tokens = values.new_zeros(len(micro_batch.labels))
