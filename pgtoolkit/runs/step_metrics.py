@@ -138,7 +138,7 @@ OF_DATA_AND_TRAINER = (
     _of_conversations(
         "turns",
         "mean number of turns of the policy",
-        see="conversations.md#metrics",
+        see="conversations.md#what-is-trained",
     ),
     _of_conversations("environment_tokens", "mean number of tokens of the environment's messages"),
     _of_conversations(
@@ -156,7 +156,7 @@ OF_DATA_AND_TRAINER = (
     _of_conversations(
         "environment/NAME",
         "mean of a number that `score` of an environment measured",
-        see="conversations.md#metrics",
+        see="conversations.md",
     ),
     Metric(
         "environment_timeout_fraction",
