@@ -311,6 +311,6 @@ def test_row_groups_that_would_fill_the_memory_are_refused(tmp_path, monkeypatch
 
 def test_the_example_of_the_documentation_can_be_read(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    example = page.split("```json\n")[1].split("```")[0]
+    example = page.partition("## Recorded rollouts")[2].split("```json\n")[1].split("```")[0]
     path = write_jsonl(tmp_path / "r.jsonl", [example.strip()])
     assert recorded_rollouts(path).document(0).num_trained == 3
