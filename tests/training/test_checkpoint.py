@@ -9,13 +9,12 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from builders.processes import ForkedProcess
 from builders.refusals import refusal
 from builders.runs import (
     assert_equal,
@@ -240,34 +239,49 @@ SAVE = (
 )
 
 
-def save_within_limit(folder: Path, step: int, handler: str) -> subprocess.CompletedProcess[str]:
-    """Save 4 MB in a process whose files may have 100 000 bytes; beyond, it gets SIGXFSZ."""
-    command = [sys.executable, "-c", SAVE, str(folder), str(step), handler]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def save_within_limit(folder: Path, step: int, handler: str) -> tuple[int, str]:
+    """Save 4 MB in a process whose files may have 100 000 bytes; beyond, it gets SIGXFSZ.
+
+    Returns the status of the process, and what it prints.
+    """
+    program = folder.with_name("save.py")
+    program.write_text(SAVE)
+    printed = folder.with_name("printed")
+    words = [str(folder), str(step), handler]
+    process = ForkedProcess(words, folder, dict(os.environ), printed, str(program))
+    return process.wait(120), printed.read_text()
+
+
+@pytest.fixture
+def checkpoints(tmp_path) -> Path:
+    """Return a folder for checkpoints alone."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    return folder
 
 
 @pytest.mark.slow
-def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path):
+def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(checkpoints):
     """The kernel kills it at byte 100 000, of the newest step again and of a new one."""
-    saved = save_state(tmp_path, checkpoint_state(1, x=torch.arange(9)))
+    saved = save_state(checkpoints, checkpoint_state(1, x=torch.arange(9)))
     before = {file: file.read_bytes() for file in files_below(saved)}
     for step in (1, 2):
-        assert save_within_limit(tmp_path, step, "SIG_DFL").returncode == -signal.SIGXFSZ
-        assert checkpoint_names(tmp_path) == ["step-000001"]
+        assert save_within_limit(checkpoints, step, "SIG_DFL")[0] == -signal.SIGXFSZ
+        assert checkpoint_names(checkpoints) == ["step-000001"]
         assert {file: file.read_bytes() for file in files_below(saved)} == before
-    save_state(tmp_path, checkpoint_state(2), keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    save_state(checkpoints, checkpoint_state(2), keep=1)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint(checkpoints):
     """The limit of a file's size makes the write fail half way, as a full disk does."""
-    save_state(tmp_path, checkpoint_state(1))
-    process = save_within_limit(tmp_path, 2, "SIG_IGN")
-    assert "step-000002 cannot be written: " in process.stdout, process.stderr
-    assert "File too large. Earlier ones are intact." in process.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert load_newest(tmp_path)["step"] == 1
+    save_state(checkpoints, checkpoint_state(1))
+    _, printed = save_within_limit(checkpoints, 2, "SIG_IGN")
+    assert "step-000002 cannot be written: " in printed
+    assert "File too large. Earlier ones are intact." in printed
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000001"]
+    assert load_newest(checkpoints)["step"] == 1
 
 
 @pytest.mark.parametrize(

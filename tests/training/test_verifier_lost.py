@@ -50,8 +50,11 @@ def judge_is_there(monkeypatch):
 # Batches have 16 completions, and two steps.
 CASES = {
     "on policy": (JUDGE, [], 21),
-    "awaited": (f"{JUDGE}_async", [], 21),
-    "overlap": (JUDGE, ["rollout.max_staleness=5", "rollout.old_log_probs=sampling"], 37),
+    "overlap, awaited": (
+        f"{JUDGE}_async",
+        ["rollout.max_staleness=5", "rollout.old_log_probs=sampling"],
+        37,
+    ),
     "further rounds": (
         JUDGE,
         ["rollout.lag=2", "rollout.max_sampling_rounds=3", "rollout.group_size=2"],
