@@ -35,6 +35,7 @@ def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
     (folder / "own/experiment").mkdir(parents=True)
     save_with_tokenizer(small_llama(max_position_embeddings=300), folder / "llama")
+    accepted.cache_clear()
     return folder
 
 
@@ -45,7 +46,6 @@ def current_directory(named_files: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(start, "run_sweep", lambda checked: 0)
     monkeypatch.setattr(start, "_run", lambda run: None)
-    accepted.cache_clear()
 
 
 def problems_of(words: list[str]) -> list[str]:

@@ -43,16 +43,14 @@ INPUTS = ("given", "overwritten", "fused")
 SOME_CORRECTIONS = (None, "token truncated", "off policy")
 """None, one known before the forward pass, and one known after it, whose coefficients belong to
 documents."""
-BY_TRITON = covering(
-    [*FAMILIES],
-    PENALTIES,
-    AGGREGATIONS,
-    LEVELS,
-    INPUTS,
-    SOME_CORRECTIONS,
-    (0.0, 0.3),
-    (False, True),
-    (None, 0.3),
+WITH_EVERY_PENALTY = (*TYPICAL_LOSSES, "gmpo", "vespo", "dppo")
+"""Each way in which a document's tokens make its ratio, and families by token with and without a
+gradient of the ratio. A kernel adds a penalty to the slope of any family by token alike."""
+OTHERS = (AGGREGATIONS, LEVELS, INPUTS, SOME_CORRECTIONS, (0.0, 0.3), (False, True), (None, 0.3))
+BY_TRITON = covering(WITH_EVERY_PENALTY, PENALTIES, *OTHERS) + covering(
+    [name for name in FAMILIES if name not in WITH_EVERY_PENALTY],
+    (None, "k3_ratio", "full_reverse"),
+    *OTHERS,
 )
 
 
@@ -83,7 +81,10 @@ def test_triton_matches_reference(
     top_fraction,
     monkeypatch,
 ):
-    """Every pair of these choices, in float32; the head in chunks of seven rows, as on a GPU."""
+    """Every pair of these choices for some families, in float32.
+
+    The head computes in chunks of seven rows, as on a GPU.
+    """
     problem = make_head_case(11 if inputs == "given" else 6, dtype=torch.float32)
     others = (entropy, trajectories, top_fraction)
     choice = Choice(family, correction, kl, aggregation, level, *others)
