@@ -14,10 +14,10 @@ _PACKAGE = Path(__file__).parents[1]
 _HEAD = """\
 # Python: every function
 
-The public functions and classes, with their docstrings. Shapes, ranges and errors stand there;
-[losses.md](losses.md#in-your-own-code) and [python.md](python.md) show how they are used, and
-[keys.md](keys.md#correction) says what the fields of a correction are. This page is written by
-`python -m pgtoolkit.config.pages`.
+After this page you know the arguments of each public function and class, their shapes, ranges and
+errors, from the docstrings. [losses.md](losses.md#in-your-own-code) and [python.md](python.md) show
+how they are used, and [keys.md](keys.md#correction) says what the fields of a correction are. This
+page is written by `python -m pgtoolkit.config.pages`.
 """
 
 _CORRECTIONS = (

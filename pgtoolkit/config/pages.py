@@ -45,8 +45,9 @@ _MAIN_END = """\
 _KEYS_HEAD = """\
 # Keys
 
-Every key of the configuration: its type and range (both ends included), its default, and what it
-means. `pgtk explain KEY` prints the same, and the reasons. The last column ends with marks:
+After this page you know what every key of the configuration means, its type and range (both ends
+included) and its default; below the keys are the settings that exclude each other, and environment
+variables. `pgtk explain KEY` prints the same, and the reasons. The last column ends with marks:
 
 | mark | is |
 |---|---|
