@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.comparison.parity_ours import OurSide
-from pgtoolkit.comparison.parity_read import trl_convention, values_of, verl_convention
+from pgtoolkit.comparison.parity_read import StepValues, trl_convention, verl_convention
 from pgtoolkit.comparison.parity_run import run
 from pgtoolkit.comparison.parity_step import QUANTITIES, RecordedStep, recorded_step
 from pgtoolkit.comparison.parity_switches import (
@@ -59,7 +59,10 @@ _ADVANTAGES_AS_MADE = 1e-4
 
 @dataclass(frozen=True)
 class Parity:
-    """Two sides on a step. apart: as `differences` returns it."""
+    """Two sides on a step.
+
+    apart: as `differences` returns it. losses: of each side, which a trainer may have logged.
+    """
 
     title: str
     facts: list[str]
@@ -68,6 +71,7 @@ class Parity:
     explained: Explained
     tolerance: float
     cuts: list[str]
+    losses: list[float]
 
     @property
     def agree(self) -> bool:
@@ -141,7 +145,7 @@ def parity(
         )
     for side in sides:
         if isinstance(side, TheirSide):
-            facts += [*side.notes, *_uneven(side, len(step.attempts))]
+            facts += [*side.notes, *_on_the_cut(side, len(step.attempts))]
     for place, side in enumerate(sides):
         if isinstance(side, TheirSide) and pythons:
             sides[place] = run(step, side, pythons[min(place, len(pythons) - 1)])
@@ -180,17 +184,32 @@ def compared(
             parts = micro_batches(side.convention, range(len(step.attempts)))
             ranks = plural(side.convention.ranks, "rank")
             cut = f"{_micro_batches(len(parts))} of all ranks, {ranks}"
+            if side.convention.documents is None:
+                cut = f"micro-batches of a size that was not read, {ranks}"
         cuts.append(cut)
     return Parity(
-        title, facts, sides, differences(*numbers), explain(step, sides, tolerance), tolerance, cuts
+        title,
+        facts,
+        sides,
+        differences(*numbers),
+        explain(step, sides, tolerance),
+        tolerance,
+        cuts,
+        [float(made["loss"]) for made in numbers],
     )
 
 
-def _uneven(side: TheirSide, documents: int) -> Iterator[str]:
-    """Yield a sentence where a mean over micro-batches is not as in a step of theirs."""
+def _on_the_cut(side: TheirSide, documents: int) -> Iterator[str]:
+    """Yield sentences on micro-batches that change a number, where they may not be theirs."""
     convention = side.convention
+    if not convention.depends_on_cut:
+        return
+    yield (
+        f"{side.trainer} counts tokens by micro-batch. Here these are cut with the completions of "
+        "a prompt beside each other; it shuffles them first, and another cut gives other numbers."
+    )
     size = convention.documents or documents
-    if convention.mean_of == "micro_batch" and documents % (size * convention.ranks):
+    if documents % (size * convention.ranks):
         yield (
             f"{side.trainer} has whole micro-batches of {plural(size, 'document')} on "
             f"{plural(convention.ranks, 'rank')}; this step's {documents} are no multiple."
@@ -225,8 +244,9 @@ def side_of(path: Path) -> Side:
         return OurSide(saved_config(path), shell_path(path))
     theirs = read(path)
     trainer = theirs.table.content["trainer"]
-    values = values_of(theirs)
+    values = StepValues(theirs)
     convention = {"TRL": trl_convention, "verl": verl_convention}[trainer](values)
+    assumed = [*theirs.assumed, values.note]
     translation = Translation(theirs)
     keys = {key: row.name for key, (_, row) in translation.typed.items() if row is not None}
     translation.check()
@@ -235,6 +255,7 @@ def side_of(path: Path) -> Side:
     assert as_ours is not None  # checked
     name = f"{trainer} {theirs.table.content['version']}"
     notes = [f"{name}: {line}" for line in translation.differing if line.startswith(_NOTED)]
+    notes += [f"{name}: {line}" for line in assumed if line]
     return TheirSide(convention, name, shell_path(path), typed, as_ours, keys, values, notes)
 
 
@@ -245,8 +266,9 @@ def render(parity: Parity) -> str:
 
 def _lines(parity: Parity) -> Iterator[str]:
     yield from (parity.title, *parity.facts, "")
-    for letter, side, cut in zip("AB", parity.sides, parity.cuts, strict=True):
-        yield f"{letter}  {_named(side)}: {cut}"
+    of_sides = zip("AB", parity.sides, parity.cuts, parity.losses, strict=True)
+    for letter, side, cut, loss in of_sides:
+        yield f"{letter}  {_named(side)}: {cut}, loss {loss:.6g}"
     rows = [["", "largest difference", "of the largest", "", ""]]
     for quantity in QUANTITIES:
         largest, relative = parity.apart[quantity]
@@ -281,8 +303,13 @@ def as_json(parity: Parity) -> str:
         "step": parity.title,
         "facts": parity.facts,
         "sides": [
-            {"name": _named(side), "cut": cut, "run": sorted(getattr(side, "ran", {}))}
-            for side, cut in zip(parity.sides, parity.cuts, strict=True)
+            {
+                "name": _named(side),
+                "cut": cut,
+                "run": sorted(getattr(side, "ran", {})),
+                "loss": loss,
+            }
+            for side, cut, loss in zip(parity.sides, parity.cuts, parity.losses, strict=True)
         ],
         "tolerance": parity.tolerance,
         "agree": parity.agree,

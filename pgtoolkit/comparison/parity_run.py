@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -42,6 +43,8 @@ def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> dict
     tensors = {"new": rows.new, "old": rows.old, "mask": rows.mask}
     for name in ("advantages", "correction"):
         tensors[name] = rows.padded(read[name][kept[step.index]])
+    if convention.entropy_coefficient:
+        tensors["entropy"] = rows.entropy()
     if step.ref is not None:
         tensors["ref"] = rows.ref()
     if step.sampling is not None:
@@ -81,8 +84,10 @@ def _called(given: dict[str, Any], python: Path) -> dict[str, Any]:
         source = Path(folder) / "step.json"
         target = Path(folder) / "made.json"
         source.write_text(json.dumps(given), encoding="utf-8")
-        # Isolated: this package's folder and the current one are no places for their imports.
-        words = [str(python), "-I", str(script), str(source), str(target)]
+        # Isolated: this package's folder and the current one are no places for their imports. Not
+        # resolved: the link in an environment says which it is.
+        found = Path(shutil.which(python) or python).absolute()
+        words = [str(found), "-I", str(script), str(source), str(target)]
         try:
             done = subprocess.run(
                 words, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False

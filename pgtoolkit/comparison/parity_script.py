@@ -37,6 +37,8 @@ def made_of(given: dict) -> dict:
 
 TRL_ATTRIBUTES = (
     "loss_type",
+    "entropy_coef",
+    "use_adaptive_entropy",
     "importance_sampling_level",
     "beta",
     "use_vllm",
@@ -58,27 +60,29 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, t
     parts = given["micro_batches"]
     accumulation = len(parts) / given["ranks"]
     trainer = GRPOTrainer.__new__(GRPOTrainer)
-    attributes = {name: v[name] for name in TRL_ATTRIBUTES} | {
+    attributes = {name: v[name] for name in TRL_ATTRIBUTES if name in v} | {
         "args": SimpleNamespace(**(v | {"steps_per_generation": accumulation})),
         "accelerator": SimpleNamespace(
             gather=lambda tensor: tensor.reshape(-1),
             reduce=lambda tensor, reduction: tensor,
             num_processes=given["ranks"],
+            sync_gradients=True,
         ),
         "model": torch.nn.Identity(),
         "_metrics": defaultdict(lambda: defaultdict(list)),
         "current_gradient_accumulation_steps": accumulation,
         "epsilon_low": v["epsilon"],
         "epsilon_high": v["epsilon"] if v["epsilon_high"] is None else v["epsilon_high"],
-        "_entropy_bonus_enabled": False,
+        "_entropy_bonus_enabled": v["entropy_coef"] != 0,
         "aux_loss_enabled": False,
     }
     vars(trainer).update(attributes)
     leaf = rows["new"].clone().requires_grad_()
+    entropy = rows.get("entropy", torch.zeros_like(leaf))
     total = torch.zeros((), dtype=leaf.dtype)
     for part in parts:
         new = leaf[part]
-        of_model = (new, torch.zeros_like(new), None)
+        of_model = (new, entropy[part], None)
         vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, given=of_model, **__: given
         ids = torch.zeros(new.shape, dtype=torch.int64)
         inputs = {
@@ -133,8 +137,15 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
             **options,
         )[0]
         made["advantages"] = advantages
-    flags = {name: actor[name] for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
-    flags |= {name: actor[name] for name in ("clip_ratio_c", "tau_pos", "tau_neg")}
+    names = (
+        "clip_ratio",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "clip_ratio_c",
+        "tau_pos",
+        "tau_neg",
+    )
+    flags = {name: actor[name] for name in names if name in actor}
     config = FSDPActorConfig(
         ppo_micro_batch_size_per_gpu=1,
         rollout_n=2,
@@ -146,7 +157,7 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
         "dp_size": ranks,
         "batch_num_tokens": mask.sum(),
         "global_batch_size": len(mask),
-        "loss_scale_factor": actor["loss_scale_factor"],
+        "loss_scale_factor": actor.get("loss_scale_factor"),
     }
     config.global_batch_info.update(totals)
     weights = None
@@ -166,11 +177,14 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
             config=config,
             rollout_is_weights=None if weights is None else weights[part],
         )
-        if actor["use_kl_loss"]:
+        if actor["use_kl_loss"] and actor["kl_loss_coef"]:
             terms = kl_penalty(leaf[part], rows["ref"][part], actor["kl_loss_type"])
             kl[part] = actor["kl_loss_coef"] * terms.detach()
             penalty = agg_loss(terms, mask[part], actor["loss_agg_mode"], **totals)
             loss = loss + actor["kl_loss_coef"] * penalty
+        if "entropy" in rows:
+            bonus = agg_loss(rows["entropy"][part], mask[part], actor["loss_agg_mode"], **totals)
+            loss = loss - actor["entropy_coeff"] * bonus
         loss = loss / ranks
         loss.backward()
         total = total + loss.detach()

@@ -35,6 +35,7 @@ _OURS: Mapping[str, Any] = {
     "ratio_cap": None,
     "truncated_counted": True,
     "mean_of": "step",
+    "entropy_weights": "loss",
 }
 """The fields of a convention that no key of ours says, with what is always so here."""
 
@@ -57,6 +58,8 @@ _MEANT = {
     "kl_gradient": "the KL has the gradient of",
     "kl_ratio": "the factor of the KL is the ratio of the",
     "kl_place": "the KL is in the",
+    "entropy_coefficient": "the coefficient of the entropy bonus is",
+    "entropy_weights": "the entropy bonus has the weights of the",
     "mean": "the loss is the mean over the",
     "mean_of": "tokens and documents are counted over the",
     "masks_truncated": "whether completions that were cut off are left out is",
@@ -85,6 +88,8 @@ _TRIED: Mapping[str, tuple] = {
     "kl_gradient": (None, "k2"),
     "kl_ratio": ("token", "document"),
     "kl_coefficient": (0.0,),
+    "entropy_coefficient": (0.0,),
+    "entropy_weights": ("loss", "micro_batch"),
     "correction": (None,),
     "mean": ("token", "document"),
     "mean_of": ("step", "micro_batch"),
@@ -399,6 +404,7 @@ _BY_FIELD = {
     "temperature": "rollout.temperature",
     "kl": "kl.kind",
     "kl_coefficient": "kl.coefficient",
+    "entropy_coefficient": "entropy.coefficient",
     "mean": "aggregation.mode",
     "drops_equal": "rollout.uninformative",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Convention:
     log_ratio_cap: the bound of the log-ratio before exp.
     kl_coefficient 0 is no penalty. kl_clamp bounds its value, kl_gradient names another kind whose
         gradient it has; kl_ratio: of which level its factor is with k3_ratio.
+    entropy_coefficient 0 is no bonus on the entropy. entropy_weights: those of the loss, or
+        micro_batch, a mean over the tokens of each.
     correction: "token_mask" and so on; None without.
     mean: what the loss is a mean of; divisor: of constant. mean_of: the step, or each micro-batch.
     masks_truncated: whether completions that were cut off are not trained; truncated_counted:
@@ -67,6 +69,8 @@ class Convention:
     kl_gradient: str | None = None
     kl_ratio: str = "token"
     kl_place: str = "loss"
+    entropy_coefficient: float = 0.0
+    entropy_weights: str = "loss"
     correction: str | None = None
     correction_low: float | None = None
     correction_high: float | None = None
@@ -79,6 +83,12 @@ class Convention:
     temperature: float = 1.0
     documents: int | None = None
     ranks: int = 1
+
+    @property
+    def depends_on_cut(self) -> bool:
+        """Return True if a number of the step depends on its micro-batches."""
+        of_entropy = self.entropy_coefficient != 0 and self.entropy_weights == "micro_batch"
+        return self.mean_of == "micro_batch" or of_entropy
 
 
 def their_numbers(step: RecordedStep, convention: Convention) -> Numbers:
@@ -106,6 +116,7 @@ def their_numbers(step: RecordedStep, convention: Convention) -> Numbers:
     weights = _weights(c, rows, mask, kept)
     loss = (weights * mask * (correction * surrogate + kl)).sum()
     loss.backward()
+    loss = loss.detach() - _entropy_bonus(c, rows, weights * mask, mask, kept)
     of_tokens = {
         "mask": mask,
         "new log-probs": rows.new,
@@ -119,7 +130,7 @@ def their_numbers(step: RecordedStep, convention: Convention) -> Numbers:
     }
     trained = rows.real * (kept[:, None] > 0)
     flat = {name: rows.flat(values.detach() * trained) for name, values in of_tokens.items()}
-    return numbers | flat | {"loss": loss.detach()[None]}
+    return numbers | flat | {"loss": loss[None]}
 
 
 class Rows:
@@ -153,6 +164,10 @@ class Rows:
 
     def ref(self) -> Tensor:
         return self._known("ref", "ref_log_probs")
+
+    def entropy(self) -> Tensor:
+        assert self._step.entropy is not None
+        return self.padded(self._step.entropy)
 
     def _known(self, name: str, field: str) -> Tensor:
         vector = getattr(self._step, name)
@@ -270,6 +285,18 @@ def _correction(c: Convention, rows: Rows, mask: Tensor) -> Tensor:
     if action == "truncate":
         return factor.clamp(low, high)
     return torch.where((factor < low) | (factor > high), 0.0, factor)
+
+
+def _entropy_bonus(
+    c: Convention, rows: Rows, weights: Tensor, mask: Tensor, kept: Tensor
+) -> Tensor:
+    """Return what is subtracted from the loss. It has no gradient by a token's log-prob."""
+    if not c.entropy_coefficient:
+        return torch.zeros((), dtype=torch.float64)
+    if c.entropy_weights == "micro_batch":
+        of_tokens = replace(c, mean="token", mean_of="micro_batch", truncated_counted=False)
+        weights = _weights(of_tokens, rows, mask, kept) * mask
+    return c.entropy_coefficient * (weights * rows.entropy()).sum()
 
 
 def micro_batches(c: Convention, documents: Sequence[int]) -> list[list[int]]:

@@ -1,14 +1,16 @@
 """`pgtk parity`: equal settings agree, and each planted difference is named with what makes it
 equal."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from builders.parity_steps import recorded, sentences, theirs
 
+from pgtoolkit.comparison.parity import side_of
 from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_step import QUANTITIES
-from pgtoolkit.comparison.parity_switches import differences, explain
+from pgtoolkit.comparison.parity_switches import TheirSide, differences, explain
 from pgtoolkit.comparison.parity_theirs import their_numbers
 from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError
@@ -31,6 +33,7 @@ EQUAL = [
     ("verl", {"algorithm__adv_estimator": "opo", "actor__loss_agg_mode": "seq-mean-token-sum"}),
     ("verl", {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.1}),
     ("verl", {"algorithm__filter_groups__enable": True, **GSPO}),
+    ("verl", {"actor__entropy_coeff": 0.1, "actor__loss_agg_mode": "seq-mean-token-mean"}),
 ]
 
 
@@ -71,6 +74,8 @@ OPTIONS = [
      "rollout.truncated=train", "mask", "rollout.truncated=mask"),
     ("TRL", {"scale_rewards": "none", "loss_type": "dr_grpo"}, "aggregation.divisor=4", "weights",
      "aggregation.divisor=8"),
+    ("verl", {"actor__entropy_coeff": 0.1}, "entropy.coefficient=0", "loss",
+     "entropy.coefficient=0.1"),
     ("TRL", {"scale_rewards": "batch"}, "advantage=dr_grpo", "deviation", "advantage=batch_std"),
 ]  # fmt: skip
 
@@ -134,6 +139,8 @@ ONLY_IN_THEIR_CODE = [
     ("TRL", {"scale_rewards": "none", "beta": 0.1, "importance_sampling_level": "sequence"},
      ["kl=k3_ratio", "kl.coefficient=0.1"],
      ["kl: the factor of the KL is the ratio of the document in TRL 1.16.0 and token in ours"]),
+    ("TRL", {"scale_rewards": "none", "entropy_coef": 0.1}, ["entropy.coefficient=0.1"],
+     ["loss: the entropy bonus has the weights of the micro_batch in TRL 1.16.0 and loss in ours"]),
     ("verl", PENALTY | {"actor__kl_loss_type": "k1+"}, [],
      ["kl: the KL has the gradient of k2 in verl 0.9.1 and null in ours"]),
 ]  # fmt: skip
@@ -208,7 +215,7 @@ def test_a_number_that_is_none_differs():
     ("trainer", "flags", "says"),
     [
         ("TRL", {"loss_type": "vespo"}, "loss_type=vespo needs one of grpo, bnpo"),
-        ("TRL", {"entropy_coef": 0.1}, "entropy_coef=0.1 needs one of 0 for pgtk parity"),
+        ("TRL", {"use_adaptive_entropy": True}, "use_adaptive_entropy=true needs one of false for"),
         ("verl", {"algorithm__adv_estimator": "gae"}, "algorithm.adv_estimator=gae needs one of"),
         ("verl", PENALTY | {"actor__kl_loss_type": "full"}, "'full' as a KL of verl needs one of"),
         ("verl", {"actor__loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
@@ -218,6 +225,52 @@ def test_a_number_that_is_none_differs():
 def test_what_is_not_read_of_a_file_is_refused(trainer, flags, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         theirs(tmp_path, trainer, **flags)
+
+
+def side_of_text(folder, name, content):
+    path = folder / name
+    path.write_text(content)
+    side = side_of(path)
+    assert isinstance(side, TheirSide)
+    return side
+
+
+def test_what_no_number_depends_on_may_be_made_when_their_program_runs(tmp_path):
+    program = """
+from trl import GRPOConfig, GRPOTrainer
+dataset = load("prompts")
+args = GRPOConfig("out", per_device_train_batch_size=size(), scale_rewards="none", EPSILON)
+GRPOTrainer(model=made, reward_funcs=my_reward, args=args, train_dataset=dataset)
+"""
+    side = side_of_text(tmp_path, "train.py", program.replace("EPSILON", "epsilon=0.1"))
+    (note,) = side.notes
+    assert note == (
+        "TRL 1.16.0: made when the program runs, and no number of this step depends on it: "
+        "model=made, per_device_train_batch_size=size(), reward_funcs=my_reward, "
+        "train_dataset=load('prompts')"
+    )
+    step = recorded()
+    apart = differences(side.numbers(step), OurSide(side.as_ours, "ours").numbers(step))
+    assert apart["gradient"][1] < TOLERANCE
+    for setting, unread in (
+        ("epsilon=bound()", "epsilon needs a value that is written in the file (got bound())"),
+        ('loss_type="bnpo"', "per_device_train_batch_size needs a value that is written in the"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(unread)):
+            side_of_text(tmp_path, "train.py", program.replace("EPSILON", setting))
+    words = "algorithm.adv_estimator=grpo trainer.nnodes=$N actor_rollout_ref.actor."
+    script = f"python -m verl.trainer.main_ppo {words}entropy_coeff=$E"
+    with pytest.raises(ConfigError, match=r"entropy_coeff needs a value .* \(got \$E\)"):
+        side_of_text(tmp_path, "run.sh", script)
+    assert (
+        "trainer.nnodes=$N" in side_of_text(tmp_path, "run.sh", script.replace("$E", "0")).notes[0]
+    )
+
+
+def test_what_an_interpolation_of_verl_stands_for_is_read(tmp_path):
+    content = "{actor_rollout_ref.actor.clip_ratio: 0.3, algorithm.adv_estimator: grpo, "
+    content += "actor_rollout_ref.actor.clip_ratio_high: '${actor_rollout_ref.actor.clip_ratio}'}"
+    assert side_of_text(tmp_path, "verl.yaml", content).convention.high == 0.3
 
 
 def test_numbers_that_the_step_lacks_are_refused(tmp_path):

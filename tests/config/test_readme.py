@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from builders.parity_steps import theirs
 
-from benchmarks.drift import PAGE, row_of
+from benchmarks.drift import PAGE, page, row_of
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 
@@ -48,8 +48,15 @@ def test_the_command_of_each_grpo_is_accepted_and_has_the_four_numbers_of_its_ro
 
 
 def test_the_numbers_of_trl_and_verl_are_those_that_make_drift_has_checked(tmp_path):
-    checked = re.findall(r"^\| (TRL|verl) \S+ \| (s .*) \|$", PAGE.read_text(), re.MULTILINE)
+    written = PAGE.read_text()
+    checked = re.findall(r"^\| (TRL|verl) \S+ \| (s .*) \|$", written, re.MULTILINE)
     assert [trainer for trainer, _ in checked] == ["TRL", "verl"]
+    counts = re.findall(r"^\| (?:TRL|verl) (\S+) \| (\d+) \| \d+ \|$", written, re.MULTILINE)
+    rows = {
+        trainer: (version, int(keys), cells.split(" | "))
+        for (trainer, cells), (version, keys) in zip(checked, counts, strict=True)
+    }
+    assert page(rows) == written
     for trainer, cells in checked:
         (row,) = [row for row in TABLE[1].splitlines() if row.startswith(f"| {trainer} ")]
         assert [cell.strip() for cell in row.split("|")[2:6]] == cells.split(" | ")
