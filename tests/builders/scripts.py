@@ -83,7 +83,8 @@ def _calls(
     `folder`."""
     programs = folder / "programs"
     home = folder / "home"
-    places = (programs, home / "vllm/bin", work / ".venv/bin")
+    environments = [home / name / "bin" for name in ("vllm", "trl", "verl")]
+    places = (programs, *environments, work / ".venv/bin")
     for place in places:
         place.mkdir(parents=True)
     for name in STAND_INS:
