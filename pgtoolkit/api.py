@@ -96,8 +96,9 @@ def policy_loss(
         one attempt at a prompt (a trajectory), which the aggregation counts once. None: each
         document is an attempt by itself.
     totals: the step's totals when this call is a piece of a step; group_index and trajectory_index
-        then number the entries of totals.tokens_per_group and totals.tokens_per_trajectory. Without
-        totals the call is a complete step of num_documents documents.
+        then number the entries of totals.tokens_per_group and totals.tokens_per_trajectory. Its
+        counts are whole numbers. Without totals the call is a complete step of num_documents
+        documents, as impl="reference" needs it.
     num_documents: by default the largest index + 1, and each number up to it must occur. Give it
         where padding carries a number of its own, or a document has no token.
     correction: a factor without gradient on each token's loss, for the gap between the sampler's
@@ -131,7 +132,7 @@ def policy_loss(
 
     metrics: "none", "basic" or "with_entropy".
     impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter), "auto" (by device) or
-        "reference" (plain float64 loops, for tests).
+        "reference" (plain float64 loops, for tests, of complete steps on one rank).
     check_finite: refuse non-finite numbers, log-probs above 0.001 and documents outside
         num_documents at trained positions, and totals of fewer tokens than are here; costs one
         synchronisation on a GPU. With False, numbers that are not finite make the loss NaN,

@@ -29,6 +29,7 @@ from pgtoolkit.comparison.results import (
     Comparison,
     Run,
     Runs,
+    Values,
     run_in,
     runs_below,
     shown_values,
@@ -107,7 +108,7 @@ class Configuration(Mapping[str, object]):
     """
 
     overrides: tuple[str, ...]
-    by_key: dict[str, object]
+    by_key: Values
     sections: Sections
 
     def __getitem__(self, key: str) -> object:

@@ -52,6 +52,14 @@ def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typ
     assert "loss.epsilon_high = 0.2 (default 0.0004)" in config._repr_html_()
     own = experiment.compose("loss=my_losses.soft_clip", "loss.softness=0.2")
     assert (own["loss"], own["loss.softness"]) == ("my_losses.soft_clip", 0.2)
+    assert "loss.epsilon" not in config
+    assert config.get("loss.epsilon", 1) == 1
+    for typed, meant in (("loss.epsilon", "loss.epsilon_low"), ("max_steps", "trainer.max_steps")):
+        with pytest.raises(KeyError) as refused:
+            config[typed]
+        assert isinstance(refused.value, ConfigError)
+        assert str(refused.value) == f"Unknown key {typed!r}. Use {meant!r}."
+        assert refused.value._render_traceback_() == [f"pgtk: error: {refused.value}"]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +115,8 @@ def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
     loaded = experiment.load(two_runs / "grpo")
     assert (loaded.name, loaded.status, loaded.step) == ("grpo", "done", 3)
     assert loaded.config["loss"] == "grpo"
+    with pytest.raises(ConfigError, match=r"Unknown key 'loss.eps'. Use 'loss.epsilon_"):
+        loaded.config["loss.eps"]
     rows = [json.loads(row) for row in (loaded.path / "metrics.jsonl").open()]
     assert {*loaded.metrics.columns} == {name for row in rows for name in row}
     assert loaded.metrics["reward"].tolist() == [row["reward"] for row in rows]

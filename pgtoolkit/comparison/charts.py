@@ -29,7 +29,7 @@ AXES_OF_CURVES = {"documents": "documents_seen", "steps": "step", "seconds": "se
 """Name of a panel of curves -> the column of its axis."""
 
 _POINTS = 120
-"""Places at which the curves of several runs are averaged."""
+"""The highest number of places at which the curves of several runs are averaged."""
 
 _WIDTH_OF_TEXT = 0.8
 _HEIGHT_OF_TEXT = 0.65
@@ -48,14 +48,19 @@ def curve(run: Run, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
 def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
     """Return (4, points): x, and the mean, the lowest and the highest of the runs there.
 
-    x spans what all the runs have seen.
+    x spans what all the runs have seen. At each x one of the runs was measured, or where it begins
+    or ends; the others are interpolated there.
     """
     curves = [(x, y) for x, y in (curve(run, metric, axis) for run in runs) if x.size]
     if not curves:
         return np.empty((4, 0))
     low = max(x[0] for x, _ in curves)
     high = min(x[-1] for x, _ in curves)
-    places = np.linspace(low, high, _POINTS if high > low else 1)
+    measured = np.unique(np.clip(np.concatenate([x for x, _ in curves]), low, max(low, high)))
+    places = measured
+    if measured.size > _POINTS:
+        evenly = np.linspace(measured[0], measured[-1], _POINTS)
+        places = np.unique(measured[np.searchsorted(measured, evenly)])
     values = np.array([np.interp(places, x, y) for x, y in curves])
     return np.array([places, values.mean(0), values.min(0), values.max(0)])
 

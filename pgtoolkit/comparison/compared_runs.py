@@ -136,6 +136,13 @@ class Compared:
         return f"{MEASURES[self.goal.measure]} {self.metric}"
 
     @property
+    def margin(self) -> str | None:
+        """The margin in words, as the verdicts name it; None without one."""
+        margin = self.comparisons.margin
+        in_documents = self.by_documents and margin is not None and not margin.endswith("%")
+        return f"{margin} documents" if in_documents else margin
+
+    @property
     def tried(self) -> list[str]:
         """All values of the --best-of key in words: numbers by their size, then the others."""
         if self.best_of is None:

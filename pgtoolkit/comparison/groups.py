@@ -112,6 +112,8 @@ def compare(
         best_of=best_of,
         ignore_code=ignore_code,
     )
+    if margin is not None:
+        _refuse_margin_of_another_unit(compared, margin)
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         keep_best(compared, best_of)
@@ -171,6 +173,36 @@ def _metric(
         measure, metric = measures.parse_metric(metric)
     _refuse_unknown([run for group in groups for run in group.runs], metric, option)
     return metric, measure, threshold, notes
+
+
+def _refuse_margin_of_another_unit(compared: Compared, margin: str) -> None:
+    """Raise ConfigError for a margin below one document where documents are compared, and for one
+    that holds every difference of a share."""
+    if margin.endswith("%"):
+        return
+    value = measures.margin_of(margin)
+    metric = compared.metric
+    if compared.by_documents and value < 1:
+        raise ConfigError(
+            refusal(
+                setting=f"--margin={margin}",
+                needs="a number of documents, at least 1, or a share of the base such as 3%",
+                got=margin,
+                reason=f"What is compared is: {compared.measured}.",
+                use=f"--metric=final:{metric} for a margin of {metric}, or --margin=3%",
+            )
+        )
+    if not compared.by_documents and measures.is_share(metric) and value >= 1:
+        hundredth = value / 100 if value < 100 else 0.02
+        raise ConfigError(
+            refusal(
+                setting=f"--margin={margin}",
+                needs=f"a number below 1, since {metric} is a share",
+                got=margin,
+                reason="Every difference would be equal within it.",
+                use=f"--margin={hundredth:g}",
+            )
+        )
 
 
 def _grouped(runs: list[Run], keys: list[str]) -> list[RunGroup]:

@@ -16,7 +16,7 @@ from string import Template
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.figure import picture
-from pgtoolkit.comparison.measures import AXES, reached
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, reached
 from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.seed_noise import as_numbers, noise_of, noise_sentences
 from pgtoolkit.comparison.statistics import LEVEL, Comparison, mean_and_std, mean_interval
@@ -61,6 +61,7 @@ class ReportRow:
     """A configuration with its tested values and how they differ from those of its base.
 
     mean: None without a counted run. interval, std: None with fewer than two.
+    num_reached: the runs that reached the threshold, None without one.
     pair: the planned comparison with its base, None for a base itself.
     """
 
@@ -70,6 +71,12 @@ class ReportRow:
     std: float | None
     pair: Comparison | None
     verdict: str
+    num_reached: int | None
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether a run never reached the threshold, so that the mean would be higher."""
+        return self.num_reached is not None and self.num_reached < len(self.group.counted)
 
 
 def configurations(compared: Compared) -> list[ReportRow]:
@@ -81,17 +88,18 @@ def configurations(compared: Compared) -> list[ReportRow]:
         interval = mean_interval(compared.comparisons.samples[place])
         pair = pairs.get(place)
         if pair is not None:
-            verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
+            verdict = text_report.verdict(pair, compared.sign, compared.margin)
         else:
             verdict = "base" if pairs else "not compared"
-        rows.append(ReportRow(group, mean, interval, std, pair, verdict))
+        num_reached = compared.arrived(group, DOCUMENTS) if compared.by_documents else None
+        rows.append(ReportRow(group, mean, interval, std, pair, verdict, num_reached))
     return rows
 
 
 def configuration_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row for each configuration, numbers in full."""
     keys: list[object] = [*compared.keys]
-    tested = ["n", "measured", "mean", "mean_low", "mean_high", "std"]
+    tested = ["n", "reached", "measured", "mean", "mean_low", "mean_high", "std"]
     difference = [
         "against",
         "difference",
@@ -105,7 +113,7 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
     for row in configurations(compared):
         pair = row.pair
         values = [text(value) for value in row.group.values.values()]
-        cells: list[object] = [row.group.label, *values, len(row.group.counted)]
+        cells: list[object] = [row.group.label, *values, len(row.group.counted), row.num_reached]
         cells += [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
         if pair is None:
             cells += [None] * len(difference)
@@ -142,7 +150,8 @@ def _latex(compared: Compared, command: str) -> str:
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
-        cells += [str(len(row.group.counted)), write(row.mean)]
+        bound = "≥" if row.is_lower_bound else ""
+        cells += [str(len(row.group.counted)), bound + write(row.mean)]
         if row.pair is None or not row.pair.is_common:
             cells += ["--", "--"]
         else:
@@ -150,14 +159,15 @@ def _latex(compared: Compared, command: str) -> str:
             cells.append(signed(row.pair.difference))
             cells.append(f"[{', '.join(map(signed, interval))}]" if interval else "--")
         rows.append([*cells, row.verdict])
+    pairs = [pair for of_base in text_report.planned(compared) for pair in of_base]
     sentences = [
         f"Made by {command}",
-        f"mean: {compared.measured}",
-        *text_report.definitions(compared),
+        *text_report.definition_of_tested_mean(compared),
         text_report.question(compared),
-        *without_verdict(
-            compared, [pair for pairs in text_report.planned(compared) for pair in pairs]
-        ),
+        *without_verdict(compared, pairs),
+        *text_report.worth_of_intervals(pairs),
+        *([text_report.UNKNOWN] if any(row[-1] == "unknown" for row in rows) else []),
+        *text_report.without_noise(pairs),
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
     table = _tex_table(rows, "l" * len(names) + "rrrrl")
@@ -231,6 +241,7 @@ def _json_row(compared: Compared, row: ReportRow) -> dict[str, object]:
         "label": group.label,
         "values": {key: text(value) for key, value in group.values.items()},
         "n": len(group.counted),
+        "reached": row.num_reached,
         "mean": row.mean,
         "interval": row.interval,
         "std": row.std,
@@ -245,7 +256,7 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
         "first": compared.groups[pair.first].label,
         "second": compared.groups[pair.second].label,
     }
-    verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
+    verdict = text_report.verdict(pair, compared.sign, compared.margin)
     difference = pair.difference if pair.is_common else None
     return {**vars(pair), **labels, "difference": difference, "verdict": verdict}
 

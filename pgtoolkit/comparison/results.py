@@ -6,15 +6,17 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pgtoolkit.config.keys import shown
 from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs import find
 from pgtoolkit.runs.completion_files import completion_files
 from pgtoolkit.runs.records import read_evaluations, reading_file
 from pgtoolkit.runs.series import read_metrics
-from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import in_words, nearest, shell_path
 from pgtoolkit.system.safe_text import legible
 
 if TYPE_CHECKING:
@@ -22,6 +24,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from pgtoolkit.comparison.compared_runs import Compared
+
+
+class UnknownKey(ConfigError, KeyError):
+    """A key that a configuration does not have."""
+
+    __str__ = Exception.__str__  # a KeyError shows its message in quotes
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the message, as the command would print it."""
+        return [legible(redact(in_words(self)))]
+
+
+class Values(dict[str, object]):
+    """Name of a key -> its value. An unknown key is refused with the nearest one."""
+
+    def __missing__(self, key: object) -> NoReturn:
+        group, _, leaf = str(key).rpartition(".")
+        of_group = [name for name in self if name.startswith(f"{group}.")]
+        leaves = [name for name in self if name.rpartition(".")[2] == leaf]
+        meant = nearest(str(key), of_group or leaves or self)
+        use = "pgtk --help, which has the groups" if meant is None else repr(meant)
+        raise UnknownKey(f"Unknown key {key!r}. Use {use}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +63,7 @@ class Run:
     status: str
     reason: str | None
     step: int
-    config: dict[str, object] = field(repr=False)
+    config: Values = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -88,9 +112,9 @@ class Runs(tuple[Run, ...]):
         return _runs_as_html(self)
 
 
-def shown_values(values: Mapping[str, object]) -> dict[str, object]:
+def shown_values(values: Mapping[str, object]) -> Values:
     """Return values by the names of keys that users type."""
-    return {shown(key): value for key, value in as_typed(values).items()}
+    return Values((shown(key), value) for key, value in as_typed(values).items())
 
 
 def run_in(path: Path) -> Run:

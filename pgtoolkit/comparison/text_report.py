@@ -29,8 +29,16 @@ from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 DOCUMENTS_COUNTED = "documents that were sampled, those that were dropped too, and trained tokens"
 
+UNKNOWN = "unknown: nothing was shown, not even that there is no difference."
+
+NO_NOISE = "no noise to test by"
+"""The verdict on values without a spread."""
+
 _CURVE = 9
 """Columns of a row's curve."""
+
+_PLACES = 120
+"""Places over documents of which a row's curve shows means."""
 
 
 def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
@@ -130,18 +138,20 @@ def definitions(compared: Compared) -> list[str]:
     metric = compared.metric
     sentences = []
     if is_score(metric):
-        prompts = "the prompts of training, as they were sampled"
-        if metric.startswith(HELD_OUT):
-            prompts = "held-out prompts"
         sentences.append(
-            f"{metric} is measured on {prompts}; ±: the sample standard deviation over "
+            f"{metric} is measured on {_prompts(metric)}; ±: the sample standard deviation over "
             f"{compared.blocks}s."
         )
     if compared.by_documents:
-        sentences += _definition_of_reached(compared)
+        sentences.append(
+            f"reached: seeds that came to {_threshold(compared)}. documents, tokens, seconds: "
+            f"what that took; {DOCUMENTS_COUNTED}."
+        )
+        sentences += _definition_of_a_bound(compared)
     elif is_score(metric) and not goal.chosen:
         sentences.append(
-            "No threshold: no configuration ends higher than the runs start. --reach sets one."
+            "No threshold: no configuration ends higher with every seed than the runs start. "
+            "--reach sets one."
         )
     if goal.chosen:
         sentences.append(
@@ -149,36 +159,67 @@ def definitions(compared: Compared) -> list[str]:
             f"lowest and the highest quarter of the runs; its interval, {1 - LEVEL:.0%}, by the "
             "bootstrap over seeds (arXiv 2108.13264)."
         )
-    low, high = goal.span
-    ends = "the last tenth of a run's steps"
-    if metric.startswith(HELD_OUT):
-        ends = "the last three evaluations, of fewer than nine the last third"
-    sentences.append(
-        f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the "
-        f"area under the curve). final: over {ends}."
-    )
+    sentences.append(f"mean: of {metric} {_area(compared)}. final: {_end(metric)}.")
     return sentences
 
 
-def _definition_of_reached(compared: Compared) -> list[str]:
-    """Return sentences that define the threshold and the columns that say what reaching it took."""
+def definition_of_tested_mean(compared: Compared) -> list[str]:
+    """Return sentences that define a column `mean` of the tested quantity."""
+    metric = compared.metric
+    over = f"mean: over {compared.blocks}s, of"
+    if compared.by_documents:
+        sentences = [
+            f"{over} the documents that it took to come to {_threshold(compared)}.",
+            *_definition_of_a_bound(compared),
+        ]
+    elif compared.goal.measure == "area":
+        sentences = [f"{over} {metric} {_area(compared)}."]
+    else:
+        sentences = [f"{over} {metric} {_end(metric)}."]
+    if is_score(metric):
+        sentences.append(f"{metric} is measured on {_prompts(metric)}.")
+    return sentences
+
+
+def _prompts(metric: str) -> str:
+    if metric.startswith(HELD_OUT):
+        return "held-out prompts"
+    return "the prompts of training, as they were sampled"
+
+
+def _area(compared: Compared) -> str:
+    low, high = compared.goal.span
+    return (
+        f"over documents {low:,.0f} to {high:,.0f}, which all have seen (the area under the curve)"
+    )
+
+
+def _end(metric: str) -> str:
+    if metric.startswith(HELD_OUT):
+        return "over the last three evaluations, of fewer than nine the last third"
+    return "over the last tenth of a run's steps"
+
+
+def _threshold(compared: Compared) -> str:
+    """Return the threshold, how a run comes to it, how far it is looked for, and why it is this."""
     goal = compared.goal
     limit = compared.limits[DOCUMENTS]
     window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
     within = f", within {limit:,.0f} documents" if limit < inf else ""
-    sentences = [
-        f"reached: seeds that came to {goal.metric} {goal.threshold:g}{window}{within}; the "
-        f"threshold is {goal.why}. documents, tokens, seconds: what that took; {DOCUMENTS_COUNTED}."
+    return f"{goal.metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}"
+
+
+def _definition_of_a_bound(compared: Compared) -> list[str]:
+    """Return the sentence on means of which a seed never reached the threshold; [] without one."""
+    if all(limit == inf for limit in compared.limits.values()):
+        return []
+    limits = ", ".join(
+        f"{short_count(limit)} {AXES[axis]}" for axis, limit in compared.limits.items()
+    )
+    return [
+        f"≥: a seed that never reached it counts as the search limit ({limits}), so the mean is a "
+        "lower bound (restricted mean, Royston and Parmar 2013)."
     ]
-    if any(limit < inf for limit in compared.limits.values()):
-        limits = ", ".join(
-            f"{short_count(limit)} {AXES[axis]}" for axis, limit in compared.limits.items()
-        )
-        sentences.append(
-            f"≥: a seed that never reached it counts as the search limit ({limits}), so the mean "
-            "is a lower bound (restricted mean, Royston and Parmar 2013)."
-        )
-    return sentences
 
 
 def question(compared: Compared) -> str:
@@ -195,8 +236,8 @@ def question(compared: Compared) -> str:
         f"paired by {compared.blocks}" if paired else "Welch's" for paired in tests.paired
     )
     equal = ""
-    if tests.margin is not None:
-        equal = f", and two one-sided ones for equality within {tests.margin}"
+    if compared.margin is not None:
+        equal = f", and two one-sided ones for equality within {compared.margin}"
     pairs = "pairs" if tests.primary is None else "planned pairs"
     adjusted = (
         f", p adjusted for {tests.num_adjusted} {pairs} (Holm)" if tests.num_adjusted > 1 else ""
@@ -229,7 +270,42 @@ def tried_rows(compared: Compared) -> list[list[str]]:
 
 
 def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
-    """Return sentences on how to read the rows of these pairs; [] if no pair has an interval."""
+    """Return sentences on how to read the rows of these pairs; [] if none could be tested."""
+    sentences = []
+    tested = [pair for pair in pairs if pair.interval]
+    if any(pair.paired for pair in tested):
+        sentences.append(
+            "paired: both have the same seeds, so the prompts in the same order; the difference of "
+            "each seed is tested."
+        )
+    sentences += worth_of_intervals(pairs)
+    if tested:
+        more = _more(compared)
+        sentences += [
+            f"{more}: the probability that one run is {more} than one of the other side (arXiv "
+            f"2108.13264). {UNKNOWN}",
+            f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
+            f"{POWER}), were the difference and the spread as seen and the values normal (arXiv "
+            "1806.08295).",
+        ]
+    if compared.margin is not None and any(pair.equal_p is not None for pair in pairs):
+        sentences.append(
+            f"equal: p of the test that the difference is within {compared.margin}, of two "
+            f"one-sided t-tests (Schuirmann 1987); below {LEVEL} it is shown to be."
+        )
+    sentences += without_noise(pairs)
+    unplanned = len(compared.comparisons) - len(
+        compared.comparisons.primary or compared.comparisons
+    )
+    if tested and unplanned:
+        sentences.append(
+            f"{plural(unplanned, 'other pair')}: exploratory, p not adjusted; --html lists them."
+        )
+    return sentences
+
+
+def worth_of_intervals(pairs: list[Comparison]) -> list[str]:
+    """Return the sentence on the intervals of these pairs; [] if they have none."""
     tested = [pair for pair in pairs if pair.interval]
     if not tested:
         return []
@@ -239,33 +315,19 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
             ". It knows these few seeds alone and is too narrow: with 3 it holds the true "
             "difference in about 75 of 100 cases, with 5 in 85, with 10 in 90"
         )
-    more = _more(compared)
-    sentences = []
-    if any(pair.paired for pair in tested):
-        sentences.append(
-            "paired: both have the same seeds, so the prompts in the same order; the difference of "
-            "each seed is tested."
-        )
-    sentences += [
-        f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few_seeds}.",
-        f"{more}: the probability that one run is {more} than one of the other side (arXiv "
-        "2108.13264). unknown: nothing was shown, not even that there is no difference.",
-        f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
-        f"{POWER}), were the difference and the spread as seen and the values normal (arXiv "
-        "1806.08295).",
+    return [
+        f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few_seeds}."
     ]
-    if compared.comparisons.margin is not None:
-        sentences.append(
-            "equal: p that the difference is as large as the margin (Schuirmann 1987)."
-        )
-    unplanned = len(compared.comparisons) - len(
-        compared.comparisons.primary or compared.comparisons
-    )
-    if unplanned:
-        sentences.append(
-            f"{plural(unplanned, 'other pair')}: exploratory, p not adjusted; --html lists them."
-        )
-    return sentences
+
+
+def without_noise(pairs: list[Comparison]) -> list[str]:
+    """Return the sentence on pairs whose values have no spread; [] without such a pair."""
+    if all(verdict(pair).removeprefix("exploratory: ") != NO_NOISE for pair in pairs):
+        return []
+    return [
+        f"{NO_NOISE}: all seeds of both have the same value, or all differences of a seed are the "
+        "same; a t-test needs values that differ."
+    ]
 
 
 def _more(compared: Compared) -> str:
@@ -281,7 +343,7 @@ def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     if min(pair.counts) < 2:
         return "needs 2 seeds"
     if pair.p is None:
-        return "no noise to test by"
+        return NO_NOISE
     answer = "unknown"
     if margin is not None and pair.equal_p is not None and pair.equal_p < LEVEL:
         answer = f"equal within {margin}"
@@ -293,7 +355,7 @@ def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
 
 def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[str]]:
     """Return the header and a row for each pair of one configuration with others."""
-    equal = [] if compared.comparisons.margin is None else ["equal"]
+    equal = [] if compared.margin is None else ["equal"]
     header = [
         "",
         "n",
@@ -315,7 +377,7 @@ def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[st
 def _difference(compared: Compared, pair: Comparison) -> list[str]:
     """Return the cells of `difference_rows` behind the label."""
     write = short_count if compared.by_documents else number_format(compared)
-    margin = compared.comparisons.margin
+    margin = compared.margin
 
     def signed(value: float) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
@@ -438,9 +500,7 @@ def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
 
 def _groups_with_curves(compared: Compared) -> list[str]:
     """Return `group_rows` in aligned columns, each with a small curve of the metric."""
-    means = [
-        list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups
-    ]
+    means = [_evenly(group, compared.metric) for group in compared.groups]
     values = [value for curve in means for value in curve]
     span = (min(values, default=0), max(values, default=0))
     if is_share(compared.metric):
@@ -449,6 +509,14 @@ def _groups_with_curves(compared: Compared) -> list[str]:
     rows = [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
     # A line may still be too long, since only the columns of keys are narrowed.
     return [line[:WIDTH] for line in aligned(rows, WIDTH, len(compared.keys))]
+
+
+def _evenly(group: RunGroup, metric: str) -> list[float]:
+    """Return the values of the group's mean curve at even distances over documents."""
+    x, mean, *_ = mean_curve(group.counted, metric, DOCUMENTS)
+    if x.size < 2:
+        return list(mean)
+    return list(np.interp(np.linspace(x[0], x[-1], _PLACES), x, mean))
 
 
 def folded(sentence: str, indent: str = "", further: str = "") -> list[str]:

@@ -353,6 +353,7 @@ def check_totals(
         return
     if not isinstance(totals, StepTotals):
         raise ValueError(f"totals needs a StepTotals or None (got {shown(totals)})")
+    _check_counts_of_totals(totals)
     counted = totals.num_documents
     if is_whole(counted) and num_documents > counted:
         raise ValueError(
@@ -376,6 +377,37 @@ def check_totals(
             raise ValueError(
                 f"{key} needs numbers from 0 to {len(counts) - 1}, the places in "
                 f"totals.{OF_DOCUMENTS[key]} (got {smallest} to {largest})"
+            )
+
+
+def _check_counts_of_totals(totals: StepTotals) -> None:
+    """Raise ValueError for totals that are no counts."""
+    for name in ("num_documents", "num_tokens", "num_empty_documents", "num_groups"):
+        value = getattr(totals, name)
+        if value is None and name == "num_groups":
+            continue
+        is_count = is_whole(value) and value >= 0
+        if isinstance(value, Tensor):
+            is_count = value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
+        if not is_count:
+            raise ValueError(
+                f"totals.{name} needs a whole number >= 0, an int or a 0-dim int64 tensor (got "
+                f"{shown(value)}). It is a count over the whole step"
+            )
+    for name in (
+        "tokens_per_group",
+        "tokens_per_trajectory",
+        "completions_by_sign",
+        "tokens_by_sign",
+    ):
+        value = getattr(totals, name)
+        if value is None:
+            continue
+        counts = tensor_of_rank(f"totals.{name}", value)
+        if counts.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"totals.{name} needs counts, of dtype int64 (got {shown(counts)}). Use "
+                f"{name}={name}.long()"
             )
 
 

@@ -17,6 +17,7 @@ from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_l
 from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss, over_kept
 from pgtoolkit.kernels.products import LMHead, accumulation_dtype, linear
 from pgtoolkit.losses import reference
+from pgtoolkit.losses.data_faults import MadeFrom
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.kept import KeptSets
 from pgtoolkit.losses.kl import KINDS
@@ -25,6 +26,9 @@ from pgtoolkit.losses.measure import sum_metrics
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.reference_terms import correction_names
+
+_PRODUCT = "hidden @ lm_head_weight.T"
+"""What messages call the logits where the caller gives no logits."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,21 @@ def loss_of_logits(
     ranks: Ranks,
     method: Computation,
     ref_logits: Tensor | None = None,
+    name: str = "logits",
 ) -> PolicyLoss:
     """Return the loss of given logits.
 
     logits: (T, V) floating, or this rank's columns of them.
     ref_logits: the same of the reference, for a full KL.
+    name: what the caller calls the logits.
     """
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
     if method.impl == "reference":
         if totals is not None:
-            raise ValueError("impl='reference' computes whole steps: no totals")
+            raise ValueError(
+                "impl='reference' computes whole steps, so totals need to be None (got totals). "
+                "Use impl='torch' for a piece of a step"
+            )
         value, log_probs, entropy, divergence = _by_reference(logits, tokens, loss, ref_logits)
         if ref_logits is not None:
             assert objective.penalties.divergence is not None
@@ -108,7 +117,8 @@ def loss_of_logits(
             KeptSets.of(tokens.sampling_kept_ids, tokens.labels),
         )
     if method.check_finite:
-        objective.check_finite(log_probs)
+        vocabulary = logits.shape[1] if ranks.vocabulary is None else None
+        objective.check_finite(log_probs, MadeFrom(name, tokens, vocabulary))
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
@@ -130,7 +140,14 @@ def loss_of_hidden(
         with torch.no_grad():
             ref_logits = head.reference and _logits(*head.reference, ranks)
         return loss_of_logits(
-            _logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits
+            _logits(hidden, head, ranks),
+            tokens,
+            totals,
+            loss,
+            ranks,
+            method,
+            ref_logits,
+            _PRODUCT,
         )
     options = _head_options(hidden, head, tokens, loss, ranks, method)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks)
@@ -139,7 +156,8 @@ def loss_of_hidden(
         hidden, head, tokens.labels, objective, options, kept
     )
     if method.check_finite and not_finite:
-        objective.check_finite(log_probs)
+        vocabulary = len(head.weight) if ranks.vocabulary is None else None
+        objective.check_finite(log_probs, MadeFrom(_PRODUCT, tokens, vocabulary))
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
@@ -194,7 +212,7 @@ def loss_of_log_probs(
     wide = torch.where(objective.mask, log_probs.to(accumulation_dtype(log_probs)), 0.0)
     new = wide.detach()
     if check_finite:
-        objective.check_finite(new)
+        objective.check_finite(new, MadeFrom("log_probs", tokens, None))
     losses, coefficients = objective.losses_and_coefficients(new)
     # The slopes come from a formula. This expression has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
@@ -215,7 +233,7 @@ class LossOfStep:
         objective = make_objective(tokens, None, loss, torch.float64, Ranks(), is_whole_step=True)
         self._new = torch.where(objective.mask, log_probs.cpu().double(), 0.0)
         if check_finite:
-            objective.check_finite(self._new)
+            objective.check_finite(self._new, MadeFrom("log_probs", tokens, None))
         self._objective = objective.at(self._new)
         self._level = loss.metrics
 

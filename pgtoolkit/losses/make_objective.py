@@ -152,7 +152,6 @@ def make_objective(
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
         has_factors=tokens.factors is not None,
-        over_kept=tokens.sampling_kept_ids is not None,
         centering=centering_of(tokens, family, mask, weights, old_log_probs),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.centering import CenteredRows, Centering
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
+from pgtoolkit.losses.data_faults import MadeFrom, faults
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
@@ -28,6 +28,8 @@ from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
 from pgtoolkit.losses.top_entropy import check_fraction
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
+
+_MASK_THEM = "Mask these positions (label -1, or mask False) or drop the documents."
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,6 @@ class Objective:
     coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
         surrogate's own value is then not computed.
     has_factors: whether the caller gave factors, which may be 0.
-    over_kept: whether log-probs are taken over the tokens that truncated sampling has kept.
     _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
@@ -184,7 +185,6 @@ class Objective:
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
     has_factors: bool = False
-    over_kept: bool = False
     centering: Centering | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
@@ -489,10 +489,13 @@ class Objective:
             _last_terms=[],
         )
 
-    def check_finite(self, log_probs: Tensor | None = None) -> None:
+    def check_finite(
+        self, log_probs: Tensor | None = None, made_from: MadeFrom | None = None
+    ) -> None:
         """Raise an error if these data have no loss; wait for the GPU once.
 
-        log_probs: the new ones, to be checked as well; None leaves them out.
+        log_probs: the new ones, to be checked as well; None leaves them out. made_from: where they
+        come from, for the message.
         Raises DataError, which names the first documents, for inputs that are not finite and for
         log-probs above 0, both at trained positions. Raises ValueError for totals that count fewer
         tokens than this piece has, a document_index out of range, and weights that are not finite.
@@ -524,7 +527,8 @@ class Objective:
                 "totals that count none, or with aggregation='balanced' from a document whose "
                 "tokens have different advantages"
             )
-        self._refuse_documents(documents)
+        sentences = [*faults(self, log_probs, made_from)] or ["The inputs sum to no finite number."]
+        raise DataError(f"{' '.join(sentences)} {_MASK_THEM}")
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
         """Return (T,) bool, True where `check_finite` refuses the data, without waiting for a GPU.
@@ -565,31 +569,6 @@ class Objective:
         if self.centering is not None:
             vectors["sampling_top_log_probs"] = self.centering.largest_log_probs
         return {name: values for name, values in vectors.items() if values is not None}
-
-    def _refuse_documents(self, documents: list[int]) -> NoReturn:
-        """Raise DataError for these documents, since they have inputs that are not finite."""
-        listing = ", ".join(map(str, documents[:5]))
-        if len(documents) > 5:
-            listing += ", ..."
-        inputs = ["logits", "old_log_probs"]
-        if self.sampling_log_ratio is not None:
-            inputs.append("sampling_log_probs")
-        if self.penalties.ref_log_probs is not None:
-            inputs.append("ref_log_probs")
-        if self.penalties.divergence is not None:
-            inputs.append("a full KL (infinite where the reference alone has probability 0)")
-        if self.centering is not None:
-            inputs.append(
-                "sampling_top_log_probs (which need old_log_probs at the label, and each token "
-                "once)"
-            )
-        if self.over_kept:
-            inputs.append("sampling_kept_ids (which need the label, and each token once)")
-        raise DataError(
-            f"non-finite {', '.join(inputs)} or advantages at a trained position of document "
-            f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "
-            "the document"
-        )
 
     def _refuse_positive_log_probs(self) -> None:
         """Raise DataError for the first log-probs that are above 0 at trained positions."""

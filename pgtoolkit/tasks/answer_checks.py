@@ -12,7 +12,7 @@ from pgtoolkit.errors import DataError, VerifierLost
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.math_answers import math_golds
-from pgtoolkit.tasks.process_pool import Failure
+from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.settings import VERIFIERS
@@ -33,7 +33,7 @@ _MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
 
 def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]:
     """Score the first answers against themselves; return a note for each verifier that does not
-    accept some of them.
+    accept some of them, and for each that gives some of them no score, with the reason.
 
     has_template: whether prompts go through a chat template, so that functions in TRL's form get
         messages.
@@ -50,7 +50,14 @@ def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]
         elif number == 0:
             notes += _of_function(task, verifier, has_template)
         else:
-            _tried(task, number, verifier, list(itertools.islice(task.rows(), 1)), has_template)
+            first = list(itertools.islice(task.rows(), 1))
+            outcomes = _tried(task, number, verifier, first, has_template)
+            # One beside the first need not score every completion: it may return None.
+            failed = [
+                isinstance(outcome, Failure) and outcome.kind != NOTHING for outcome in outcomes
+            ]
+            if any(failed):
+                notes += _of_failures(verifier, first, outcomes)
     return notes
 
 
@@ -59,9 +66,11 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
     first = list(itertools.islice(rows, FIRST))
     if verifier.name == "exact_match":
         return _of_exact_match(verifier, first)
-    rejected = _rejected(task, number, verifier, first)
+    outcomes = _outcomes(task, number, verifier, first)
+    notes = _of_failures(verifier, first, outcomes)
+    rejected = _rejected(first, outcomes)
     if not rejected:
-        return []
+        return notes
     if verifier.pattern is None:
         setting = str(verifier)
         needs = "answers that it can read"
@@ -84,8 +93,9 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
             )
         )
     return [
+        *notes,
         f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all "
-        f"score 0: {_listed(rejected)}. Mend these answers{way_out}."
+        f"score 0: {_listed(rejected)}. Mend these answers{way_out}.",
     ]
 
 
@@ -108,24 +118,51 @@ def _of_exact_match(verifier: Named, first: Sequence[Prompt]) -> list[str]:
 def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> bool:
     """Return whether the verifier accepts the own answer of some prompt."""
     while chunk := list(itertools.islice(rows, FIRST)):
-        if len(_rejected(task, 0, verifier, chunk)) < len(chunk):
+        if len(_rejected(chunk, _outcomes(task, 0, verifier, chunk))) < len(chunk):
             return True
     return False
 
 
-def _rejected(
+def _outcomes(
     task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]
-) -> list[Prompt]:
-    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept in any form."""
+) -> Sequence[float | Failure | None]:
+    """Return the best score that the own answer of each prompt can get in any form, by a verifier
+    of pgtoolkit's."""
     if verifier.name == "last_number":
-        return [prompt for prompt in prompts if last_number(prompt.answer) is None]
+        return [float(last_number(prompt.answer) is not None) for prompt in prompts]
     if verifier.name == "regular_expression":
-        return [
-            prompt for prompt in prompts if not can_capture(verifier.pattern or "", prompt.answer)
-        ]
+        pattern = verifier.pattern or ""
+        return [float(can_capture(pattern, prompt.answer)) for prompt in prompts]
     responses = [Response(prompt, math_golds(prompt.answer)[0], True) for prompt in prompts]
-    outcomes = task.outcomes(number, responses)
-    return [prompt for prompt, outcome in zip(prompts, outcomes, strict=True) if outcome != 1.0]
+    return task.outcomes(number, responses)
+
+
+def _rejected(
+    prompts: Sequence[Prompt], outcomes: Sequence[float | Failure | None]
+) -> list[Prompt]:
+    """Return the prompts whose answer got a score below 1."""
+    return [
+        prompt
+        for prompt, outcome in zip(prompts, outcomes, strict=True)
+        if isinstance(outcome, int | float) and outcome < 1
+    ]
+
+
+def _of_failures(
+    verifier: Named, prompts: Sequence[Prompt], outcomes: Sequence[float | Failure | None]
+) -> list[str]:
+    """Return a note for each reason for which an answer got no score."""
+    by_reason: dict[str, list[Prompt]] = {}
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        if outcome is None or isinstance(outcome, Failure):
+            reason = "returned None" if outcome is None else outcome.reason
+            by_reason.setdefault(reason, []).append(prompt)
+    return [
+        f"{verifier} {reason}, for {_counted(failed, prompts)} as the completion: "
+        f"{_listed(failed)}. Such a completion has no score: task.verifier_failure says what "
+        "becomes of it."
+        for reason, failed in by_reason.items()
+    ]
 
 
 def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list[str]:
@@ -133,17 +170,15 @@ def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list
     asks_a_server = signature is not None and signature.is_async
     first = list(itertools.islice(task.rows(), 1 if asks_a_server else FIRST_OF_A_FUNCTION))
     outcomes = _tried(task, 0, verifier, first, has_template)
-    rejected = [
-        prompt
-        for prompt, outcome in zip(first, outcomes, strict=True)
-        if outcome is None or isinstance(outcome, Failure) or outcome < 1
-    ]
+    notes = _of_failures(verifier, first, outcomes)
+    rejected = _rejected(first, outcomes)
     if not rejected:
-        return []
+        return notes
     return [
+        *notes,
         f"{verifier} does not count a completion that repeats its answer as right, for "
         f"{_counted(rejected, first)}: {_listed(rejected)}. Only a score of 1 or more does. That "
-        "is as it should be if it expects a form around the answer."
+        "is as it should be if it expects a form around the answer.",
     ]
 
 
@@ -167,7 +202,7 @@ def _tried(
     try:
         outcomes = task.outcomes(number, responses)
     except VerifierLost as error:
-        raise DataError(f"{error} The run would end so: start the server first.") from error
+        raise DataError(f"{error} The run would end so.") from error
     except DataError as error:
         raise DataError(
             f"{verifier} must score every text, and fails on an answer as the completion. {error}"

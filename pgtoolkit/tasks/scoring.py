@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -82,6 +83,8 @@ class Scoring:
     ):
         self._named = named
         self._retries = retries
+        # The latest questions that each verifier has answered.
+        self._answered = [deque[Question | BatchQuestion](maxlen=_PROBES) for _ in named]
         self._pool = verifier_pool(named, processes, seconds, concurrency)
         self.signatures: list[Signature | None] = [None] * len(named)
         if any(verifier.name not in VERIFIERS for verifier in named):
@@ -184,7 +187,8 @@ class Scoring:
 
         A server that fails on one completion alone is still there, and so is one that refuses some
         calls at random: a question that it has answered is asked once more, and if that fails,
-        several are, each as often as any other.
+        several are, each as often as any other. Where few are asked at a time, as a judge of whole
+        batches is, those of earlier calls count.
         """
         answered = [
             question
@@ -193,10 +197,18 @@ class Scoring:
         ]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         lost = [failure for failure in failures if self._lost(number, failure)]
-        if not answered and len(questions) > 1:
-            lost += [failure for failure in failures if failure.kind == TIMEOUT]
+        late = [failure for failure in failures if failure.kind == TIMEOUT]
+        if late and not lost and not answered and len(questions) > 1:
+            raise VerifierLost(
+                f"{self._named[number]} {late[0].reason}, and scored none of "
+                f"{plural(len(questions), 'completion')}. Use a larger task.verifier_seconds if it "
+                "needs more time."
+            )
+        self._answered[number].extend(answered[-_PROBES:])
         if not lost:
             return
+        if len(questions) < _PROBES:
+            answered = answered or [*self._answered[number]]
         retries = plural(self._retries.count, "further call")
         reason = f"{self._named[number]} {lost[0].reason}."
         wait_longer = "Use task.verifier_retries and task.verifier_retry_seconds to wait longer."

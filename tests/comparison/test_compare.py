@@ -197,7 +197,8 @@ def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, cap
     assert "More than seed noise? Final kl, t-test, paired by seed" in text
     assert "No threshold" not in text
     save(sweep / "flat" / "0", "grpo", 0, 0.0)
-    assert "No threshold: no configuration ends higher" in page(capsys, sweep / "flat")
+    flat = unwrapped_page(capsys, sweep / "flat")
+    assert "No threshold: no configuration ends higher with every seed than the runs start." in flat
 
 
 def test_reach_sets_the_threshold(sweep, capsys):
@@ -263,6 +264,14 @@ def test_curves_are_means_over_seeds_by_documents_and_by_time(sweep):
     # The first run lasts from second 1 to 20, the other from 2 to 40.
     assert (by_time[0][0], by_time[-1][0]) == (2, 20)
     assert by_time[-1][2:] == pytest.approx((160.0, 160.0))
+    # A place at which no run was measured would get a marker. Second 3 is between two of a run.
+    assert by_time[:, 0].tolist() == [*range(2, 21)]
+    for run in runs:
+        run.columns["reward"][[1, 2, 3, 5, 9, 12]] = np.nan
+    measured = mean_curve(runs, "reward", "documents_seen")[0]
+    assert measured.tolist() == [
+        8 * step for step in range(1, 21) if step not in (2, 3, 4, 6, 10, 13)
+    ]
 
 
 def test_the_pause_before_a_resume_does_not_count_as_time(sweep):
@@ -325,7 +334,11 @@ def test_csv_has_a_row_for_each_configuration_with_its_interval_and_test(sweep, 
 def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
     page(capsys, sweep, FINAL, "--against=loss=gspo", "--latex", sweep / "r.tex")
     lines = (sweep / "r.tex").read_text().splitlines()
-    assert "% mean: Final reward" in lines
+    assert [line for line in lines if line.startswith("% mean: ")] == [
+        "% mean: over seeds, of reward over the last tenth of a run's steps."
+    ]
+    assert any("with 3 it holds the true difference in about 75 of 100" in line for line in lines)
+    assert "% unknown: nothing was shown, not even that there is no difference." in lines
     table = [line for line in lines if not line.startswith("%")]
     assert table == [
         r"\begin{tabular}{lrrrrl}",
@@ -337,6 +350,17 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
         r"\bottomrule",
         r"\end{tabular}",
     ]
+    page(capsys, sweep, "--latex", sweep / "r.tex")
+    by_documents = (sweep / "r.tex").read_text()
+    assert r"grpo & 3 & $\geq$128 & " in by_documents  # as on the page, since a seed came to no end
+    (mean,) = re.findall("^% mean: .*", by_documents, re.MULTILINE)
+    assert mean.startswith(
+        "% mean: over seeds, of the documents that it took to come to reward 0.81,"
+    )
+    assert (
+        "% ≥: a seed that never reached it counts as the search limit (160 documents,"
+        in by_documents
+    )
 
 
 def test_json_has_configurations_pairs_and_excluded_runs(sweep, capsys):

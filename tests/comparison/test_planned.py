@@ -296,9 +296,14 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
     assert "gspo 4 +0.002 [+0.001, +0.003] 0.033 4 0.69 <0.001 paired equal within 0.02" in printed
     assert "cispo 4 +0.100 [+0.092, +0.107] <0.001 2 1.00 1.000 paired better" in printed
     assert "3 other pairs: exploratory, p not adjusted" in printed
+    assert "equal: p of the test that the difference is within 0.02, of two one-sided" in printed
     assert "IQM: of the final values" in printed
     with table.open() as rows:
         assert len(list(csv.DictReader(rows))) == 16
+    assert main(["compare", str(study), "--margin=900"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "ones for equality within 900 documents, p adjusted" in printed
+    assert " paired equal within 900 documents " in printed
 
 
 @pytest.mark.parametrize(
@@ -318,6 +323,17 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
         ),
         (["--margin", "-1"], "--margin=-1 needs a number > 0, or one with %"),
         (["--margin", "nan%"], "--margin=nan% needs a number > 0"),
+        (
+            ["--margin", "0.02"],
+            "--margin=0.02 needs a number of documents, at least 1, or a share of the base such as "
+            f"3% (got 0.02). What is compared is: Documents to {PASS} 0.612. Use "
+            f"--metric=final:{PASS} for a margin of {PASS}, or --margin=3%.",
+        ),
+        (
+            ["--margin=2", f"--metric=final:{PASS}"],
+            f"--margin=2 needs a number below 1, since {PASS} is a share (got 2). Every difference "
+            "would be equal within it. Use --margin=0.02.",
+        ),
         (["--metric", "area:rewrd"], "Use --metric=reward."),
     ],
 )

@@ -242,6 +242,16 @@ def test_a_list_or_an_array_is_refused_with_what_makes_a_tensor_of_it(name, kind
         ({"aggregation": token_mean}, r"Use reducer= for one of your own$"),
         ({"kl": kl.KL}, r"such as KL\('k3', coefficient=0.05\)"),
         ({"totals": StepTotals}, "totals needs a StepTotals or None"),
+        (
+            {"totals": StepTotals(2, torch.tensor(6.0), 0)},
+            r"totals.num_tokens needs a whole number >= 0, .* tensor \(got \(\), float32",
+        ),
+        ({"totals": StepTotals(2.0, 6, 0)}, "totals.num_documents needs a whole number >= 0"),
+        (
+            {"totals": StepTotals(2, 6, 0, 1, torch.tensor([6.0]))},
+            r"totals.tokens_per_group needs counts, of dtype int64 \(got \(1,\), float32\). Use "
+            r"tokens_per_group=tokens_per_group.long\(\)",
+        ),
     ],
 )
 def test_a_class_in_the_place_of_an_object_is_refused_with_the_object(options, message):

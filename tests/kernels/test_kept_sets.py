@@ -1,6 +1,7 @@
 """Log-probs over the tokens that truncated sampling has kept: from given logits, by the fused head
 and by Triton, and under every cut of a step, against the reference."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -161,22 +162,25 @@ def test_a_single_kept_token_has_log_prob_zero():
 
 
 @pytest.mark.parametrize(
-    "ids",
+    ("ids", "fault"),
     [
-        [[1, 0], [-1, 1], [0, 1]],
-        [[0, 0], [1, -1], [2, -1]],
-        [[0, 9], [1, -1], [2, -1]],
+        ([[1, 0], [-1, 1], [0, 1]], "the label, and each token once (not so in document 0)."),
+        ([[0, 0], [1, -1], [2, -1]], "the label, and each token once (not so in document 0)."),
+        (
+            [[0, 9], [1, -1], [2, -1]],
+            "tokens of the vocabulary, which are 0 to 3 (got 9 in document 0).",
+        ),
     ],
     ids=["no label", "a token twice", "outside the vocabulary"],
 )
-def test_what_cannot_be_the_kept_tokens_is_refused(ids):
+def test_what_cannot_be_the_kept_tokens_is_refused(ids, fault):
     keywords = {
         "labels": torch.tensor([0, 1, 2]),
         "old_log_probs": torch.zeros(3),
         "advantages": torch.ones(3),
         "document_index": torch.zeros(3, dtype=torch.int64),
     }
-    with pytest.raises(DataError, match=r"sampling_kept_ids .*document 0"):
+    with pytest.raises(DataError, match=f"^sampling_kept_ids needs {re.escape(fault)}"):
         policy_loss(torch.randn(3, 4), sampling_kept_ids=torch.tensor(ids), **keywords)
     for value, message in (
         (torch.tensor(ids)[:2], "one row of k >= 1 entries per row of logits, 3"),

@@ -2,6 +2,7 @@
 reducers and trajectories."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import cycle, product
 
@@ -208,8 +209,22 @@ def test_groups_may_have_any_numbers():
 @pytest.mark.parametrize("field", [0, 2, 3])
 def test_the_error_of_non_finite_data_names_the_document(field):
     tensors = [x.clone() for x in make_case().tensors]
-    tensors[field][int((tensors[4] == 3).nonzero()[2])] = math.nan
-    with pytest.raises(DataError, match="document 3"):
+    row = int((tensors[4] == 3).nonzero()[2])
+    tensors[field][row] = math.nan
+    name = ("logits", "labels", "old_log_probs", "advantages")[field]
+    sentence = f"{name} needs finite numbers at trained positions (got nan in document 3). "
+    with pytest.raises(DataError, match=f"^{re.escape(sentence)}Mask"):
+        policy_loss(*tensors)
+    # A fault beside it has a sentence of its own.
+    vocabulary = tensors[0].shape[1]
+    first = int((tensors[4] == 0).nonzero()[0])
+    tensors[1][first] = vocabulary + 4
+    of_label = (
+        f"labels needs tokens of the vocabulary, which are 0 to {vocabulary - 1} (got "
+        f"{vocabulary + 4} in document 0). "
+    )
+    both = [of_label, sentence] if name == "logits" else [sentence, of_label]
+    with pytest.raises(DataError, match=f"^{re.escape(''.join(both))}Mask"):
         policy_loss(*tensors)
 
 

@@ -202,7 +202,6 @@ REFUSED = {
     "a token twice": ("sampling_top_ids", lambda ids: ids * 0 + 2),
     "no token": ("sampling_top_ids", lambda ids: ids * 0 - 1),
     "NaN": ("sampling_top_log_probs", lambda top: top * torch.nan),
-    "outside the vocabulary": ("sampling_top_ids", lambda ids: ids + COLUMNS),
 }
 
 
@@ -211,7 +210,14 @@ def test_what_cannot_be_the_likeliest_tokens_is_refused(name):
     logits, keywords = every_label(3)
     key, change = REFUSED[name]
     keywords[key] = change(keywords[key])
-    with pytest.raises(DataError, match=r"sampling_top_log_probs .*document 0"):
+    with pytest.raises(DataError, match=r"^sampling_top_log_probs .*document 0"):
+        policy_loss(logits, loss=Reinforce(score_centering=True), **keywords)
+
+
+def test_tokens_outside_the_vocabulary_are_refused():
+    logits, keywords = every_label(3)
+    keywords["sampling_top_ids"] = keywords["sampling_top_ids"] + COLUMNS
+    with pytest.raises(DataError, match=r"sampling_top_ids needs tokens of the vocabulary, "):
         policy_loss(logits, loss=Reinforce(score_centering=True), **keywords)
 
 

@@ -191,6 +191,42 @@ def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monk
     assert checked(tmp_path, answers, bonus) == ([], [])
 
 
+def test_answers_on_which_a_function_gives_no_score_are_noted_with_what_happened(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    function = "verifiers_for_tests.scripted"
+    processes = ("task.verifier_processes=1", "task.verifier_seconds=1")
+    answers = ["ok", "none", "exit 3", "sleep 60", "nan", "none again"]
+    problems, notes = checked(tmp_path, answers, f"task.verifier={function}", *processes)
+    assert problems == []
+    happened = (
+        ("returned None", 2, "'none' at p.jsonl:2, 'none again' at p.jsonl:6"),
+        ("ended its process: status 3", 1, "'exit 3' at p.jsonl:3"),
+        ("gave no answer within task.verifier_seconds=1", 1, "'sleep 60' at p.jsonl:4"),
+        ("returned nan", 1, "'nan' at p.jsonl:5"),
+    )
+    assert notes == [
+        f"task.verifier={function} {reason}, for {count} of the first 6 answers as the "
+        f"completion: {which}. Such a completion has no score: task.verifier_failure says what "
+        "becomes of it."
+        for reason, count, which in happened
+    ]
+    # One beside the first may return None, but not end its process.
+    beside = f"task.verifiers={{right: {{verifier: exact_match}}, more: {{verifier: {function}}}}}"
+    assert checked(tmp_path, ["none"], beside, *processes) == ([], [])
+    problems, (note,) = checked(tmp_path, ["exit 3"], beside, *processes)
+    assert problems == []
+    assert note.startswith(f"task.verifiers.more.verifier={function} ended its process: status 3,")
+    # A run would end where nothing is scored in time. No call is made again: it asks no server.
+    (problem,), _ = checked(tmp_path, ["sleep 60"] * 2, f"task.verifier={function}", *processes)
+    assert problem == (
+        f"task.verifier={function} gave no answer within task.verifier_seconds=1, and scored none "
+        "of 2 completions. Use a larger task.verifier_seconds if it needs more time. The run would "
+        "end so."
+    )
+
+
 def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, monkeypatch):
     (tmp_path / "down_judge.py").write_text(
         "import urllib.request\ncalls = []\n"
@@ -205,7 +241,7 @@ def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, mo
         "task.verifier=down_judge.judge could not reach the server that it asks: URLError: "
         "<urlopen error [Errno 111] Connection refused>. After 1 further call of each it scores no "
         "completion any more. Use task.verifier_retries and task.verifier_retry_seconds to wait "
-        "longer. The run would end so: start the server first."
+        "longer. The run would end so."
     )
     import down_judge  # This test has written it.
 

@@ -359,6 +359,21 @@ def test_a_server_that_fails_at_random_is_lost_once_several_answered_calls_fail_
     )
 
 
+@pytest.mark.parametrize("name", ["asks_a_server", "asks_for_a_batch"])
+def test_a_server_that_is_asked_once_in_a_while_is_probed_by_what_it_answered_earlier(
+    task_of, server, name
+):
+    texts = [f"{server.server_port}/score"]
+    task = task_of(MINE + name, rows=ROWS[:1], verifier_retries=1, **AT_ONCE)
+    assert rewards_of(task, texts) == [0.75]
+    server.failures = [503, 503, 200]  # the last one answers the question of before
+    assert rewards_of(task, texts) == [None]
+    server.failures = [503, 503, 503, 503, 503]
+    with pytest.raises(VerifierLost, match="and then so did 1 call that it had answered before"):
+        scores_of(task, texts)
+    assert server.calls == 1 + 3 + 5
+
+
 def test_each_wait_is_four_times_the_one_before_up_to_a_minute():
     assert Retries(3, 0.5).waits() == [0.5, 2, 8]
     assert Retries(6, 2).waits() == [2, 8, 32, 60, 60, 60]
