@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs, known_as, tables
@@ -20,6 +21,22 @@ _FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
 _FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
+
+
+def _num_rows(path: object) -> int:
+    """Return the number of prompts in a file on this machine, or in the only one of a folder; 0
+    where it is not known."""
+    place = Path(str(path or "")).expanduser()
+    files = [*place.iterdir()] if place.is_dir() else [place]
+    files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
+    if len(files) != 1:
+        return 0
+    from pgtoolkit.tasks.row_files import count_rows
+
+    return count_rows(str(files[0]), "task.path") or 0
+
+
+_FUNCTIONS |= {"num_rows": _num_rows}
 
 
 class TheirValues:
@@ -68,6 +85,17 @@ class TheirValues:
                 if typed is not None:
                     return typed
         raise LookupError(row.name)
+
+    def filled(self, reason: str) -> str:
+        """Return a reason with the values of its formulas, where these are known."""
+
+        def value(formula: re.Match[str]) -> str:
+            try:
+                return text(self.evaluated(formula[1]))
+            except NO_VALUE:
+                return formula[1]
+
+        return _FORMULA.sub(value, reason)
 
     def overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
         """Return what is to be typed; a key alone takes the value of the row's."""

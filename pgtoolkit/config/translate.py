@@ -49,7 +49,8 @@ class Translation:
         its row is about."""
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
-                self._leave(row, given, row.reason or "it does nothing beside the other keys", True)
+                reason = row.reason or "it does nothing beside the other keys"
+                self._leave(row, given, reason, True)
                 return
             self.typed |= self._values.overrides(self._values.case(row), row)
             for condition, sentence in row.differs.items():
@@ -67,7 +68,7 @@ class Translation:
         for name in names:
             default = self._values.resolved(name, defaults.get(name))
             if not changed or text(self._values.of[name]) != text(default):
-                self.left.append((self.shown(name), reason, row))
+                self.left.append((self.shown(name), self._values.filled(reason), row))
 
     def shown(self, name: str) -> str:
         by_default = "" if name in self.theirs.values else " (their default)"

@@ -19,7 +19,7 @@ from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.centering import CenteredRows, Centering
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
-from pgtoolkit.losses.data_faults import MadeFrom, faults
+from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
@@ -527,7 +527,8 @@ class Objective:
                 "totals that count none, or with aggregation='balanced' from a document whose "
                 "tokens have different advantages"
             )
-        sentences = [*faults(self, log_probs, made_from)] or ["The inputs sum to no finite number."]
+        sentences = [*self._data().faults(log_probs, made_from)]
+        sentences = sentences or ["the inputs need a finite sum at each trained position."]
         raise DataError(f"{' '.join(sentences)} {_MASK_THEM}")
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
@@ -558,6 +559,21 @@ class Objective:
         )
         first, *others = (vector for vector in vectors if vector is not None)
         return sum(others, first)
+
+    def _data(self) -> Data:
+        vectors = {
+            "old_log_probs": self.old_log_probs,
+            "advantages": self.advantages,
+            "sampling_log_probs": self.sampling_log_probs,
+            "ref_log_probs": self.penalties.ref_log_probs,
+        }
+        return Data(
+            self.mask,
+            self.documents.index,
+            {name: values for name, values in vectors.items() if values is not None},
+            None if self.centering is None else self.centering.problems,
+            self.penalties.divergence,
+        )
 
     def _log_probs_of_data(self) -> dict[str, Tensor]:
         """Return the log-probs that came with the data, by name."""

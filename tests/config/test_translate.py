@@ -594,6 +594,47 @@ def test_a_value_of_verl(tmp_path, values, expected):
     assert found(translation, expected) == expected
 
 
+def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkeypatch):
+    """By TRL's RepeatSampler and transformers' trainer, and by verl's dataloader, which all leave
+    out a batch that is not whole."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 103)
+    trl = {"num_generations": 8, "gradient_accumulation_steps": 2, "num_train_epochs": 2.5}
+    trl |= {"num_iterations": 2, "warmup_ratio": 0.1, "save_steps": 0.3}
+    # 2 prompts a batch, so 51 of 103; 51 * 2 steps a pass, of which there are 2.5.
+    steps = {"trainer.max_steps": 255, "optimizer.warmup_steps": 26}
+    steps |= {"trainer.checkpoint_every": 77, "num_train_epochs": None}
+    verl = {
+        "data.train_batch_size": 16,
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.total_epochs": 3,
+    }
+    verl |= {f"{ACTOR}.ppo_mini_batch_size": 8, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}
+    # 6 of 103 / 16 batches a pass, with 2 updates each; the warm-up is one of 18 batches.
+    updates = {"trainer.max_steps": 36, "optimizer.warmup_steps": 2, "trainer.total_epochs": None}
+    of_verl = {"data.train_files": "data/train.jsonl"} | GRPO | verl
+    translation = translated(tmp_path, "theirs.json", trl | {"dataset_name": "data"})
+    assert found(translation, steps) == steps
+    assert found(translated(tmp_path, "theirs.json", of_verl), updates) == updates
+    # Not known: a data set elsewhere, and one of which prompts are left out.
+    for values, key, formula in (
+        (trl | {"dataset_name": "org/set"}, "num_train_epochs=2.5", "2.5 x (prompts / 2, "),
+        (
+            of_verl | {"data.filter_overlong_prompts": True},
+            "trainer.total_epochs=3",
+            "3 x (prompts /",
+        ),
+    ):
+        (reason,) = [
+            reason
+            for shown, reason, _ in translated(tmp_path, "theirs.json", values).left
+            if shown == key
+        ]
+        assert reason.startswith(f"`trainer.max_steps` counts optimizer steps: {formula}")
+        assert reason.endswith("rounded down) x 2")
+
+
 def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and_unknown(
     tmp_path, capsys
 ):
