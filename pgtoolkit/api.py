@@ -169,6 +169,8 @@ def policy_loss(
     arguments.check_reference(kl, ref_log_probs, metrics, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
+    arguments.check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
+    arguments.check_rewards(definition, rewards)
     arguments.check_rows("logits", logits)
     if ref_logits is not None:
         shape = tuple(logits.shape)
@@ -296,6 +298,8 @@ def linear_policy_loss(
     )
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
+    arguments.check_switches(check_finite=check_finite, fp32_logits=fp32_logits)
+    arguments.check_rewards(definition, rewards)
     reference = None
     if ref_hidden is not None:
         assert ref_lm_head_weight is not None
@@ -365,6 +369,8 @@ def log_prob_loss(
         correction=correction_of(correction),
         kl=kl,
     )
+    arguments.check_switches(check_finite=check_finite)
+    arguments.check_rewards(definition, rewards)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = _tokens_of_log_probs(
@@ -444,6 +450,8 @@ def step_coefficients(
         correction=correction_of(correction),
         kl=kl,
     )
+    arguments.check_switches(check_finite=check_finite)
+    arguments.check_rewards(definition, rewards)
     vectors = old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     tokens = _tokens_of_log_probs(
         log_probs,

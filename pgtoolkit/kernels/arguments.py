@@ -10,6 +10,7 @@ from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.losses.checks import check_positive, check_whole, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.losses.objective import Loss
 
@@ -107,6 +108,24 @@ def check_top(
             "loss=pgtoolkit.families.Reinforce(score_centering=True), or another family that has it"
         )
     return top_ids, top_log_probs
+
+
+def check_switches(**switches: object) -> None:
+    """Raise ValueError for a switch, by its keyword, that is neither True nor False."""
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} needs True or False (got {shown(value)})")
+
+
+def check_rewards(loss: Loss, rewards: Tensor | None) -> None:
+    """Raise ValueError for rewards that the loss does not read."""
+    family = loss.family
+    asked = family.asked if isinstance(family, FunctionFamily) else frozenset()
+    if rewards is not None and not asked & {"rewards", "group_rewards"}:
+        raise ValueError(
+            "rewards have no effect without a loss function that has a parameter rewards or "
+            f"group_rewards (got loss={family.name!r}, which takes the advantages)"
+        )
 
 
 def check_reference(

@@ -242,6 +242,9 @@ def test_a_list_or_an_array_is_refused_with_what_makes_a_tensor_of_it(name, kind
         ({"aggregation": token_mean}, r"Use reducer= for one of your own$"),
         ({"kl": kl.KL}, r"such as KL\('k3', coefficient=0.05\)"),
         ({"totals": StepTotals}, "totals needs a StepTotals or None"),
+        ({"rewards": torch.ones(2)}, "rewards have no effect without a loss function that has"),
+        ({"overwrite_logits": "no"}, "overwrite_logits needs True or False .got 'no'"),
+        ({"check_finite": 0}, "check_finite needs True or False .got 0"),
         (
             {"totals": StepTotals(2, torch.tensor(6.0), 0)},
             r"totals.num_tokens needs a whole number >= 0, .* tensor \(got \(\), float32",
