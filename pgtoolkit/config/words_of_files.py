@@ -30,9 +30,11 @@ FILES = (
     Word("run.log", "what the run has printed"),
     Word(
         "sampler.log",
-        "the output of processes and servers that sample, with the seconds of each batch",
+        "the output of processes that sample, with the seconds of each batch; of several "
+        "sampler-0.log and so on",
         see="rollouts.md",
     ),
+    Word("vllm.log", "the output of a server of vLLM that the run has started", see="rollouts.md"),
     Word("recorded_index.npz", "of rollout=recorded: the place of each row in its file"),
     Word("outputs", "not of one run: the folder of runs, sweeps, evaluations and MLflow's store"),
     Word("curves.png", "the main metrics over the documents seen"),
@@ -178,7 +180,11 @@ COLUMNS = (
         type="text, or list of chat messages",
         see="data.md#supervised-fine-tuning",
     ),
-    Word("tools", "not handed to the chat template; a note says so", type="any, optional"),
+    Word(
+        "tools",
+        "not handed to the chat template: a row of texts that has any is refused",
+        type="any, optional",
+    ),
 )
 """The columns of recorded rollouts."""
 
