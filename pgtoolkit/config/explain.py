@@ -171,7 +171,7 @@ def _page_on_theirs(row: Theirs) -> Page:
     here = "there is none" if row.here == NONE else row.here
     parts = {"default there": text(row.default), "here": here, "": row.remark}
     parts["where"] = words_used(row)
-    return Page("row", f"{row.name}: a key of {row.trainer}, see docs/trl_and_verl.md", parts)
+    return Page("row", f"{row.name}: a key of {row.trainer}, see docs/trl_and_verl_keys.md", parts)
 
 
 def _chosen_code(words: str, known: Known) -> list[Page]:

@@ -37,7 +37,7 @@ def words_to_type() -> dict[str, str]:
     and options, environment variables."""
     words = {}
     for file in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
-        if file.name == "trl_and_verl.md":  # whose words are those of other trainers
+        if file.name == "trl_and_verl_keys.md":  # whose words are those of other trainers
             continue
         page = file.read_text()
         for command in re.findall(r"\bpgtk ([^#`\n|]*)", page.replace("\\\n", " ")):
