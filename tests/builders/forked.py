@@ -1,9 +1,10 @@
 """Programs of ours without their seconds of imports: forks of the process that starts them.
 
 `ForkedPython` is a `subprocess.Popen`. Where its command is Python with a program of pgtoolkit's
-that needs the imports of a run, the new process is a fork of this one, made to look like one that
-was started: its arguments, variables, current directory, standard streams, signals and session are
-its own, and no other open file is left. Its name, as `ps` shows it, is that of the program.
+that needs the imports of a run, or with a small server of the tests, the new process is a fork of
+this one, made to look like one that was started: its arguments, variables, current directory,
+standard streams, signals and session are its own, and no other open file is left. Its name, as `ps`
+shows it, is that of the program.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import faulthandler
 import gc
 import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -35,6 +37,8 @@ PROGRAMS = {
     "pgtoolkit.launch.forks": "forks",
     "pgtoolkit.launch.apart": "apart",
     "pgtoolkit.sampling.copy_process": "copy",
+    "builders/vllm_server.py": "guard",
+    "builders/other_server.py": "guard",
 }
 """What is forked: a part of its command, and the name of the process."""
 
@@ -67,7 +71,10 @@ class ForkedPython(subprocess.Popen):
 
 def _name_of(command: Sequence[str]) -> str | None:
     """Return the name of the process for a command that is forked, or None for others."""
-    if command[0] == sys.executable:
+    is_python = command[0] == sys.executable
+    if is_python and child.__file__ in command:  # as `child.under_guard` writes it
+        is_python = command[4] == sys.executable
+    if is_python:
         for words, name in PROGRAMS.items():
             if any(words in word for word in command[1:]):
                 return name
@@ -128,6 +135,8 @@ def become(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -138,8 +147,15 @@ def become(
 
 
 def run_python(command: Sequence[str]) -> None:
-    """Run what follows the interpreter in a command: `-m MODULE` or `-c CODE`, and arguments."""
-    words = [word for word in command[1:] if word not in ("-P", "-u")]
+    """Run what follows the interpreter in a command, with its arguments: `-m MODULE`, `-c CODE`, a
+    file, or one that `child.under_guard` has put under a guard."""
+    words = [word for word in command[1:] if word not in ("-P", "-u", "-I")]
+    if words[0] == child.__file__:
+        _, seconds, _, *words = words
+        child.stay_under_guard(float(seconds))
+    if words[0].endswith(".py"):
+        _run_file(words)
+        return
     if words[0] == "-m":
         words = words[1:]
         code = importlib.util.find_spec(words[0]).loader.get_code(words[0])
@@ -151,6 +167,15 @@ def run_python(command: Sequence[str]) -> None:
     sys.modules["__main__"] = main
     sys.argv = words
     exec(code, vars(main))
+
+
+def _run_file(words: list[str]) -> None:
+    """Run a file of Python with arguments."""
+    Path("/proc/self/comm").write_text("python")
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [str(Path(words[0]).parent), *filter(None, folders)]
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _restore_signals() -> None:

@@ -126,7 +126,20 @@ class SharedServers:
         )
 
     def start_all(self) -> None:
-        """Start all servers at the same time; return when each is up or has failed."""
+        """Start all servers; return when each is up or has failed.
+
+        Those of vLLM start at the same time. A process without further threads forks small ones.
+        """
+        if not self.is_vllm:
+            for name, (module, sampler) in self.samplers.items():
+                self._started[name] = Future()
+                try:
+                    sampler.publish(module.policy.weights, 0)
+                except Exception as error:
+                    self._started[name].set_exception(error)
+                else:
+                    self._started[name].set_result(None)
+            return
         with (
             pytest.MonkeyPatch.context() as patch,
             ThreadPoolExecutor(thread_name_prefix="start") as pool,

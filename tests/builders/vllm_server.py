@@ -430,7 +430,7 @@ def main(handler: type[Handler] = Handler) -> None:
     variables = {name: os.environ.get(name) for name in NOTED_VARIABLES}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    print(f"engine {child.pid} of server {os.getpid()}", flush=True)
+    print(f"engine {child.pid} of server {os.getpid()} with {options.folder}", flush=True)
     if options.fault == "does_not_start":
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "model_refused":
@@ -443,7 +443,8 @@ def main(handler: type[Handler] = Handler) -> None:
         sys.exit(
             f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'."
         )
-    # Imported here, since they take seconds, and most faults of a start need none of them.
+    # Imported here, since they take seconds where they are not loaded, and most faults of a start
+    # need none of them.
     global torch, load_file, Tokenizer, model_of, positions_of
     import torch
     from safetensors.torch import load_file

@@ -52,16 +52,27 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
+def _is_guard(process: psutil.Process) -> bool:
+    """Return whether a process is the guard of a server, forked or started."""
+    return process.name() == "guard" or "child.py" in " ".join(process.cmdline())
+
+
 class ServerCommand(ForkedCommand):
     """A run whose completions are sampled by servers that it starts."""
 
     def server_processes(self) -> list[psutil.Process]:
         """Return the guards of its servers, then all processes below them."""
         descendants = psutil.Process(self.process.pid).children(recursive=True)
-        guards = [process for process in descendants if "child.py" in " ".join(process.cmdline())]
+        guards = [process for process in descendants if _is_guard(process)]
         return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
 
     def weights(self) -> Path:
-        """Return the folder of weights that its server was started from."""
+        """Return the folder of weights that its server was started from.
+
+        A small server that was forked has the arguments of another process, and logs its folder.
+        """
         words = [word for process in self.server_processes() for word in process.cmdline()]
+        words += [
+            word for log in self.directory.glob("vllm*.log") for word in log.read_text().split()
+        ]
         return Path(next(word for word in words if "/pgtk-weights-" in word))

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_process import reserve_port
+from pgtoolkit.system import child
 
 CHOICES = (
     ("full", "lora"),
@@ -210,7 +210,7 @@ class Combination:
             else {}
         )
         with open(self._folder / f"joined-{number}.log", "w") as log:
-            process = subprocess.Popen(
+            process = child.subprocess.Popen(  # of `forked_children` in the tests
                 shlex.split(command),
                 stdout=log,
                 stderr=log,

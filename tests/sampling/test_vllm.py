@@ -465,6 +465,7 @@ def test_a_server_is_started_with_the_options_and_variables_of_the_configuration
 
 
 @pytest.mark.slow
+@pytest.mark.starts_python  # a forked one is up before the next one starts
 def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
     """A server of vLLM counts all memory that is taken while it measures its need. A variable that
     the user has set keeps its value."""
