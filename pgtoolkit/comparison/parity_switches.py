@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_step import MAY_BE_UNKNOWN, QUANTITIES, Numbers, RecordedStep
 from pgtoolkit.comparison.parity_theirs import Convention, their_numbers
@@ -62,6 +64,7 @@ _MEANT = {
     "entropy_weights": "the entropy bonus has the weights of the",
     "mean": "the loss is the mean over the",
     "mean_of": "tokens and documents are counted over the",
+    "scale": "every weight is multiplied by",
     "masks_truncated": "whether completions that were cut off are left out is",
     "truncated_counted": "whether their tokens are counted all the same is",
     "mask_shift": "the mask is shifted, in tokens, by",
@@ -219,7 +222,8 @@ def explain(step: RecordedStep, sides: tuple[Side, Side], tolerance: float) -> E
             pair = (replace(side, ran={}), side)
             found, (as_read[place], _) = _explained(step, pair, _tried, names, tolerance)
             readings += found
-    found, _ = _explained(step, (as_read[0], as_read[1]), _switches, QUANTITIES, tolerance)
+    switches = partial(_switches, before=sides)
+    found, _ = _explained(step, (as_read[0], as_read[1]), switches, QUANTITIES, tolerance)
     first = _first(shown, tolerance)
     if first < len(QUANTITIES) and not found:  # by their functions alone
         found.append(Explanation(QUANTITIES[first], shown[first], _NOT_EXPLAINED))
@@ -313,9 +317,12 @@ def _best(
 
 def _tried(step: RecordedStep, sides: Sides) -> Iterator[Switch]:
     """Yield what their own functions may do otherwise than our reading of them, the first side."""
-    read, _ = sides
+    read, ran = sides
     assert isinstance(read, TheirSide)
     candidates = {**_TRIED} | {"temperature": tuple(step.new)}
+    factor = _factor(read.numbers(step)["gradient"], ran.numbers(step)["gradient"])
+    if factor is not None:
+        candidates["scale"] = (factor * read.convention.scale,)
     changes = [(name, value) for name, values in candidates.items() for value in values]
     for name, value in changes:
         own = getattr(read.convention, name)
@@ -324,15 +331,24 @@ def _tried(step: RecordedStep, sides: Sides) -> Iterator[Switch]:
             yield Switch(says, "", 0, {name: value})
 
 
-def _switches(_: RecordedStep, sides: Sides) -> Iterator[Switch]:
-    """Yield what may be switched: our keys to what the other has, and what no key says."""
+def _factor(read: Tensor, ran: Tensor) -> float | None:
+    """Return the number by which one gradient is the other at every token; None for no such one."""
+    largest = int(read.abs().argmax())
+    factor = float(f"{float(ran[largest] / read[largest]):.9g}")
+    is_of_all = (ran - factor * read).abs().max() <= 1e-7 * ran.abs().max()
+    return factor if is_of_all and factor != 1 else None
+
+
+def _switches(_: RecordedStep, sides: Sides, before: Sides) -> Iterator[Switch]:
+    """Yield what may be switched: our keys to what the other has, and what no key says.
+
+    before: the sides as they were read, before what their own functions do otherwise.
+    """
     first, second = sides
     if isinstance(first, TheirSide) and isinstance(second, TheirSide):
-        for item in fields(Convention):
-            values = [getattr(side.convention, item.name) for side in (first, second)]
-            if values[0] != values[1]:
-                named = [side.trainer for side in (first, second)]
-                yield Switch(_said(item.name, values, named), "", 0, {item.name: values[1]})
+        named = [side.trainer for side in (first, second)]
+        for name, *values in _differing_fields(first, second):
+            yield Switch(_said(name, values, named), "", 0, {name: values[1]})
         return
     for place, (side, other) in enumerate(((first, second), (second, first))):
         if isinstance(side, OurSide) and isinstance(other, TheirSide):
@@ -345,6 +361,19 @@ def _switches(_: RecordedStep, sides: Sides) -> Iterator[Switch]:
     for place, side in enumerate(sides):  # after what can be typed
         if isinstance(side, TheirSide):
             yield from _code(side, place)
+            as_read = before[place]
+            assert isinstance(as_read, TheirSide)
+            for name, ran, read in _differing_fields(side, as_read):
+                named = [f"{side.trainer} as it ran", "our reading of it"]
+                yield Switch(_said(name, [ran, read], named), "", place, {name: read})
+
+
+def _differing_fields(first: TheirSide, second: TheirSide) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, its value in the first, and in the second) of a convention's fields."""
+    for item in fields(Convention):
+        values = [getattr(side.convention, item.name) for side in (first, second)]
+        if values[0] != values[1]:
+            yield (item.name, *values)
 
 
 def _code(side: TheirSide, place: int) -> Iterator[Switch]:

@@ -40,6 +40,7 @@ class Convention:
         micro_batch, a mean over the tokens of each.
     correction: "token_mask" and so on; None without.
     mean: what the loss is a mean of; divisor: of constant. mean_of: the step, or each micro-batch.
+    scale: by which every weight is multiplied, such as 2 where two micro-batches are added up.
     masks_truncated: whether completions that were cut off are not trained; truncated_counted:
         whether their tokens are counted all the same.
     mask_shift: by how many tokens the mask is shifted, 0 where it is right: with 1 the first token
@@ -77,6 +78,7 @@ class Convention:
     mean: str = "token"
     divisor: float = 1.0
     mean_of: str = "step"
+    scale: float = 1.0
     masks_truncated: bool = False
     truncated_counted: bool = True
     mask_shift: int = 0
@@ -319,5 +321,5 @@ def _weights(c: Convention, rows: Rows, mask: Tensor, kept: Tensor) -> Tensor:
             denominators = counts * len(part)
         else:
             denominators = torch.full_like(counts, c.divisor * len(part))
-        weights[part] = 1 / (denominators.clamp(min=1e-30) * len(parts))
+        weights[part] = c.scale / (denominators.clamp(min=1e-30) * len(parts))
     return weights
