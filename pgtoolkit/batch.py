@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -15,6 +16,7 @@ from pgtoolkit.document import (
     TOP_VECTORS,
     Document,
     SampledDocument,
+    num_shared,
     vectors_of_critic,
 )
 
@@ -110,6 +112,9 @@ class MicroBatch(Tokens):
     tokens, position_ids: (T,) int64. Position ids restart at each document.
     names: the name of each document.
     document_lengths: the tokens of each document, all of them also where this is a rank's piece.
+    shared: the tokens that each document shares with the one before it, see
+        `document.num_shared`; empty where none shares any. Of these the document has the last one
+        alone, whose state predicts the first token of its own.
     step_places: the place of each document among those of its step, on all ranks; empty where it is
         no part of a step.
     for_reference: the same documents as the reference reads them, where it reads other prompts.
@@ -121,6 +126,7 @@ class MicroBatch(Tokens):
     position_ids: Tensor
     names: tuple[str, ...]
     document_lengths: tuple[int, ...]
+    shared: tuple[int, ...] = ()
     step_places: tuple[int, ...] = ()
     for_reference: MicroBatch | None = None
     places: Tensor | None = None
@@ -217,13 +223,16 @@ def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:
     )
 
 
-def pack(documents: Sequence[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
+def pack(
+    documents: Sequence[Document], known: tuple[str, ...] | None = None, shares: bool = False
+) -> MicroBatch:
     """Pack the documents into one micro-batch for the loss, with the numbers of its labels.
 
     known: the optional vectors that all documents of the step have; None: those that these
         documents have.
+    shares: whether each document shares with the one before it.
     """
-    micro_batch = pack_sampled(documents)
+    micro_batch = pack_sampled(documents, shares)
     predicting = (micro_batch.labels >= 0).nonzero().squeeze(1)
 
     def labelled(vectors: list[Tensor]) -> Tensor:
@@ -277,16 +286,23 @@ def _widened(rows: Tensor, width: int, unused: float) -> Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=unused)
 
 
-def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:
+def pack_sampled(documents: Sequence[SampledDocument], shares: bool = False) -> MicroBatch:
     """Pack the documents into one micro-batch, in their order, for a forward pass without a loss.
+
+    shares: whether each document shares with the one before it.
 
     Only here tokens become labels: position t predicts token t + 1 of its document; the last
     position of a document predicts nothing. Advantages are 0. Without documents the length is 0.
     Groups have the numbers that the documents give them.
     """
     lengths = [len(document.tokens) for document in documents]
-    tokens = _concatenate([document.tokens for document in documents], torch.int64)
-    loss_mask = _concatenate([document.loss_mask for document in documents], torch.bool)
+    shared = [0] * len(documents)
+    if shares:
+        shared[1:] = [num_shared(*pair) for pair in pairwise(documents)]
+    firsts = [max(0, count - 1) for count in shared]
+    ours = list(zip(documents, firsts, strict=True))
+    tokens = _concatenate([document.tokens[first:] for document, first in ours], torch.int64)
+    loss_mask = _concatenate([document.loss_mask[first:] for document, first in ours], torch.bool)
     trained = loss_mask.nonzero().squeeze(1)
 
     def labelled(values: Tensor, elsewhere: int) -> Tensor:
@@ -300,15 +316,18 @@ def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:
     for_reference = places = None
     if documents and documents[0].reference_tokens is not None:
         for_reference = pack_sampled(
-            [document.as_the_reference_reads_it() for document in documents]
+            [document.as_the_reference_reads_it() for document in documents], shares
         )
         places = labelled((for_reference.labels >= 0).nonzero().squeeze(1), 0)
     return MicroBatch(
         tokens=tokens,
-        position_ids=_concatenate([torch.arange(length) for length in lengths], torch.int64),
+        position_ids=_concatenate(
+            [torch.arange(*ends) for ends in zip(firsts, lengths, strict=True)], torch.int64
+        ),
         labels=labelled(tokens[trained], -1),
         document_index=torch.repeat_interleave(
-            torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
+            torch.arange(len(lengths)),
+            torch.tensor(lengths, dtype=torch.int64) - torch.tensor(firsts, dtype=torch.int64),
         ),
         advantages=torch.zeros(len(tokens)),
         num_documents=len(documents),
@@ -318,6 +337,7 @@ def pack_sampled(documents: Sequence[SampledDocument]) -> MicroBatch:
         sampling_kept_ids=_kept_ids(documents, len(tokens), trained - 1),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
+        shared=tuple(shared) if any(shared) else (),
         for_reference=for_reference,
         places=places,
     )

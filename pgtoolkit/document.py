@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
 from typing import ClassVar, Self, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -217,13 +219,45 @@ def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
     return keys
 
 
-def cut(documents: Sequence[AnyDocument], max_tokens: int) -> list[list[AnyDocument]]:
+def num_shared(before: SampledDocument, document: SampledDocument) -> int:
+    """Return how many tokens from its start on a document has in common with the one before it.
+
+    None of them is trained in this document, and at least one of its tokens is left over.
+    """
+    most = min(len(before.tokens), len(document.tokens) - 1)
+    if document.num_trained:
+        most = min(most, int(document.loss_mask.to(torch.uint8).argmax()))
+    if most < 1:
+        return 0
+    ours = document.tokens[:most]
+    others = before.tokens[:most]
+    if torch.equal(ours, others):
+        return most
+    return int((ours != others).to(torch.uint8).argmax())
+
+
+def rooms_behind(documents: Sequence[SampledDocument]) -> list[int]:
+    """Return the room that each document takes in a micro-batch behind the one before it, with
+    which it shares; the first one has none before it."""
+    rooms = [document.num_tokens for document in documents[:1]]
+    for before, document in pairwise(documents):
+        room = len(document.tokens) - num_shared(before, document)
+        if document.reference_tokens is not None:
+            as_read = [each.as_the_reference_reads_it() for each in (before, document)]
+            room = max(room, len(document.reference_tokens) - num_shared(*as_read))
+        rooms.append(room)
+    return rooms
+
+
+def cut(
+    documents: Sequence[AnyDocument], max_tokens: int, shares: bool = False
+) -> list[list[AnyDocument]]:
     """Cut the documents in their order into parts of at most max_tokens; each takes all that fit.
 
+    shares: whether a document shares with the one before it in its part. A group is then divided
+        only where it fits no part as a whole, since each part computes its prompt anew.
     Raises DataError for a document that is longer, since documents are never split.
     """
-    parts: list[list[AnyDocument]] = []
-    free = 0
     for document in documents:
         if document.num_tokens > max_tokens:
             raise DataError(
@@ -231,9 +265,67 @@ def cut(documents: Sequence[AnyDocument], max_tokens: int) -> list[list[AnyDocum
                 f"of {max_tokens}. Documents are never split. Use "
                 f"accumulation.max_tokens={document.num_tokens} or more."
             )
-        if not parts or document.num_tokens > free:
-            parts.append([])
-            free = max_tokens
-        parts[-1].append(document)
-        free -= document.num_tokens
-    return parts
+    rooms = Rooms.of(documents, shares)
+    return [[documents[place] for place in part] for part in rooms.parts(max_tokens)]
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The tokens that documents take in a micro-batch.
+
+    alone: of each document at the start of a part.
+    behind: of each document behind the one before it.
+    units: numbers of documents that follow each other and stay together where a part has room.
+    """
+
+    alone: Sequence[int]
+    behind: Sequence[int]
+    units: Sequence[int]
+
+    @staticmethod
+    def of(documents: Sequence[SampledDocument], shares: bool) -> Rooms:
+        """Return the rooms of documents that share with those before them, or do not."""
+        alone = [document.num_tokens for document in documents]
+        if not shares:
+            return Rooms(alone, alone, [1] * len(alone))
+        groups = groupby(document.group for document in documents)
+        return Rooms(alone, rooms_behind(documents), [len([*group]) for _, group in groups])
+
+    def parts(self, max_tokens: int) -> list[list[int]]:
+        """Return the places of the documents of each part.
+
+        max_tokens: of a part, at least those of the longest document.
+        """
+        parts: list[list[int]] = []
+        free = 0
+        start = 0
+        for end in accumulate(self.units):
+            others = sum(self.behind[start + 1 : end])
+            if self.behind[start] + others > free and self.alone[start] + others <= max_tokens:
+                free = 0  # The next part has room for all of the group.
+            for place in range(start, end):
+                room = self.behind[place]
+                if not parts or room > free:
+                    parts.append([])
+                    free = max_tokens
+                    room = self.alone[place]
+                parts[-1].append(place)
+                free -= room
+            start = end
+        return parts
+
+    def shares_of(self, num_ranks: int) -> list[list[int]]:
+        """Return the places of each rank's documents, which follow each other.
+
+        The rank with the most tokens has as few as can be, but for groups that stay together.
+        """
+        too_few = max(self.alone, default=0) - 1
+        enough = sum(self.alone)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            if len(self.parts(middle)) <= num_ranks:
+                enough = middle
+            else:
+                too_few = middle
+        parts = self.parts(enough)
+        return parts + [[] for _ in range(num_ranks - len(parts))]

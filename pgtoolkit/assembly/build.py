@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from pgtoolkit.assembly.sources import evaluator_of, source_of
 from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
+from pgtoolkit.config.models import shares_prompts
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.saved import record_of
@@ -29,8 +31,9 @@ from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.attention import use_packed_attention
 from pgtoolkit.model.lora import adapted_layers
-from pgtoolkit.model.misfits import unknown_parts
+from pgtoolkit.model.misfits import cannot_share, unknown_parts
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy, prepare_torch
@@ -43,6 +46,7 @@ from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import AccumulationSettings, AdvantageEstimator
 from pgtoolkit.rollouts.source import Source
 from pgtoolkit.rollouts.step_loader import StepLoader
+from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.report import refusal
 from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import lightning
@@ -68,6 +72,7 @@ def build(
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
     policy = policy_of(config, task.alphabet, layout)
+    share_prompts = sharing(shares_prompts(config), policy)
     log.info(opening(config.model, config.rollout, config.sampler, policy, on_gpu, layout))
     if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
@@ -79,10 +84,12 @@ def build(
     )
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
+        share_prompts = sharing(share_prompts, reference)
         reference = spread(reference)
     critic = None
     if config.advantage.estimator == AdvantageEstimator.gae:
         critic = critic_of(config.critic, config.model, policy, layout)
+        share_prompts = sharing(share_prompts, critic)
     spread_policy = spread(policy)
     if reference is policy:
         reference = spread_policy
@@ -90,11 +97,12 @@ def build(
     if critic is not None:
         module.add_critic(spread(critic), config.critic)
     longest_document = min(policy.max_positions, config.accumulation.max_tokens)
-    source = source_of(config, task, module, longest_document, resume, run_dir)
+    source = source_of(config, task, module, longest_document, resume, run_dir, share_prompts)
     if is_on(config):
         training_task = task if isinstance(source, SampledRollouts) else None
         module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
-    loader = loader_of(source, module.loss, config.accumulation, config.trainer.max_steps, layout)
+    max_steps = config.trainer.max_steps
+    loader = loader_of(source, module.loss, config.accumulation, max_steps, layout, share_prompts)
     return module, loader
 
 
@@ -143,6 +151,31 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout) -> Policy:
     return policy
 
 
+def sharing(share_prompts: AutoOrBool, policy: Policy) -> AutoOrBool:
+    """Return whether documents share what they begin with, where a model has a part in it: as
+    chosen, but false in place of auto if the model cannot. Its attention becomes one that can.
+
+    Raises ConfigError in place of true.
+    """
+    if share_prompts is False:
+        return False
+    problem = cannot_share(policy.model.config.model_type)
+    if policy.unscaled_positions < sys.maxsize:
+        problem = refusal(
+            setting="model.share_prompts=true",
+            needs="rotary positions that are the same in documents of every length",
+            got="longrope",
+            reason="What documents of different lengths begin with has other states in each.",
+            use="model.share_prompts=auto",
+        )
+    if problem is None:
+        use_packed_attention(policy.model)
+        return share_prompts
+    if share_prompts is True:
+        raise ConfigError(problem)
+    return False
+
+
 def refuse_any_order(policy: Policy) -> None:
     """Raise ConfigError for a model that trainer.deterministic=true cannot train on a GPU.
 
@@ -168,9 +201,14 @@ def loader_of(
     accumulation: AccumulationSettings,
     max_steps: int,
     layout: Layout = ONE_PROCESS,
+    share_prompts: AutoOrBool = False,
 ) -> StepLoader:
-    """Return the loader of the steps that a run makes of a source's documents."""
-    return StepLoader(source, accumulation, loss.needs_whole_groups, max_steps, layout)
+    """Return the loader of the steps that a run makes of a source's documents.
+
+    share_prompts: see `rollouts.steps.is_sharing`.
+    """
+    closes_on_groups = loss.needs_whole_groups
+    return StepLoader(source, accumulation, closes_on_groups, max_steps, layout, share_prompts)
 
 
 def begin(seed: int, trainer: TrainerSettings, is_async: bool) -> None:
@@ -266,7 +304,8 @@ def _load_beside(
     )
     try:
         # Attention and compilation as in the policy.
-        loaded = build_policy(settings, None, policy.by_document, layout, policy.compiled)
+        on_gpu = policy.by_document and torch.cuda.is_available()
+        loaded = build_policy(settings, None, on_gpu, layout, policy.compiled)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     difference = vocabularies_differ(

@@ -41,6 +41,7 @@ from pgtoolkit.sampling.settings import (
     VllmSamplerSettings,
 )
 from pgtoolkit.sampling.vllm import Vllm
+from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
@@ -73,15 +74,24 @@ def source_of(
     longest_document: int,
     resume: bool,
     run_dir: Path | None,
+    share_prompts: AutoOrBool = False,
 ) -> Source:
     """Return the rollouts that the module is trained on, from the start of the data.
 
     longest_document: in tokens.
     run_dir: of the run, which keeps the index of recorded rollouts; None: no index is kept.
+    share_prompts: see `rollouts.steps.is_sharing`.
     """
     if isinstance(config.rollout, PolicyRolloutSettings):
         return _sampled_rollouts(
-            config, config.rollout, task, module, longest_document, resume, run_dir or Path()
+            config,
+            config.rollout,
+            task,
+            module,
+            longest_document,
+            resume,
+            run_dir or Path(),
+            share_prompts,
         )
     layout = module.layout
     tokenizer = module.policy.tokenizer
@@ -110,6 +120,7 @@ def _sampled_rollouts(
     longest_document: int,
     resume: bool,
     run_dir: Path,
+    share_prompts: AutoOrBool,
 ) -> SampledRollouts:
     """Return rollouts of the policy in training, and print notes on its prompts and settings."""
     folder = None
@@ -166,6 +177,7 @@ def _sampled_rollouts(
         reference_every=config.kl.update_every,
         gae=config.advantage if has_critic else None,
         correction=module.loss.correction,
+        share_prompts=share_prompts,
     )
 
 

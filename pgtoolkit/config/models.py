@@ -3,11 +3,16 @@ number of weights."""
 
 from __future__ import annotations
 
+from pgtoolkit.config.conditions import with_values
+from pgtoolkit.config.rules.table import SHARING
+from pgtoolkit.config.schema import Config
 from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.misfits import cannot_share
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, TinyModelSettings
+from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.plain_files import JsonObject
-from pgtoolkit.system.report import is_whole
+from pgtoolkit.system.report import Report, is_whole
 from pgtoolkit.tasks.settings import GeneratedTaskSettings, TaskSettings
 
 _KEYS_OF_SHAPE = {
@@ -66,6 +71,16 @@ def compilation(model: ModelSettings, on_gpu: bool) -> str:
     if kind not in MODEL_TYPES:
         return f"no, since the parts of a model of type {kind} are not known"
     return "yes, since it makes steps on a GPU faster"
+
+
+def shares_prompts(config: Config) -> AutoOrBool:
+    """Return `model.share_prompts`; false in place of auto where true would be refused."""
+    if config.model.share_prompts != "auto":
+        return config.model.share_prompts
+    report = Report()
+    for rule in SHARING:
+        rule(with_values(config, {"model.share_prompts": True}), report)
+    return False if report.problems or cannot_share(shape(config.model).get("type")) else "auto"
 
 
 def tiny_sizes(model: TinyModelSettings, task: TaskSettings) -> Sizes:

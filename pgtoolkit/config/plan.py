@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pgtoolkit.config.counts import documents_per_step, documents_sampled, longest_document
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
-from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.models import shares_prompts, vocabulary_size
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.own_code import as_typed, chosen, family_of_config, short_name, typed_key
 from pgtoolkit.config.schema import Config, default_options
@@ -17,7 +17,12 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
-from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_ahead, steps_of_batch
+from pgtoolkit.rollouts.batch_counts import (
+    documents_per_batch,
+    saves_a_tenth,
+    steps_ahead,
+    steps_of_batch,
+)
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
@@ -210,6 +215,28 @@ def arithmetic(config: Config) -> Iterator[str]:
             f"{axis}={size}" for axis, size in axes.items() if size > 1
         )
     yield from _step(config, longest)
+    if config.model.share_prompts is not False:
+        yield f"shared prompts: {_shared_prompts(config, prompt, completion)}"
+
+
+def _shared_prompts(config: Config, prompt: int | None, completion: int | None) -> str:
+    """Return what sharing saves. prompt, completion: tokens of the longest ones, if known."""
+    share = shares_prompts(config)
+    if share is False:
+        return "no; model.share_prompts=true would be refused with the reason"
+    rollout = config.rollout
+    if not (isinstance(rollout, PolicyRolloutSettings) and prompt and completion):
+        return "what they save is known once the data is read"
+    size = rollout.group_size
+    alone = size * (prompt + completion)
+    shared = prompt + size * completion
+    line = (
+        f"{prompt} + {size} x {completion} = {shared} tokens for a prompt with its completions in "
+        f"place of {alone}, if all are of the greatest length"
+    )
+    if share == "auto" and not saves_a_tenth(shared, alone):
+        line += "; not shared then, since that is less than a tenth"
+    return line
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -44,6 +44,7 @@ RULES: tuple[Check, ...] = (
     run.kernel,
     step.parallelism,
     *table.PARALLELISM,
+    *table.SHARING,
     tracking.tracking,
     task.evaluation,
     run.optimizer,

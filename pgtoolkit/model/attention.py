@@ -27,7 +27,7 @@ from pgtoolkit.batch import MicroBatch, known_vectors, without_waiting
 from pgtoolkit.document import ROWS
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.architectures import is_known
-from pgtoolkit.model.fixed_order import in_fixed_order
+from pgtoolkit.model.fixed_order import in_fixed_order, rows_of
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.layout import Layout
 
@@ -52,6 +52,8 @@ class Documents:
     queries, keys: numbers of queries and keys here, for each document, in order.
     group: the ranks that hold a piece of the token axis each, where it is divided; the keys are
         then those from first_key to last_key of the whole axis.
+    sources: where documents share keys, the position that each key comes from, int64; None where
+        each key is that of its own position.
     """
 
     queries: Sequence[int]
@@ -60,6 +62,7 @@ class Documents:
     group: ProcessGroup | None = None
     first_key: int = 0
     last_key: int | None = None
+    sources: Tensor | None = None
 
     @staticmethod
     def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
@@ -152,10 +155,13 @@ def by_document(
 ) -> Tensor:
     """Return attention's output (queries, heads, width).
 
-    query: (queries, heads, width). key, value: (keys, key-value heads, width).
+    query: (queries, heads, width). key, value: (keys, key-value heads, width), or (queries, ...)
+        where documents share keys.
     window: number of keys that a query sees at most, its own among them; None: all of its document
         up to itself.
     """
+    if documents.sources is not None:
+        key, value = (rows_of(x, documents.sources) for x in (key, value))
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 

@@ -49,6 +49,30 @@ def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
     return out
 
 
+def rows_of(x: Tensor, index: Tensor) -> Tensor:
+    """Return x[index], whose backward pass adds up the gradients of a row `in_fixed_order`, in
+    float32 at least.
+
+    x: (rows, ...). index: (n,) int64, which may name a row several times.
+    """
+    return in_fixed_order(_Rows.apply(x, index))
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        total = wide.new_zeros(ctx.num_rows, *gradient.shape[1:]).index_add_(0, index, wide)
+        return total.to(gradient.dtype), None
+
+
 def switch_on(model: nn.Module) -> None:
     """Make the embeddings of a model compute `in_fixed_order`."""
     for module in model.modules():

@@ -98,6 +98,20 @@ def _misfits_of_stages(stages: int, known: Mapping[str, object]) -> Iterator[str
         )
 
 
+def cannot_share(kind: object) -> str | None:
+    """Return the problem with a model of this type whose documents are to share what they begin
+    with; None if there is none, or its type is not known yet."""
+    if kind in (None, *MODEL_TYPES):
+        return None
+    return refusal(
+        setting="model.share_prompts=true",
+        needs=f"a model of type {', '.join(MODEL_TYPES)}",
+        got=kind,
+        reason="Attention of other models may be more than a softmax of scaled products.",
+        use="model.share_prompts=auto",
+    )
+
+
 def unknown_parts(model: ModelSettings, kind: object) -> str | None:
     """Return the problem with a model that is to be compiled and whose parts are not known.
 

@@ -26,7 +26,9 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention, compiled, lora, merged
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
+from pgtoolkit.model.fixed_order import rows_of
 from pgtoolkit.model.settings import NumberType
+from pgtoolkit.model.shared import SharedAxis
 from pgtoolkit.ranks.collectives import whole
 
 if TYPE_CHECKING:
@@ -232,6 +234,8 @@ class Policy:
         model does not, or its rotary positions are others for long documents, each document is
         computed by itself.
         """
+        if micro_batch.shared:
+            return self._of_shared(micro_batch)
         tokens = micro_batch.tokens
         positions = micro_batch.position_ids
         lengths = micro_batch.document_lengths
@@ -262,6 +266,17 @@ class Policy:
         tokens = micro_batch.tokens[None]
         positions = micro_batch.position_ids[None]
         return self._body(tokens, positions, micro_batch.document_lengths).squeeze(0)
+
+    def _of_shared(self, micro_batch: MicroBatch) -> Tensor:
+        """Return `hidden_states` where documents share what they begin with.
+
+        It needs the attention of attention.py.
+        """
+        axis = SharedAxis.of(micro_batch)
+        tokens = micro_batch.tokens[axis.computed]
+        positions = micro_batch.position_ids[axis.computed]
+        hidden = self._body(tokens[None], positions[None], documents=axis.documents)
+        return rows_of(hidden.squeeze(0), axis.states)
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         """Return the inputs of the loss: hidden states, the head, and the ranks that share them."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pgtoolkit.system.declared import (
     REQUIRED,
+    AutoOrBool,
     Declared,
     Option,
     chosen,
@@ -36,6 +37,14 @@ class ModelSettings:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
     compile: bool | None = key()
+    share_prompts: AutoOrBool = key(
+        default=False,
+        help="Whether what the completions of a prompt begin with is computed once for all of them "
+        "in a micro-batch, in training and for their log-probs; auto: where that saves a tenth of "
+        "the tokens or more.",
+        added=True,
+        learns=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

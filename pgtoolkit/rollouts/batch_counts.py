@@ -81,3 +81,12 @@ def samples_ahead(rollout: RolloutSettings) -> bool:
 def powers_of_two(limit: int) -> list[int]:
     """Return 1, 2, 4, ... up to the limit."""
     return [2**i for i in range(limit.bit_length())]
+
+
+def saves_a_tenth(shared: int, alone: int) -> bool:
+    """Return whether a tenth or more of the tokens of documents need not be computed, so that
+    model.share_prompts=auto shares them.
+
+    alone: the tokens of all documents. shared: those that are computed where documents share.
+    """
+    return 10 * shared <= 9 * alone

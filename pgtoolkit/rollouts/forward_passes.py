@@ -25,8 +25,10 @@ from pgtoolkit.rollouts.settings import (
     Uninformative,
 )
 from pgtoolkit.rollouts.stages import Stopwatch
+from pgtoolkit.rollouts.steps import divide_among_ranks, is_sharing
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
+from pgtoolkit.system.declared import AutoOrBool
 
 _Value = TypeVar("_Value")
 
@@ -52,6 +54,7 @@ class ForwardPasses:
     reads_early: whether old log-probs are read before a batch's first update.
     has_kl_reward: whether rewards have a penalty, which reads the reference's log-probs.
     reference_every: the number of updates after which the reference moves; None: it never does.
+    share_prompts: see `steps.is_sharing`.
     """
 
     rollout: PolicyRolloutSettings
@@ -63,6 +66,7 @@ class ForwardPasses:
     reads_early: bool
     has_kl_reward: bool
     reference_every: int | None
+    share_prompts: AutoOrBool = False
 
     def log_probs(
         self,
@@ -78,21 +82,26 @@ class ForwardPasses:
 
         Micro-batches that are wholly on_policy need no pass.
         """
-        num_on_policy = self._num_on_policy(documents) if recompute else 0
+        sharing = is_sharing(self.share_prompts, documents)
+        num_on_policy = self._num_on_policy(documents, sharing) if recompute else 0
         first_computed = num_on_policy if recompute else len(documents)
         log_probs = [self._on_policy(document) for document in documents[:num_on_policy]]
         log_probs += [LogProbs(_sampled(document)) for document in documents[num_on_policy:]]
         shares = self._shares(len(documents))
         to_compute = [[place for place in share if place >= first_computed] for share in shares]
         max_tokens = self.accumulation.max_tokens
-        parts = [cut([documents[place] for place in places], max_tokens) for places in to_compute]
+        parts = [
+            cut([documents[place] for place in places], max_tokens, sharing)
+            for places in to_compute
+        ]
         versions = {documents[place].model_version for place in shares[0]}
         is_current = versions == {self.trained.num_updates}
         if not any(parts) and tolerance is not None and is_current:
             parts = [[self._some([documents[place] for place in share])] for share in shares]
         if any(parts):
             part = parts[self.layout.rank_in("data_parallel")]
-            of_this_rank = self._computed_and_checked(part, max(map(len, parts)), tolerance)
+            num_passes = max(map(len, parts))
+            of_this_rank = self._computed_and_checked(part, num_passes, sharing, tolerance)
             if any(to_compute):
                 of_ranks = self._gathered(of_this_rank)
                 for places, of_rank in zip(to_compute, of_ranks, strict=True):
@@ -126,14 +135,23 @@ class ForwardPasses:
         rank = self.layout.rank_in("data_parallel")
         size = self.layout.size("data_parallel")
         max_tokens = self.accumulation.max_tokens
-        shares = [cut(documents[first::size], max_tokens) for first in range(size)]
+        sharing = is_sharing(self.share_prompts, documents)
+        if sharing:
+            places = divide_among_ranks(documents, size, sharing)
+        else:
+            places = [[*range(first, len(documents), size)] for first in range(size)]
+        shares = [
+            cut([documents[place] for place in of_rank], max_tokens, sharing) for of_rank in places
+        ]
         num_passes = max(map(len, shares))
         vectors: list[Tensor] = []
         with failing_together(self.layout), self.stopwatch.timed("old_log_probs"):
-            for _, of_documents in _passes(shares[rank], num_passes, measure):
+            for _, of_documents in _passes(shares[rank], num_passes, sharing, measure):
                 vectors += of_documents
-        of_ranks = self._gathered(vectors)
-        return [of_ranks[place % size][place // size] for place in range(len(documents))]
+        by_place: dict[int, Tensor] = {}
+        for of_rank, of_documents in zip(places, self._gathered(vectors), strict=True):
+            by_place |= zip(of_rank, of_documents, strict=True)
+        return [by_place[place] for place in range(len(documents))]
 
     def _shares(self, count: int) -> list[list[int]]:
         """Return the places of each data-parallel rank's documents: its groups of all `count`."""
@@ -144,12 +162,16 @@ class ForwardPasses:
         return shares
 
     def _computed_and_checked(
-        self, parts: list[list[SampledDocument]], num_passes: int, tolerance: float | None
+        self,
+        parts: list[list[SampledDocument]],
+        num_passes: int,
+        sharing: bool,
+        tolerance: float | None,
     ) -> list[LogProbs]:
         """Return the trainer's log-probs of the documents of this rank's parts."""
         with failing_together(self.layout):
             with self.stopwatch.timed("old_log_probs"):
-                computed = self._computed(parts, num_passes)
+                computed = self._computed(parts, num_passes, sharing)
             if tolerance is not None:
                 documents = [document for part in parts for document in part]
                 self._check_sampled(documents, computed, tolerance)
@@ -176,7 +198,9 @@ class ForwardPasses:
                 trainer = torch.cat([_known(of_one.old_log_probs) for of_one in of_documents])
                 check_batch(sampled, trainer, tolerance, kept_share)
 
-    def _computed(self, parts: list[list[SampledDocument]], num_passes: int) -> list[LogProbs]:
+    def _computed(
+        self, parts: list[list[SampledDocument]], num_passes: int, sharing: bool
+    ) -> list[LogProbs]:
         """Return the documents' log-probs from the forward pass that training uses.
 
         The first ratio is then 1. The sampler's log-probs are kept beside them. Rewards with a KL
@@ -184,7 +208,7 @@ class ForwardPasses:
         are cut, and the distance of a model from itself is to be exactly 0.
         """
         result = []
-        for part, numbers in _passes(parts, num_passes, self._log_probs):
+        for part, numbers in _passes(parts, num_passes, sharing, self._log_probs):
             for document, columns in zip(part, numbers, strict=True):
                 old, *reference = columns.unbind(1)
                 ref_log_probs = reference[0] if reference else None
@@ -231,7 +255,7 @@ class ForwardPasses:
         drops = rollout.uninformative == Uninformative.drop
         return self.reads_early or is_late or is_carried or drops or rollout.passes > 1
 
-    def _num_on_policy(self, documents: Sequence[SampledDocument]) -> int:
+    def _num_on_policy(self, documents: Sequence[SampledDocument], sharing: bool) -> int:
         """Return how many documents, from the first on, are on_policy: the forward pass of their
         update can give their old log-probs.
 
@@ -245,7 +269,7 @@ class ForwardPasses:
             return len(documents)
         if self.rollout.max_sampling_rounds > 1 or self.layout.size("data_parallel") > 1:
             return 0
-        parts = cut(documents, self.accumulation.max_tokens)
+        parts = cut(documents, self.accumulation.max_tokens, sharing)
         ends = accumulate(len(part) for part in parts)
         return max((end for end in ends if end <= docs_per_step), default=0)
 
@@ -277,16 +301,18 @@ class ForwardPasses:
 def _passes(
     parts: Sequence[Sequence[SampledDocument]],
     num_passes: int,
+    sharing: bool,
     measure: Callable[[MicroBatch], Tensor],
 ) -> Iterator[tuple[Sequence[SampledDocument], list[Tensor]]]:
     """Yield each part with the numbers that `measure` gives the trained tokens of its documents:
     (N,) each, or (N, columns) where it returns (T, columns).
 
     num_passes: calls of `measure`, the last ones without a token where there are fewer parts.
+    sharing: whether the documents of a part share what they begin with.
     """
     for place in range(num_passes):
         part = parts[place] if place < len(parts) else []
-        micro_batch = pack_sampled(part)
+        micro_batch = pack_sampled(part, sharing)
         values = measure(micro_batch).cpu()[micro_batch.labels >= 0]
         by_document = values.split([document.num_trained for document in part])
         yield part, [vector.clone() for vector in by_document]

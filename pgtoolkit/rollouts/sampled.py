@@ -50,6 +50,7 @@ from pgtoolkit.runs.records import expect
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.system.background import in_background
+from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
@@ -93,6 +94,7 @@ class SampledRollouts(Source):
     reference_every: the number of updates after which that reference moves; None: it never does.
     gae: the settings with which the critic of `trained` makes advantages; None: the estimator does.
     correction: of the loss; one of the gap to the sampler reads old log-probs early.
+    share_prompts: see `steps.is_sharing`.
     """
 
     task: TokenizedTask
@@ -109,6 +111,7 @@ class SampledRollouts(Source):
     reference_every: int | None = None
     gae: AdvantageSettings | None = None
     correction: Correction | None = None
+    share_prompts: AutoOrBool = False
 
     def __post_init__(self) -> None:
         self._rollout = self.settings
@@ -129,6 +132,7 @@ class SampledRollouts(Source):
             or (self.correction is not None and not self.correction.of_policy),
             has_kl_reward=self.penalty is not None,
             reference_every=self.reference_every,
+            share_prompts=self.share_prompts,
         )
         # The number of the batch in use: the one that steps take documents from. -1 before the
         # first.

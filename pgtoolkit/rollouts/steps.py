@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
 from pgtoolkit.batch import Step, StepTotals, known_vectors, pack
-from pgtoolkit.document import Document, cut, trajectories_of
+from pgtoolkit.document import Document, Rooms, SampledDocument, cut, rooms_behind, trajectories_of
+from pgtoolkit.rollouts.batch_counts import saves_a_tenth
+from pgtoolkit.system.declared import AutoOrBool
 
 
 def make_step(
@@ -18,12 +20,14 @@ def make_step(
     state_after: dict | None = None,
     data_rank: int = 0,
     data_size: int = 1,
+    share_prompts: AutoOrBool = False,
 ) -> Step:
     """Return the step of these documents, in micro-batches of at most `max_tokens`.
 
     documents: those of all `data_size` ranks. The totals count all of them.
     state_after: see `Step`.
     data_rank: the rank whose share is packed into the micro-batches.
+    share_prompts: see `is_sharing`.
 
     All ranks have the same number of micro-batches, so that none waits for another in vain: where
     the documents of a rank run out, its further micro-batches are empty. Groups and trajectories
@@ -42,8 +46,9 @@ def make_step(
         tokens_per_group=tokens_per_group,
         tokens_per_trajectory=tokens_per_trajectory,
     )
-    shares = divide_among_ranks(documents, data_size)
-    parts_of_ranks = [cut([documents[i] for i in share], max_tokens) for share in shares]
+    sharing = is_sharing(share_prompts, documents)
+    shares = divide_among_ranks(documents, data_size, sharing)
+    parts_of_ranks = [cut([documents[i] for i in share], max_tokens, sharing) for share in shares]
     num_parts = max(map(len, parts_of_ranks))
     parts = parts_of_ranks[data_rank]
     parts += [[]] * (num_parts - len(parts))
@@ -51,10 +56,10 @@ def make_step(
     micro_batches = []
     places = iter(shares[data_rank])
     for part in parts:
-        of_part = list(itertools.islice(places, len(part)))
+        of_part = list(islice(places, len(part)))
         micro_batches.append(
             replace(
-                pack(part, known),
+                pack(part, known, sharing),
                 group_index=_chosen(groups, of_part),
                 trajectory_index=_chosen(trajectories, of_part),
                 step_places=tuple(of_part),
@@ -86,12 +91,26 @@ def _numbered(names: Sequence[Hashable], trained: list[int]) -> tuple[list[int],
     return index, torch.tensor(tokens, dtype=torch.int64)
 
 
-def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[int]]:
+def is_sharing(share_prompts: AutoOrBool, documents: Sequence[SampledDocument]) -> bool:
+    """Return whether each document is to share with the one before it: as chosen, or for "auto"
+    where that `saves_a_tenth`."""
+    if share_prompts != "auto":
+        return share_prompts
+    alone = sum(document.num_tokens for document in documents)
+    return saves_a_tenth(sum(rooms_behind(documents)), alone)
+
+
+def divide_among_ranks(
+    documents: Sequence[Document], num_ranks: int, sharing: bool = False
+) -> list[list[int]]:
     """Return for each rank the indices of its documents, in increasing order.
 
     All ranks get about the same number of tokens: the longest document is dealt first, and each one
-    goes to the rank that has the fewest tokens so far.
+    goes to the rank that has the fewest tokens so far. Where documents share what they begin with
+    (sharing), a rank instead gets documents that follow each other.
     """
+    if sharing:
+        return Rooms.of(documents, sharing).shares_of(num_ranks)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for place in sorted(range(len(documents)), key=lambda i: -documents[i].num_tokens):

@@ -13,6 +13,9 @@ from typing import Any, Literal, TypedDict
 Dictionary = dict[str, Any]
 """The value of a free-form key: the user's own names, and values of any type that YAML has."""
 
+AutoOrBool = Any
+"""The annotation of a key that is "auto", true or false: in YAML, the last two are no texts."""
+
 REQUIRED = "???"
 """The default of a key that must be given, as OmegaConf writes it."""
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from pgtoolkit.system.declared import (
     Alters,
+    AutoOrBool,
     Declared,
     Dictionary,
     Option,
     Refusal,
     key,
 )
-
-AutoOrBool = Any  # "auto", true or false: in YAML, the last two are no texts
 
 
 class MetricsLevel(StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from keys import key_test
-from keys.small_runs import VOCABULARY, LogitsMade, module_of, settings, some_documents, step_of
+from keys.small_runs import (
+    VOCABULARY,
+    LogitsMade,
+    module_and_steps,
+    module_of,
+    settings,
+    some_documents,
+    step_of,
+)
+from pgtoolkit.batch import MicroBatch
 
 
 def saved_llama(folder: Path, seed: int = 0) -> str:
@@ -131,3 +141,34 @@ def the_head_of_a_body_in_bfloat16_multiplies_in_float32_or_in_bfloat16(tmp_path
         assert logits.rows == [int(trained.sum())]
         assert logits.dtypes == [dtype]
         torch.testing.assert_close(out.log_probs[trained], expected[dtype], rtol=0, atol=1e-5)
+
+
+@key_test("model/tiny.share_prompts", "model/huggingface.share_prompts")
+def completions_share_a_prompt_in_steps_and_in_passes_before_them(key: str, tmp_path: Path):
+    """Four completions of at most four tokens have a prompt of four."""
+    model = ()
+    if "huggingface" in key:
+        model = ("model=huggingface", f"model.path={saved_llama(tmp_path)}")
+    for value, shared in (("false", ()), ("true", (0, 4, 4, 4)), ("auto", (0, 4, 4, 4))):
+        module, loader = module_and_steps(
+            *model,
+            f"model.share_prompts={value}",
+            "accumulation.max_tokens=20",
+            "rollout.passes=2",
+        )
+        scored = []
+        log_probs = module.log_probs
+
+        def noted(micro_batch: MicroBatch, scored: list = scored, log_probs: Callable = log_probs):
+            scored.append(micro_batch.shared)
+            return log_probs(micro_batch)
+
+        module.log_probs = noted
+        step = next(iter(loader))
+        loader.source.close()
+        assert module.policy.by_document is (value != "false")
+        of_step = [micro_batch.shared for micro_batch in step.micro_batches]
+        if value == "false":
+            assert {*of_step, *scored} == {()}
+        else:
+            assert (of_step, scored) == ([shared] * 2, [shared] * 4)

@@ -6,14 +6,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from builders.documents import document_of
 from builders.models import small_policy as small_model
 from builders.runs import SHORT, config_of, sampler_of
+from model.parallel_gpu import build as build_on
 from model.spread import documents, packed
 
 from pgtoolkit.assembly.build import build
+from pgtoolkit.batch import pack
 from pgtoolkit.completion import Request
+from pgtoolkit.document import Document
 from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.model.policy import Policy
 
 QUERIES = [3, 5, 1, 0, 40]
 KEYS = [7, 5, 1, 0, 40]
@@ -175,3 +180,68 @@ def test_sampling_between_passes_by_document_changes_neither():
             torch.testing.assert_close(completion.log_probs, first.log_probs)
     for later_hidden in hidden[1:]:
         torch.testing.assert_close(later_hidden, hidden[0], rtol=1e-5, atol=1e-6)
+
+
+def completions(vocabulary: int, scale: int = 1) -> list[Document]:
+    """Return documents of three groups, whose prompts have 7, 1 and 12 tokens times `scale`."""
+    draw = torch.Generator().manual_seed(2)
+    made = []
+    for group, (prompt_length, lengths) in enumerate(((7, (3, 1, 5)), (1, (4, 2)), (12, (1, 6)))):
+        prompt = torch.randint(0, vocabulary, (scale * prompt_length,), generator=draw)
+        for length in lengths:
+            own = torch.randint(0, vocabulary, (scale * length,), generator=draw)
+            tokens = torch.cat([prompt, own])
+            made.append(document_of(tokens, torch.arange(len(tokens)) >= len(prompt), group=group))
+    return made
+
+
+def states_and_gradients(policy: Policy, shares: bool, scale: int = 1) -> list[torch.Tensor]:
+    """Return the states that predict the trained tokens, and the gradient of each weight."""
+    vocabulary = policy.vocabulary_size
+    micro_batch = pack(completions(vocabulary, scale), shares=shares).to(policy.model.device)
+    assert bool(micro_batch.shared) is shares
+    policy.model.zero_grad(set_to_none=True)
+    states = policy.hidden_states(micro_batch)[micro_batch.labels >= 0]
+    weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device)
+    (states * weights.view_as(states)).sum().backward()
+    gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
+    return [states.detach(), *gradients]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        ("gpt2", 1e-12),
+        # transformers' norms of these compute in float32.
+        ("qwen2_checkpointed", 1e-5),
+        ("qwen3", 1e-5),
+        ("mistral", 1e-5),
+        ("qwen2_lora", 1e-5),
+    ],
+)
+def test_documents_that_share_have_the_states_and_gradients_of_whole_ones(kind, tolerance):
+    shared, *gradients = states_and_gradients(small_model(f"{kind}_by_document"), True)
+    expected, *expected_gradients = states_and_gradients(small_model(kind), False)
+    torch.testing.assert_close(shared, expected, rtol=1e-12, atol=1e-12)
+    for gradient, of_whole in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - of_whole).norm() <= tolerance * of_whole.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["", "compiled"])
+def test_on_a_gpu_documents_that_share_repeat_to_the_bit(monkeypatch, options):
+    """States and gradients in bfloat16 are as far from float32's as those of whole documents."""
+    monkeypatch.setattr(fixed_order, "_on", True)
+    device = torch.device("cuda")
+    policy = build_on(device, torch.bfloat16, options)
+    assert policy.by_document
+    exact = build_on(device, torch.float32)
+    attention.use_packed_attention(exact.model)
+    expected = states_and_gradients(exact, False, 20)
+    whole = states_and_gradients(policy, False, 20)
+    shared = states_and_gradients(policy, True, 20)
+    again = states_and_gradients(policy, True, 20)
+    assert all(torch.equal(a, b) for a, b in zip(shared, again, strict=True))
+    for a, b, c in zip(shared, whole, expected, strict=True):
+        errors = [float((x.double() - c.double()).norm()) for x in (a, b)]
+        assert errors[0] < 1.3 * errors[1] + 1e-3 * float(c.double().norm())

@@ -57,6 +57,6 @@ def all_shards_of_the_head_begin_at_column_zero(right, vocabulary, mesh):
 
 
 @mutant("rollouts.steps:divide_among_ranks")
-def the_last_document_of_each_rank_is_lost(right, documents, num_ranks):
-    shares = right(documents, num_ranks)
+def the_last_document_of_each_rank_is_lost(right, documents, num_ranks, sharing=False):
+    shares = right(documents, num_ranks, sharing)
     return [share[:-1] if len(share) > 1 and num_ranks > 1 else share for share in shares]

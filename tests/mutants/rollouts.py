@@ -218,8 +218,8 @@ def a_resume_begins_with_the_first_prompt(right, self):
 
 
 @mutant("rollouts.forward_passes:ForwardPasses._computed")
-def old_log_probs_stay_those_of_the_sampler(right, self, parts, passes):
-    computed = right(self, parts, passes)
+def old_log_probs_stay_those_of_the_sampler(right, self, parts, passes, sharing):
+    computed = right(self, parts, passes, sharing)
     return [replace(vectors, old_log_probs=vectors.sampling_log_probs) for vectors in computed]
 
 
@@ -239,8 +239,23 @@ def sampling_log_probs_are_zero_beside_proximal_ones(right, document):
 
 
 @mutant("rollouts.forward_passes:ForwardPasses._num_on_policy")
-def on_policy_documents_get_a_second_forward_pass(right, self, documents):
+def on_policy_documents_get_a_second_forward_pass(right, self, documents, sharing):
     return 0
+
+
+@mutant("document:num_shared")
+def documents_share_the_last_token_of_a_prompt_too_few(right, before, document):
+    return max(0, right(before, document) - 1)
+
+
+@mutant("document:Rooms.parts")
+def a_group_is_cut_where_a_micro_batch_is_full(right, self, max_tokens):
+    return right(replace(self, units=[1] * len(self.alone)), max_tokens)
+
+
+@mutant("model.attention:rows_of")
+def a_shared_prompt_gets_no_gradient_through_its_keys(right, x, index):
+    return right(x.detach(), index)
 
 
 @mutant("losses.objective:Objective.at")

@@ -8,10 +8,11 @@ from builders.documents import document_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgtoolkit.batch import pack
+from pgtoolkit.batch import pack, pack_sampled
 from pgtoolkit.document import OPTIONAL_VECTORS, Document, cut
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.model.shared import SharedAxis
+from pgtoolkit.rollouts.steps import divide_among_ranks, is_sharing, make_step
 
 
 def document(tokens: list[int], mask: list[bool], name: str = "d", first: float = 0.0) -> Document:
@@ -115,3 +116,80 @@ def test_a_document_longer_than_max_tokens_is_refused_by_its_name():
     assert [len(part) for part in cut([fitting, fitting], 4)] == [1, 1]
     with pytest.raises(DataError, match=r"rollouts\.jsonl:7 has 5 tokens.*max_tokens=5"):
         cut([fitting, too_long], 4)
+
+
+def completions_of(*groups: tuple[list[int], list[list[int]]]) -> list[Document]:
+    """Return documents of groups, each the tokens of a prompt and of its completions."""
+    return [
+        document_of(
+            torch.tensor(prompt + completion),
+            torch.arange(len(prompt + completion)) >= len(prompt),
+            group=number,
+        )
+        for number, (prompt, completions) in enumerate(groups)
+        for completion in completions
+    ]
+
+
+def test_documents_that_share_have_their_prompt_once_but_for_its_last_token():
+    """By hand. The second document trains the token that the third one has in its prompt."""
+    packed = pack_sampled(
+        completions_of(([1, 2, 3], [[4, 5], [4, 6]]), ([1, 2, 3, 4], [[7], [8]]), ([9], [[2]])),
+        shares=True,
+    )
+    assert packed.shared == (0, 3, 4, 4, 0)
+    assert packed.document_lengths == (5, 5, 5, 5, 2)
+    assert packed.tokens.tolist() == [1, 2, 3, 4, 5, 3, 4, 6, 4, 7, 4, 8, 9, 2]
+    assert packed.labels.tolist() == [-1, -1, 4, 5, -1, 4, 6, -1, 7, -1, 8, -1, 2, -1]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 3, 4, 3, 4, 0, 1]
+    assert packed.document_index.tolist() == [0] * 5 + [1] * 3 + [2, 2, 3, 3, 4, 4]
+    axis = SharedAxis.of(packed)
+    assert axis.computed.tolist() == [0, 1, 2, 3, 4, 6, 7, 9, 11, 12, 13]
+    assert axis.states.tolist() == [0, 1, 2, 3, 4, 2, 5, 6, 5, 7, 5, 8, 9, 10]
+    assert axis.documents.queries == [5, 2, 1, 1, 2]
+    assert axis.documents.keys == (5, 5, 5, 5, 2)
+    assert axis.documents.sources is not None
+    assert axis.documents.sources.tolist() == [
+        *(0, 1, 2, 3, 4),
+        *(0, 1, 2, 5, 6),
+        *(0, 1, 2, 5, 7),
+        *(0, 1, 2, 5, 8),
+        *(9, 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "sizes"),
+    [
+        (16, [6]),  # both groups have 5 + 2 + 1 tokens
+        (12, [3, 3]),  # the second group would have to be cut
+        (7, [2, 1, 2, 1]),  # no part has room for a group: 5 + 2 tokens, then 4 alone
+        (5, [1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_a_group_is_cut_only_where_no_micro_batch_has_room_for_it(max_tokens, sizes):
+    completions = [[4, 5], [4, 6], [7]]
+    groups = completions_of(([1, 2, 3], completions), ([8, 8, 8], completions))
+    parts = cut(groups, max_tokens, shares=True)
+    assert [len(part) for part in parts] == sizes
+    for part in parts:
+        packed = pack_sampled(part, shares=True)
+        shared = packed.shared or (0,) * len(part)
+        assert sum(packed.document_lengths) - sum(shared) <= max_tokens
+
+
+def test_ranks_get_documents_that_share():
+    completions = [[4, 5], [4, 6], [7]]
+    groups = completions_of(([1, 2, 3], completions), ([8, 8, 8], completions))
+    assert divide_among_ranks(groups, 2, sharing=True) == [[0, 1, 2], [3, 4, 5]]
+    # Of a single group the ranks have 5, and 5 + 1 tokens.
+    assert divide_among_ranks(groups[:3], 2, sharing=True) == [[0], [1, 2]]
+    assert divide_among_ranks(groups[:1], 2, sharing=True) == [[0], []]
+
+
+@pytest.mark.parametrize(("length", "is_worth"), [(3, True), (4, False)])
+def test_auto_shares_where_a_tenth_of_the_tokens_is_saved(length, is_worth):
+    """A token of 10 is, and one of 12 is not."""
+    documents = completions_of(([1], [[2] + [9] * length, [3] + [9] * length]))
+    assert sum(document.num_tokens for document in documents) == 2 * (2 + length)
+    assert is_sharing("auto", documents) is is_worth

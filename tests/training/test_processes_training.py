@@ -11,7 +11,7 @@ from time import monotonic
 import pytest
 from builders.parallel_runs import assert_runs_close, run_on_ranks, train_on_rank
 from builders.processes import world
-from builders.runs import SHORT, config_of
+from builders.runs import SHORT, config_of, metrics_of
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, PgtoolkitError
@@ -62,4 +62,22 @@ def test_data_parallel_ranks_train_as_one_process_does(tmp_path, recorded, size,
     """Every metric of every step; the totals and documents_seen among them."""
     on_ranks = run_on_ranks(tmp_path / "ranks", [*recorded, *settings], data_parallel=size)
     in_one_process = run_on_ranks(tmp_path / "one", [*recorded, *settings])
+    assert_runs_close(on_ranks, in_one_process)
+
+
+@pytest.mark.parametrize("shard", ["false", "true"])
+def test_ranks_whose_completions_share_prompts_train_as_one_process_without(tmp_path, shard):
+    """Completions are sampled; a critic and a reference in the rewards score them. Each step has
+    two groups, of which each rank gets one."""
+    settings = [
+        *SHORT,
+        *("trainer.max_steps=3", "advantage=gae", "rollout.passes=2", "kl=k3"),
+        *("kl.place=reward", "kl.reference=initial", "kl.coefficient=0.1"),
+    ]
+    sharing = ["model.share_prompts=true", f"parallelism.shard={shard}"]
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *sharing], data_parallel=2)
+    in_one_process = run_on_ranks(tmp_path / "one", settings)
+    rows, expected = map(metrics_of, (on_ranks, in_one_process))
+    assert [row["num_micro_batches"] for row in rows] == [1] * 3
+    assert min(row["num_micro_batches"] for row in expected) > 1
     assert_runs_close(on_ranks, in_one_process)

@@ -9,7 +9,7 @@ from pgtoolkit.config.models import shape
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
-from pgtoolkit.model.misfits import unknown_parts
+from pgtoolkit.model.misfits import cannot_share, unknown_parts
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.batch_counts import steps_of_batch
 from pgtoolkit.rollouts.recorded_folder import batches_in
@@ -127,9 +127,11 @@ def model(c: Config, report: Report) -> None:
         _tiny(c, c.model, report)
     else:
         _huggingface(c.model, report)
-    problem = unknown_parts(c.model, shape(c.model).get("type"))
-    if problem is not None:
-        report.problems.append(problem)
+    kind = shape(c.model).get("type")
+    problems = [unknown_parts(c.model, kind)]
+    if c.model.share_prompts is True:
+        problems.append(cannot_share(kind))
+    report.problems += [problem for problem in problems if problem is not None]
     _note_rounded_logits(c, report)
 
 

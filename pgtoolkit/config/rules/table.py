@@ -542,6 +542,31 @@ PARALLELISM = (
     ),
 )
 
+SHARING = (
+    *(
+        Rule(
+            "model.share_prompts=true",
+            needs=f"parallelism.{axis}=1",
+            because="Completions share their prompt on ranks that hold whole documents and layers.",
+            use=f"parallelism.{axis}=1 or model.share_prompts=auto",
+        )
+        for axis in ("tensor_parallel", "sequence_data_parallel", "pipeline_parallel")
+    ),
+    Rule(
+        "model.share_prompts=true",
+        needs="accumulation.docs_per_step>0",
+        because="More documents would fit the micro-batches of a step, which would be another.",
+        use="accumulation=dynamic or model.share_prompts=auto",
+    ),
+    Rule(
+        "model.share_prompts=true and rollout=recorded",
+        needs="parallelism.data_parallel=1",
+        because="A rank reads its own recorded documents alone, and does not know which of the "
+        "others begin alike.",
+        use="parallelism.data_parallel=1 or model.share_prompts=auto",
+    ),
+)
+
 SAMPLING = (
     Rule(
         "trainer.deterministic=true and rollout.max_staleness!=null and sampler=transformers",
@@ -574,6 +599,7 @@ TABLE = (
     *KL,
     *ACCUMULATION,
     *PARALLELISM,
+    *SHARING,
     *SAMPLING,
     *EVALUATION,
 )
