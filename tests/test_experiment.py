@@ -227,7 +227,7 @@ def test_a_training_is_that_of_the_command_whatever_torch_is_set_to(tmp_path):
 @pytest.mark.slow
 def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     os.chdir(tmp_path)
-    config = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=30"))
+    config = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=15"))
 
     def interrupt() -> None:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -240,13 +240,13 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
         experiment.train(config, "run")
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
-    assert 0 < status["saved"] == status["step"] < 30
+    assert 0 < status["saved"] == status["step"] < 15
     other = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=5"))
-    with pytest.raises(ConfigError, match=r"trainer.max_steps=30, not 5"):
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=15, not 5"):
         experiment.train(other, "run")
-    assert experiment.train(config, "run").step == 30
+    assert experiment.train(config, "run").step == 15
     assert read_provenance(tmp_path / "run")["command"][:2] == ["pgtk", "continue"]
-    assert experiment.train(config, "run").step == 30
+    assert experiment.train(config, "run").step == 15
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from pgtoolkit.launch import engines
 from pgtoolkit.runs.records import read_status
 
 pytestmark = pytest.mark.slow
-STEPS = 60
+STEPS = 40
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=5")
 RAY = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=auto")
 SUBMITIT = (

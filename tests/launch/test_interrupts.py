@@ -120,9 +120,9 @@ def test_a_signal_during_the_imports_leaves_a_run_that_resumes(tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
     command = ForkedCommand(
-        tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256"
+        tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=32", "accumulation.docs_per_step=128"
     )
-    command.wait_for_steps(2)
+    command.wait_for_steps(1)
     command.process.send_signal(signal.SIGINT)
     command.wait_for(lambda: "finishing this step" in command.log.read_text())
     command.process.send_signal(signal.SIGINT)
