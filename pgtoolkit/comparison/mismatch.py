@@ -148,9 +148,15 @@ def _by_kind(
     yield f"rare (sampler's probability below {RARE:g})", is_rare
     yield "others", ~(is_end | is_digit | is_rare)
     thirds = np.quantile(lengths, [1 / 3, 2 / 3])
-    third = np.searchsorted(thirds, of_document, side="left")
-    for number, name in enumerate(("shortest", "middle", "longest")):
-        yield f"{name} third of the documents", third == number
+    # Many have the greatest length where completions are cut off: they are a part by themselves.
+    third = np.searchsorted(thirds, of_document, side="right")
+    for number in range(3):
+        of_part = of_document[third == number]
+        if of_part.size:
+            least = of_part.min()
+            most = of_part.max()
+            lengths_of_part = f"{least}" if least == most else f"{least} to {most}"
+            yield f"documents of {lengths_of_part} trained tokens", third == number
 
 
 def _treatments(

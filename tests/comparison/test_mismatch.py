@@ -1,6 +1,7 @@
 """`pgtk doctor RUN --sampler` finds differences of trainer and sampler where they were planted."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -74,6 +75,13 @@ def test_planted_differences_are_found_by_size_place_and_treatment(rows, tmp_pat
     }
     assert found["by_kind"]["first of a completion"]["count"] == first.sum() == len(expected)
     assert found["by_kind"]["first of a completion"]["mean"] == pytest.approx(2.5, rel=1e-5)
+    of_lengths = {name: part for name, part in found["by_kind"].items() if " trained tok" in name}
+    lengths = [len(part) for part in expected]
+    for name, part in of_lengths.items():
+        bounds = [int(bound) for bound in re.findall(r"\d+", name)]
+        of_part = [length for length in lengths if bounds[0] <= length <= bounds[-1]]
+        assert part["count"] == sum(of_part), name
+    assert sum(part["count"] for part in of_lengths.values()) == len(everything)
     ratios = np.exp(everything)
     of_documents = np.exp([part.sum() for part in expected])
     treatments = found["treatments"]
