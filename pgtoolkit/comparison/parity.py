@@ -50,6 +50,9 @@ _KEYS_OF_A_STEP = tuple(f"rollout.{name}" for name in OF_ROLLOUT)
 _NOTED = ("loss_type=", "actor_rollout_ref.actor.policy_loss.loss_mode=", "algorithm.filter_groups")
 """Beginnings of what `pgtk translate` says is not quite the same, and one step does not show."""
 
+_GROUP_SIZE = {"TRL": "num_generations", "verl": "actor_rollout_ref.rollout.n"}
+"""Trainer -> its key of the completions of a prompt."""
+
 _RECORDED_REFERENCE = ("kl=k3", "kl.coefficient=0.1", "kl.reference=recorded")
 """What has the reference's log-probs read with recorded rollouts."""
 
@@ -145,7 +148,7 @@ def parity(
         )
     for side in sides:
         if isinstance(side, TheirSide):
-            facts += [*side.notes, *_on_the_cut(side, len(step.attempts))]
+            facts += [*side.notes, *_on_groups(side, step), *_on_the_cut(side, len(step.attempts))]
     for place, side in enumerate(sides):
         if isinstance(side, TheirSide) and pythons:
             sides[place] = run(step, side, pythons[min(place, len(pythons) - 1)])
@@ -197,6 +200,19 @@ def compared(
         cuts,
         [float(made["loss"]) for made in numbers],
     )
+
+
+def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
+    """Yield a sentence where the groups of the step are of another size than theirs."""
+    name = _GROUP_SIZE[side.trainer.partition(" ")[0]]
+    size = side.values.get(name)
+    sizes = sorted({len(members) for members in step.members})
+    if step.has_rewards and size is not None and sizes != [size]:
+        found = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        yield (
+            f"{side.trainer} makes advantages of {plural(size, 'completion')} of a prompt "
+            f"({name}). The groups of this step have {found}, of which both sides make them."
+        )
 
 
 def _on_the_cut(side: TheirSide, documents: int) -> Iterator[str]:

@@ -373,6 +373,9 @@ def test_parity_of_recorded_rollouts_reads_their_reference(tmp_path, capsys):
     )
     assert "Then kl: the KL is k3_ratio in TRL 1.16.0 and k3 in verl 0.9.1 and " in out
     assert "not explained" not in out
+    assert "verl 0.9.1 makes advantages of 1 completion of a prompt (actor_rollout_ref" in out
+    assert "The groups of this step have 2, of which" in out
+    assert "TRL 1.16.0 makes advantages" not in out
 
 
 def parity_row(place: int) -> dict:
