@@ -166,6 +166,9 @@ def _timed(
 ) -> float:
     """Return the seconds of forward and backward pass of a step, and note its loss."""
     module.zero_grad()
+    if module.policy.model.device.type == "cpu":
+        # as in a run without sharing, which has the attention of GPUs on these alone
+        module.policy.model.set_attn_implementation(attention.NAME if shares else "sdpa")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()

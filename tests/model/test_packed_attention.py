@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from builders.documents import document_of
+from builders.models import HAS_COMPILER
 from builders.models import small_policy as small_model
 from builders.runs import SHORT, config_of, sampler_of
 from model.parallel_gpu import build as build_on
@@ -217,6 +218,14 @@ def states_and_gradients(policy: Policy, shares: bool, scale: int = 1) -> list[t
         ("qwen3", 1e-5),
         ("mistral", 1e-5),
         ("qwen2_lora", 1e-5),
+        pytest.param(
+            "qwen3_checkpointed_compiled",
+            1e-5,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
+            ],
+        ),
     ],
 )
 def test_documents_that_share_have_the_states_and_gradients_of_whole_ones(kind, tolerance):

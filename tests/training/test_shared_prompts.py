@@ -11,14 +11,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from builders.documents import document_of
 from builders.losses import CENTERED, FAMILIES
-from builders.runs import CLOCK_COLUMNS, SHORT, last_of_each_key, module_and_loader
+from builders.models import small_llama
+from builders.runs import CLOCK_COLUMNS, SHORT, config_of, last_of_each_key, module_and_loader
 from torch import Tensor
 
+from pgtoolkit.assembly.build import sharing
 from pgtoolkit.batch import Step
+from pgtoolkit.config.plan import arithmetic
 from pgtoolkit.document import Document
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.families import family_of
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.module import PolicyGradientModule
 
@@ -140,6 +146,84 @@ def test_penalties_and_corrections_have_the_numbers_of_documents_that_do_not_sha
     assert_nothing_depends_on_sharing(
         *(module_of(share, *overrides) for share in ("false", "true"))
     )
+
+
+def test_a_reference_with_prompts_of_its_own_has_the_numbers_of_documents_that_do_not_share():
+    """Its prompts are two tokens longer, but for those of the first group, which differ from
+    completion to completion."""
+    overrides = ("kl=k3", "kl.coefficient=0.1", "kl.reference=initial", "loss=grpo")
+    made = []
+    for number, document in enumerate(documents()):
+        begin = [number, 1] if document.group == 0 else [3, 4]
+        tokens = torch.cat([torch.tensor(begin), document.tokens])
+        made.append(replace(document, reference_tokens=tokens))
+    expected = results(module_of("false", *overrides), make_step(made, 1000))
+    module = module_of("true", *overrides)
+    for max_tokens in (1000, 21):
+        step = make_step(made, max_tokens, share_prompts=True)
+        read = [micro_batch.for_reference for micro_batch in step.micro_batches]
+        assert any(micro_batch.shared for micro_batch in step.micro_batches)
+        assert any(micro_batch.shared for micro_batch in read)
+        for micro_batch in read:
+            shared = sum(micro_batch.shared)
+            assert sum(micro_batch.document_lengths) - shared <= max_tokens
+        assert_the_same(results(module, step), expected)
+
+
+def test_models_that_cannot_share_are_refused_and_auto_is_off():
+    """Of an unknown type, and with rotary positions that depend on a document's length."""
+    shape = {"vocab_size": 19, "hidden_size": 8, "n_head": 2, "n_layer": 1}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**shape))
+    llama = small_llama(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+            "factor": 2.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+        }
+    )
+    for model, got in ((bloom, "bloom"), (llama, "longrope")):
+        policy = Policy(model, None)
+        assert sharing(False, policy) is False
+        assert sharing("auto", policy) is False
+        assert not policy.by_document
+        with pytest.raises(ConfigError, match=rf"model.share_prompts=true .*\(got {got}\)"):
+            sharing(True, policy)
+    policy = Policy(small_llama(), None)
+    assert sharing("auto", policy) == "auto"
+    assert policy.by_document
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"),
+    [
+        (
+            "model.share_prompts=true",
+            "7 + 8 x 7 = 63 tokens for a prompt with its completions in place of 112, if all are "
+            "of the greatest length",
+        ),
+        (
+            "model.share_prompts=auto rollout.group_size=1",
+            "7 + 1 x 7 = 14 tokens for a prompt with its completions in place of 14, if all are of "
+            "the greatest length; not shared then, since that is less than a tenth",
+        ),
+        (
+            "model.share_prompts=auto parallelism=tensor",
+            "no; model.share_prompts=true would be refused with the reason",
+        ),
+        (
+            "model.share_prompts=auto rollout=recorded rollout.path=rollouts.jsonl",
+            "what they save is known once the data is read",
+        ),
+        ("model.share_prompts=false", None),
+    ],
+)
+def test_check_shows_the_tokens_that_are_saved(overrides, shown):
+    config = config_of(*overrides.split())
+    lines = [line for line in arithmetic(config) if line.startswith("shared prompts: ")]
+    assert lines == ([] if shown is None else [f"shared prompts: {shown}"])
 
 
 RUNS = {
