@@ -171,8 +171,9 @@ def test_a_job_that_a_search_stops_early_is_marked_and_not_run_again(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engines, "Forks", lambda environment: forks)
-    endless = ("trainer.max_steps=100000", "trainer.checkpoint_every=100000", "evaluation.every=2")
-    typed = last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *endless, "seed=0")
+    endless = ("trainer.max_steps=100000", "trainer.checkpoint_every=100000")
+    evaluated = ("evaluation.every=2", "evaluation.prompts_per_set=4")
+    typed = last_of_each_key(*SHORT, "hydra.sweep.dir=sweep", *endless, *evaluated, "seed=0")
     sweep = check_sweep(typed)
     with sweep.held():
         launch = multirun._Launch(sweep)

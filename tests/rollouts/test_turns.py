@@ -358,7 +358,7 @@ def test_pgtk_tokens_makes_a_step_of_conversations_again(run_of):
     [
         (ASYNCHRONOUS, {"data_parallel": 2}, []),
         (FULL, {"data_parallel": 2}, ["parallelism.shard=true"]),
-        (("evaluation.every=3",), {"tensor_parallel": 2}, []),
+        (("evaluation.every=3", "evaluation.prompts_per_set=5"), {"tensor_parallel": 2}, []),
     ],
     ids=["ddp, asynchronous", "fsdp", "tensor"],
 )
@@ -391,6 +391,7 @@ def test_a_server_is_asked_for_each_turn_with_the_tokens_that_are_left(tmp_path)
         "trainer.device=cpu",
         "trainer.max_steps=2",
         "evaluation.every=2",
+        "evaluation.prompts_per_set=5",
     )
     rows = metrics_of(run)
     assert max(row["turns"] for row in rows) > 1

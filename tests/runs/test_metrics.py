@@ -52,6 +52,7 @@ def test_each_metric_that_a_run_writes_is_declared(tmp_path):
         "metrics=with_entropy",
         "advantage=gae",
         "evaluation.every=6",
+        "evaluation.prompts_per_set=4",
         "trainer.max_steps=2",
     )
     folder = run(tmp_path / "run", *overrides)
