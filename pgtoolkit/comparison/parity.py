@@ -218,13 +218,13 @@ def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
 def _on_the_cut(side: TheirSide, documents: int) -> Iterator[str]:
     """Yield sentences on micro-batches that change a number, where they may not be theirs."""
     convention = side.convention
-    if not convention.depends_on_cut:
+    size = convention.documents or documents
+    if not convention.depends_on_cut or documents <= size:
         return
     yield (
         f"{side.trainer} counts tokens by micro-batch. Here these are cut with the completions of "
         "a prompt beside each other; it shuffles them first, and another cut gives other numbers."
     )
-    size = convention.documents or documents
     if documents % (size * convention.ranks):
         yield (
             f"{side.trainer} has whole micro-batches of {plural(size, 'document')} on "

@@ -357,7 +357,11 @@ def test_parity_refuses(words, says, trained, tmp_path, monkeypatch, capsys):
 def test_parity_of_recorded_rollouts_reads_their_reference(tmp_path, capsys):
     rows = write_jsonl(tmp_path / "rollouts.jsonl", [parity_row(place) for place in range(4)])
     for name, content in (
-        ("grpo.yaml", {"num_generations": 2, "beta": 0.1, "scale_rewards": "none"}),
+        (
+            "grpo.yaml",
+            {"num_generations": 2, "beta": 0.1, "scale_rewards": "none", "loss_type": "bnpo"}
+            | {"per_device_train_batch_size": 3},
+        ),
         (
             "verl.yaml",
             {"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.adv_estimator": "grpo"},
@@ -376,6 +380,8 @@ def test_parity_of_recorded_rollouts_reads_their_reference(tmp_path, capsys):
     assert "verl 0.9.1 makes advantages of 1 completion of a prompt (actor_rollout_ref" in out
     assert "The groups of this step have 2, of which" in out
     assert "TRL 1.16.0 makes advantages" not in out
+    assert "TRL 1.16.0 counts tokens by micro-batch. Here these are cut with the comp" in out
+    assert "TRL 1.16.0 has whole micro-batches of 3 documents on 1 rank; this step's 4 are" in out
 
 
 def parity_row(place: int) -> dict:
