@@ -133,17 +133,9 @@ def compose(*overrides: str) -> Configuration:
 
     Raises ConfigError with all problems for overrides that make none.
     """
-    for override in overrides:
-        if not isinstance(override, str):
-            raise ConfigError(
-                refusal(
-                    setting="compose",
-                    needs="overrides, each a text",
-                    got=repr(override),
-                    reason="An override is what stands behind pgtk in a shell.",
-                    use='compose("loss=gspo", "seed=1"), or compose(*overrides) for a list',
-                )
-            )
+    _refuse_no_texts(
+        "compose", overrides, 'compose("loss=gspo", "seed=1"), or compose(*overrides) for a list'
+    )
     forget_files()
     run = checking.check_run(composing.compose([*overrides]), [*overrides])
     if run.report.problems:
@@ -152,6 +144,21 @@ def compose(*overrides: str) -> Configuration:
     assert defaults is not None
     sections = plan_sections(run.config, defaults, [*overrides])
     return Configuration(overrides, shown_values(dict(leaves(plain_config(run.config)))), sections)
+
+
+def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:
+    """Raise ConfigError for overrides that are no texts. name: of the function that got them."""
+    for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(
+                refusal(
+                    setting=name,
+                    needs="overrides, each a text",
+                    got=repr(override),
+                    reason="An override is what stands behind pgtk in a shell.",
+                    use=use,
+                )
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,6 +261,7 @@ def _sweep_words(
     grid: Grid | str | Path, overrides: Sequence[str]
 ) -> tuple[list[str], Path | None, list[str]]:
     """Return the overrides of a sweep, its file if it has one, and the command that is the same."""
+    _refuse_no_texts("sweep", overrides, 'sweep(grid, "trainer.max_steps=100")')
     if isinstance(grid, Mapping):
         words = [f"{key}={_values(values)}" for key, values in grid.items()]
         words += overrides
@@ -286,7 +294,7 @@ def compare(
     reach: str | None = None,
     over: str | None = None,
     against: str | None = None,
-    margin: str | None = None,
+    margin: str | float | None = None,
     ignore_code: bool = False,
     labels: Sequence[str] = (),
 ) -> Comparison:
@@ -302,8 +310,22 @@ def compare(
     from pgtoolkit.comparison.bases import refuse_other_measures
     from pgtoolkit.comparison.measures import runs_with
 
+    margin = None if margin is None else text(margin)
+    texts = {"metric": metric, "best_of": best_of, "reach": reach, "over": over}
+    _refuse_other_values(texts | {"against": against}, labels)
+    paths = [*_paths(runs)]
+    if not paths:
+        raise ConfigError(
+            refusal(
+                setting="compare",
+                needs="runs",
+                got="none",
+                reason="It compares what they reached.",
+                use='compare(runs), or compare("outputs/sweeps/NAME")',
+            )
+        )
     compared = groups.compare(
-        runs_with(metric, reach, [*_paths(runs)]),
+        runs_with(metric, reach, paths),
         metric,
         best_of,
         reach,
@@ -317,12 +339,50 @@ def compare(
     return Comparison(compared)
 
 
+def _refuse_other_values(texts: Mapping[str, object], labels: object) -> None:
+    """Raise ConfigError for keywords of `compare` that are no texts, and labels that are no list of
+    texts."""
+    examples = {"metric": "final:reward", "reach": "exact_match=0.5", "against": "loss=grpo"}
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(
+                refusal(
+                    setting=name,
+                    needs="a text",
+                    got=repr(value),
+                    reason=f"It is what stands behind --{name.replace('_', '-')} in a shell.",
+                    use=f'{name}="{examples.get(name, "model.path")}"',
+                )
+            )
+    are_texts = isinstance(labels, Sequence) and all(isinstance(label, str) for label in labels)
+    if isinstance(labels, str) or not are_texts:
+        raise ConfigError(
+            refusal(
+                setting="labels",
+                needs="a list of texts",
+                got=repr(labels),
+                reason="Each names a value.",
+                use='labels=["loss=grpo=GRPO"]',
+            )
+        )
+
+
 def _paths(runs: Iterable[Run | Iterable[Run] | str | Path]) -> Iterator[str]:
     for run in runs:
         if isinstance(run, Run):
             yield str(run.path)
         elif isinstance(run, str | Path):
             yield str(run)
+        elif isinstance(run, Mapping) or not isinstance(run, Iterable):
+            raise ConfigError(
+                refusal(
+                    setting="compare",
+                    needs="runs",
+                    got=repr(run),
+                    reason="They are those of train, sweep and load, or folders.",
+                    use='compare(runs), or compare("outputs/sweeps/NAME")',
+                )
+            )
         else:
             yield from _paths(run)
 

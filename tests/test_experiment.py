@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,19 @@ def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
     assert loaded.config["loss"] == "grpo"
     with pytest.raises(ConfigError, match=r"Unknown key 'loss.eps'. Use 'loss.epsilon_"):
         loaded.config["loss.eps"]
+    for runs, options, problem in (
+        ([], {}, "compare needs runs (got none)."),
+        ([3], {}, "compare needs runs (got 3)."),
+        ([two_runs], {"over": ["seed"]}, "over needs a text (got ['seed'])."),
+        (
+            [two_runs],
+            {"labels": "loss=grpo=a"},
+            "labels needs a list of texts (got 'loss=grpo=a').",
+        ),
+        ([two_runs], {"margin": 0.02, "reach": "reward=0"}, "--margin=0.02 needs a number of doc"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(problem)}"):
+            experiment.compare(*runs, **options)
     rows = [json.loads(row) for row in (loaded.path / "metrics.jsonl").open()]
     assert {*loaded.metrics.columns} == {name for row in rows for name in row}
     assert loaded.metrics["reward"].tolist() == [row["reward"] for row in rows]
