@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from math import inf
 from typing import TYPE_CHECKING
 
 from pgtoolkit.comparison.charts import (
@@ -15,6 +16,7 @@ from pgtoolkit.comparison.charts import (
     unfinished,
 )
 from pgtoolkit.comparison.compared_runs import Compared
+from pgtoolkit.comparison.measures import DOCUMENTS
 from pgtoolkit.comparison.statistics import LEVEL
 from pgtoolkit.comparison.words_in_figures import FONT_SIZE, LINE_HEIGHT, width, wrapped
 from pgtoolkit.errors import ConfigError
@@ -197,6 +199,9 @@ def _said(compared: Compared, panels: list[str]) -> str:
         said.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
         if over != "one run":
             said += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
+        limit = compared.limits.get(DOCUMENTS, inf)
+        if limit < inf:
+            said.append(f"a run that never came to the threshold counts as {limit:,.0f}")
         if len({sample.measure for sample in samples if sample.values}) > 1:
             said.append("it does not mean the same in all")
     return "; ".join(said)
