@@ -23,7 +23,7 @@ from pgtoolkit.launch.help import TRAINING, complete, help_page, training_help, 
 from pgtoolkit.system.own_end import end, refuse_silent_ends
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.process_state import print_warnings
-from pgtoolkit.system.report import print_error, refusal, say
+from pgtoolkit.system.report import near_path, print_error, refusal, say
 from pgtoolkit.system.terminal import (
     flush_streams,
     forget_streams,
@@ -122,7 +122,7 @@ def _refuse_no_folder(setting: str, folder: str) -> None:
                 needs="a folder",
                 got=folder,
                 reason="It holds options of your own, such as experiment/mine.yaml.",
-                use="--config-dir=FOLDER",
+                use=f"--config-dir={near_path(folder) or 'FOLDER'}",
             )
         )
 

@@ -54,8 +54,9 @@ def errors_added_to(report: Report) -> Iterator[None]:
 
 
 def check_inputs(config: Config, report: Report) -> None:
-    """Add what is wrong with models, prompts, texts and recorded rollouts to a report."""
-    _check_models(config, report)
+    """Add what is wrong with prompts and with the texts that become tokens to a report."""
+    if report.concerns("task", "evaluation"):
+        return
     tasks: dict[str, TaskSettings] = {}
     if config.rollout.name == "policy":
         tasks["task"] = config.task
@@ -116,8 +117,12 @@ def _check_number_of_rows(
         )
 
 
-def _check_models(config: Config, report: Report) -> None:
-    """Open each model as the run does, but for its weights; of one on the hub, its config.json."""
+def check_models(config: Config, report: Report, may_import: bool) -> None:
+    """Add what is wrong with models to a report.
+
+    Each is opened as the run does, but for its weights; of one on the hub, its config.json.
+    may_import: whether the code of the task, which the tokens may come from, may be imported.
+    """
     is_random = isinstance(config.model, HuggingFaceModelSettings) and config.model.random_weights
     paths = {}
     if isinstance(config.model, HuggingFaceModelSettings):
@@ -129,10 +134,12 @@ def _check_models(config: Config, report: Report) -> None:
     if config.critic.path is not None:
         further["critic.path"] = config.critic.path
     for key, path in (paths | further).items():
+        if report.concerns(key):
+            continue
         problem = _problem_of_model(os.getcwd(), path, is_random and key == "model.path")
         if problem:
             report.problems.append(problem.replace("model.path=", f"{key}="))
-    if report.problems:
+    if not may_import or report.concerns("model", "kl", "critic", "task"):
         return
     for key, path in further.items():
         refused = functools.partial(other_vocabulary_of_critic, path)
@@ -324,7 +331,8 @@ def _check_texts(config: Config, report: Report) -> None:
 
     Of a model on the hub there is only config.json yet, so nothing is said of its tokens.
     """
-    if report.problems or not _has_tokenizer(config.model):
+    groups = ("model", "kl", "task", "evaluation", "rollout", "accumulation")
+    if report.concerns(*groups) or not _has_tokenizer(config.model):
         return
     is_tiny = isinstance(config.model, TinyModelSettings)
     problem_of = functools.partial(_problem_of_task, config.model, config.task, config.seed)

@@ -17,7 +17,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregat
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
-from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
+from pgtoolkit.losses.function import NEW, FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
@@ -97,7 +97,7 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
     one that cannot be imported or made, for a function whose numbers depend on the cut of a step,
     and for a family whose slope is not the derivative of its loss.
     """
-    function = import_function("loss", path, None, (), [*FAMILIES])
+    function = import_function("loss", path, None, (), [*FAMILIES], reads=NEW)
     if not isinstance(function, type):
         return _of_function(path, function, options, num_splits)
     setting = f"loss={path}"

@@ -11,7 +11,12 @@ import shlex
 import shutil
 from pathlib import Path
 
-from pgtoolkit.assembly.inputs import check_inputs, check_recorded_rollouts, errors_added_to
+from pgtoolkit.assembly.inputs import (
+    check_inputs,
+    check_models,
+    check_recorded_rollouts,
+    errors_added_to,
+)
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Sampler
@@ -37,18 +42,22 @@ anybody could stop it."""
 def check_machine(config: Config, report: Report) -> None:
     """Add to a report what this machine lacks, and what is wrong with the files that a run reads.
 
-    A configuration that the rules refuse is not tried: that might import code that nobody has
-    typed.
+    What reads keys that are refused already is not tried. Nor is code of the user's in a
+    configuration that the rules refuse: nobody may have typed it.
     """
-    if report.problems:
-        return
+    may_import = not report.is_refused
     device = config.trainer.device
-    report.problems += lacking_devices(device, config.kernel)
+    if not report.concerns("kernel"):
+        report.problems += lacking_devices(device, config.kernel)
     _check_compiler(config.model, device, report)
     _check_processes(config.parallelism, report)
-    _check_places(config.rollout, config.tracking, report)
-    if needs_sampler(config):
+    if not report.concerns("rollout", "tracking"):
+        _check_places(config.rollout, config.tracking, report)
+    if needs_sampler(config) and not report.concerns("sampler"):
         _check_samplers(config.sampler, device, report)
+    check_models(config, report, may_import)
+    if not may_import:
+        return
     check_inputs(config, report)
     if config.advantage.path is not None:
         from pgtoolkit.assembly.recorded_rollouts import estimator_of
@@ -75,7 +84,7 @@ def check_machine(config: Config, report: Report) -> None:
 
         with errors_added_to(report):
             loss = loss_of(config)
-            if is_recorded:
+            if is_recorded and not report.concerns("rollout", "model"):
                 check_recorded_rollouts(config, loss, report)
 
 

@@ -234,6 +234,14 @@ def _told_apart(
     return [*divided.values()], [*told[0]]
 
 
+def _nearest_value(label: str, values: set[tuple[str, str]]) -> str:
+    """Return the value of a run that a label most likely means, with the label's name for it."""
+    value_of_label, _, name = label.rpartition("=")
+    known = sorted(f"{key}={value}" for key, value in values)
+    near = nearest(value_of_label or name, known, 0) or known[0]
+    return f"{near}={name if value_of_label else 'NAME'}"
+
+
 def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name; raises ConfigError for a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
@@ -245,7 +253,7 @@ def _labels(labels: Sequence[str], groups: list[RunGroup]) -> dict[tuple[str, st
         if not matches:
             listing = ", ".join(sorted(f"{key}={value}" for key, value in values))
             reason = f"It names a value of a key that tells the runs apart. These are {listing}."
-            use = f"--label {min(f'{key}={value}' for key, value in values)}=NAME" if values else ""
+            use = f"--label {_nearest_value(label, values)}" if values else ""
             if not values:
                 reason = "It names a value of a key that tells the runs apart. Nothing does."
                 use = "other runs, or leave --label out"

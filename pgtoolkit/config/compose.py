@@ -24,11 +24,11 @@ from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
 from pgtoolkit.config.hydra_files import compose_choices, compose_files, register
-from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
+from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named, switched_off
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.meant_keys import option_meant
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse
-from pgtoolkit.config.own_code import parameter_key, with_path
+from pgtoolkit.config.own_code import keys_set, parameter_key, with_path
 from pgtoolkit.config.own_files import RefusedFilesError, unknown_hydra_option
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.resolve import choices_of, default_in, in_range, resolve
@@ -53,6 +53,7 @@ class Composed:
 
     config: None if nothing could be composed.
     problems: the problems with overrides and values.
+    notes: what may surprise in how the files were read.
     choices: group -> its option; empty for a saved run.
     overrides: the overrides as the run directory records them; empty for a saved run.
     name: the name of the run; None for a saved run.
@@ -65,6 +66,7 @@ class Composed:
 
     config: Config | None
     problems: list[str]
+    notes: list[str] = field(default_factory=list)
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     name: str | None = None
@@ -81,11 +83,13 @@ class Node:
     config: has Hydra's own keys in its node `hydra`; None if nothing could be composed.
     problems: the problems with overrides and files.
     problems_of_files: those with files.
+    typed: the keys that the accepted overrides set, and the groups whose option they choose.
     """
 
     config: DictConfig | None
     problems: list[str]
     problems_of_files: list[str] = field(default_factory=list)
+    typed: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -184,7 +188,10 @@ def compose_node(
         if override in accepted
     ]
     hydra_keys.name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
-    return Node(config, problems, problems_of_files)
+    typed = {
+        key for override in accepted for key in keys_set(override.key_or_group, override.value())
+    }
+    return Node(config, problems, problems_of_files, typed)
 
 
 def composed_of(node: Node) -> Composed:
@@ -194,6 +201,8 @@ def composed_of(node: Node) -> Composed:
     problems_of_keys: dict[str, str] = {}
     choices = choices_of(node.config)
     config = in_range(resolve(node.config, problems_of_keys), problems_of_keys, choices)
+    off = switched_off(config, node.typed, choices)
+    config = with_values(config, off)
     # A required key whose value was refused is not refused again for having none.
     for key in [key for key in problems_of_keys if is_refused(key, node.problems)]:
         del problems_of_keys[key]
@@ -201,6 +210,7 @@ def composed_of(node: Node) -> Composed:
     return Composed(
         config=config,
         problems=_unique([*node.problems, *problems_of_keys.values()]),
+        notes=[f"{', '.join(off)}: a file's, without effect beside what was typed"] if off else [],
         choices=choices,
         overrides=hydra_keys.recorded(node.config.hydra),
         name=hydra_keys.name_in(node.config),
@@ -419,6 +429,8 @@ def set_value(
     key = key_named(name, config)
     # A free-form key takes any dictionary, and any key inside it is new to the schema.
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
+    if isinstance(value, dict) and key is not None and name == key.name and not is_free:
+        return [refused_keys.wrong_type(config, key, value)]
     if isinstance(value, dict) and value and not is_free:
         problems = []
         for part in value:

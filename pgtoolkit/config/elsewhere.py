@@ -37,6 +37,11 @@ class Theirs:
     differs: dict[str, str] = field(default_factory=dict)
 
     @property
+    def named(self) -> set[str]:
+        """The values that the cases name, as texts."""
+        return {value for _, here in self.cases if isinstance(here, dict) for value in here}
+
+    @property
     def typed(self) -> list[str]:
         """The overrides of all cases, such as `aggregation=token_mean` and `loss.epsilon_low`."""
         values = [here.values() if isinstance(here, dict) else [here] for _, here in self.cases]

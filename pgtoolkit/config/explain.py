@@ -104,7 +104,8 @@ def _meant(word: str, known: Known) -> list[Page]:
     """Return the pages on the keys and groups that the field calls so."""
     pages = []
     for name in FIELD_WORDS.get(word, ()):
-        pages += [page for page in known[name] if page.kind in ("key", "group", "word")][:1]
+        meant = [page for page in known[name] if page.kind in ("key", "group", "word")]
+        pages += sorted(meant, key=lambda page: page.kind == "word")[:1]
     return pages
 
 

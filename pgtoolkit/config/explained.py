@@ -96,7 +96,10 @@ def _words() -> Explained:
                 "type": word.type,
                 "see": f"docs/{word.see}" if word.see else "",
             }
-            yield [word.name, f"{word.name}s"], Page("word", f"{word.name}, {kind}", parts)
+            yield (
+                [word.name, f"{word.name}s", word.name.lower()],
+                Page("word", f"{word.name}, {kind}", parts),
+            )
 
 
 def _page_of_docs(see: str) -> str:

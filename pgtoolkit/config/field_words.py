@@ -39,14 +39,15 @@ _FIELD = {
         "eval eval_every eval_interval eval_freq eval_steps evaluate_every val_every test_freq"
     ),
     "loss.epsilon_low loss.epsilon_high": (
-        "clip clip_ratio clip_range cliprange clip_eps clip_epsilon eps_clip eps"
+        "clip clip_ratio clip_range cliprange clip_eps clip_epsilon eps_clip eps epsilon"
     ),
     "loss.epsilon_high": "eps_high eps_clip_high clip_high clip_higher clip_ratio_high",
     "loss.epsilon_low": "eps_low eps_clip_low clip_low clip_ratio_low",
+    "seed": "seeds",
     "optimizer.learning_rate": "actor_lr actor_learning_rate policy_lr policy_learning_rate",
     "critic.learning_rate": "critic_lr critic_learning_rate value_lr",
     "critic.clip": "value_clip",
-    "optimizer.warmup_steps": "warmup",
+    "optimizer.warmup_steps": "warmup warm_up",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "wd",
     "optimizer.max_grad_norm": "grad_clip gradient_clip clip_grad_norm max_norm grad_norm",

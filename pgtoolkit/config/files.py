@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import nearest, refusal, shell_path, shortest_path
+from pgtoolkit.system.report import near_path, nearest, refusal, shell_path, shortest_path
 from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
@@ -51,7 +51,7 @@ def sweep_file(name: str = "") -> Path:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
-    near = nearest(path.stem, shipped, 0.6)
+    near = nearest(path.stem, shipped, 0.6) or near_path(f"{path.with_suffix('')}.yaml")
     use = f"pgtk sweep {near or next(iter(shipped))}"
     if "=" in name:
         use = f"pgtk -m {name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import EnumMeta, StrEnum
 from types import MappingProxyType
@@ -299,6 +299,15 @@ def group_help(group: str) -> str:
     return Config.__dataclass_fields__[group].metadata["group"].help
 
 
+def with_required(choice: str, but: str = "") -> str:
+    """Return an override that chooses an option, with an example for each key of the option that
+    has no default; others are returned unchanged. but: such a key that gets a value elsewhere."""
+    schema = choice.replace("=", "/")
+    required = [key for key in KEYS if key.schema == schema and key.default == REQUIRED]
+    examples = [f"{key.name}={key.example or 'VALUE'}" for key in required if key.name != but]
+    return " ".join([choice, *examples])
+
+
 def option_help(group: str, name: str) -> str:
     """Return what an option is, in sentences.
 
@@ -322,6 +331,27 @@ def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | Non
         names.append(plain_value(config, OPTION_KEYS[group]))
     names.append(default_options()[group])
     return next(name for name in names if isinstance(name, str) and name in OPTIONS[group])
+
+
+def switched_off(
+    config: Config, typed: Collection[str], choices: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the default of each key that a file has set, and that has no effect beside a key or an
+    option that was typed.
+
+    typed: the keys, and the groups whose option was chosen. choices: see `default`.
+    """
+    values = {}
+    for key in keys_of(config):
+        is_typed = any(is_inside(name, key.name) for name in typed)
+        if is_typed or key.option or not key.only_if or holds(key.only_if, config):
+            continue
+        failing = {parts(single)[0] for single in singles(key.only_if) if not holds(single, config)}
+        usual = default(config, key.name, choices)
+        is_set = value_of(config, key.name) not in (usual, None)
+        if is_set and {*failing, *map(shown, failing)} & {*typed}:
+            values[key.name] = usual
+    return values
 
 
 def ignored(c: Config, report: Report, group: str = "") -> None:
@@ -354,7 +384,7 @@ def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) 
     decisive = parts(failing)[0]
     got = text(value_of(c, decisive))
     remedies = key.use.split(" and ") if key.use else []
-    use = remedies[place] if place < len(remedies) else in_words(failing)
+    use = with_required(remedies[place] if place < len(remedies) else in_words(failing))
     if key.stands_for:
         use = f"{key.group}={value_of(c, key.name)}"
     name = shown(key.name)

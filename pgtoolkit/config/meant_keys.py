@@ -13,22 +13,31 @@ from pgtoolkit.config.conditions import holds, singles
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as, option_called
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL
-from pgtoolkit.config.keys import KEYS, fits, in_words, is_own_code, key_named, keys_of
+from pgtoolkit.config.keys import (
+    KEYS,
+    fits,
+    in_words,
+    is_own_code,
+    key_named,
+    keys_of,
+    with_required,
+)
 from pgtoolkit.config.meant_values import ALSO_CALLED as VALUES_ALSO_CALLED
 from pgtoolkit.config.meant_values import (
     FALSE_WORDS,
     NOTHING_WORDS,
     TRUE_WORDS,
     readings,
+    typed,
     value_meant,
     values_meant,
     without_typography,
 )
+from pgtoolkit.config.named_values import named_value
 from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.their_values import named_value
-from pgtoolkit.system.declared import REQUIRED, Key
+from pgtoolkit.system.declared import Key
 from pgtoolkit.system.report import nearest, text
 
 OPTIONS_ALSO_CALLED = {
@@ -63,18 +72,6 @@ _TAKES_PATH = {
 """Group -> the overrides for a path or an address in the place of an option."""
 
 
-def typed(name: str, value: object) -> str:
-    """Return an override in the spelling of a shell."""
-    is_texts = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
-    if isinstance(value, list) and is_texts:
-        quoted = ",".join(f'"{part}"' for part in value)
-        return f"'{name}=[{quoted}]'"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./:$+@%*{}-]+", value, re.ASCII):
-        escaped = value.replace("'", "\\'")
-        return f"\"{name}='{escaped}'\""
-    return f"{name}={text(value)}"
-
-
 def spelled(name: str) -> str:
     """Return a name of a key as ours are spelled: small letters, underscores, single dots."""
     name = re.sub(r"[/:@]|\[(?=\w)", ".", without_typography(name)).replace("]", "")
@@ -87,25 +84,18 @@ def with_value(config: DictConfig, key: Key, value: object) -> str:
     configuration: its option if another is chosen, and what it needs to act."""
     default = default_in(config, key.name)
     if key_named(key.name, config) is None:
-        default = key.default if isinstance(key.default, str | int | float | list) else None
+        default = key.default if isinstance(key.default, str | int | float | list | dict) else None
     if default is None and not fits(key, None):
         default = key.example or "VALUE"
     fitting = any(fits(key, reading) for reading in readings(key, value))
     several = None if fitting else values_meant(key, value)
     if several is not None and key_named(key.name, config) is not None:
-        needs_quotes = "(" in several
-        return (
-            f"pgtk -m '{key.name}={several}'" if needs_quotes else f"pgtk -m {key.name}={several}"
-        )
+        quoted = f"'{key.name}={several}'" if "(" in several else f"{key.name}={several}"
+        return " ".join(["pgtk -m", *_needed(config, key), quoted])
     better = value_meant(key, value, default)
     parts = []
     if key_named(key.name, config) is None:
-        parts.append(key.schema.replace("/", "="))
-        parts += [
-            f"{other.name}={other.example or 'VALUE'}"
-            for other in KEYS
-            if other.schema == key.schema and other.default == REQUIRED and other.name != key.name
-        ]
+        parts.append(with_required(key.schema.replace("/", "="), key.name))
     if better not in (None, default):
         parts += _needed(config, key)
     return " ".join([*parts, typed(key.name, better)])
@@ -122,7 +112,7 @@ def _needed(config: DictConfig, key: Key) -> list[str]:
         for single, remedy in zip(conditions, remedies, strict=False)
         if not holds(single, config)
     ]
-    return [_SWITCHED_ON["kl"] if remedy == "kl=k3" else remedy for remedy in needed]
+    return [_SWITCHED_ON["kl"] if remedy == "kl=k3" else with_required(remedy) for remedy in needed]
 
 
 def overrides_meant(
@@ -137,10 +127,11 @@ def overrides_meant(
     if known.startswith("hydra."):
         return None
     group = known.partition(".")[0]
-    key = key_named(known, config)
+    ending = known.rpartition(".")[2]
+    key = key_named(known, config) or key_named(known.rpartition(".")[0], config)
     if known in groups:
         return option_meant(config, known, value, groups)
-    if key is not None and key.name == known:
+    if key is not None and known in (key.name, f"{key.name}.{ending}"):
         return with_value(config, key, value)
     if group in groups and text(value) in groups[group] and known == f"{group}.{group}":
         return f"{group}={text(value)}"
@@ -150,7 +141,6 @@ def overrides_meant(
     of_options = _likeliest(config, [key for key in KEYS if key.name == known])
     if of_options is not None:
         return with_value(config, of_options, value)
-    ending = known.rpartition(".")[2]
     if group in groups:
         of_group = [key for key in keys_of(config) if key.group == group and not key.option]
         near = nearest(ending, [key.leaf for key in of_group], 0.85)
@@ -316,7 +306,7 @@ def option_meant(
     """Return the overrides that a user most likely meant by an option that a group does not have,
     else by its default."""
     names = list(groups[group])
-    several = _several(value, names)
+    several = _several(group, value, names)
     if len(several) > 1:
         return f"pgtk -m {group}={','.join(several)}"
     word = text(several[0] if several else value)
@@ -370,15 +360,16 @@ def _own_task(path: str) -> str:
     return f"task=prompts task.path=FILE task.verifier={path}"
 
 
-def _several(value: object, names: list[str]) -> list[str]:
+def _several(group: str, value: object, names: list[str]) -> list[str]:
     """Return the options in a list, a text with several names, or a pattern; empty for one word."""
     usable = [name for name in names if name != "custom"]
     if isinstance(value, list):
-        return [text(part) for part in value]
+        parts = [text(part) for part in value]
+        meant = [part if is_own_code(group, part) else nearest(part, names, 0.6) for part in parts]
+        return [part for part in meant if part is not None]
     word = text(value).strip()
-    if word.lower() in ("all", "any") or (
-        re.search(r"[*?]", word) and not re.search(r"[\s.]", word)
-    ):
+    is_pattern = re.search(r"[*?]", word) and not re.search(r"[\s.]", word) and word != "???"
+    if word.lower() in ("all", "any") or is_pattern:
         pattern = re.sub(r"glob\((.*)\)", r"\1", word)
         return fnmatch.filter(usable, "*" if word.lower() in ("all", "any") else pattern)
     parts = [part for part in re.split(r"[\s,;|+&]+", word.strip("()[]{}")) if part]

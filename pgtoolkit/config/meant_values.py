@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator
 
 from pgtoolkit.config.keys import fits
@@ -81,6 +82,18 @@ def without_typography(word: str) -> str:
     return "".join(_TYPOGRAPHIC.get(character, character) for character in word)
 
 
+def typed(name: str, value: object) -> str:
+    """Return an override in the spelling of a shell."""
+    is_texts = isinstance(value, list) and value and all(isinstance(part, str) for part in value)
+    if isinstance(value, list) and is_texts:
+        quoted = ",".join('"' + part.replace('"', '\\"') + '"' for part in value)
+        return shlex.quote(f"{name}=[{quoted}]")
+    if isinstance(value, str) and not re.fullmatch(r"[\w./:$+@%*{}-]+", value, re.ASCII):
+        escaped = value.replace("'", "\\'")
+        return f"\"{name}='{escaped}'\""
+    return f"{name}={text(value)}"
+
+
 def value_meant(key: Key, value: object, default: object) -> object:
     """Return the value that a key takes and that is most likely meant by another one, else the
     default of the key."""
@@ -113,11 +126,14 @@ def values_meant(key: Key, value: object) -> str | None:
 def readings(key: Key, value: object) -> Iterator[object]:
     """Yield what a value may mean as one of a key, the likeliest first; not all are allowed."""
     kind = key.type.partition(" | ")[0]
+    if isinstance(value, dict) and kind != "Dictionary":
+        return
     if isinstance(value, list):
         if kind.startswith("list"):
             entry = _number_type(kind)
             yield [
-                next(_numbers(text(part), entry), part) if entry else text(part) for part in value
+                next(_numbers(text(part), entry), part) if entry else text(part)
+                for part in _without_lists_inside(value)
             ]
         elif len(value) == 1:
             yield from readings(key, value[0])
@@ -128,10 +144,11 @@ def readings(key: Key, value: object) -> Iterator[object]:
     if kind.startswith("list"):
         entry = _number_type(kind)
         parts = [part.strip() for part in re.split(r"[,;|]", word) if part.strip()]
-        yield [next(_numbers(part, entry), part) if entry else part for part in parts]
+        if parts:
+            yield [next(_numbers(part, entry), part) if entry else part for part in parts]
         return
     lowered = word.lower()
-    if key.type.endswith("| None") and lowered in NOTHING_WORDS:
+    if key.type.endswith("| None") and word and lowered in NOTHING_WORDS:
         yield None
     if kind in ("bool", "AutoOrBool"):
         yield from [True for word in TRUE_WORDS if lowered == word]
@@ -147,8 +164,17 @@ def readings(key: Key, value: object) -> Iterator[object]:
     if number is not None:
         yield from _with_unit(lowered, key.leaf, number)
         yield from _numbers(lowered, number)
-    if kind == "str" and not key.names:
+    if kind == "str" and not key.names and word and value is not None:
         yield word
+
+
+def _without_lists_inside(values: list) -> Iterator[object]:
+    """Yield the entries of a list, and those of the lists in it; dictionaries are left out."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _without_lists_inside(value)
+        elif not isinstance(value, dict):
+            yield value
 
 
 def _number_type(kind: str) -> type | None:

@@ -160,7 +160,7 @@ def unresolvable(key: str, value: object, error: Exception, better: str = "VALUE
 
 def empty_text(key: Key, default: object) -> str:
     """Refuse a text without a character. default: the key's."""
-    better = default if default or key.type.endswith("| None") else "VALUE"
+    better = default if default or key.type.endswith("| None") else key.example or "VALUE"
     return refusal(
         setting=f"{key.name}=",
         needs="a text that is not empty",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from omegaconf import DictConfig
 
 from pgtoolkit.config.elsewhere import known_as
@@ -120,8 +120,10 @@ def _as_sweep_or_one(override: Override, config: DictConfig, groups: Groups) -> 
     name = override.key_or_group.removeprefix("hydra.sweeper.params.")
     written = as_typed(override).partition("=")[2]
     as_sweep = f"pgtk -m {typed_sweep(name, written)}"
-    if name in groups or name.startswith("hydra"):
+    if name.startswith("hydra"):
         return [as_sweep]
+    if name in groups:
+        return [option_meant(config, name, written.split(","), groups)]
     key = key_named(name, config) or next((key for key in KEYS if key.name == name), None)
     if key is None or key.name != name:
         values = [part.strip() for part in written.strip("[]()").split(",")]
@@ -135,19 +137,36 @@ def _as_sweep_or_one(override: Override, config: DictConfig, groups: Groups) -> 
     if "(" in written:
         return [as_sweep]
     one = value_meant(key, written, None)
-    values = [value_meant(key, part, None) for part in written.split(",")]
-    do_all_fit = all(
-        fits(key, value) and (value is not None or key.type.endswith("None")) for value in values
-    )
     if key.type.startswith("list"):
         return [with_value(config, key, written)]
     if key.type.startswith("str") and not key.names:
         quoted = with_value(config, key, written)
         return [quoted] if Path(written).exists() else [as_sweep, f"{quoted} for one value"]
-    if one is None or "," not in written:
-        return [as_sweep]
-    single = with_value(config, key, one)
-    return [as_sweep, f"{single} for one number"] if do_all_fit else [single]
+    single = with_value(config, key, written if one is None else one)
+    fitting = _fitting(key, override)
+    if one is not None and len(fitting) < written.count(",") + 1:
+        return [single]
+    if len(fitting) < 2:
+        return [with_value(config, key, "".join(fitting))]
+    as_sweep = as_sweep.replace(written, ",".join(fitting))
+    return [as_sweep] if one is None else [as_sweep, f"{single} for one number"]
+
+
+def _fitting(key: Key, override: Override) -> list[str]:
+    """Return those of several values that a key takes or may mean, as they are to be typed."""
+    several = override.value()
+    assert isinstance(several, ChoiceSweep)  # a range is handled before
+    written = as_typed(override).partition("=")[2].split(",")
+    fitting = []
+    for word, value in zip(written, several.list, strict=True):
+        meant = value_meant(key, word, _NOTHING)
+        if meant is not _NOTHING:
+            fitting.append(word if fits(key, value) else text(meant))
+    return fitting
+
+
+_NOTHING = object()
+"""What no key takes."""
 
 
 def typed_sweep(name: str, values: str) -> str:

@@ -15,10 +15,9 @@ from pgtoolkit.config.meant_keys import (
     option_meant,
     overrides_meant,
     spelled,
-    typed,
     with_value,
 )
-from pgtoolkit.config.meant_values import without_typography
+from pgtoolkit.config.meant_values import typed, without_typography
 from pgtoolkit.config.overrides import PROGRAMS
 from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.schema import default_options
@@ -140,11 +139,9 @@ def _use_for_one(part: str, config: DictConfig, groups: Mapping[str, Sequence[st
 
 
 def elsewhere(name: str) -> str:
-    """Return the command that explains the name of another trainer or a word of the field, else the
-    page of help."""
-    leaf = name.rpartition(".")[2]
-    return (
-        f"pgtk explain {leaf}"
-        if leaf and (known_as(leaf) or leaf in FIELD_WORDS)
-        else "pgtk --help"
-    )
+    """Return the command that explains the name of another trainer or a word of the field, or the
+    group of a key; else the page of help."""
+    group, _, leaf = name.rpartition(".")
+    if leaf and (known_as(leaf) or leaf in FIELD_WORDS):
+        return f"pgtk explain {leaf}"
+    return f"pgtk explain {group}" if group in default_options() else "pgtk --help"

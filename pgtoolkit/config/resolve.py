@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.keys import default, fits, help_of, key_named, keys_of, values_in_words
-from pgtoolkit.config.meant_values import value_meant
+from pgtoolkit.config.meant_values import typed, value_meant
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.records import plain
@@ -59,7 +59,7 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
                 needs=values_in_words(key),
                 got=value,
                 reason=key.help or "Every key has a type.",
-                use=f"{key.name}={text(value_meant(key, value, better))}",
+                use=typed(key.name, value_meant(key, value, better)),
             )
             problems.setdefault(key.name, problem)
         values[key.name] = better

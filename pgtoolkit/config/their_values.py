@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.elsewhere import OVERRIDE, Theirs, known_as, tables
+from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.translate_file import TheirConfig, Unread, value_of
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
@@ -17,7 +17,7 @@ from pgtoolkit.tasks.settings import is_data_set_name
 NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
 """What is raised where a formula has no value."""
 
-_FORMULA = re.compile(r"\{([^}]*)\}")
+FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
 _FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
@@ -95,60 +95,12 @@ class TheirValues:
             except NO_VALUE:
                 return formula[1]
 
-        return _FORMULA.sub(value, reason)
+        return FORMULA.sub(value, reason)
 
     def overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
         """Return what is to be typed; a key alone takes the value of the row's."""
         overrides = {}
         for key, written in OVERRIDE.findall(typed):
-            filled = _FORMULA.sub(lambda found: text(self.evaluated(found[1])), written)
+            filled = FORMULA.sub(lambda found: text(self.evaluated(found[1])), written)
             overrides[key] = (filled if row is None or written else self.evaluated(row.name), row)
         return overrides
-
-
-def named_value(name: str, value: object) -> dict[str, object] | None:
-    """Return our keys with their values for a value of theirs that their table names, or for a key
-    that is a number in what stands for another one, beside their defaults; {} where that value has
-    no equal. None where no table names the value.
-
-    name: with or without the sections of that trainer.
-    """
-    has_no_equal = False
-    for full_name, row in known_as(name):
-        if not f".{full_name}".endswith(f".{name}") and not name.endswith(f".{full_name}"):
-            continue
-        values = TheirValues(TheirConfig(tables()[row.trainer], {full_name: value}))
-        try:
-            found = _named(values, row, text(value))
-        except NO_VALUE:
-            named = [here for _, here in row.cases if isinstance(here, dict)]
-            has_no_equal |= any(text(value) in here for here in named)
-            continue
-        if found:
-            return found
-    return {} if has_no_equal else None
-
-
-def _named(values: TheirValues, row: Theirs, value: str) -> dict[str, object]:
-    """Return what is typed for a value that the cases of a row name; {} for any other, and where
-    there is nothing to type. Raises LookupError where it follows from further keys, too."""
-    owner = values.theirs.table.rows[row.see] if row.see else row
-    typed = "" if owner.acts and not values.evaluated(owner.acts) else values.case(owner)
-    is_named = any(isinstance(here, dict) and here.get(value) == typed for _, here in row.cases)
-    if not row.see and not is_named:
-        return {}
-    overrides: dict[str, object] = {}
-    for key, written in OVERRIDE.findall(typed):
-        formula = _FORMULA.fullmatch(written)
-        is_of_this = formula is not None and row.name.endswith(f".{formula[1].rpartition('.')[2]}")
-        if formula is None and "{" not in written and not row.see:
-            overrides[key] = written
-        elif formula is not None and (is_of_this or not row.see):
-            if not re.fullmatch(r"[\w.]+", formula[1]):
-                raise LookupError(row.name)
-            other = values.theirs.table.row(formula[1])
-            if other is None or not other.keys:  # else it has its own override
-                overrides[key] = values.evaluated(formula[1])
-    if None in overrides.values():
-        raise LookupError(row.name)
-    return overrides

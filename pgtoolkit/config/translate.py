@@ -6,6 +6,9 @@ that the file sets to another value than their default is listed with its reason
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import default, key_named
@@ -28,20 +31,19 @@ class Translation:
         self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
         self.lacking: list[str] = []
-        table = theirs.table
         self._values = TheirValues(theirs)
         if self._values.names.get("processes") == 1 and "num_processes" not in theirs.values:
             theirs.assumed.append("1 process trains: --processes N says another number")
-        self._first = self._values.overrides(table.content["first"])
+        self._first = self._values.overrides(theirs.table.content["first"])
         self.typed = dict(self._first)
         given: dict[str, list[str]] = {}
         for name in theirs.values:
-            row = table.row(name)
+            row = theirs.table.row(name)
             if row is not None and row.cases and row.name != name:
                 self._leave(row, [name], row.reason or f"it has no equal beside {row.name}")
             elif row is not None:
                 given.setdefault(row.see or row.name, []).append(name)
-        for row in table.rows.values():
+        for row in theirs.table.rows.values():
             self._translate(row, given.get(row.name, []))
 
     def _translate(self, row: Theirs, given: list[str]) -> None:
@@ -52,7 +54,10 @@ class Translation:
                 reason = row.reason or "it does nothing beside the other keys"
                 self._leave(row, given, reason, True)
                 return
-            self.typed |= self._values.overrides(self._values.case(row), row)
+            typed = self._values.overrides(self._values.case(row), row)
+            self.typed |= typed
+            idle = [name for name in given if self._is_idle(row, name, typed)]
+            self._leave(row, idle, "it does nothing beside the other keys", True)
             for condition, sentence in row.differs.items():
                 if self._values.evaluated(condition):
                     self.differing.append(f"{self.shown(row.name)}: {sentence}")
@@ -61,6 +66,19 @@ class Translation:
             self._leave(row, given or [row.name], reason)
         except NO_VALUE:
             self._leave(row, given or [row.name], row.reason or "it has no such value")
+
+    def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
+        """Return whether a key of a row is not read beside the other keys: with another value, also
+        one that is no number, what is typed would be the same."""
+        value = self._values.of[name]
+        if name == row.name and text(value) in row.named:
+            return False
+        another = not value if isinstance(value, bool) else "another"
+        values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
+        with contextlib.suppress(*NO_VALUE):
+            acts = not row.acts or values.evaluated(row.acts)
+            return acts and values.overrides(values.case(row), row) == typed
+        return False
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""

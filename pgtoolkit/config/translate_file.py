@@ -13,7 +13,7 @@ from typing import Any
 from pgtoolkit.config.elsewhere import Table, flat, tables
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import near_path, refusal
 from pgtoolkit.system.yaml_text import plain_yaml
 
 
@@ -51,7 +51,8 @@ def read(path: Path) -> TheirConfig:
         raise as_storage_error(error) from error
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         needs = "a configuration of TRL's GRPO or of verl's PPO"
-        use = f"{needs}: YAML, JSON, .sh, .py or .ipynb"
+        near = None if path.exists() else near_path(path)
+        use = f"pgtk translate {near}" if near else f"{needs}: YAML, JSON, .sh, .py or .ipynb"
         reason = f"It is none: {error}."
         raise ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use)) from None
 
@@ -77,9 +78,14 @@ def _keys(values: Any) -> TheirConfig:
     for what, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
             raise ValueError(what)
-    if not {*tables()["TRL"].content["signs"]} & {*values}:
+    config = _config("TRL", values)
+    if {*config.table.content["signs"]} & {*values}:
+        return config
+    is_loss = values.get("loss_type", "grpo") in config.table.rows["loss_type"].named
+    if not (is_loss and {*config.table.content["shared"]} & {*values}):
         raise ValueError("it has no key of GRPO, such as num_generations")
-    return _config("TRL", values)
+    config.assumed.append("it is of GRPO: it has no key that GRPO alone has")
+    return config
 
 
 def _script(content: str) -> TheirConfig:

@@ -79,4 +79,5 @@ def validated(composed: Composed, rules: Sequence[Check] = RULES) -> tuple[Confi
         return None, Report([*composed.problems])
     config, report = validate(composed.config, composed.choices, rules)
     report.problems[:0] = composed.problems
+    report.notes[:0] = composed.notes
     return config, report

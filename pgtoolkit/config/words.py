@@ -18,6 +18,7 @@ from pgtoolkit.config.words_of_files import (
     PARAMETERS_OF_LOSSES,
     PARAMETERS_OF_VERL,
 )
+from pgtoolkit.config.words_of_reports import OF_COMPARISONS, OF_THE_FIELD, STATES
 
 OF_EQUATIONS = (
     Word(
@@ -229,7 +230,9 @@ HYDRA = (
 """The keys of Hydra that act here, besides those of the launchers' and sweepers' files."""
 
 KINDS = {
-    "a word of these pages": (*OF_EQUATIONS, *OF_CODE),
+    "a word of these pages": (*OF_EQUATIONS, *OF_CODE, *OF_THE_FIELD),
+    "a word of comparisons": OF_COMPARISONS,
+    "the state of a run": STATES,
     "a file of a run directory": FILES,
     "a file of a checkpoint": OF_CHECKPOINTS,
     "an environment variable": VARIABLES,

@@ -104,7 +104,7 @@ def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:
     occupied = occupied_by_rollouts(getattr(run.config.rollout, "save_path", None))
     if occupied is not None:
         run.report.problems.append(occupied)
-    if not run.report.problems:
+    if not run.report.is_refused:
         announce(run.config)
     check_machine(run.config, run.report)
     return run
@@ -122,7 +122,7 @@ def check_job(sweep: Sweep, overrides: list[str], number: int) -> PlannedRun:
     run = check_run(sweep.config.compose_job(overrides, number), overrides)
     if run.composed.config is None:
         return run
-    if not run.report.problems:
+    if not run.report.is_refused:
         announce(run.config, sweep.announced)
     _check_machine_of_job(sweep, run)
     if sweep.has_folder and run.composed.directory is not None and not run.report.problems:

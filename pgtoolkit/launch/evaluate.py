@@ -281,7 +281,7 @@ def _check(config: Config) -> list[str]:
     _, report = validate(config, rules=(ignored, run.model, evaluated, sampler.sampler))
     # The rules of training must not look at the prompts of the task, and nothing is tracked.
     untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})
-    if not report.problems:
+    if not report.is_refused:
         announce(untrained)
     check_machine(untrained, report)
     if report.problems:

@@ -123,7 +123,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     folder = run_dir if step is None else _check_branch(run, run_dir, step, folder_overrides)
     rank = joined()
     is_first = rank is None or rank.number == 0
-    if not run.report.problems and is_first:
+    if not run.report.is_refused and is_first:
         announce(run.config)
     check_machine(run.config, run.report)
     if run.report.problems:
@@ -226,7 +226,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     run = check_run(compose(args.overrides), args.overrides)
     rank = joined()
     if run.composed.config is not None and (rank is None or rank.number == 0):
-        if not run.report.problems:
+        if not run.report.is_refused:
             announce(run.config)
         check_machine(run.config, run.report)
     if run.report.problems:

@@ -22,7 +22,7 @@ from pgtoolkit.runs.history import trained_with
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
 from pgtoolkit.system.plain_files import JsonObject, refuse_links
-from pgtoolkit.system.report import say, shell_path
+from pgtoolkit.system.report import near_path, say, shell_path
 
 SWEEPS = Path("outputs/sweeps")
 """The folder of sweeps, below the directory that they were started from."""
@@ -197,6 +197,8 @@ def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
         got = "a folder without runs"
     else:
         got = "no such folder"
+        near = near_path(path)
+        use_instead = shell_path(near) if near and os.path.isdir(near) else use_instead
     similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
     if similar:
         use_instead = " or ".join(folder.name for folder in similar[:3])

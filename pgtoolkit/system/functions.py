@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,7 @@ def import_function(
     arguments: Sequence[str] | None = (),
     keywords: Sequence[str] = (),
     options: Sequence[str] = (),
+    reads: Collection[str] = (),
 ) -> Callable:
     """Return the function or class at `package.module.name`; the module may be a file of the
     current directory.
@@ -53,12 +54,13 @@ def import_function(
     arguments, keywords: names of the arguments that it will be called with; None: the caller checks
         its parameters.
     options: other values that the key may have.
+    reads: names of parameters, of which a function for this key has one.
     Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
     module = _import_or_refuse(key, path, options)
     function = getattr(module, path.rpartition(".")[2], None)
     if not callable(function):
-        raise ConfigError(_not_in_module(key, path, module))
+        raise ConfigError(_not_in_module(key, path, module, arguments, keywords, reads))
     if arguments is not None:
         _check_call(key, path, function, arguments, keywords)
     return function
@@ -127,8 +129,19 @@ def _line_of_user(error: BaseException) -> str | None:
     )
 
 
-def _not_in_module(key: str, path: str, module: ModuleType) -> str:
-    """Return the refusal of a name that is no function or class of its module."""
+def _not_in_module(
+    key: str,
+    path: str,
+    module: ModuleType,
+    arguments: Sequence[str] | None,
+    keywords: Sequence[str],
+    reads: Collection[str],
+) -> str:
+    """Return the refusal of a name that is no function or class of its module.
+
+    The name of another one of the module is proposed: a similar one, else one that can be called
+    with these arguments, or that has a parameter which is read.
+    """
     module_name, _, name = path.rpartition(".")
     kind = kind_of(key)
     value = getattr(module, name, None)
@@ -144,9 +157,31 @@ def _not_in_module(key: str, path: str, module: ModuleType) -> str:
         reason = (
             f"A library has a module {module_name}, which hides {spec.origin}: rename that file."
         )
-    near = nearest(name, names, 0.6) or kind
+    usable = [
+        other
+        for other in names
+        if _may_be_called(getattr(module, other), arguments, keywords, reads)
+    ]
+    near = nearest(name, names, 0.6) or nearest(name, usable or names, 0) or kind
     needs = f"a {kind} in the module {module_name}"
     return refusal(f"{key}={path}", needs, got, reason, f"{key}={module_name}.{near}")
+
+
+def _may_be_called(
+    function: Callable,
+    arguments: Sequence[str] | None,
+    keywords: Sequence[str],
+    reads: Collection[str],
+) -> bool:
+    """Return whether a function or class takes these arguments, and has a parameter that is read;
+    a class may have any."""
+    try:
+        signature = inspect.signature(function)
+        if arguments is not None:
+            signature.bind(*arguments, **dict.fromkeys(keywords))
+    except (TypeError, ValueError):
+        return False
+    return isinstance(function, type) or not reads or bool({*reads} & {*signature.parameters})
 
 
 def _check_call(

@@ -55,7 +55,9 @@ class PointerFile(ValueError):
 
 def refusal(path: str, needs: str, got: str, reason: str) -> str:
     """Return the refusal of a model that cannot be used."""
-    return report.refusal(f"model.path={path}", needs, got, reason, "model.path=FOLDER")
+    near = None if os.path.exists(path) else report.near_path(path)
+    use = f"model.path={near or 'FOLDER'}"
+    return report.refusal(f"model.path={path}", needs, got, reason, use)
 
 
 @contextlib.contextmanager

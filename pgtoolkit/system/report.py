@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -46,6 +47,17 @@ class Report:
     ) -> None:
         """Refuse the value of a key, and propose another value of it."""
         self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there are problems beside those of what this machine lacks."""
+        return not {*self.problems} <= {*self.lacking}
+
+    def concerns(self, *groups: str) -> bool:
+        """Return whether a problem is with one of these keys, or with a key or an option of one of
+        these groups."""
+        beginning = re.compile(rf"(?:{'|'.join(groups)})\b")
+        return any(beginning.match(problem) for problem in self.problems)
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
@@ -150,6 +162,22 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
     if best is None or similarity(best) < at_least:
         return None
     return best
+
+
+def near_path(path: str | Path) -> str | None:
+    """Return the path of a file or folder with a similar name, for one where there is nothing;
+    None if nothing in its folder is similar."""
+    folder, name = os.path.split(os.path.expanduser(path).rstrip("/"))
+    if folder and not os.path.isdir(folder):
+        folder = near_path(folder) or ""
+        if not os.path.isdir(folder):
+            return None
+        if os.path.exists(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    with contextlib.suppress(OSError):
+        near = nearest(name, filter(lambda other: other[0] != ".", os.listdir(folder or ".")), 0.7)
+        return near and os.path.join(folder, near)
+    return None
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.plain_files import json_object
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.tasks.hub_data import hub_files
 from pgtoolkit.tasks.settings import is_data_set_name
 
@@ -30,7 +30,16 @@ UNUSED_TOOLS = (
     "Describe them in a system message, and remove the column"
 )
 
-_COLUMNS_OF_PROMPTS = ("messages", "question", "problem", "query", "instruction", "input", "text")
+_COLUMNS_OF_PROMPTS = (
+    "prompt",
+    "messages",
+    "question",
+    "problem",
+    "query",
+    "instruction",
+    "input",
+    "text",
+)
 _COLUMNS_OF_ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
 """Names of columns in others' files, those that are likelier first."""
 
@@ -223,13 +232,13 @@ class _PromptReader:
         try:
             question = _prompt(_value(row, self.prompt_field))
         except ValueError as error:
-            column = _likely(_COLUMNS_OF_PROMPTS, names)
+            column = _likely(self.prompt_field, _COLUMNS_OF_PROMPTS, names)
             use = "" if self.prompt_field in names else f". Use task.prompt_field={column}"
             self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}{use}")
         try:
             answer = _answer(_value(row, self.answer_field), self.answer_pattern)
         except ValueError as error:
-            column = _likely(_COLUMNS_OF_ANSWERS, names)
+            column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
             use = "" if self.answer_field in names else f". Use task.answer_field={column}"
             self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")
         if question is None or answer is None:
@@ -260,9 +269,11 @@ def notes_on_columns(
     ]
 
 
-def _likely(known: Sequence[str], names: Sequence[str]) -> str:
-    """Return the first of the known names that a file has, or a word in its place."""
-    return next((name for name in known if name in names), "COLUMN")
+def _likely(typed: str, known: Sequence[str], names: Sequence[str]) -> str:
+    """Return the name that a file has and that is similar to the typed one, else the first of the
+    known names that it has, or a word in its place."""
+    near = nearest(typed, names, 0.6)
+    return near or next((name for name in known if name in names), "COLUMN")
 
 
 def _value(row: RawRow, column: str) -> object:

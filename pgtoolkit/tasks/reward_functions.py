@@ -18,7 +18,7 @@ from pgtoolkit.errors import DataError, first_line
 from pgtoolkit.system.functions import import_function
 from pgtoolkit.system.own_end import OwnEnd
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
-from pgtoolkit.tasks.signatures import signature_of
+from pgtoolkit.tasks.signatures import OF_A_BATCH, OF_VERL, SINGLE, signature_of
 
 UNREACHABLE = "unreachable"
 """The kind of failure of a function whose server cannot be reached."""
@@ -111,7 +111,7 @@ class RewardFunction:
 
     def __init__(self, key: str, path: str):
         self.setting = f"{key}={path}"
-        self._function = import_function(key, path, None)
+        self._function = import_function(key, path, None, reads={*SINGLE, *OF_A_BATCH, *OF_VERL})
         self.signature = signature_of(self.setting, self._function)
 
     def __call__(

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import program, shortest_path
 from pgtoolkit.tracking.store import VIEW, jobs_of_sweep, view_of
-from pgtoolkit.tracking.store_address import absolute_uri
+from pgtoolkit.tracking.store_address import DEFAULT_STORE, absolute_uri
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """The default address of `mlflow server`."""
@@ -33,7 +33,7 @@ def ui_command(uri: str | None) -> str | None:
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
-    if uri == absolute_uri(None):
+    if uri == absolute_uri(None) == absolute_uri(DEFAULT_STORE):
         return pgtk_command("ui")
     path = uri.removeprefix("sqlite:///")
     store = redact(uri) if path == uri else f"sqlite:///{shortest_path(path)}"

@@ -393,7 +393,8 @@ def test_a_label_of_the_user_names_its_configuration_in_tables_and_pictures(swee
 def test_a_label_of_an_unknown_value_is_refused(sweep, capsys):
     message = refusal(capsys, "compare", sweep, "--label=loss=gsop=ours")
     assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in message
-    assert "These are loss=grpo, loss=gspo." in message
+    assert "These are loss=grpo, loss=gspo. Use --label loss=gspo=ours." in message
+    assert "Use --label loss=grpo=mine." in refusal(capsys, "compare", sweep, "--label=grpo=mine")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from builders.refusals import refusal
 from pgtoolkit.cli import main
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.hydra_files import forget_files
-from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.check import check, notes, problems
 
 GLOBAL = "# @package _global_\n"
 
@@ -25,6 +25,52 @@ def write(files: dict[str, str]) -> None:
 @pytest.fixture(autouse=True)
 def current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        ("check sweep mysweep", "pgtk sweep mysweep.yaml"),
+        ("sweep mysweeep.yaml", "pgtk sweep mysweep.yaml"),
+        ("check sweep clip_rnge", "pgtk sweep clip_range"),
+        ("doctor outputs/frist", "outputs/first"),
+        ("compare outptus/first", "outputs/first"),
+        ("resume outputs/frist", "outputs/first"),
+        ("translate mysweeep.yaml", "pgtk translate mysweep.yaml"),
+        ("check --config-dir=outptus", "--config-dir=outputs"),
+    ],
+)
+def test_a_path_where_nothing_is_is_answered_by_the_similar_one_that_exists(capsys, words, use):
+    write({"mysweep.yaml": "", "outputs/first/status.txt": ""})
+    assert refusal(capsys, *shlex.split(words)).strip().endswith(f" Use {use}.")
+
+
+EVALUATED = """
+defaults: [override /kl: k3]
+kl: {coefficient: 0.05, reference: initial}
+evaluation: {every: 5, sets: {longer: {num_digits: 8}}, completions_per_prompt: 8}
+"""
+
+
+def test_what_a_file_sets_and_a_typed_choice_switches_off_is_left_out_with_a_note(monkeypatch):
+    write({"mine/experiment/long.yaml": GLOBAL + EVALUATED})
+    monkeypatch.setenv("PGTK_CONFIG_DIR", "mine")
+    checked = check(["experiment=long", "evaluation.every=0"])
+    assert problems(checked) == []
+    assert checked.config.evaluation.sets == {}
+    assert checked.config.kl.coefficient == 0.05
+    off = "evaluation.completions_per_prompt, evaluation.sets"
+    assert f"{off}: a file's, without effect beside what was typed" in notes(checked)
+
+    typed = ["experiment=long", "evaluation.max_completion_length=9", "kl=none"]
+    checked = check(typed)
+    assert problems(checked) == []
+    assert checked.config.evaluation.sets == {"longer": {"num_digits": 8}}
+    off = "kl.coefficient, kl.reference"
+    assert f"{off}: a file's, without effect beside what was typed" in notes(checked)
+    # What was typed itself is refused, as ever.
+    (problem,) = problems(check([*typed, "kl.coefficient=0.1"]))
+    assert problem.startswith("kl.coefficient=0.1 needs kl other than none")
 
 
 @pytest.mark.parametrize("variable", [None, "mine"])

@@ -13,8 +13,9 @@ from builders.refusals import refusal
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.elsewhere import tables
 from pgtoolkit.config.translate import Translation
-from pgtoolkit.config.translate_file import read
+from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.config.validate import validated
 from pgtoolkit.system.report import text
@@ -102,6 +103,11 @@ TRL = [
     ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
     ({"max_steps": 55}, {"trainer.max_steps": 55, "num_train_epochs": None}),
     ({}, {"num_train_epochs": "left"}),
+    ({"max_prompt_length": 512}, {"max_prompt_length": "left"}),
+    # What does nothing beside the other keys is listed, but not what their program derived itself.
+    ({"lora_r": 4, "dataset_test_split": "dev"}, {"lora_r": "left", "dataset_test_split": "left"}),
+    ({"use_bias_correction_kl": False}, {"use_bias_correction_kl": "left", "kl": "none"}),
+    ({"steps_per_generation": 1}, {"steps_per_generation": None}),
     # cispo caps the ratio itself, which is 0.2 by default; with a ratio of the completion it and
     # sapo are other losses.
     ({"loss_type": "cispo"}, {"loss_type": "left", "loss": None, "aggregation": None}),
@@ -543,6 +549,15 @@ VERL = [
         {"rollout.overlong_buffer": 64, "rollout.overlong_penalty": 2},
     ),
     ({"algorithm.filter_groups.enable": True}, {"rollout.max_sampling_rounds": 1000}),
+    ({"algorithm.filter_groups.metric": "acc"}, {"algorithm.filter_groups.metric": "left"}),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 24000},
+        {"accumulation.max_tokens": 24000, f"{ACTOR}.use_dynamic_bsz": None},
+    ),
+    (
+        {f"{ACTOR}.ppo_max_token_len_per_gpu": 24000},
+        {"accumulation.max_tokens": 4096, f"{ACTOR}.ppo_max_token_len_per_gpu": "left"},
+    ),
     ({f"{ACTOR}.fsdp_config.model_dtype": "bf16"}, {f"{ACTOR}.fsdp_config.model_dtype": "left"}),
     (
         {"data.max_prompt_length": 3000, "data.max_response_length": 9000},
@@ -809,6 +824,12 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     docstring = f'"""\n```\n{command}```\n"""\nTrlParser((GRPOConfig, ModelConfig))\n'
     assert found(translated(tmp_path, "script.py", docstring), more) == more
 
+    # Without a key that GRPO alone has, it is assumed.
+    shared = translated(tmp_path, "beta.yaml", "beta: 0.04\nmax_steps: 9\nloss_type: dr_grpo\n")
+    assert shared.theirs.assumed[0] == "it is of GRPO: it has no key that GRPO alone has"
+    sizes = {"trainer.max_steps": 9, "kl.coefficient": 0.04, "aggregation": "constant"}
+    assert found(shared, sizes) == sizes
+
     # A dump says the number of processes by its sizes.
     dump = values | {"generation_batch_size": 64, "steps_per_generation": 2}
     sizes = {"accumulation.docs_per_step": 32, "rollout.prompts_per_batch": 16}
@@ -895,6 +916,7 @@ def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, value
         ("sft.yaml", "packing: true\nlearning_rate: 1e-5\n", "a configuration of SFT"),
         ("dpo.yaml", "precompute_ref_log_probs: true\nbeta: 0.1\n", "a configuration of DPO"),
         ("none.yaml", "learning_rate: 1e-5\n", "it has no key of GRPO"),
+        ("other.yaml", "beta: 0.1\nloss_type: sigmoid\n", "it has no key of GRPO"),
         ("acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: 8\n", "accelerate's own"),
         ("ds.json", '{"zero_optimization": {"stage": 3}}', "DeepSpeed's own"),
         ("config.yaml", "aggregation: {mode: x}\nloss: {name: grpo}\n", "pgtoolkit's own"),
@@ -915,3 +937,32 @@ def test_what_is_no_configuration_of_theirs_is_refused(tmp_path, capsys, name, c
     assert "there is no file at this path" in refusal(
         capsys, "translate", tmp_path / "missing.yaml"
     )
+
+
+@pytest.mark.parametrize("trainer", tables())
+def test_no_key_with_another_value_than_its_default_vanishes(trainer):
+    """Each changes the command, or is listed; but for values that are exactly what happens here."""
+    table = tables()[trainer]
+    given = SIZES | GRPO if trainer == "verl" else {"num_generations": 8}
+    usual = Translation(TheirConfig(table, given)).typed
+    usual = {key: text(value) for key, (value, _) in usual.items()}
+    vanished = []
+    for name, row in [*table.rows.items()][::8]:
+        value = another(row.default)
+        if name in given or text(value) in row.named:
+            continue
+        translation = Translation(TheirConfig(table, given | {name: value}))
+        typed = {key: text(value) for key, (value, _) in translation.typed.items()}
+        listed = [*(shown for shown, *_ in translation.left), *translation.differing]
+        if typed == usual and not any(line.startswith(f"{name}=") for line in listed):
+            vanished.append(f"{name}={text(value)}")
+    assert vanished == []
+
+
+def another(default: object) -> object:
+    """Return another value than a default."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 3
+    return {"x": 1} if isinstance(default, dict) else "something"

@@ -26,6 +26,22 @@ def rows() -> list[tuple[str, str]]:
     return [(typed, use) for typed, use in pairs]
 
 
+CODE = """
+def helper(x):
+    return x
+
+def squared(log_ratio, advantages):
+    return log_ratio * advantages
+
+def weights(totals, *, mask, document_index, tokens_per_document, group_index):
+    return mask.double() / totals.num_tokens
+
+def score(completion, answer):
+    return 1.0
+"""
+"""A module of the user's, whose functions are for different keys."""
+
+
 @pytest.fixture(scope="module")
 def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the files that the lines name."""
@@ -34,6 +50,7 @@ def named_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text('{"prompt": "12=", "answer": "21"}\n')
     (folder / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 3\n")
     (folder / "own/experiment").mkdir(parents=True)
+    (folder / "named_code.py").write_text(CODE)
     save_with_tokenizer(small_llama(max_position_embeddings=300), folder / "llama")
     accepted.cache_clear()
     return folder

@@ -12,6 +12,7 @@ from pgtoolkit.launch.check import check, notes, problems
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.logger_records import WandbRecord
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
+from pgtoolkit.tracking.next_commands import ui_command
 
 DEFAULT = "sqlite:///{here}/outputs/mlflow.db"
 STORE = {"MLFLOW_TRACKING_URI": "sqlite:///of_environment.db"}
@@ -140,6 +141,13 @@ def test_an_address_of_the_environment_that_cannot_be_used_is_refused(
     assert problems(check(["tracking.uri=sqlite:///outputs/mlflow.db"])) == []
     if "hunter2" not in address:
         assert main(["ui"]) == 2
+
+
+def test_the_command_of_a_store_that_a_variable_names_names_it_too(here, monkeypatch):
+    assert ui_command(None).endswith("pgtk ui")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
+    assert ui_command(None).endswith("ui --uri=sqlite:///other.db")
+    assert ui_command("sqlite:///outputs/mlflow.db").endswith("--uri=sqlite:///outputs/mlflow.db")
 
 
 def test_credentials_for_the_server_of_the_environment_are_announced(monkeypatch):

@@ -48,6 +48,19 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def test_what_the_rules_refuse_and_what_the_machine_lacks_are_listed_together(capsys):
+    words = ["trainer.max_steps=0", "task=prompts", "task.path=none.jsonl", "kl=k3"]
+    words += ["kl.reference=none", "model=huggingface", "model.path=none", "sampler=vllm"]
+    lines = refusal(capsys, "check", *words).partition("\nProblems")[2].strip().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "trainer.max_steps=0",
+        "task.path=none.jsonl",
+        "sampler.executable=vllm",
+        "model.path=none",
+        "kl.reference=none",
+    ]
+
+
 def test_a_device_and_kernels_that_need_a_missing_gpu_are_refused(capsys, monkeypatch):
     if is_available():
         pytest.skip("there is a GPU")

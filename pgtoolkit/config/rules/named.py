@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+from collections.abc import Sequence
 
 from pgtoolkit.system.functions import is_dotted_path, kind_of
-from pgtoolkit.system.report import Report
+from pgtoolkit.system.report import Report, near_path, nearest
 
 
 def existing(report: Report, path: str, value: str | None, hub: bool = False) -> None:
@@ -24,21 +25,29 @@ def existing(report: Report, path: str, value: str | None, hub: bool = False) ->
             value=value,
             needs="an existing file, folder or glob",
             reason="There is nothing at that path, seen from the current directory.",
-            better="PATH",
+            better=near_path(value) or "PATH",
         )
         report.lacking.append(report.problems[-1])
 
 
-def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse a text that is not a dotted path; importing it is tried before the start."""
-    if not is_dotted_path(path):
-        report.refuse(
-            setting=f"{key}={path}",
-            needs=f"{alternatives}a dotted path to a {kind_of(key)}",
-            got=path,
-            reason=reason,
-            use=f"{key}=package.module.{kind_of(key)}",
-        )
+def importable(
+    report: Report, key: str, path: str, reason: str, options: Sequence[str] = ()
+) -> None:
+    """Refuse a text that is not a dotted path; importing it is tried before the start.
+
+    options: the other values that the key has.
+    """
+    if is_dotted_path(path):
+        return
+    alternatives = f"one of {', '.join(options)}, or " if options else ""
+    better = nearest(path, options, 0) or f"package.module.{kind_of(key)}"
+    report.refuse(
+        setting=f"{key}={path}",
+        needs=f"{alternatives}a dotted path to a {kind_of(key)}",
+        got=path,
+        reason=reason,
+        use=f"{key}={better}",
+    )
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:

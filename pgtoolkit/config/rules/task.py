@@ -19,6 +19,7 @@ from pgtoolkit.config.evaluation_sets import (
     watched,
 )
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
+from pgtoolkit.config.meant_values import typed, value_meant
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.rules.table import EVALUATION
@@ -26,8 +27,8 @@ from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.rollouts.batch_counts import powers_of_two
 from pgtoolkit.runs.completion_files import TRAINING
-from pgtoolkit.system.declared import Dictionary
-from pgtoolkit.system.report import Report, is_number, text
+from pgtoolkit.system.declared import REQUIRED, Dictionary, Key
+from pgtoolkit.system.report import Report, is_number, nearest, text
 from pgtoolkit.tasks import settings as tasks
 
 _VERIFIER_KEYS = ("verifier", "weight", "pattern")
@@ -167,8 +168,7 @@ def _check_verifier(prefix: str, name: str, pattern: str | None, report: Report)
     """
     if name not in tasks.VERIFIERS:
         reason = "It scores the completions."
-        alternatives = f"one of {', '.join(tasks.VERIFIERS)}, or "
-        importable(report, f"{prefix}verifier", str(name), reason, alternatives)
+        importable(report, f"{prefix}verifier", str(name), reason, tasks.VERIFIERS)
     needs = f"{prefix}verifier=regular_expression"
     if name != "regular_expression":
         if pattern is not None:
@@ -193,12 +193,11 @@ def _check_verifier(prefix: str, name: str, pattern: str | None, report: Report)
 
 
 KINDS = tuple(name.partition("/")[2] for name in SCHEMAS if name.startswith("task/"))
-_SETS_EXAMPLE = "'evaluation.sets={test: {path: test.jsonl}}'"
 
 
 def evaluation(c: Config, report: Report) -> Config:
     if not is_on(c):
-        return c
+        return _check_sets(c, report)
     c = evaluated(c, report)
     _check_best(c, report)
     for held_out in held_out_sets(c):
@@ -238,9 +237,12 @@ def evaluated(c: Config, report: Report) -> Config:
 
 def _check_sets(c: Config, report: Report) -> Config:
     """Refuse invalid sets; return the configuration without them."""
+    example = "seed: 7" if isinstance(c.task, tasks.GeneratedTaskSettings) else "path: test.jsonl"
+    before = "" if is_on(c) else f"{existing_key('evaluation.sets', c).use} "
+    example = f"{before}'evaluation.sets={{test: {{{example}}}}}'"
     valid = {}
     for name, settings in c.evaluation.sets.items():
-        before = len(report.problems)
+        count = len(report.problems)
         place = f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
             needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
@@ -249,7 +251,7 @@ def _check_sets(c: Config, report: Report) -> Config:
                 needs=f"{needs}, other than {TRAINING}",
                 got=name,
                 reason="Files and metrics bear it.",
-                use=_SETS_EXAMPLE,
+                use=example,
             )
         elif not isinstance(settings, dict):
             report.refuse(
@@ -257,19 +259,22 @@ def _check_sets(c: Config, report: Report) -> Config:
                 needs="keys with values",
                 got=settings,
                 reason="They say what differs from the task.",
-                use=_SETS_EXAMPLE,
+                use=example,
             )
         else:
-            _check_keys(c, place, settings, report)
-        if len(report.problems) == before:
+            _check_keys(c, place, before, settings, report)
+        if len(report.problems) == count:
             valid[name] = settings
     return with_values(c, {"evaluation.sets": valid})
 
 
-def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: Report) -> None:
+def _check_keys(
+    c: Config, place: str, before: str, settings: Mapping[str, object], report: Report
+) -> None:
     """Refuse keys that a set does not have, and values of a wrong type.
 
-    A set has the keys of its task, and those in OF_A_SET.
+    A set has the keys of its task, and those in OF_A_SET. before: what is to be typed before a key
+    of the set.
     """
     kind = settings.get("task", c.task.name)
     if kind in FORMER_TASKS:
@@ -301,9 +306,12 @@ def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: R
             tasks_with_key = [
                 key.schema.partition("/")[2] for key in KEYS if key.name == f"task.{name}"
             ]
-            use = f"{place}.KEY=VALUE with one of them"
-            if tasks_with_key:
-                use = f"{place}.task={tasks_with_key[0]} for the key of that task, or {use}"
+            near = nearest(name, known, 0.6)
+            use = "pgtk explain evaluation.sets"
+            if near is not None:
+                use = before + _with_value(place, known[near], near, value)
+            elif tasks_with_key:
+                use = f"{before}{place}.task={tasks_with_key[0]} for the key of that task, or {use}"
             report.refuse(
                 setting=setting,
                 needs=f"one of {', '.join(known)}",
@@ -317,8 +325,18 @@ def _check_keys(c: Config, place: str, settings: Mapping[str, object], report: R
                 needs=values_in_words(known[name]),
                 got=value,
                 reason="Every key has a type.",
-                use=f"{place}.{name}=VALUE",
+                use=before + _with_value(place, known[name], name, value),
             )
+
+
+def _with_value(place: str, key: Key, name: str, value: object) -> str:
+    """Return the override that gives a key of a set the value that is most likely meant.
+
+    place: the key of the set. name: of the key in the set.
+    """
+    is_plain = isinstance(key.default, str | int | float | list | dict)
+    usual = key.default if is_plain and key.default != REQUIRED else key.example or "VALUE"
+    return typed(f"{place}.{name}", value_meant(key, value, usual))
 
 
 def _check_sampling(c: Config, report: Report) -> None:
