@@ -311,7 +311,8 @@ def _check_keys(
             if near is not None:
                 use = before + _with_value(place, known[near], near, value)
             elif tasks_with_key:
-                use = f"{before}{place}.task={tasks_with_key[0]} for the key of that task, or {use}"
+                with_key = f"{place}.task={tasks_with_key[0]} {typed(f'{place}.{name}', value)}"
+                use = f"{before}{with_key}, or {use}"
             report.refuse(
                 setting=setting,
                 needs=f"one of {', '.join(known)}",
