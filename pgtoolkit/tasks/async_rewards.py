@@ -6,6 +6,8 @@ Nothing large is imported, since the processes of verifiers import this file.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,19 +25,30 @@ _SECONDS_TO_CANCEL = 1
 _Value = TypeVar("_Value")
 
 
-class Awaited:
-    """Awaits reward functions, up to `concurrency` calls at a time and each for up to `seconds`.
+_lock = threading.Lock()
+"""Held while the event loop runs."""
 
-    One event loop lasts as long as the run, since an HTTP client that a module keeps belongs to the
-    loop that it was first used in. No thread that a function leaves behind in
-    `asyncio.to_thread` delays the end of the process.
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process.
+
+    It lasts as long as the process, since an HTTP client that a module keeps belongs to the loop
+    that it was first used in, be that in the trial before a run, in the run or in its evaluations.
+    No thread that a function leaves behind in `asyncio.to_thread` delays the end of the process.
     """
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_DaemonThreads())
+    atexit.register(loop.close)
+    return loop
+
+
+class Awaited:
+    """Awaits reward functions, up to `concurrency` calls at a time and each for up to `seconds`."""
 
     def __init__(self, concurrency: int, seconds: float | None):
         self._concurrency = concurrency
         self._seconds = seconds
-        self._lock = threading.Lock()
-        self._made_loop: asyncio.AbstractEventLoop | None = None
 
     def each(
         self, function: RewardFunction, questions: Sequence[Question]
@@ -52,8 +65,8 @@ class Awaited:
             async with free:
                 return place, await self._limited(call(question))
 
-        with self._lock:
-            loop = self._loop()
+        with _lock:
+            loop = _loop()
             pending = {
                 loop.create_task(score(place, question)) for place, question in enumerate(questions)
             }
@@ -75,15 +88,11 @@ class Awaited:
             with blaming(function.setting, DataError, on):
                 return await function.awaited_scores(inputs, count)
 
-        with self._lock:
+        with _lock:
             try:
-                return self._loop().run_until_complete(self._limited(call()))
+                return _loop().run_until_complete(self._limited(call()))
             finally:
                 self._cancel_all()
-
-    def close(self) -> None:
-        if self._made_loop is not None:
-            self._made_loop.close()
 
     async def _limited(self, call: Awaitable[_Value]) -> _Value | Failure:
         """Await a call for up to `seconds`; return its value, or a Failure if it takes longer.
@@ -101,15 +110,9 @@ class Awaited:
         task.cancel()
         return Failure(TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}")
 
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        if self._made_loop is None:
-            self._made_loop = asyncio.new_event_loop()
-            self._made_loop.set_default_executor(_DaemonThreads())
-        return self._made_loop
-
     def _cancel_all(self) -> None:
         """Cancel the calls that nobody waits for, and give them some time to end."""
-        loop = self._loop()
+        loop = _loop()
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()

@@ -236,8 +236,6 @@ class Processes:
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""
-        if not self._workers and self._here.cache_info().currsize and hasattr(self.kind, "close"):
-            self._here().close()
         for worker in self._workers:
             if worker.process is not None:
                 worker.end(worker.process)

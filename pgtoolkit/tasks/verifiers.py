@@ -126,9 +126,6 @@ class Verifiers:
         ((_, score),) = self._awaited.each(function, [question])
         return score
 
-    def close(self) -> None:
-        self._awaited.close()
-
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
     """Return the verifier of this name: one of pgtoolkit's, or the `RewardFunction` at a dotted

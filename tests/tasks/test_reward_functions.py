@@ -9,6 +9,7 @@ import http.server
 import json
 import re
 import signal
+import socketserver
 import ssl
 import threading
 import time
@@ -487,6 +488,26 @@ def test_a_limit_of_seconds_holds_whatever_an_async_function_does(task_of):
     timeouts = [score.measures["verifier_timeout_fraction"] for score in scores]
     assert timeouts == [0, 1, 1, 1, 0, 0]
     assert [score.measures["verifier_crash_fraction"] for score in scores] == [0, 0, 0, 0, 1, 0]
+
+
+class _Echo(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            self.wfile.write(line)
+
+
+def test_a_client_of_a_module_outlives_the_trial_of_its_function(task_of):
+    """Its connection belongs to one event loop, which the tasks of a process share."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        rewards_for_tests.connections[:] = [server.server_address[1]]
+        for score in ("0.25", "0.5"):
+            task = task_of(MINE + "keeps_its_connection", rows=ROWS[:1])
+            assert rewards_of(task, [score]) == [float(score)]
+            task.close()
+        rewards_for_tests.connections[0][1].close()
+        server.shutdown()
 
 
 def test_compute_score_of_verl_runs_as_it_is(task_of):
