@@ -26,7 +26,7 @@ _FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set
 def _num_rows(path: object) -> int:
     """Return the number of prompts in a file on this machine, or in the only one of a folder; 0
     where it is not known."""
-    place = Path(str(path or "")).expanduser()
+    place = Path(str(path or "?")).expanduser()
     files = [*place.iterdir()] if place.is_dir() else [place]
     files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
     if len(files) != 1:

@@ -68,11 +68,11 @@ class Translation:
             self._leave(row, given or [row.name], row.reason or "it has no such value")
 
     def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
-        """Return whether a key of a row is not read beside the other keys: with another value, also
-        one that is no number, what is typed would be the same."""
-        value = self._values.of[name]
-        if name == row.name and text(value) in row.named:
+        """Return whether a key that another one's row has is not read beside the other keys: with
+        another value, also one that is no number, what is typed would be the same."""
+        if name == row.name:  # other rows may read it
             return False
+        value = self._values.of[name]
         another = not value if isinstance(value, bool) else "another"
         values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
         with contextlib.suppress(*NO_VALUE):
