@@ -24,6 +24,7 @@ class Translation:
 
     typed: our key -> its value, and the row that it follows from. left: (key with its value, why it
     has no equal, its row). differing: what is not quite the same. lacking: what this machine lacks.
+    behind: the name of a row -> the file's keys that its values follow from; none: their defaults.
     """
 
     def __init__(self, theirs: TheirConfig):
@@ -36,6 +37,7 @@ class Translation:
             theirs.assumed.append("1 process trains: --processes N says another number")
         self._first = self._values.overrides(theirs.table.content["first"])
         self.typed = dict(self._first)
+        self.behind: dict[str, list[str]] = {}
         given: dict[str, list[str]] = {}
         for name in theirs.values:
             row = theirs.table.row(name)
@@ -56,29 +58,31 @@ class Translation:
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
-            idle = [name for name in given if self._is_idle(row, name, typed)]
-            self._leave(row, idle, "it does nothing beside the other keys", True)
+            self.behind[row.name] = [name for name in given if name == row.name]
+            values = self.theirs.values
+            for name in [name for name in given if name != row.name]:
+                another = not values[name] if isinstance(values[name], bool) else "another"
+                if self._typed(row, values | {name: another}) == typed:
+                    self._leave(row, [name], "it does nothing beside the other keys", True)
+                elif self._typed(row, {key: values[key] for key in {*values} - {name}}) != typed:
+                    self.behind[row.name].append(name)
+            names = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():
                 if self._values.evaluated(condition):
-                    self.differing.append(f"{self.shown(row.name)}: {sentence}")
+                    self.differing.append(f"{names}: {sentence}")
         except NameError:
             reason = "what it follows from is known when their program runs"
             self._leave(row, given or [row.name], reason)
         except NO_VALUE:
             self._leave(row, given or [row.name], row.reason or "it has no such value")
 
-    def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
-        """Return whether a key that another one's row has is not read beside the other keys: with
-        another value, also one that is no number, what is typed would be the same."""
-        if name == row.name:  # other rows may read it
-            return False
-        value = self._values.of[name]
-        another = not value if isinstance(value, bool) else "another"
-        values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
+    def _typed(self, row: Theirs, values: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what is to be typed for a key if the file sets these values; None if nothing."""
+        others = TheirValues(TheirConfig(self.theirs.table, values))
         with contextlib.suppress(*NO_VALUE):
-            acts = not row.acts or values.evaluated(row.acts)
-            return acts and values.overrides(values.case(row), row) == typed
-        return False
+            if not row.acts or others.evaluated(row.acts):
+                return others.overrides(others.case(row), row)
+        return None
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""
@@ -96,7 +100,7 @@ class Translation:
         """Take out of the command what is our default as well, and what `pgtk check` refuses."""
         self._compose()
         for key, (value, row) in [*self.typed.items()]:
-            if row is not None and row.name not in self.theirs.values:
+            if row is not None and not self.behind[row.name]:
                 known = key_named(key, self.composed.config)
                 if known and (known.learns is False or self.ours(key) == text(value)):
                     del self.typed[key]

@@ -35,7 +35,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     by_default = [
         f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
         for key, (value, row) in translation.typed.items()
-        if row is not None and row.name not in translation.theirs.values
+        if row is not None and not translation.behind[row.name]
     ]
     left: dict[str, list[str]] = {}
     for shown, reason, row in translation.left:

@@ -296,6 +296,18 @@ def test_a_value_of_trl(tmp_path, values, expected):
     assert found(translation, expected) == expected
 
 
+def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
+    """That is another one than the row's own, which is at its default."""
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps({"num_generations": 8, "max_steps": 50, "warmup_ratio": 0.1}))
+    assert main(["translate", str(file)]) == 0
+    page = capsys.readouterr().out
+    assert "optimizer.warmup_steps=5" in page
+    assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
+    assert "\n  warmup_ratio=0.1: the rate is 0 at the first update there" in page
+    assert "warmup_steps=0" not in page
+
+
 SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
 """With 256 prompts in a mini-batch there are two updates a batch."""
 ACTOR = "actor_rollout_ref.actor"
