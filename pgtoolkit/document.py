@@ -224,15 +224,15 @@ def num_shared(before: SampledDocument, document: SampledDocument) -> int:
 
     None of them is trained in this document, and at least one of its tokens is left over.
     """
-    most = min(len(before.tokens), len(document.tokens) - 1)
+    limit = min(len(before.tokens), len(document.tokens) - 1)
     if document.num_trained:
-        most = min(most, int(document.loss_mask.to(torch.uint8).argmax()))
-    if most < 1:
+        limit = min(limit, int(document.loss_mask.to(torch.uint8).argmax()))
+    if limit < 1:
         return 0
-    ours = document.tokens[:most]
-    others = before.tokens[:most]
+    ours = document.tokens[:limit]
+    others = before.tokens[:limit]
     if torch.equal(ours, others):
-        return most
+        return limit
     return int((ours != others).to(torch.uint8).argmax())
 
 

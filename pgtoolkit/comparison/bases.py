@@ -123,9 +123,9 @@ def refuse_other_measures(compared: Compared) -> None:
     for group in compared.groups:
         tried = [other.counted for other in group.tried.values() if other.counted]
         for runs in tried[1:]:
-            found = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
-            if found:
+            reasons = why_unlike(tried[0], runs, compared.metric, compared.ignore_code)
+            if reasons:
                 raise ConfigError(
                     f"--best-of={compared.best_of} needs a metric that means the same at each "
-                    f"value (got {compared.metric}). {found[0]}. {what_to_run(runs[0], found)}"
+                    f"value (got {compared.metric}). {reasons[0]}. {what_to_run(runs[0], reasons)}"
                 )

@@ -144,19 +144,19 @@ def measure_of(
     texts = set()
     for run in runs:
         # A key at its default says the same as one that is younger than the run.
-        told = [
+        settings = [
             (name, value)
             for name, value in sorted(measured_as(run, metric, ignore_code).items(), key=_name)
             if name not in without and (name not in _DEFAULTS or value != _DEFAULTS[name])
         ]
-        texts.add(repr(told))
+        texts.add(repr(settings))
     return "; ".join(sorted(texts))
 
 
 def selects(run: Run, metric: str) -> list[Difference]:
     """Return why a metric of a run means something of its own, whatever it is compared with.
 
-    Which prompts count follows from what the policy scores, or no policy of the run wrote the
+    Which prompts count depends on the policy's scores, or no policy of the run wrote the
     completions.
     """
     if metric.startswith(HELD_OUT) or not kinds_of(metric):
@@ -176,18 +176,18 @@ def selects(run: Run, metric: str) -> list[Difference]:
 
 def differences(first: Run, second: Run, metric: str, ignore_code: bool) -> list[Difference]:
     """Return why a metric means something else in two runs; empty where it means the same."""
-    found = {why.name: why for run in (first, second) for why in selects(run, metric)}
+    reasons = {why.name: why for run in (first, second) for why in selects(run, metric)}
     of_first = measured_as(first, metric, ignore_code)
     of_second = measured_as(second, metric, ignore_code)
-    selecting = {name.partition("=")[0] for name in found}
+    selecting = {name.partition("=")[0] for name in reasons}
     for name in dict.fromkeys((*of_first, *of_second)):
         values = [_or_default(of_run, name) for of_run in (of_first, of_second)]
         is_option_s = _option_differs(name, of_first, of_second)
         if repr(values[0]) == repr(values[1]) or name in selecting or is_option_s:
             continue
         why = _difference(name, first, second, metric, values[0])
-        found.setdefault(why.name, why)
-    return [*found.values()]
+        reasons.setdefault(why.name, why)
+    return [*reasons.values()]
 
 
 def asked_differently(
@@ -203,9 +203,9 @@ def asked_differently(
     without: the --over keys, which are left out.
     """
     runs = [run for configuration in configurations for run in configuration]
-    told: list[dict[str, object]] = [{} for _ in runs]
+    settings: list[dict[str, object]] = [{} for _ in runs]
     if not metric.startswith(HELD_OUT):
-        return told
+        return settings
     classes = [
         (str(place),) for place, configuration in enumerate(configurations) for _ in configuration
     ]
@@ -221,9 +221,9 @@ def asked_differently(
         classes = finer
         other = next(run for run, value in zip(runs, values, strict=True) if value != values[0])
         shown_name = _difference(name, runs[0], other, metric, values[0]).name
-        for of_run, value in zip(told, values, strict=True):
+        for of_run, value in zip(settings, values, strict=True):
             of_run[shown_name] = value
-    return told
+    return settings
 
 
 def _name(pair: tuple[str, object]) -> str:
@@ -253,8 +253,8 @@ def _difference(name: str, first: Run, second: Run, metric: str, value: object) 
         return Difference(shown(name), kind, _use_instead(name, kind, value))
     kind = next(kind for kind in Alters if kind in altering(name))
     group, _, leaf = name.partition(".")
-    own = [run.config.get(name) for run in (first, second)]
-    if group == "evaluation" and leaf in _ASKED_AS_IN_TRAINING and own == [None, None]:
+    values_here = [run.config.get(name) for run in (first, second)]
+    if group == "evaluation" and leaf in _ASKED_AS_IN_TRAINING and values_here == [None, None]:
         return Difference(
             f"rollout.{leaf}", Alters.sampling, _use_instead(f"rollout.{leaf}", kind, value)
         )
@@ -378,9 +378,9 @@ def why_unlike(
     runs = [*first, *second]
     of_blocks: list[Difference] = []
     for run in runs[1:]:
-        found = differences(runs[0], run, metric, ignore_code)
-        others = [why for why in found if why.name not in map(shown, without)]
+        reasons = differences(runs[0], run, metric, ignore_code)
+        others = [why for why in reasons if why.name not in map(shown, without)]
         if others:
             return others
-        of_blocks = of_blocks or found
+        of_blocks = of_blocks or reasons
     return of_blocks

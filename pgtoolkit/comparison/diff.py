@@ -1,4 +1,4 @@
-"""What changed between two runs: configuration, code, packages, hardware."""
+"""Finds what changed between two runs: configuration, code, packages, hardware."""
 
 from __future__ import annotations
 

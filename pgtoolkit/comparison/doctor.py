@@ -83,8 +83,8 @@ def _page(examined: Examined) -> str:
         lines.append(f"  None of the {looked_at} known failures that were looked for.")
     if examined.without_effect:
         lines += ["", "  Options that changed no number of any step:"]
-        for told in examined.without_effect:
-            lines += folded(told, "    ", "      ")
+        for silent in examined.without_effect:
+            lines += folded(silent, "    ", "      ")
     if examined.not_measured:
         names = "; ".join(
             f"{rule.name} ({rule.measured_by or ', '.join(rule.metrics)})"

@@ -140,8 +140,8 @@ def _is_failing(name: str, values: np.ndarray) -> np.ndarray:
     """Return which values of a metric are beyond those that it is declared to have."""
     metric = METRICS[name]
     least = -np.inf if metric.least is None else metric.least
-    most = np.inf if metric.most is None else metric.most
-    return (values < least) | (values > most)
+    largest = np.inf if metric.most is None else metric.most
+    return (values < least) | (values > largest)
 
 
 def _lasting(name: str, unless_solved: bool = False) -> Callable[[Run], Finding | None]:
@@ -272,7 +272,7 @@ def _noise(run: Run, name: str) -> float:
 
 
 def _reward_lost(run: Run) -> Finding | None:
-    """Find a reward that has lost most of its best value, or of what it had gained.
+    """Find a reward that has lost most of its best value, or of its gain.
 
     A reward that is never negative is lost below 0.3 of its best value. Any reward is lost where it
     has fallen by 0.7 of its rise to the best value, if that is STEPS_OF_NOISE as well.

@@ -45,7 +45,7 @@ _INTERVAL_HEIGHT = 0.07
 groups."""
 
 _HANDLE = 0.45
-"""Width of what stands in a legend beside a label, in inches."""
+"""Width of a legend's entry without its label, in inches."""
 
 _DOTS_PER_INCH = 300
 
@@ -184,27 +184,27 @@ def _said(compared: Compared, panels: list[str]) -> str:
     over = f"{counts.pop()} runs" if len(counts) == 1 else "n runs"
     if over in ("1 runs", "0 runs"):
         over = "one run"
-    said = []
+    words = []
     if {*panels} != {"means"}:
-        said.append("line: " + ("one run" if over == "one run" else f"mean over {over}"))
+        words.append("line: " + ("one run" if over == "one run" else f"mean over {over}"))
         if over != "one run":
-            said.append("band: from the lowest to the highest")
+            words.append("band: from the lowest to the highest")
     if {*panels} & {*AXES_OF_CURVES}:
         if any(unfinished(group.runs) for group in compared.groups):
-            said.append("thin line: a run that did not finish")
+            words.append("thin line: a run that did not finish")
         if compared.goal.threshold is not None:
-            said.append(f"dotted: the threshold, {compared.goal.threshold:g}")
+            words.append(f"dotted: the threshold, {compared.goal.threshold:g}")
     if "means" in panels:
         samples = compared.comparisons.samples
-        said.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
+        words.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
         if over != "one run":
-            said += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
+            words += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
         limit = compared.limits.get(DOCUMENTS, inf)
         if limit < inf:
-            said.append(f"a run that never came to the threshold counts as {limit:,.0f}")
+            words.append(f"a run that never came to the threshold counts as {limit:,.0f}")
         if len({sample.measure for sample in samples if sample.values}) > 1:
-            said.append("it does not mean the same in all")
-    return "; ".join(said)
+            words.append("it does not mean the same in all")
+    return "; ".join(words)
 
 
 def _draw_legend(

@@ -223,15 +223,15 @@ def _told_apart(
 
     metric: see `asked_differently`. blocks: the --over keys.
     """
-    told = asked_differently([group.runs for group in groups], metric, ignore_code, blocks)
-    values = iter(told)
+    settings = asked_differently([group.runs for group in groups], metric, ignore_code, blocks)
+    values = iter(settings)
     divided: dict[str, RunGroup] = {}
     for place, group in enumerate(groups):
         for run in group.runs:
             of_run = next(values)
             of_group = RunGroup({**group.values, **of_run}, [])
             divided.setdefault(f"{place} {of_run!r}", of_group).runs.append(run)
-    return [*divided.values()], [*told[0]]
+    return [*divided.values()], [*settings[0]]
 
 
 def _nearest_value(label: str, values: set[tuple[str, str]]) -> str:

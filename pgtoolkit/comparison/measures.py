@@ -115,7 +115,7 @@ def needed_for(metric: str | None) -> set[str]:
 
 
 def runs_with(metric: str | None, reach: str | None, paths: Sequence[str]) -> list[Run]:
-    """Return the runs in these folders, with what a comparison by a metric needs of them.
+    """Return the runs in these folders, read as far as a comparison by a metric needs.
 
     metric, reach: see `groups.compare`. Raises ConfigError for a folder without runs.
     """

@@ -215,10 +215,10 @@ def _float32_head(inspected: Inspected, difference: np.ndarray) -> str:
     )
 
 
-def render(found: Mismatch) -> str:
+def render(report: Mismatch) -> str:
     """Return the page for the terminal."""
-    inspected = found.inspected
-    apart = found.difference
+    inspected = report.inspected
+    apart = report.difference
     k3 = np.expm1(-apart) + apart  # of the trainer against the sampler that drew the tokens
     totals = inspected.made.step.totals
     staleness = inspected.made.metrics.get("staleness", 0)
@@ -234,10 +234,10 @@ def render(found: Mismatch) -> str:
         f"largest {abs(apart).max():.2g}. KL by k3: {k3.mean():.2g}. Mean with its sign: "
         f"{apart.mean():+.2g}, which is below 0 where the sampler is surer of its tokens."
     )
-    lines += ["", *_table("difference", found.by_size, apart)]
-    lines += ["", *_table("tokens", found.by_kind, apart)]
+    lines += ["", *_table("difference", report.by_size, apart)]
+    lines += ["", *_table("tokens", report.by_kind, apart)]
     lines += ["", "What would act on this step:"]
-    for name, acts in found.treatments.items():
+    for name, acts in report.treatments.items():
         lines += folded(f"{name}: {acts}", "  ", "    ")
     return "\n".join(lines)
 
@@ -261,25 +261,25 @@ def _table(title: str, parts: dict[str, np.ndarray], apart: np.ndarray) -> list[
     return [f"  {row}" for row in aligned(rows, WIDTH - 2)]
 
 
-def as_json(found: Mismatch) -> str:
+def as_json(report: Mismatch) -> str:
     """Return the same for programs, numbers in full."""
 
     def numbers(parts: dict[str, np.ndarray]) -> dict[str, object]:
         return {
-            name: {"count": int(is_in.sum()), "mean": float(abs(found.difference[is_in]).mean())}
+            name: {"count": int(is_in.sum()), "mean": float(abs(report.difference[is_in]).mean())}
             for name, is_in in parts.items()
             if is_in.any()
         }
 
     return json.dumps(
         {
-            "run": found.inspected.name,
-            "step": found.inspected.number,
-            "mean": float(abs(found.difference).mean()),
-            "largest": float(abs(found.difference).max()),
-            "by_size": numbers(found.by_size),
-            "by_kind": numbers(found.by_kind),
-            "treatments": found.treatments,
+            "run": report.inspected.name,
+            "step": report.inspected.number,
+            "mean": float(abs(report.difference).mean()),
+            "largest": float(abs(report.difference).max()),
+            "by_size": numbers(report.by_size),
+            "by_kind": numbers(report.by_kind),
+            "treatments": report.treatments,
         },
         indent=1,
         ensure_ascii=False,

@@ -27,10 +27,10 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
             continue
         seen.add(measured)
         first, second = (compared.groups[place] for place in (pair.first, pair.second))
-        found = why_unlike(
+        reasons = why_unlike(
             first.counted, second.counted, compared.metric, compared.ignore_code, compared.over
         )
-        names = tuple(why.name for why in found)
+        names = tuple(why.name for why in reasons)
         if names in sentences:
             continue
         trained = [key for key in compared.keys if key not in compared.asked]
@@ -38,10 +38,10 @@ def without_verdict(compared: Compared, pairs: list[Comparison]) -> list[str]:
             repr(first.values[key]) == repr(second.values[key]) for key in trained
         )
         other = "" if are_trained_alike else _common_metric(compared, first, second)
-        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], found)
+        use = f"Use --metric={other}." if other else what_to_run(first.counted[0], reasons)
         sentences[names] = (
             f"no common measure: {compared.metric} would differ for one and the same policy, since "
-            f"{' and '.join(map(str, found))}. {use}"
+            f"{' and '.join(map(str, reasons))}. {use}"
         )
     return [*sentences.values()]
 
@@ -60,30 +60,30 @@ def _common_metric(compared: Compared, first: RunGroup, second: RunGroup) -> str
     return ""
 
 
-def what_to_run(run: Run, found: Sequence[Difference]) -> str:
+def what_to_run(run: Run, reasons: Sequence[Difference]) -> str:
     """Return a sentence on how to measure a run and others alike, on held-out prompts."""
-    left = [why.name for why in found if why.use is None]
+    left = [why.name for why in reasons if why.use is None]
     if left:
         return f"Give all the same {' and '.join(left)}, or evaluate all on one set of prompts."
-    words = ["pgtk evaluate", shell_path(str(run.path)), *(why.use for why in found if why.use)]
+    words = ["pgtk evaluate", shell_path(str(run.path)), *(why.use for why in reasons if why.use)]
     if _reads_prompts_without_sets(run):
         path = str(run.config["task.path"])
         words += ["--training-prompts", "--on", shlex.quote(path)]
-    train = overrides_for_all(run, found)
+    train = overrides_for_all(run, reasons)
     or_train = f", or train with {train}" if train else ""
     return f"Measure each of the runs alike, such as by {' '.join(words)}{or_train}."
 
 
-def overrides_for_all(run: Run, found: Sequence[Difference]) -> str:
+def overrides_for_all(run: Run, reasons: Sequence[Difference]) -> str:
     """Return the overrides with which runs that differ in these keys are measured alike, on
     held-out prompts; "" where no overrides do that.
 
     run: one of them.
     """
-    if any(why.use is None for why in found):
+    if any(why.use is None for why in reasons):
         return ""
     # The task of training does not change, and a set of its own has the common values.
-    words = [why.use.replace("task.", "evaluation.sets.test.", 1) for why in found if why.use]
+    words = [why.use.replace("task.", "evaluation.sets.test.", 1) for why in reasons if why.use]
     if not run.config.get("evaluation.every"):
         words.insert(0, "evaluation.every=20")
     if _reads_prompts_without_sets(run):

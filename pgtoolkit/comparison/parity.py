@@ -138,9 +138,9 @@ def parity(
     if config.kl.target is not None:  # the coefficient moves
         coefficient = made.metrics.get("kl_coefficient", config.kl.coefficient)
         config = with_values(config, {"kl.coefficient": coefficient})
-    own = OurSide(config, "the run" if run_dir else "a run on them")
-    sides = [*sides, own][:2]
-    if step.has_rewards and not _makes_the_advantages(step, own):
+    ours = OurSide(config, "the run" if run_dir else "a run on them")
+    sides = [*sides, ours][:2]
+    if step.has_rewards and not _makes_the_advantages(step, ours):
         step = replace(step, has_rewards=False)
         facts.append(
             "Advantages are the run's on both sides: the step has parts of groups or of a batch, "
@@ -159,7 +159,7 @@ def parity(
 
 
 def _refuse_without_effect(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for overrides that change nothing of what is compared."""
+    """Raise ConfigError for overrides that change none of the compared quantities."""
     for override in overrides:
         key = key_of(override)
         if key.split(".")[0] not in _OF_A_STEP and key not in _KEYS_OF_A_STEP:
@@ -208,10 +208,10 @@ def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
     size = side.values.get(name)
     sizes = sorted({len(members) for members in step.members})
     if step.has_rewards and size is not None and sizes != [size]:
-        found = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        in_words = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         yield (
             f"{side.trainer} makes advantages of {plural(size, 'completion')} of a prompt "
-            f"({name}). The groups of this step have {found}, of which both sides make them."
+            f"({name}). The groups of this step have {in_words}, of which both sides make them."
         )
 
 
@@ -248,8 +248,8 @@ def _reads_reference(side: Side) -> bool:
     return side.convention.kl_coefficient > 0
 
 
-def _makes_the_advantages(step: RecordedStep, own: OurSide) -> bool:
-    made = own.numbers(step)["advantages"]
+def _makes_the_advantages(step: RecordedStep, ours: OurSide) -> bool:
+    made = ours.numbers(step)["advantages"]
     size = max(float(step.advantages.abs().max()), 1e-6)
     return float((made - step.advantages).abs().max()) <= _ADVANTAGES_AS_MADE * size
 
@@ -309,10 +309,10 @@ def _named(side: Side) -> str:
 def as_json(parity: Parity) -> str:
     """Return all of it as JSON."""
 
-    def explanations(found: Sequence) -> list[dict[str, Any]]:
+    def explanations(explained: Sequence) -> list[dict[str, Any]]:
         return [
             {"quantity": e.quantity, "relative": e.relative, "says": e.says, "type": e.typed}
-            for e in found
+            for e in explained
         ]
 
     content = {

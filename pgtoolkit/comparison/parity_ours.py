@@ -32,7 +32,7 @@ _CENTRED |= {"rloo": "rloo", "opo": "opo"}
 
 @dataclass(frozen=True)
 class OurSide:
-    """A configuration of ours. name: as it is called in the table."""
+    """A configuration of ours. name: its heading in the table."""
 
     config: Config
     name: str
@@ -128,7 +128,7 @@ def _advantages(step: RecordedStep, parts: _Parts) -> tuple[list[float], Numbers
 
 
 def _with_kl_rewards(step: RecordedStep, parts: _Parts) -> RecordedStep:
-    """Return the step with what a penalty on rewards adds to them."""
+    """Return the step with its rewards after the penalty on them."""
     penalty = parts.penalty_on_rewards
     if penalty is None:
         return step

@@ -1,4 +1,4 @@
-"""Reads how TRL or verl computes a step from what a file of theirs sets."""
+"""Reads how TRL or verl computes a step from the settings in a file of theirs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> dict
 
 
 def with_ran(step: RecordedStep, side: TheirSide, made: dict[str, Any]) -> TheirSide:
-    """Return the side with what `parity_script.py` has made, with the version that made it."""
+    """Return the side with the numbers of `parity_script.py`, with the version that made it."""
     kept = their_numbers(step, side.convention)["signal"].nan_to_num(nan=1.0) > 0
     rows = Rows(step.of(kept.tolist()), side.convention)
     of_tokens = kept[step.index]
@@ -71,23 +71,23 @@ def with_ran(step: RecordedStep, side: TheirSide, made: dict[str, Any]) -> Their
     for name in made.keys() - {"version"}:
         vector = torch.tensor(made[name], dtype=torch.float64)
         if name != "loss":
-            whole = torch.zeros(len(of_tokens)).double()
-            vector = whole.masked_scatter(of_tokens, rows.flat(vector))
+            zeros = torch.zeros(len(of_tokens)).double()
+            vector = zeros.masked_scatter(of_tokens, rows.flat(vector))
         ran[name] = vector
     trainer = side.trainer.partition(" ")[0]
     return replace(side, ran=ran, trainer=f"{trainer} {made['version']}")
 
 
-def _called(given: dict[str, Any], python: Path) -> dict[str, Any]:
+def _called(request: dict[str, Any], python: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("parity_script.py")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "step.json"
         target = Path(folder) / "made.json"
-        source.write_text(json.dumps(given), encoding="utf-8")
+        source.write_text(json.dumps(request), encoding="utf-8")
         # Isolated: this package's folder and the current one are no places for their imports. Not
         # resolved: the link in an environment says which it is.
-        found = Path(shutil.which(python) or python).absolute()
-        words = [str(found), "-I", str(script), str(source), str(target)]
+        executable = Path(shutil.which(python) or python).absolute()
+        words = [str(executable), "-I", str(script), str(source), str(target)]
         try:
             done = subprocess.run(
                 words, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -97,7 +97,7 @@ def _called(given: dict[str, Any], python: Path) -> dict[str, Any]:
             problem = str(error)
         if not target.is_file():
             raise ConfigError(
-                f"--python={python} needs the Python of an environment with {given['trainer']} "
+                f"--python={python} needs the Python of an environment with {request['trainer']} "
                 f"(got: {problem[:500]}). Its own functions compute the step there. Leave it "
                 "out to compare with our reading of them."
             )

@@ -17,22 +17,22 @@ import torch
 
 def main(source: str, target: str) -> None:
     with open(source, encoding="utf-8") as file:
-        given = json.load(file)
+        request = json.load(file)
     with open(target, "w", encoding="utf-8") as file:
-        json.dump(made_of(given), file)
+        json.dump(made_of(request), file)
 
 
-def made_of(given: dict) -> dict:
+def made_of(request: dict) -> dict:
     """Return the quantities that their functions give, by name, and their version.
 
-    given: rows (B, T) by name, with the values of their keys; see `parity_run.request`.
+    request: rows (B, T) by name, with the values of their keys; see `parity_run.request`.
     """
-    dtype = getattr(torch, given["dtype"])
-    rows = {name: torch.tensor(value, dtype=dtype) for name, value in given["rows"].items()}
-    step = {"TRL": trl_step, "verl": verl_step}[given["trainer"]]
-    made = step(given["values"], rows, given)
+    dtype = getattr(torch, request["dtype"])
+    rows = {name: torch.tensor(value, dtype=dtype) for name, value in request["rows"].items()}
+    step = {"TRL": trl_step, "verl": verl_step}[request["trainer"]]
+    made = step(request["values"], rows, request)
     result = {name: value.tolist() for name, value in made.items()}
-    return result | {"version": metadata.version(given["trainer"].lower())}
+    return result | {"version": metadata.version(request["trainer"].lower())}
 
 
 TRL_ATTRIBUTES = (

@@ -171,7 +171,7 @@ def differences(first: Numbers, second: Numbers) -> dict[str, tuple[float, float
 
     That of the loss is relative to the sum of the sizes of its terms, which may cancel.
     """
-    found = {}
+    largest_by_name = {}
     for name in QUANTITIES:
         a = first[name]
         b = second[name]
@@ -180,17 +180,17 @@ def differences(first: Numbers, second: Numbers) -> dict[str, tuple[float, float
             a = a[known]
             b = b[known]
         if not len(a):
-            found[name] = (math.nan, 0.0)
+            largest_by_name[name] = (math.nan, 0.0)
             continue
         if not (a.isfinite().all() and b.isfinite().all()):
-            found[name] = (math.inf, math.inf)
+            largest_by_name[name] = (math.inf, math.inf)
             continue
         largest = float((a - b).abs().max())
         size = max(float(a.abs().max()), float(b.abs().max()))
         if name == "loss":
             size = max(size, _size_of_terms(first), _size_of_terms(second))
-        found[name] = (largest, largest / max(size, 1e-6))
-    return found
+        largest_by_name[name] = (largest, largest / max(size, 1e-6))
+    return largest_by_name
 
 
 def _size_of_terms(numbers: Numbers) -> float:
@@ -220,14 +220,14 @@ def explain(step: RecordedStep, sides: tuple[Side, Side], tolerance: float) -> E
         if isinstance(side, TheirSide) and side.ran:
             names = [name for name in QUANTITIES if name in side.ran]
             pair = (replace(side, ran={}), side)
-            found, (as_read[place], _) = _explained(step, pair, _tried, names, tolerance)
-            readings += found
+            explanations, (as_read[place], _) = _explained(step, pair, _tried, names, tolerance)
+            readings += explanations
     switches = partial(_switches, before=sides)
-    found, _ = _explained(step, (as_read[0], as_read[1]), switches, QUANTITIES, tolerance)
+    explanations, _ = _explained(step, (as_read[0], as_read[1]), switches, QUANTITIES, tolerance)
     first = _first(shown, tolerance)
-    if first < len(QUANTITIES) and not found:  # by their functions alone
-        found.append(Explanation(QUANTITIES[first], shown[first], _NOT_EXPLAINED))
-    return Explained(found, readings)
+    if first < len(QUANTITIES) and not explanations:  # by their functions alone
+        explanations.append(Explanation(QUANTITIES[first], shown[first], _NOT_EXPLAINED))
+    return Explained(explanations, readings)
 
 
 _NOT_EXPLAINED = "not explained by an option that is known here"
@@ -242,22 +242,22 @@ def _explained(
     names: Sequence[str],
     tolerance: float,
 ) -> tuple[list[Explanation], Sides]:
-    """Return why these quantities differ, and the sides with what explains it switched."""
-    found: list[Explanation] = []
+    """Return why these quantities differ, and the sides with the explaining switches applied."""
+    explanations: list[Explanation] = []
     while True:
         numbers = [side.numbers(step) for side in sides]
         relative = _relative(numbers, names)
         first = _first(relative, tolerance)
         if first == len(names):
-            return found, sides
+            return explanations, sides
 
         reached = partial(_reached, step, sides, numbers, names, tolerance)
         switches = _best(sides, [*switches_of(step, sides)], reached, first)
-        says = " and ".join(switch.says for switch in switches) or _NOT_EXPLAINED
+        sentence = " and ".join(switch.says for switch in switches) or _NOT_EXPLAINED
         typed = " ".join(switch.typed for switch in switches if switch.typed)
-        found.append(Explanation(names[first], relative[first], says, typed))
+        explanations.append(Explanation(names[first], relative[first], sentence, typed))
         if not switches:
-            return found, sides
+            return explanations, sides
         for switch in switches:
             sides = switch.on(sides)
 
@@ -282,8 +282,8 @@ def _reached(
 
 
 def _relative(numbers: Sequence[Numbers], names: Sequence[str]) -> list[float]:
-    found = differences(*numbers)
-    return [found[name][1] for name in names]
+    apart = differences(*numbers)
+    return [apart[name][1] for name in names]
 
 
 def _first(relative: Sequence[float], tolerance: float) -> int:
@@ -325,10 +325,12 @@ def _tried(step: RecordedStep, sides: Sides) -> Iterator[Switch]:
         candidates["scale"] = (factor * read.convention.scale,)
     changes = [(name, value) for name, values in candidates.items() for value in values]
     for name, value in changes:
-        own = getattr(read.convention, name)
-        if value != own:
-            says = _said(name, [value, own], [f"{read.trainer} as it ran", "our reading of it"])
-            yield Switch(says, "", 0, {name: value})
+        as_read = getattr(read.convention, name)
+        if value != as_read:
+            sentence = _said(
+                name, [value, as_read], [f"{read.trainer} as it ran", "our reading of it"]
+            )
+            yield Switch(sentence, "", 0, {name: value})
 
 
 def _factor(read: Tensor, ran: Tensor) -> float | None:
@@ -459,19 +461,19 @@ def _switch(side: OurSide, changes: dict[str, Any], place: int, other: Side) -> 
     """Return the switch of some keys of ours to the values of the other."""
     origins: Mapping[str, str] = {}
     name = other.name
-    own = side.name
+    ours = side.name
     if isinstance(other, TheirSide):
         origins = other.keys
         name = other.trainer
-        own = "ours"
-    said = []
+        ours = "ours"
+    clauses = []
     for key, value in changes.items():
         short = _short(key)
         origin = f" ({origins[short]})" if short in origins else ""
         before = text(_value(side, key))
-        said.append(f"{short} is {text(value)} in {name}{origin} and {before} in {own}")
+        clauses.append(f"{short} is {text(value)} in {name}{origin} and {before} in {ours}")
     typed = " ".join(f"{_short(key)}={text(value)}" for key, value in changes.items())
-    return Switch(", ".join(said), typed, place, changes)
+    return Switch(", ".join(clauses), typed, place, changes)
 
 
 def _value(side: OurSide, key: str) -> Any:
@@ -480,6 +482,6 @@ def _value(side: OurSide, key: str) -> Any:
 
 
 def _short(key: str) -> str:
-    """Return a key as it is typed: loss for loss.name."""
+    """Return a key as a user types it: loss for loss.name."""
     section, _, name = key.partition(".")
     return section if _OPTIONS.get(section) == name else key

@@ -46,7 +46,7 @@ class Convention:
     mask_shift: by how many tokens the mask is shifted, 0 where it is right: with 1 the first token
         of each completion is not trained, with -1 the last.
     temperature: that log-probs are of.
-    documents: of a micro-batch, of one of so many ranks.
+    documents: of a micro-batch, on one of the ranks.
     """
 
     deviation: str = "group"

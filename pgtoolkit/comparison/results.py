@@ -118,9 +118,9 @@ def shown_values(values: Mapping[str, object]) -> Values:
 
 
 def run_in(path: Path) -> Run:
-    found = find.read_run(path, ())
-    config = shown_values(found.config)
-    return Run(path, found.state, found.reason, found.step, config)
+    record = find.read_run(path, ())
+    config = shown_values(record.config)
+    return Run(path, record.state, record.reason, record.step, config)
 
 
 def runs_below(path: str) -> Runs:
@@ -128,7 +128,7 @@ def runs_below(path: str) -> Runs:
 
 
 class Comparison:
-    """What runs reached over seeds, and whether it differs, as `pgtk compare` says it."""
+    """Results of runs over seeds, and whether they differ, as `pgtk compare` says it."""
 
     def __init__(self, compared: Compared):
         self._compared = compared

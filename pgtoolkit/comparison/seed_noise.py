@@ -1,4 +1,4 @@
-"""How far equal runs end apart by their seed alone, and how many seeds find a difference."""
+"""Counts how far equal runs end apart by their seed alone, and how many seeds find a difference."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def noise_sentences(
 
 def seeds_of_each(noise: SeedNoise, differences: Sequence[float]) -> str:
     """Return how many seeds of each configuration find these differences, in words."""
-    found = [f"{number_of_seeds(noise.seeds(size))} for {size:g}" for size in differences]
+    counts = [f"{number_of_seeds(noise.seeds(size))} for {size:g}" for size in differences]
     pairs = "paired by seed, " if noise.paired_spread is not None else ""
     return (
-        f"To find a difference, each configuration needs {', '.join(found)} (t-test, {pairs}"
+        f"To find a difference, each configuration needs {', '.join(counts)} (t-test, {pairs}"
         f"level {LEVEL}, power {POWER}, one pair alone)"
     )
 

@@ -152,16 +152,16 @@ def _pieces(made: MadeStep, loss: Loss) -> list[_Piece]:
     _check_documents(step.micro_batches[0], made, loss)
     log_probs = [piece.log_probs for piece in made.pieces]
     entropies = [piece.entropy for piece in made.pieces]
-    whole = whole_step(step, log_probs, Layout(), entropies)
+    of_step = whole_step(step, log_probs, Layout(), entropies)
     if loss.entropy_top_fraction is not None:
-        step, whole, _ = with_kept_tokens(step, whole, loss)
+        step, of_step, _ = with_kept_tokens(step, of_step, loss)
     if not of_whole_step(loss):
         parts = zip(step.micro_batches, log_probs, entropies, strict=True)
         return [_Piece(*part, step.totals, is_whole_step=False) for part in parts]
-    assert whole.entropy is not None
-    log_probs = whole.log_probs.double()
+    assert of_step.entropy is not None
+    log_probs = of_step.log_probs.double()
     return [
-        _Piece(whole.tokens, log_probs, whole.entropy.double(), step.totals, is_whole_step=True)
+        _Piece(of_step.tokens, log_probs, of_step.entropy.double(), step.totals, is_whole_step=True)
     ]
 
 

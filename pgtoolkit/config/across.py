@@ -1,4 +1,4 @@
-"""What is true of keys by keys of other groups: conditions, and defaults.
+"""Conditions and defaults of keys that depend on keys of other groups.
 
 A part's settings declare what holds within their own group. A row here adds what depends on others.
 """

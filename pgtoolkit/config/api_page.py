@@ -105,9 +105,9 @@ def _field(item: ast.AnnAssign) -> str:
 def _signature(title: str, node: ast.FunctionDef) -> list[str]:
     """Return the signature, with a line for each argument where there are many."""
     result = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
-    whole = f"{title}({ast.unparse(node.args)}){result}"
-    if len(whole) <= 100:
-        return [whole]
+    line = f"{title}({ast.unparse(node.args)}){result}"
+    if len(line) <= 100:
+        return [line]
     arguments = ast.unparse(node.args)
     # A comma within brackets belongs to a type.
     depth = 0

@@ -1,4 +1,4 @@
-"""What the keys of TRL and verl are here, by the tables trl.yaml and verl.yaml."""
+"""Reads from the tables trl.yaml and verl.yaml what the keys of TRL and verl are here."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Theirs:
         if self.see:
             return f"see `{self.see}`"
         cases = []
-        for where, here in self.cases:
+        for condition, here in self.cases:
             values: dict[str, list[str]] = {}
             for value, typed in here.items() if isinstance(here, dict) else [("", here)]:
                 values.setdefault(f"`{typed}`" if typed else "nothing to type", []).append(value)
             cases.append(
-                (f"where `{where}` " if where else "")
+                (f"where `{condition}` " if condition else "")
                 + "; ".join(
                     f"{', '.join(of)}: {typed}".lstrip(": ") for typed, of in values.items()
                 )
@@ -170,15 +170,15 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
         matching = exact or [row for row in rows if row.name.endswith(f".{name}")]
         with_equal = [row for row in matching if row.typed]
         if matching:
-            found = with_equal or [*{row.trainer: row for row in reversed(matching)}.values()]
-            return [(row.name, row) for row in found]
+            matches = with_equal or [*{row.trainer: row for row in reversed(matching)}.values()]
+            return [(row.name, row) for row in matches]
         name = name.rpartition(".")[0]
     return []
 
 
 def words_used(row: Theirs) -> str:
     """Return what the words are that the conditions of a row use."""
-    formulas = [row.acts, *row.differs, *row.typed, *(where for where, _ in row.cases)]
+    formulas = [row.acts, *row.differs, *row.typed, *(condition for condition, _ in row.cases)]
     written = " ".join(formulas)
     used = []
     for word, formula in reversed(tables()[row.trainer].content["words"].items()):

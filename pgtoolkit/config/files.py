@@ -91,9 +91,9 @@ def options() -> dict[str, list[str]]:
     """Return group -> its options: the YAML files in conf/ and in the user's folder, without
     _NAME.yaml, which others include."""
     options_by_group = {group: {*names} for group, names in _shipped_options().items()}
-    own = own_folder()
-    if own is not None:
-        for group, names in _options_in(own).items():
+    folder = own_folder()
+    if folder is not None:
+        for group, names in _options_in(folder).items():
             if group in options_by_group:
                 options_by_group[group] |= names
     return {group: sorted(names) for group, names in options_by_group.items()}
@@ -197,18 +197,18 @@ def misplaced(group: str, word: str) -> tuple[str, str] | None:
     file of its name."""
     if not re.fullmatch(r"[\w-]{1,80}", word):
         return None
-    own = own_folder()
-    if own is not None:
-        right = own / group / f"{word}.yaml"
-        near = [*own.glob(f"{group}*/{word}.y*ml"), *own.glob(f"{group}/{word}.*")]
-        near += [*own.glob(f"{word}.y*ml")]
+    users = own_folder()
+    if users is not None:
+        right = users / group / f"{word}.yaml"
+        near = [*users.glob(f"{group}*/{word}.y*ml"), *users.glob(f"{group}/{word}.*")]
+        near += [*users.glob(f"{word}.y*ml")]
         for file in near:
             move = f"mkdir -p {shell_path(right.parent)}; mv {shell_path(file)} {shell_path(right)}"
             if file.parent == right.parent:
                 move = f"mv {shell_path(file)} {shell_path(right)}"
             return f"{shell_path(file)} is not {shell_path(right)}.", move
     here = [file for file in Path().glob(f"*/{group}/{word}.yaml") if file.parts[0] != "conf"]
-    if own is None and here:
+    if users is None and here:
         folder = shell_path(here[0].parents[1])
         return (
             f"{shell_path(here[0])} is in a folder that was not named.",

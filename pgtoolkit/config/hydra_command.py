@@ -83,8 +83,8 @@ def hydra_answers(argv: list[str]) -> int:
     """Have Hydra answer a command line by itself; returns the exit status."""
     register()
     argv_before = sys.argv
-    own = own_folder()
-    sys.argv = [sys.argv[0], *argv, *([] if own is None else [f"--config-dir={own}"])]
+    folder = own_folder()
+    sys.argv = [sys.argv[0], *argv, *([] if folder is None else [f"--config-dir={folder}"])]
     # Hydra would end in a traceback where the reader has gone.
     printed = io.StringIO()
     try:

@@ -63,9 +63,9 @@ def compose_files(
     Raises Hydra's exceptions, ConfigError for a file that cannot be read, and RefusedFilesError
     where nothing can be put together without what is left out.
     """
-    own = own_folder()
-    if own or sweep_file or any(choice.startswith(OPTIONAL) for choice in choices):
-        config, problems = _compose_by_hand(tuple(choices), own, sweep_file)
+    folder = own_folder()
+    if folder or sweep_file or any(choice.startswith(OPTIONAL) for choice in choices):
+        config, problems = _compose_by_hand(tuple(choices), folder, sweep_file)
         return copy.deepcopy(config), [*problems]
     return copy.deepcopy(_compose_declared(tuple(choices))), []
 
@@ -87,20 +87,20 @@ def _compose_declared(choices: tuple[str, ...]) -> DictConfig:
 
 @functools.cache
 def _compose_by_hand(
-    choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
+    choices: tuple[str, ...], folder: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Compose files among which are some of the user's, or experiments."""
-    return _compose(choices, own, sweep_file)
+    return _compose(choices, folder, sweep_file)
 
 
 def _compose(
-    choices: tuple[str, ...], own: Path | None, sweep_file: Path | None
+    choices: tuple[str, ...], folder: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig, tuple[str, ...]]:
     register()
     primary = sweep_file or config_directory() / "config.yaml"
     overrides = list(choices)
     # Hydra searches the primary file's folder first, then the user's, and conf/ last.
-    places = [place for place in (own, sweep_file and config_directory()) if place]
+    places = [place for place in (folder, sweep_file and config_directory()) if place]
     if places:
         folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
         overrides.insert(0, f"hydra.searchpath=[{folders}]")
@@ -233,9 +233,9 @@ class UserFiles(FileConfigSource):
         if is_own and isinstance(keys, DictConfig):
             keys = result.config = _without_targets(keys, group)
             if self.reading is not None:
-                own = OwnFile(self.reading, file, group, result.header)
-                own.check(keys)
-                result.header["package"] = own.package
+                own_file = OwnFile(self.reading, file, group, result.header)
+                own_file.check(keys)
+                result.header["package"] = own_file.package
         elif group in OPTIONAL and self.reading is not None and isinstance(keys, DictConfig):
             OwnFile(self.reading, file, group, result.header).check_options(keys)
         is_group = group in Config.__annotations__
@@ -306,9 +306,9 @@ def _gathered_callbacks(keys: DictConfig) -> DictConfig:
     """Return the keys of a file on callbacks, in which those with the user's names are entries of
     `own`."""
     kept = {"defaults", "own"}
-    own = {str(name): keys._get_node(name) for name in keys if name not in kept}
+    of_user = {str(name): keys._get_node(name) for name in keys if name not in kept}
     gathered = OmegaConf.create({name: keys._get_node(name) for name in kept if name in keys})
-    described = OmegaConf.to_container(OmegaConf.merge(gathered.get("own") or {}, own))
+    described = OmegaConf.to_container(OmegaConf.merge(gathered.get("own") or {}, of_user))
     assert isinstance(described, dict)
     gathered.own = {name: with_path(entry) for name, entry in described.items()}
     return gathered

@@ -42,8 +42,8 @@ def _declared() -> Iterator[Key]:
                         declared["default"] = DEFAULTS[named]
                 if "default_if" in declared:
                     cases = declared.pop("default_if")
-                    usual: Any = declared["default"]
-                    declared["default"] = ByCondition(cases, usual)
+                    otherwise: Any = declared["default"]
+                    declared["default"] = ByCondition(cases, otherwise)
                 yield Key(
                     name=f"{group.name}.{field.name}",
                     schema=name,
@@ -347,10 +347,10 @@ def switched_off(
         if is_typed or key.option or not key.only_if or holds(key.only_if, config):
             continue
         failing = {parts(single)[0] for single in singles(key.only_if) if not holds(single, config)}
-        usual = default(config, key.name, choices)
-        is_set = value_of(config, key.name) not in (usual, None)
+        of_choices = default(config, key.name, choices)
+        is_set = value_of(config, key.name) not in (of_choices, None)
         if is_set and {*failing, *map(shown, failing)} & {*typed}:
-            values[key.name] = usual
+            values[key.name] = of_choices
     return values
 
 

@@ -186,8 +186,8 @@ def _theirs(name: str, is_group_ours: bool) -> list[str]:
     keys = [key for key in keys_called(name) if not is_group_ours or key.startswith(f"{group}.")]
     if not keys and leaf and is_group_ours:
         keys = keys_mentioned(leaf, group) or keys_called(leaf)
-    usual = [key for key in keys if key.partition(".")[0] not in _LESS_LIKELY or group == "critic"]
-    keys = usual or keys
+    likely = [key for key in keys if key.partition(".")[0] not in _LESS_LIKELY or group == "critic"]
+    keys = likely or keys
     same_leaf = [key for key in keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
     keys = same_leaf[:1] or keys
     return [key for key in keys if key.partition(".")[0] == keys[0].partition(".")[0]]
@@ -312,9 +312,9 @@ def option_meant(
     word = text(several[0] if several else value)
     if word in names:
         return f"{group}={word}"
-    usual = default_options().get(group) or ("null" if group in OPTIONAL else names[0])
+    default = default_options().get(group) or ("null" if group in OPTIONAL else names[0])
     if word.startswith("$"):  # a variable that the shell has not replaced
-        return f"{group}={usual}"
+        return f"{group}={default}"
     clean = without_typography(word).strip().strip("()[]{}<>;,&|\\").strip().rstrip(".")
     clean = re.sub(r"\.(yaml|yml)$", "", clean)
     short = clean.lower().replace("-", "_").replace(" ", "_")
@@ -350,7 +350,7 @@ def option_meant(
     as_path = _as_path(group, clean, names)
     if as_path is not None:
         return as_path
-    return f"{group}={nearest(short, names) or usual}"
+    return f"{group}={nearest(short, names) or default}"
 
 
 def _own_task(path: str) -> str:

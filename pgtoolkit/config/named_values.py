@@ -23,13 +23,13 @@ def named_value(name: str, value: object) -> dict[str, object] | None:
             continue
         values = TheirValues(TheirConfig(tables()[row.trainer], {full_name: value}))
         try:
-            found = _named(values, row, text(value))
+            meant = _named(values, row, text(value))
         except NO_VALUE:
             named = [here for _, here in row.cases if isinstance(here, dict)]
             has_no_equal |= any(text(value) in here for here in named)
             continue
-        if found:
-            return found
+        if meant:
+            return meant
     return {} if has_no_equal else None
 
 

@@ -47,12 +47,12 @@ def retrained(before: dict, now: dict) -> dict[str, list]:
 
     Where another option of a group is chosen, only the group is named.
     """
-    found = {
+    options = {
         shown(name): values
         for name, values in config_drift(before, now).items()
         if decides_training(name, now) or decides_training(name, before)
     }
-    return without_options(found)
+    return without_options(options)
 
 
 def without_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -75,10 +75,10 @@ class RefusedFilesError(Exception):
 
 def groups_of_options() -> dict[str, list[str]]:
     """Return group -> its options, those of Hydra's groups that pgtk knows included."""
-    own = own_folder()
+    folder = own_folder()
     groups = options()
     for group, names in HYDRA_OPTIONS.items():
-        files = [] if own is None else sorted((own / group).glob("[!_]*.yaml"))
+        files = [] if folder is None else sorted((folder / group).glob("[!_]*.yaml"))
         groups[group] = [*names, *(file.stem for file in files)]
     return groups
 
@@ -115,7 +115,7 @@ class OwnFile:
 
     @property
     def _is_global(self) -> bool:
-        """Whether its keys are those of the whole configuration."""
+        """True if its keys are those of the whole configuration."""
         return not self._group or self.package == "_global_"
 
     def check(self, keys: DictConfig) -> None:
@@ -290,8 +290,12 @@ class OwnFile:
     def _where_options_are(self, group: str) -> str:
         if group in HYDRA_OPTIONS:
             return "pgtk knows how to stop and continue the jobs of these."
-        own = own_folder()
-        more = "and, with --config-dir=FOLDER, in yours" if own is None else f"and in {own}/{group}"
+        folder = own_folder()
+        more = (
+            "and, with --config-dir=FOLDER, in yours"
+            if folder is None
+            else f"and in {folder}/{group}"
+        )
         return f"The options of {group} are the files in conf/{group}, {more}."
 
     def _choice(self, group: str, value: object) -> str:

@@ -1,5 +1,5 @@
-"""Refusals of words, keys, options and values that do not exist, with what the user most likely
-meant."""
+"""Refusals of words, keys, options and values that do not exist, with the user's most likely
+meaning."""
 
 from __future__ import annotations
 
@@ -136,20 +136,20 @@ def _as_sweep_or_one(override: Override, config: DictConfig, groups: Groups) -> 
         as_sweep = f"pgtk -m {key.schema.replace('/', '=')} {typed_sweep(name, written)}"
     if "(" in written:
         return [as_sweep]
-    one = value_meant(key, written, None)
+    single_value = value_meant(key, written, None)
     if key.type.startswith("list"):
         return [with_value(config, key, written)]
     if key.type.startswith("str") and not key.names:
         quoted = with_value(config, key, written)
         return [quoted] if Path(written).exists() else [as_sweep, f"{quoted} for one value"]
-    single = with_value(config, key, written if one is None else one)
+    single = with_value(config, key, written if single_value is None else single_value)
     fitting = _fitting(key, override)
-    if one is not None and len(fitting) < written.count(",") + 1:
+    if single_value is not None and len(fitting) < written.count(",") + 1:
         return [single]
     if len(fitting) < 2:
         return [with_value(config, key, "".join(fitting))]
     as_sweep = as_sweep.replace(written, ",".join(fitting))
-    return [as_sweep] if one is None else [as_sweep, f"{single} for one number"]
+    return [as_sweep] if single_value is None else [as_sweep, f"{single} for one number"]
 
 
 def _fitting(key: Key, override: Override) -> list[str]:

@@ -120,7 +120,7 @@ def rules() -> Table:
     for (when, because), needed in needs.items():
         conditions.setdefault((" and ".join(needed), because), []).append(f"`{when}`")
     rows = [
-        ("; or ".join(where), needed, because) for (needed, because), where in conditions.items()
+        ("; or ".join(cases), needed, because) for (needed, because), cases in conditions.items()
     ]
     return [("where", "is needed", "since"), *rows]
 
@@ -177,11 +177,11 @@ def keys_of_trainer(trainer: str) -> Table:
 
 
 def _row_of_theirs(rows: list[Theirs]) -> Sequence[str]:
-    told = next(row for row in rows if not row.see)
-    together = [told, *(row for row in rows if row.see)]
+    first = next(row for row in rows if not row.see)
+    together = [first, *(row for row in rows if row.see)]
     names = ", ".join(_names([_short(row.name) for row in together]))
     defaults = ", ".join(f"`{text(row.default)}`" for row in together)
-    return names, defaults, told.here, told.remark
+    return names, defaults, first.here, first.remark
 
 
 def _names(names: list[str]) -> list[str]:
@@ -202,9 +202,11 @@ def _without_equal(block: dict[str, Any], of_all: Iterable[str]) -> str:
     leaves: dict[str, list[str]] = {}
     for name in names:
         sections = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-        whole = [part for part in sections if not any(key.startswith(f"{part}.") for key in others)]
-        if whole:
-            parts.append(f"`{whole[0]}.*`")
+        complete = [
+            part for part in sections if not any(key.startswith(f"{part}.") for key in others)
+        ]
+        if complete:
+            parts.append(f"`{complete[0]}.*`")
         else:
             section, _, leaf = name.rpartition(".")
             leaves.setdefault(section, []).append(leaf)

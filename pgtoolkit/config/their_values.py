@@ -101,6 +101,6 @@ class TheirValues:
         """Return what is to be typed; a key alone takes the value of the row's."""
         overrides = {}
         for key, written in OVERRIDE.findall(typed):
-            filled = FORMULA.sub(lambda found: text(self.evaluated(found[1])), written)
+            filled = FORMULA.sub(lambda match: text(self.evaluated(match[1])), written)
             overrides[key] = (filled if row is None or written else self.evaluated(row.name), row)
         return overrides

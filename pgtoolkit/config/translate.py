@@ -38,43 +38,42 @@ class Translation:
         self._first = self._values.overrides(theirs.table.content["first"])
         self.typed = dict(self._first)
         self.behind: dict[str, list[str]] = {}
-        given: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for name in theirs.values:
             row = theirs.table.row(name)
             if row is not None and row.cases and row.name != name:
                 self._leave(row, [name], row.reason or f"it has no equal beside {row.name}")
             elif row is not None:
-                given.setdefault(row.see or row.name, []).append(name)
+                names_of.setdefault(row.see or row.name, []).append(name)
         for row in theirs.table.rows.values():
-            self._translate(row, given.get(row.name, []))
+            self._translate(row, names_of.get(row.name, []))
 
-    def _translate(self, row: Theirs, given: list[str]) -> None:
-        """Find what is to be typed for a key. given: what the file sets of it, and of the keys that
-        its row is about."""
+    def _translate(self, row: Theirs, names: list[str]) -> None:
+        """Find what is to be typed for a key. names: the file's keys that its row is about."""
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
                 reason = row.reason or "it does nothing beside the other keys"
-                self._leave(row, given, reason, True)
+                self._leave(row, names, reason, True)
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
-            self.behind[row.name] = [name for name in given if name == row.name]
+            self.behind[row.name] = [name for name in names if name == row.name]
             values = self.theirs.values
-            for name in [name for name in given if name != row.name]:
+            for name in [name for name in names if name != row.name]:
                 another = not values[name] if isinstance(values[name], bool) else "another"
                 if self._typed(row, values | {name: another}) == typed:
                     self._leave(row, [name], "it does nothing beside the other keys", True)
                 elif self._typed(row, {key: values[key] for key in {*values} - {name}}) != typed:
                     self.behind[row.name].append(name)
-            names = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
+            shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():
                 if self._values.evaluated(condition):
-                    self.differing.append(f"{names}: {sentence}")
+                    self.differing.append(f"{shown}: {sentence}")
         except NameError:
             reason = "what it follows from is known when their program runs"
-            self._leave(row, given or [row.name], reason)
+            self._leave(row, names or [row.name], reason)
         except NO_VALUE:
-            self._leave(row, given or [row.name], row.reason or "it has no such value")
+            self._leave(row, names or [row.name], row.reason or "it has no such value")
 
     def _typed(self, row: Theirs, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return what is to be typed for a key if the file sets these values; None if nothing."""

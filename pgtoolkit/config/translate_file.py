@@ -75,9 +75,9 @@ def _keys(values: Any) -> TheirConfig:
         values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
     if any(name.partition(".")[0] == "actor_rollout_ref" for name in values):
         return _config("verl", values)
-    for what, names in tables()["TRL"].content["others"].items():
+    for trainer, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
-            raise ValueError(what)
+            raise ValueError(trainer)
     config = _config("TRL", values)
     if {*config.table.content["signs"]} & {*values}:
         return config
@@ -91,37 +91,37 @@ def _keys(values: Any) -> TheirConfig:
 def _script(content: str) -> TheirConfig:
     """Return the configuration of the first command in a script that starts verl or TRL."""
     signs = "|".join(tables()["TRL"].content["signs"])
-    found = []
+    configs = []
     others = []
     for words in Script(content).commands:
         started = words[words.index("-m") + 1 :] if "-m" in words else words
         if started[0] in tables()["verl"].content["modules"]:
-            found.append(_config("verl", _given(started)))
+            configs.append(_config("verl", _given(started)))
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
-            found.append(_config("TRL", _given(words)))
+            configs.append(_config("TRL", _given(words)))
         elif started is not words or words[0] == "trl":
             others.append(" ".join(started[: 1 + (started is words)]))
-    if not found:
+    if not configs:
         other = others[0] if others else "neither of them with its keys"
         raise ValueError(f"a script that starts {other}")
-    if len(found) > 1:
-        found[0].assumed.append(f"the first of its {len(found)} commands is meant")
-    return found[0]
+    if len(configs) > 1:
+        configs[0].assumed.append(f"the first of its {len(configs)} commands is meant")
+    return configs[0]
 
 
 def _given(words: list[str]) -> dict[str, Any]:
     """Return what `KEY=VALUE`, `--key=value`, `--key value...` and `--flag` set in a command."""
-    given: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     name = ""
     for word in words:
         key, equals, value = word.lstrip("+-").partition("=")
         if equals or word.startswith("--"):
             name = "" if equals else key
-            given[key] = [value] if equals else []
+            words_of[key] = [value] if equals else []
         elif name and not word.endswith(".py"):
-            given[name].append(word.strip(","))
+            words_of[name].append(word.strip(","))
     values: dict[str, Any] = {}
-    for name, items in given.items():
+    for name, items in words_of.items():
         text = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
         flag = not name.startswith("no_")
         values[name.removeprefix("no_").replace("-", "_")] = value_of(text) if items else flag
@@ -173,12 +173,14 @@ def _program(content: str) -> TheirConfig:
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "peft_config." if call == "LoraConfig" else ""
         for node in calls.get(call, [])[:1]:
-            given = dict(zip(positional, node.args, strict=False))
-            given |= {keyword.arg or "": keyword.value for keyword in node.keywords}
-            if given.pop("", None):
+            arguments = dict(zip(positional, node.args, strict=False))
+            arguments |= {keyword.arg or "": keyword.value for keyword in node.keywords}
+            if arguments.pop("", None):
                 assumed.append(f"{call} has no other arguments")
-            given = {name: given[name] for name in given if name not in ("args", "peft_config")}
-            values |= {f"{section}{name}": value(item) for name, item in given.items()}
+            arguments = {
+                name: arguments[name] for name in arguments if name not in ("args", "peft_config")
+            }
+            values |= {f"{section}{name}": value(item) for name, item in arguments.items()}
         if len(calls.get(call, [])) > 1:
             assumed.append(f"the first {call} of {len(calls[call])} is meant")
     config = _config("TRL", values)

@@ -60,7 +60,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
 
 
 def _instead(translation: Translation, row: Theirs) -> str:
-    """Return what the command has in the place of what a row says to type."""
+    """Return the part of the command that stands for what a row types."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
     keys = [key for key in keys if key_named(key, translation.composed.config)]
     instead = [f"{key}={translation.ours(key)}" for key in keys]

@@ -42,15 +42,15 @@ class SharedAxis:
         # Where each token of the document before is found among those that are computed.
         places = torch.empty(0, dtype=torch.int64)
         for length, shared in zip(micro_batch.document_lengths, micro_batch.shared, strict=True):
-            own = length - shared
-            places = torch.cat([places[:shared], torch.arange(num_computed, num_computed + own)])
+            alone = length - shared
+            places = torch.cat([places[:shared], torch.arange(num_computed, num_computed + alone)])
             states.append(places[max(0, shared - 1) :])
             end = position + len(states[-1])
-            computed.append(torch.arange(end - own, end))
+            computed.append(torch.arange(end - alone, end))
             sources.append(places)
-            queries.append(own)
+            queries.append(alone)
             position = end
-            num_computed += own
+            num_computed += alone
         indices = (torch.cat(each) for each in (computed, states, sources))
         computed, states, sources = (without_waiting(index, device) for index in indices)
         documents = Documents(queries, micro_batch.document_lengths, device, sources=sources)

@@ -26,15 +26,15 @@ def loss(c: Config, report: Report) -> Config:
     """
     for name in ("delta_low", "delta_high"):
         if getattr(c.loss, name, 0) is None:
-            usual = report.default_of(f"loss.{name}") or 0.2
+            default = report.default_of(f"loss.{name}") or 0.2
             report.refuse(
                 setting=f"loss={c.loss.name}",
                 needs=f"loss.{name}, a number",
                 got=None,
                 reason="It bounds a probability's move; for squared_log_ratio none is usual.",
-                use=f"loss.{name}={usual}",
+                use=f"loss.{name}={default}",
             )
-            c = with_values(c, {f"loss.{name}": usual})
+            c = with_values(c, {f"loss.{name}": default})
     splits = c.loss.num_splits
     family = family_of_config(c)
     if isinstance(c.loss, CustomLossSettings) and c.loss.path is not None:

@@ -336,8 +336,8 @@ def _with_value(place: str, key: Key, name: str, value: object) -> str:
     place: the key of the set. name: of the key in the set.
     """
     is_plain = isinstance(key.default, str | int | float | list | dict)
-    usual = key.default if is_plain and key.default != REQUIRED else key.example or "VALUE"
-    return typed(f"{place}.{name}", value_meant(key, value, usual))
+    example = key.default if is_plain and key.default != REQUIRED else key.example or "VALUE"
+    return typed(f"{place}.{name}", value_meant(key, value, example))
 
 
 def _check_sampling(c: Config, report: Report) -> None:
