@@ -180,6 +180,11 @@ def compared(
 ) -> Parity:
     """Return two sides on a step. pieces: the micro-batches that we cut it into."""
     numbers = [side.numbers(step) for side in sides]
+    if not any(made["gradient"].any() for made in numbers):
+        facts.append(
+            "The gradient is 0 on both sides, so this step shows little of what may differ. Take "
+            "another one with --step."
+        )
     cuts = []
     for side in sides:
         cut = _micro_batches(pieces)

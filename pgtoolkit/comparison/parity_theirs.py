@@ -176,9 +176,14 @@ class Rows:
         if vector is None:
             raise ConfigError(
                 f"the configuration of the other framework needs {field} of every document (got "
-                "some without). Use a run that has them, or switch its penalty or correction off."
+                f"some without). Use a run with {_RECORDED_BY[name]}, which has them, or switch "
+                "its penalty or correction off."
             )
         return self.padded(vector)
+
+
+_RECORDED_BY = {"ref": "kl=k3 kl.coefficient=0.001", "sampling": "correction=token_truncate"}
+"""Log-probs -> overrides of a run whose documents have them."""
 
 
 def _advantages(step: RecordedStep, c: Convention, rows: Rows) -> Numbers:

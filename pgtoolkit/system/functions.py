@@ -244,7 +244,8 @@ def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
     """Return settings with a similar name, of a module of the current directory and of an option;
     None if no name is similar."""
     top, _, rest = path.partition(".")
-    modules = [file.stem for file in Path().glob("*.py")]
+    # A file has no modules inside.
+    modules = [] if "." in rest else [file.stem for file in Path().glob("*.py")]
     uses = [f"{key}={near}.{rest}" for near in [nearest(top, modules, 0.6)] if near]
     uses += [f"{key}={near}" for near in [nearest(top, options, 0.6)] if near]
     return " or ".join(uses) or None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from builders.parity_steps import recorded, sentences, theirs
 
-from pgtoolkit.comparison.parity import side_of
+from pgtoolkit.comparison.parity import compared, side_of
 from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_step import QUANTITIES
 from pgtoolkit.comparison.parity_switches import TheirSide, differences, explain
@@ -285,6 +285,8 @@ def test_numbers_that_the_step_lacks_are_refused(tmp_path):
     for one in (side, OurSide(side.as_ours, "ours")):
         with pytest.raises(ConfigError, match="ref_log_probs of every document"):
             one.numbers(step)
+    with pytest.raises(ConfigError, match="Use a run with kl=k3 "):
+        side.numbers(step)
 
 
 def test_groups_without_signal_leave_nothing_to_train(tmp_path):
@@ -295,6 +297,11 @@ def test_groups_without_signal_leave_nothing_to_train(tmp_path):
     assert explain(step, sides, TOLERANCE).sides == []
     for one in sides:
         assert float(one.numbers(step)["mask"].sum()) == 0
+    facts = []
+    compared(step, sides, TOLERANCE, "", facts, 1)
+    assert [fact[:35] for fact in facts] == ["The gradient is 0 on both sides, so"]
+    compared(recorded(), sides, TOLERANCE, "", facts, 1)
+    assert len(facts) == 1
 
 
 def test_a_document_that_nobody_could_score_has_no_advantage(tmp_path):

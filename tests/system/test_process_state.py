@@ -163,6 +163,19 @@ def test_a_function_in_a_file_that_a_library_hides_is_refused(tmp_path, monkeypa
         import_function("task.verifier", "statistics.score")
 
 
+def test_a_module_with_a_similar_name_is_proposed(tmp_path, monkeypatch):
+    """A file has no modules inside, so it stands for no part of a longer path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_jugde.py").write_text("")
+    for path, use in (
+        ("my_judge.score", "my_jugde.score"),
+        ("my_judge.parts.score", "package.module.function"),
+    ):
+        with pytest.raises(ConfigError, match=rf"Use task.verifier={use}\."):
+            import_function("task.verifier", path)
+
+
 def test_a_long_text_of_an_exception_is_shortened(tmp_path, monkeypatch):
     def fail():
         raise ValueError("begin" + "x" * 10**7 + "end")
