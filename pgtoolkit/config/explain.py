@@ -72,7 +72,11 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
             by_title = {page.title: page for page in pages}
             # The critic's keys repeat those of others, which are likelier meant.
             return sorted(by_title.values(), key=lambda page: page.title.startswith("critic."))
-    near = nearest(words, known, 0.65)
+    near = nearest(words, known, 0.85)
+    first = words.partition("_")[0]
+    if near is None and first != words and first in known:
+        near = first  # clip_fraction is nearer to top_fraction than to what it means
+    near = near or nearest(words, known, 0.65)
     raise ConfigError(
         refusal(
             setting=f"pgtk explain {words}",

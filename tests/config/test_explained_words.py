@@ -246,6 +246,18 @@ def test_code_that_is_not_there_is_refused_with_what_is(tmp_path, monkeypatch, c
     assert "needs a word that is known" in refusal(capsys, "explain", "no_module_of_this.Name")
 
 
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("lerning_rate", "learning_rate"),
+        ("clip_fraction", "clip"),  # top_fraction is written like it, and means another thing
+        ("reward_mean", "reward"),
+    ],
+)
+def test_a_word_that_is_near_is_proposed(capsys, word, near):
+    assert refusal(capsys, "explain", word).endswith(f"Use pgtk explain {near}.\n")
+
+
 def test_a_file_of_the_own_folder_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     mine = Path("mine/loss/wide.yaml")
