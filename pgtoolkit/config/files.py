@@ -51,7 +51,8 @@ def sweep_file(name: str = "") -> Path:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
-    near = nearest(path.stem, shipped, 0.6) or near_path(f"{path.with_suffix('')}.yaml")
+    near = nearest(path.stem, shipped, 0.6)
+    near = near or (near_path(path.parent / f"{path.stem}.yaml") if name else None)
     use = f"pgtk sweep {near or next(iter(shipped))}"
     if "=" in name:
         use = f"pgtk -m {name}"
