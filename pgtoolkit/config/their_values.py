@@ -19,8 +19,6 @@ NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
 
 FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
-_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "str": str}
-_FUNCTIONS |= {"is_dotted_path": is_dotted_path, "is_data_set_name": is_data_set_name}
 
 
 def _num_rows(path: object) -> int:
@@ -36,7 +34,8 @@ def _num_rows(path: object) -> int:
     return count_rows(str(files[0]), "task.path") or 0
 
 
-_FUNCTIONS |= {"num_rows": _num_rows}
+_FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
+_FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 
 
 class TheirValues:

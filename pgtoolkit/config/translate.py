@@ -18,6 +18,8 @@ from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
 from pgtoolkit.system.report import override, text
 
+_IDLE = "it does nothing beside the other keys"
+
 
 class Translation:
     """What a configuration of theirs is here.
@@ -52,19 +54,13 @@ class Translation:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
-                reason = row.reason or "it does nothing beside the other keys"
-                self._leave(row, names, reason, True)
+                self._leave(row, names, row.reason or _IDLE, True)
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
-            self.behind[row.name] = [name for name in names if name == row.name]
-            values = self.theirs.values
-            for name in [name for name in names if name != row.name]:
-                another = not values[name] if isinstance(values[name], bool) else "another"
-                if self._typed(row, values | {name: another}) == typed:
-                    self._leave(row, [name], "it does nothing beside the other keys", True)
-                elif self._typed(row, {key: values[key] for key in {*values} - {name}}) != typed:
-                    self.behind[row.name].append(name)
+            idle = [name for name in names if name != row.name and self._is_idle(row, name, typed)]
+            self._leave(row, idle, _IDLE, True)
+            self.behind[row.name] = [name for name in names if name not in idle]
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():
                 if self._values.evaluated(condition):
@@ -75,13 +71,17 @@ class Translation:
         except NO_VALUE:
             self._leave(row, names or [row.name], row.reason or "it has no such value")
 
-    def _typed(self, row: Theirs, values: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what is to be typed for a key if the file sets these values; None if nothing."""
-        others = TheirValues(TheirConfig(self.theirs.table, values))
+    def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
+        """Return whether a key is not read beside a row's other keys: with another value, also one
+        that is no number, what is typed would be the same."""
+        another = (
+            not self._values.of[name] if isinstance(self._values.of[name], bool) else "another"
+        )
+        values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
         with contextlib.suppress(*NO_VALUE):
-            if not row.acts or others.evaluated(row.acts):
-                return others.overrides(others.case(row), row)
-        return None
+            acts = not row.acts or values.evaluated(row.acts)
+            return acts and values.overrides(values.case(row), row) == typed
+        return False
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""
@@ -110,8 +110,7 @@ class Translation:
             key = max(rows, key=lambda key: (key in setting, len(key)))
             value, row = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
-            reason = f"{key}={text(value)} is refused here: {problems[0]}"
-            self._leave(row, [row.name], reason)
+            self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problems[0]}")
             problems = self._compose()
 
     def _compose(self) -> list[str]:

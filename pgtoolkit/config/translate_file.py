@@ -60,8 +60,7 @@ def read(path: Path) -> TheirConfig:
 def _config(trainer: str, values: dict[str, Any]) -> TheirConfig:
     """Return a configuration. values: by their keys, which may be nested or dotted."""
     table = tables()[trainer]
-    dictionaries = [row.name for row in table.rows.values() if row.keys]
-    dotted = dict(flat(values, dictionaries))
+    dotted = dict(flat(values, [row.name for row in table.rows.values() if row.keys]))
     classes = [key for key in dotted if key.endswith("_target_") and "verl." in str(dotted[key])]
     return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
 
@@ -177,10 +176,9 @@ def _program(content: str) -> TheirConfig:
             arguments |= {keyword.arg or "": keyword.value for keyword in node.keywords}
             if arguments.pop("", None):
                 assumed.append(f"{call} has no other arguments")
-            arguments = {
-                name: arguments[name] for name in arguments if name not in ("args", "peft_config")
-            }
-            values |= {f"{section}{name}": value(item) for name, item in arguments.items()}
+            for name, item in arguments.items():
+                if name not in ("args", "peft_config"):
+                    values[f"{section}{name}"] = value(item)
         if len(calls.get(call, [])) > 1:
             assumed.append(f"the first {call} of {len(calls[call])} is meant")
     config = _config("TRL", values)
