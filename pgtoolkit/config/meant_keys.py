@@ -386,6 +386,7 @@ def _as_path(group: str, word: str, names: Iterable[str]) -> str | None:
         or os.path.exists(word)
         or word.endswith((".jsonl", ".json", ".parquet", ".arrow"))
     )
-    is_model = group == "model" and nearest(word, names, 0.6) is None
+    is_size = re.fullmatch(r"[\d.]+[bm]?", word.lower()) is not None
+    is_model = group == "model" and not is_size and nearest(word, names, 0.6) is None
     place = re.sub("^~/", "$HOME/", word)  # which a shell replaces at the beginning of a word alone
     return _TAKES_PATH[group].format(place) if is_path or is_model else None

@@ -29,7 +29,7 @@ from pgtoolkit.config.repaired_words import elsewhere, reason_of, use_for
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.system.declared import Key
 from pgtoolkit.system.functions import kind_of
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import nearest, refusal, text
 
 Groups = Mapping[str, Sequence[str]]
 """Group -> its options."""
@@ -192,12 +192,17 @@ def unknown_option(override: Override, config: DictConfig, groups: Groups) -> st
     value = override.value()
     names = groups[group]
     unknown = unknown_options(group, value, groups)
+    meant = option_meant(config, group, unknown[0] if group in OPTIONAL else value, groups)
+    if isinstance(value, list) and len(value) > 1 and group in OPTIONAL:
+        near = {word: nearest(word, names) for word in unknown}
+        kept = [near.get(text(option), text(option)) for option in value]
+        meant = f"{group}=[{','.join(filter(None, kept))}]"
     needs = f"one of {', '.join(names)}"
     if group in OWN_CODE:
         needs += f", or the dotted path of a {kind_of(group)} of your own"
     reason, use = misplaced(group, unknown[0]) or (
         f"The options of {group} are the files in conf/{group}.",
-        option_meant(config, group, unknown[0] if group in OPTIONAL else value, groups),
+        meant,
     )
     return f"{as_typed(override)} needs {needs} (got {unknown[0]!r}). {reason} Use {use}."
 
