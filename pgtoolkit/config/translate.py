@@ -103,15 +103,14 @@ class Translation:
                 known = key_named(key, self.composed.config)
                 if known and (known.learns is False or self.ours(key) == text(value)):
                     del self.typed[key]
-        problems = self._compose()
-        while problems:
+        while problems := self._compose():
             setting = problems[0].partition(" needs ")[0]
-            rows = {key: row for key, (_, row) in self.typed.items() if row and key in problems[0]}
-            key = max(rows, key=lambda key: (key in setting, len(key)))
+            keys = [key for key, (_, row) in self.typed.items() if row is not None]
+            named = [key for key in keys if key in problems[0] or key.startswith(f"{setting}.")]
+            key = max(named, key=lambda key: (key in setting, len(key)))
             value, row = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
             self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problems[0]}")
-            problems = self._compose()
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""

@@ -914,6 +914,18 @@ algorithm: {adv_estimator: grpo}
         ),
         ({f"{ACTOR}.clip_ratio_low": 10}, {f"{ACTOR}.clip_ratio_low": "left"}),
         ({"trainer.save_freq": 5}, {"trainer.checkpoint_every": 10, "tracking": None}),
+        # A bound of a micro-batch that is known when their program runs is none of the longest
+        # document's, which has to fit.
+        (
+            {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": "$N"}
+            | {"data.max_prompt_length": 8192},
+            {"accumulation.max_tokens": 8704, f"{ACTOR}.ppo_max_token_len_per_gpu": "left"},
+        ),
+        # Prompts of validation that are those of training are refused by the name of their set.
+        (
+            {"data.train_files": "a.parquet", "data.val_files": "a.parquet"},
+            {"data.val_files": "left", "task.path": "a.parquet"},
+        ),
     ],
 )
 def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, values, expected):
