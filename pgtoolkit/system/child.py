@@ -142,8 +142,11 @@ class Child:
         return self.returncode
 
     def _close(self) -> None:
-        for end in (self.channel, *self._connections):
-            end.close()
+        self.channel.close()
+        # Several threads may come here, and a connection must not be closed by two of them.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._connections.pop().close()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,7 @@ while True:
 
 PARENT = """
 import json, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pgtoolkit.system.child import Child
 commands, log = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -244,3 +246,18 @@ def test_a_quiet_child_writes_its_errors_to_the_log(tmp_path):
     assert child.wait(30) == 0
     assert (tmp_path / "log").read_text() == "error\n"
     child.end()
+
+
+def test_threads_that_end_a_child_together_close_its_connections_once():
+    """A connection that two threads close raises in one of them, or closes another's file."""
+    children = [Child(["true"]) for _ in range(5)]
+    connections = [child.connection() for child in children for _ in range(40)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for child in children:
+            with ThreadPoolExecutor(8) as threads:
+                assert [*threads.map(lambda _, c=child: c.end(5), range(8))] == [0] * 8
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(connection.closed for connection in connections)

@@ -210,7 +210,7 @@ def test_an_environment_that_starts_differently_within_a_group_is_refused():
         (
             "tasks.environments_for_tests.INSTANCE",
             "{}",
-            r"Unpicklable, Mute\. Use task.environment=.*\.class\.",
+            r"Unpicklable, Mute\. Use task.environment=.*\.Mute\.",
         ),
         (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
     ],
