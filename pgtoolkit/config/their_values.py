@@ -14,7 +14,7 @@ from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
 
-NO_VALUE = (ArithmeticError, LookupError, NameError, TypeError, ValueError)
+NO_VALUE = (ArithmeticError, LookupError, NameError, SyntaxError, TypeError, ValueError)
 """What is raised where a formula has no value."""
 
 FORMULA = re.compile(r"\{([^}]*)\}")

@@ -16,6 +16,7 @@ from pgtoolkit.config.schema import default_options
 from pgtoolkit.config.their_values import NO_VALUE, TheirValues
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import override, text
 
 _IDLE = "it does nothing beside the other keys"
@@ -33,7 +34,6 @@ class Translation:
         self.theirs = theirs
         self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
-        self.lacking: list[str] = []
         self._values = TheirValues(theirs)
         if self._values.names.get("processes") == 1 and "num_processes" not in theirs.values:
             theirs.assumed.append("1 process trains: --processes N says another number")
@@ -74,9 +74,8 @@ class Translation:
     def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
         """Return whether a key is not read beside a row's other keys: with another value, also one
         that is no number, what is typed would be the same."""
-        another = (
-            not self._values.of[name] if isinstance(self._values.of[name], bool) else "another"
-        )
+        value = self._values.of[name]
+        another = not value if isinstance(value, bool) else "another"
         values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
         with contextlib.suppress(*NO_VALUE):
             acts = not row.acts or values.evaluated(row.acts)
@@ -92,8 +91,8 @@ class Translation:
                 self.left.append((self.shown(name), self._values.filled(reason), row))
 
     def shown(self, name: str) -> str:
-        by_default = "" if name in self.theirs.values else " (their default)"
-        return f"{name}={text(self._values.of[name])}{by_default}"
+        shown = f"{name}={text(self._values.of[name])}"
+        return shown if name in self.theirs.values else f"{shown} (their default)"
 
     def check(self) -> None:
         """Take out of the command what is our default as well, and what `pgtk check` refuses."""
@@ -105,8 +104,11 @@ class Translation:
                     del self.typed[key]
         while problems := self._compose():
             setting = problems[0].partition(" needs ")[0]
-            keys = [key for key, (_, row) in self.typed.items() if row is not None]
-            named = [key for key in keys if key in problems[0] or key.startswith(f"{setting}.")]
+            keys = [key for key in self.typed if self.typed[key][1] is not None]
+            group = setting.partition("=")[0]
+            named = [key for key in keys if key in problems[0] or key.startswith(f"{group}.")]
+            if not named:
+                raise ConfigError(problems[0])
             key = max(named, key=lambda key: (key in setting, len(key)))
             value, row = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
@@ -115,7 +117,7 @@ class Translation:
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine."""
         self.composed = compose(self.overrides)
-        _, report = validated(self.composed)
+        report = validated(self.composed)[1]
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         return [problem for problem in report.problems if problem not in report.lacking]
 

@@ -101,8 +101,7 @@ def _script(content: str) -> TheirConfig:
         elif started is not words or words[0] == "trl":
             others.append(" ".join(started[: 1 + (started is words)]))
     if not configs:
-        other = others[0] if others else "neither of them with its keys"
-        raise ValueError(f"a script that starts {other}")
+        raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
     if len(configs) > 1:
         configs[0].assumed.append(f"the first of its {len(configs)} commands is meant")
     return configs[0]

@@ -24,7 +24,6 @@ _SECONDS_TO_CANCEL = 1
 
 _Value = TypeVar("_Value")
 
-
 _lock = threading.Lock()
 """Held while the event loop runs."""
 
@@ -39,7 +38,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     """
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_DaemonThreads())
-    atexit.register(loop.close)
+    # A thread that the end of the process does not wait for may still run it.
+    atexit.register(lambda: loop.is_running() or loop.close())
     return loop
 
 

@@ -921,6 +921,8 @@ algorithm: {adv_estimator: grpo}
             | {"data.max_prompt_length": 8192},
             {"accumulation.max_tokens": 8704, f"{ACTOR}.ppo_max_token_len_per_gpu": "left"},
         ),
+        ({"trainer.test_freq": 0.3}, {"trainer.test_freq": "left"}),
+        ({"data.apply_chat_template_kwargs": 5}, {"data.apply_chat_template_kwargs": "left"}),
         # Prompts of validation that are those of training are refused by the name of their set.
         (
             {"data.train_files": "a.parquet", "data.val_files": "a.parquet"},
