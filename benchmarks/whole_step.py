@@ -145,7 +145,8 @@ def check(device: str) -> None:
     advantages = normal(16)[index]
     groups = torch.arange(16) // 4
     kept = pgtoolkit.top_entropy(entropy, labels >= 0, 0.2).factors
-    of_step = {"group_index": groups, "num_documents": 16, "rewards": rewards}
+    of_step = {"group_index": groups, "num_documents": 16}
+    of_groups = of_step | {"rewards": rewards}
 
     def both(dtype: torch.dtype, on: str, pieces: int, **options: object) -> list[Tensor]:
         """Return the loss and its gradients by hidden states and head, in pieces of the step."""
@@ -156,7 +157,7 @@ def check(device: str) -> None:
             return value.to(on, dtype if value.is_floating_point() else value.dtype)
 
         leaves = [moved(leaf).clone().requires_grad_() for leaf in (hidden, weight)]
-        options = {name: moved(value) for name, value in (options | of_step).items()}
+        options = {name: moved(value) for name, value in options.items()}
         total = 0.0
         for piece in range(pieces):
             # Rows of the other pieces are not trained here; the totals are those of the step.
@@ -176,16 +177,16 @@ def check(device: str) -> None:
         return [total, *(leaf.grad for leaf in leaves)]
 
     tested = {
-        "grpo": {"loss": "grpo"},
-        "grpo as a function": {"loss": grpo_as_function},
-        "grpo, a fifth of the tokens": {"loss": "grpo", "factors": kept},
-        "gspo, a fifth of the tokens": {"loss": "gspo", "factors": kept},
+        "grpo": of_step | {"loss": "grpo"},
+        "grpo as a function": of_step | {"loss": grpo_as_function},
+        "grpo, a fifth of the tokens": of_step | {"loss": "grpo", "factors": kept},
+        "gspo, a fifth of the tokens": of_step | {"loss": "gspo", "factors": kept},
     }
     for name, loss in (("a group's class", "tpo"), ("a group's function", towards_rewards)):
         coefficients = pgtoolkit.step_coefficients(
-            log_probs, old, advantages, index, labels >= 0, loss=loss, **of_step
+            log_probs, old, advantages, index, labels >= 0, loss=loss, **of_groups
         ).coefficients
-        tested[name] = {"loss": loss, "coefficients": coefficients}
+        tested[name] = of_groups | {"loss": loss, "coefficients": coefficients}
     gradients = {}
     for name, options in tested.items():
         expected = both(torch.float64, "cpu", 1, **options)
