@@ -1,12 +1,12 @@
 """Measure a token while completions are sampled: its kernels one by one, and all of it.
 
     python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile]
-        [--shape 1.5b]
+        [--kernels] [--shared 112] [--shape 1.5b]
 
 Prints microseconds, medians of replays of a CUDA graph, for a model of Qwen2.5's shape with random
 weights in bfloat16, and for the attention of a small model in float32. `limit` is what it takes to
-read weights, cache or logits once at 4.3 TB/s, an H200's rate. With `--shape tiny` it can be tried
-on a CPU.
+read weights, cache or logits once at 4.3 TB/s, an H200's rate. Where 8 rows share their prompt, its
+keys are read once for all of them, which takes less. With `--shape tiny` it can be tried on a CPU.
 """
 
 from __future__ import annotations
@@ -54,6 +54,15 @@ def main() -> None:
     parser.add_argument(
         "--compile", action="store_true", help="then the tokens once more by model.compile=true"
     )
+    parser.add_argument(
+        "--kernels", action="store_true", help="and once more by the kernels of triton_token"
+    )
+    parser.add_argument(
+        "--shared",
+        type=int,
+        help="tokens of the prompt that 8 rows share (all but the last ones); the others are each "
+        "row's own, as in a long completion",
+    )
     arguments = parser.parse_args()
     body = BODIES[arguments.shape]
     torch.manual_seed(0)
@@ -68,16 +77,24 @@ def main() -> None:
         model = Qwen2ForCausalLM(Qwen2Config(**body))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     cases = list(itertools.product(arguments.rows, arguments.places))
-    suffix = ""
-    kernels_of = {case: _token(model, *case, suffix) for case in cases}
-    if arguments.compile:
-        suffix = ", compiled"
+    shared = arguments.shared
+    tables = {"": {case: _token(model, None, *case, "", shared) for case in cases}}
+    if arguments.compile or arguments.kernels:
         switch_on(model)
         model = _merged(model)
-        kernels_of = {case: _token(model, *case, suffix) for case in cases}
+    if arguments.compile:
+        tables[", compiled"] = {
+            case: _token(model, MergedBody(model), *case, ", compiled", shared) for case in cases
+        }
+    if arguments.kernels:
+        body_by_kernels = MergedBody(model, by_kernels=True)
+        tables[", by kernels"] = {
+            case: _token(model, body_by_kernels, *case, ", by kernels", shared) for case in cases
+        }
     most_rows = arguments.rows[-1]
-    for places in arguments.places:
-        kernels = kernels_of[most_rows, places]
+    # The uncompiled model's table is of interest where there is no other.
+    for suffix, places in itertools.product([*tables][1:] or tables, arguments.places):
+        kernels = tables[suffix][most_rows, places]
         print(
             f"\nkernels of a token{suffix}, {most_rows} rows, {places} places: us, how many, and "
             "which"
@@ -191,10 +208,16 @@ def _tune(attend: Callable[[], object], rows: int, places: int, num_bytes: int) 
 
 @torch.no_grad()
 def _token(
-    model: Qwen2ForCausalLM, rows: int, places: int, suffix: str
+    model: Qwen2ForCausalLM,
+    body: MergedBody | None,
+    rows: int,
+    places: int,
+    suffix: str,
+    shared: int | None,
 ) -> dict[str, tuple[float, float]]:
     """Print how long a token takes when its rows have `places` tokens.
 
+    shared: tokens of the prompt that rows share; None for all of it.
     Returns the microseconds and the count of each of its kernels, by name.
     """
     tokens = min(64, places // 2)
@@ -205,10 +228,16 @@ def _token(
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, model.lm_head.weight, None, True)
 
-    body = MergedBody(model) if suffix else None
     with decoding.decoding(model):
         decoder = decoding.Decoding(
-            model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body
+            model,
+            logits,
+            1.0 if GPU else draw,
+            uniform,
+            lambda: None,
+            [],
+            body=body,
+            head=_head(model),
         )
         decoder._start(prompts, tokens)
         _wait()
@@ -216,6 +245,8 @@ def _token(
         decoder._start(prompts, tokens)
         _wait()
         first = 1e6 * (time.perf_counter() - start)
+        if shared is not None:
+            decoder._cache.prompts[1].clamp_(max=shared)
         decoder._step()
         step = decoder._step
         if GPU:
@@ -235,9 +266,11 @@ def _token(
     per_place = 2 * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads
     per_place *= model.config.hidden_size // model.config.num_attention_heads
     weights = (*model.model.layers.parameters(), *model.lm_head.parameters())
-    # The weights, the logits written and read in float32, and the cache.
+    # The weights, the logits written and read in float32 where there are any, and the cache.
     num_bytes = sum(weight.nbytes for weight in weights)
-    num_bytes += 2 * 4 * rows * model.config.vocab_size + per_place * rows * places
+    num_bytes += per_place * rows * places
+    if _head(model) is None:
+        num_bytes += 2 * 4 * rows * model.config.vocab_size
     _print_row(f"prompts and first token{suffix}", rows, places - tokens, first, 0)
     _print_row(f"a token{suffix}", rows, places, per_token, num_bytes)
     if GPU:
@@ -245,6 +278,15 @@ def _token(
         count = sum(count for _, count in kernels.values())
         _print_row(f"  its {count:.0f} kernels", rows, places, microseconds, 0)
     return kernels
+
+
+def _head(model: Qwen2ForCausalLM) -> torch.Tensor | None:
+    """Return the head's weight where tokens are drawn from hidden states, as a policy does."""
+    if not GPU:
+        return None
+    from pgtoolkit.kernels.triton_draw import can_make_logits
+
+    return model.lm_head.weight if can_make_logits(model.lm_head.weight) else None
 
 
 def _merged(model: Qwen2ForCausalLM) -> nn.Module:

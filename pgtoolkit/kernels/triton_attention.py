@@ -14,6 +14,8 @@ from pgtoolkit.kernels.triton_two_pass import LOWEST
 _BLOCK_BYTES = 8192
 """Bytes of the keys that a program multiplies at once."""
 _WARPS = 4
+_STAGES = 3
+"""Blocks of keys and values that a program has asked for before it uses the first."""
 _FEWEST_QUERIES = 5
 """From this size of a group on, tl.dot is faster in float32, though it multiplies 16 queries."""
 _PROGRAMS = 512
@@ -51,6 +53,7 @@ def attention_kernel(
     PARTS: tl.constexpr,
     DOT: tl.constexpr,
     NUMBER: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Attend with a program for each row, key-value head and part of the places that a query sees.
 
@@ -116,7 +119,7 @@ def attention_kernel(
     share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
     begin = first + part * share
     end = tl.minimum(begin + share, position)
-    for start in tl.range(begin, end, BLOCK, num_stages=3):
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + places
         seen = at < end
         block = at[:, None] * WIDTH + columns[None, :]
@@ -246,6 +249,7 @@ def attend(
         BLOCK=min(128, max(16, _BLOCK_BYTES // (columns * query.element_size()))),
         DOT=dot,
         NUMBER=tl.float64 if number == torch.float64 else tl.float32,
+        STAGES=_STAGES,
         num_warps=_WARPS,
         **shape,
     )

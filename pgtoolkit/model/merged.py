@@ -88,7 +88,9 @@ class MergedBody:
     attention reads them.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, by_kernels: bool = False):
+        """by_kernels: whether a token's products are those of `triton_token`, where it serves."""
+        self._by_kernels = by_kernels
         self._body: Layer = model.base_model
         self._parts = architecture_of(model)
         self._layers = []
@@ -117,29 +119,57 @@ class MergedBody:
             cosines, sines = self._body.rotary_emb(hidden, every)
             cache.turns = cosines[0], sines[0]
         hidden = hidden.flatten(end_dim=1)
+        by_kernels = self._by_kernels and cache.reading is None
         added = ()
         for layer, query_key_value, gate_and_up in self._layers:
             attention_input, hidden = _sum_and_norm(layer.input_layernorm, hidden, *added)
             projected = functional.linear(attention_input, *query_key_value)
             attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), cache)
-            mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, attended)
-            gated = compiled.gated(
-                layer.mlp.config.hidden_act, functional.linear(mlp_input, *gate_and_up)
-            )
-            added = (layer.mlp.down_proj(gated),)
+            out = _product(by_kernels, layer.self_attn.o_proj, attended)
+            mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, out)
+            gated = _gated(by_kernels, layer.mlp.config.hidden_act, mlp_input, *gate_and_up)
+            added = (_product(by_kernels, layer.mlp.down_proj, gated),)
         norm = self._body.get_submodule(self._parts.final_norm)
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
 
 
+def _product(by_kernels: bool, module: Layer, x: Tensor) -> Tensor:
+    """Return the (n, N) output of a linear module; by_kernels: its (parts, n, N), still to be
+    added up."""
+    if not by_kernels or module.bias is not None:
+        return module(x)
+    from pgtoolkit.kernels.triton_token import product_in_parts
+
+    return product_in_parts(x, module.weight)
+
+
+def _gated(
+    by_kernels: bool, activation: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return (n, F), by the weights of gate and up side by side, (2 F, H)."""
+    if not by_kernels or bias is not None or activation != "silu":
+        return compiled.gated(activation, functional.linear(x, weight, bias))
+    from pgtoolkit.kernels.triton_token import gated_product
+
+    return gated_product(x, weight)
+
+
 def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of the sum, and the sum; (n, H) each."""
+    """Return the norm of the sum, and the sum; (n, H) each.
+
+    added: (n, H) each, or the parts of one, (parts, n, H).
+    """
+    if added and added[0].dim() == 3:
+        from pgtoolkit.kernels.triton_token import sum_and_norm
+
+        return sum_and_norm(hidden, added[0], norm.weight, norm.variance_epsilon)
     dtype = type_of_products(hidden, norm.weight)
     results = compiled.normalized(norm, dtype, hidden, *added)
     return results[0], results[1] if added else hidden
 
 
 def _attended(module: Layer, projected: Tensor, cache: Cache) -> Tensor:
-    """Return the (B S, H) output of an attention module.
+    """Return (B S, heads width), what the last product of an attention module takes.
 
     projected: (B, S, (heads + 2 key-value heads) width), query, key and value side by side.
     """
@@ -160,4 +190,4 @@ def _attended(module: Layer, projected: Tensor, cache: Cache) -> Tensor:
         "sliding_window": window,
     }
     out, _ = attention(module, query, key, value, None, **options)
-    return module.o_proj(out.flatten(end_dim=1).flatten(start_dim=1))
+    return out.flatten(end_dim=1).flatten(start_dim=1)

@@ -20,6 +20,7 @@ from pgtoolkit.kernels import (
     triton_layer,
     triton_one_pass,
     triton_passes,
+    triton_token,
     triton_two_pass,
 )
 from pgtoolkit.losses.families import FAMILIES, Dppo, Grpo
@@ -180,6 +181,7 @@ def attention(dtype: str, group: int, parts: int, rotates: bool) -> bytes:
         "PARTS": parts,
         "DOT": uses_tensor_cores,
         "NUMBER": float32,
+        "STAGES": triton_attention._STAGES,
     }
     if parts == 1:
         constants["log_sums"] = None
@@ -253,6 +255,36 @@ def norm(width: int, dtype: str) -> bytes:
     )
 
 
+def gated_product() -> bytes:
+    """Compile the product of a token's gate."""
+    return _of_token(triton_token.gated_kernel, triton_token._GATED)
+
+
+def product_in_parts(is_long: bool) -> bytes:
+    """Compile the product whose sums have parts, or the one whose sums are too short for that."""
+    tile = triton_token._LONG if is_long else triton_token._SHORT
+    return _of_token(triton_token.parts_kernel, tile)
+
+
+def _of_token(kernel: triton.JITFunction, tile: triton_token.Tile) -> bytes:
+    constants = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "STAGES": tile.stages,
+    }
+    types = {
+        "x": f"tensordesc<bf16[{tile.rows},{tile.depth}]>",
+        "weight": f"tensordesc<bf16[{tile.columns},{tile.depth}]>",
+        "out": "*bf16",
+        **dict.fromkeys(("num_rows", "num_columns", "width", "share"), "i32"),
+    }
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+    return compiled(
+        kernel, constants, types, divisible=("num_columns", "width"), num_warps=tile.warps
+    )
+
+
 KERNELS = {
     function.__name__: function
     for function in (
@@ -266,6 +298,8 @@ KERNELS = {
         divergence,
         backward,
         norm,
+        gated_product,
+        product_in_parts,
     )
 }
 
