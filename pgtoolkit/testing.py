@@ -75,9 +75,9 @@ def assert_conforms(
     The arguments of this function:
 
     loss, aggregation, divisor, correction, kl, parameters: as in `pgtoolkit.policy_loss`, without a
-        full KL. A loss that is a function, such as "tpo" or one of your own, is compared with what
-        `pgtoolkit.step_coefficients` computes of it, in float64; its whole step is then needed
-        where it asks for groups or step, so give micro_batches=False.
+        full KL. A loss that is a function, such as "tpo" or one of your own, is compared with the
+        result of `pgtoolkit.step_coefficients`, in float64; its whole step is then needed where
+        it asks for groups or step, so give micro_batches=False.
     micro_batches: True if the function may be called on pieces of a step, whose gradients are added
         up. With totals, the step's loss must be the sum over its pieces. Without, the function is
         called on two pieces of equally many documents, and the step's loss must be their mean, as

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def policy_loss(
     kl: str | None = None,
     kl_coefficient: float | None = None,
     kl_reference: str = "sampler",
-    **parameters: Any,
+    **parameters: float | str | None,
 ) -> LossOutputs:
     """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and metrics.
 
@@ -109,7 +109,7 @@ def policy_loss(
 
 
 @cache
-def _family(loss: str, *parameters: tuple[str, Any]) -> Family:
+def _family(loss: str, *parameters: tuple[str, float | str | None]) -> Family:
     """Return the family of a name, or of the function at a dotted path, which is tried.
 
     parameters: pairs of name and value. Raises ValueError for a loss that prime-rl cannot compute.

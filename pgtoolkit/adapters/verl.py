@@ -235,7 +235,7 @@ def _means_over_documents(out: PolicyLoss, num_documents: int) -> dict[str, floa
     """Return METRICS of a micro-batch, under the names that verl shows."""
     metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
     # A function has metrics of its own, and those of clips only if it names bounds.
-    names = [name for name in (*METRICS, *out.metric_sums.own) if name in metrics]
+    names = [name for name in (*METRICS, *out.metric_sums.own_metrics) if name in metrics]
     # Stacked, so that there is a single wait for the device.
     values = torch.stack([metrics[name] for name in names]).tolist()
     return {f"pgtk/{name}": value for name, value in zip(names, values, strict=True)}

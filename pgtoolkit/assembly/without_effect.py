@@ -16,16 +16,16 @@ Test = Callable[[Sequence[float], float], bool]
 
 @dataclass(frozen=True)
 class Silent:
-    """What the metrics of a run show if a key never acted.
+    """Holds how the metrics of a run show that a key never acted.
 
     key: by its name in config.yaml.
-    where: the configurations in which the metrics tell, as `holds` reads it; "" for all.
+    condition: the configurations in which the metrics tell, as `holds` reads it; "" for all.
     shown_by: metric -> its test. All of them have to hold.
     never: what did not happen in any step, in words.
     """
 
     key: str
-    where: str
+    condition: str
     shown_by: Mapping[str, Test]
     never: str
 
@@ -166,7 +166,7 @@ def without_effect(config: Mapping[str, object], columns: Columns) -> Iterator[s
     """
     for silent in SILENT:
         value = value_of(config, silent.key)
-        if value is None or (silent.where and not holds(silent.where, config)):
+        if value is None or (silent.condition and not holds(silent.condition, config)):
             continue
         if silent.key not in OPTION_KEYS.values() and value == default(config, silent.key):
             continue

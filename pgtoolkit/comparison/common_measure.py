@@ -1,5 +1,5 @@
-"""Whether a number means the same in two runs: the keys that change it themselves, and what to run
-where such keys differ.
+"""Decides whether a number means the same in two runs, by the keys that change the number itself,
+and says what to run where such keys differ.
 
 Keys declare what they change (`Alters`). Here stand the numbers that each kind concerns, and how a
 held-out number follows from the configuration of its run.

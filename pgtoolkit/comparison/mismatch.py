@@ -153,9 +153,10 @@ def _by_kind(
     for number in range(3):
         of_part = of_document[third == number]
         if of_part.size:
-            least = of_part.min()
-            most = of_part.max()
-            lengths_of_part = f"{least}" if least == most else f"{least} to {most}"
+            shortest = of_part.min()
+            longest = of_part.max()
+            is_single = shortest == longest
+            lengths_of_part = f"{shortest}" if is_single else f"{shortest} to {longest}"
             yield f"documents of {lengths_of_part} trained tokens", third == number
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_read import StepValues, trl_convention, verl_convention
@@ -40,6 +39,7 @@ from pgtoolkit.config.translate_file import read
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import is_run
 from pgtoolkit.system.columns import aligned
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import key_of, plural, say, shell_path
 
 _OF_A_STEP = (*OF_THE_LOSS, "advantage")
@@ -48,7 +48,8 @@ _OF_A_STEP = (*OF_THE_LOSS, "advantage")
 _KEYS_OF_A_STEP = tuple(f"rollout.{name}" for name in OF_ROLLOUT)
 
 _NOTED = ("loss_type=", "actor_rollout_ref.actor.policy_loss.loss_mode=", "algorithm.filter_groups")
-"""Beginnings of what `pgtk translate` says is not quite the same, and one step does not show."""
+"""Keys of which `pgtk translate` says that they are not quite the same, where one step does not
+show it: how its sentences begin."""
 
 _GROUP_SIZE = {"TRL": "num_generations", "verl": "actor_rollout_ref.rollout.n"}
 """Trainer -> its key of the completions of a prompt."""
@@ -182,8 +183,8 @@ def compared(
     numbers = [side.numbers(step) for side in sides]
     if not any(made["gradient"].any() for made in numbers):
         facts.append(
-            "The gradient is 0 on both sides, so this step shows little of what may differ. Take "
-            "another one with --step."
+            "The gradient is 0 on both sides, so this step shows few of the differences that there "
+            "may be. Take another one with --step."
         )
     cuts = []
     for side in sides:
@@ -212,7 +213,7 @@ def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
     name = _GROUP_SIZE[side.trainer.partition(" ")[0]]
     size = side.values.get(name)
     sizes = sorted({len(members) for members in step.members})
-    if step.has_rewards and size is not None and sizes != [size]:
+    if step.has_rewards and isinstance(size, int) and sizes != [size]:
         in_words = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         yield (
             f"{side.trainer} makes advantages of {plural(size, 'completion')} of a prompt "
@@ -314,9 +315,9 @@ def _named(side: Side) -> str:
 def as_json(parity: Parity) -> str:
     """Return all of it as JSON."""
 
-    def explanations(explained: Sequence) -> list[dict[str, Any]]:
+    def explanations(explained: Sequence) -> list[JsonObject]:
         return [
-            {"quantity": e.quantity, "relative": e.relative, "says": e.says, "type": e.typed}
+            {"quantity": e.quantity, "relative": e.relative, "says": e.reason, "type": e.typed}
             for e in explained
         ]
 

@@ -54,8 +54,10 @@ class OurSide:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a configuration says of a step. drops_equal: whether groups without signal are left
-    out."""
+    """Holds the parts of a configuration that a step needs.
+
+    drops_equal: whether groups without signal are left out.
+    """
 
     loss: Loss
     estimator: Estimator

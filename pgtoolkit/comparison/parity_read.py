@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
-from pgtoolkit.comparison.parity_theirs import Convention
+from pgtoolkit.comparison.parity_theirs import Convention, Fields
 from pgtoolkit.config.their_values import TheirValues
 from pgtoolkit.config.translate_file import TheirConfig, Unread
 from pgtoolkit.errors import ConfigError
@@ -67,7 +67,7 @@ class StepValues(dict[str, Any]):
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> NoReturn:
         raise ConfigError(
             f"{name} needs a value that is written in the file (got {self.unread[name]}): it is "
             "made when the program runs, and a step depends on it."
@@ -114,7 +114,7 @@ def trl_convention(v: StepValues) -> Convention:
     )
 
 
-def _trl_family(v: StepValues) -> dict[str, Any]:
+def _trl_family(v: StepValues) -> Fields:
     """Return the fields of a convention on the surrogate."""
     if v["loss_type"] == "sapo":
         return {
@@ -128,7 +128,7 @@ def _trl_family(v: StepValues) -> dict[str, Any]:
     return {"low": v["epsilon"], "high": high, "ratio_cap": v["delta"]}
 
 
-def _trl_correction(v: StepValues) -> dict[str, Any]:
+def _trl_correction(v: StepValues) -> Fields:
     """Return the fields of a convention on the gap between sampler and trainer."""
     if not (v["use_vllm"] and v["vllm_importance_sampling_correction"]):
         return {}
@@ -190,7 +190,7 @@ class _Actor:
         return self._values[f"{_ACTOR}{name}"]
 
 
-def _verl_correction(v: StepValues) -> dict[str, Any]:
+def _verl_correction(v: StepValues) -> Fields:
     """Return the fields of a convention on the gap between sampler and trainer."""
     level = v[f"{_CORRECTION}rollout_is"]
     if not level or not v["actor_rollout_ref.rollout.calculate_log_probs"]:
@@ -212,7 +212,7 @@ def _verl_divisor(actor: _Actor) -> float:
     return actor["loss_scale_factor"]
 
 
-def _verl_penalty(v: StepValues, actor: _Actor) -> dict[str, Any]:
+def _verl_penalty(v: StepValues, actor: _Actor) -> Fields:
     """Return the fields of a convention on the penalty and the entropy bonus."""
     in_loss = actor["use_kl_loss"] and actor["kl_loss_coef"]
     in_reward = v["algorithm.use_kl_in_reward"] and v["algorithm.kl_ctrl.kl_coef"]
@@ -227,8 +227,8 @@ def _verl_penalty(v: StepValues, actor: _Actor) -> dict[str, Any]:
         setting = "use_kl_loss=true" if in_loss else f"entropy_coeff={entropy}"
         raise ConfigError(
             f"{_ACTOR}policy_loss.loss_mode=sapo beside {setting} needs "
-            "loss_agg_mode=seq-mean-token-mean for pgtk parity: with another one the loss has "
-            "other weights than what is added to it there."
+            "loss_agg_mode=seq-mean-token-mean for pgtk parity: with another one the "
+            "penalty and the bonus there have other weights than the loss."
         )
     if not in_loss and not in_reward:
         return {"entropy_coefficient": entropy}

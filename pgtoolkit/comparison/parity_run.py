@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from pgtoolkit.comparison.parity_step import RecordedStep
 from pgtoolkit.comparison.parity_switches import TheirSide
 from pgtoolkit.comparison.parity_theirs import Rows, micro_batches, their_numbers
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.plain_files import JsonObject
 
 _SECONDS = 600
 """The longest that their functions may take: most of it is the import of their libraries."""
@@ -32,9 +32,9 @@ def run(step: RecordedStep, side: TheirSide, python: Path) -> TheirSide:
     return with_ran(step, side, _called(request(step, side), python))
 
 
-def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> dict[str, Any]:
-    """Return what `parity_script.py` reads: the documents that are trained, padded, and our reading
-    of what their functions are given."""
+def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> JsonObject:
+    """Return the content of the file that `parity_script.py` reads: the documents that are trained,
+    padded, and the arguments of their functions as we read them."""
     read = their_numbers(step, side.convention)
     kept = read["signal"].nan_to_num(nan=1.0) > 0
     trained = step.of(kept.tolist())
@@ -62,7 +62,7 @@ def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> dict
     }
 
 
-def with_ran(step: RecordedStep, side: TheirSide, made: dict[str, Any]) -> TheirSide:
+def with_ran(step: RecordedStep, side: TheirSide, made: JsonObject) -> TheirSide:
     """Return the side with the numbers of `parity_script.py`, with the version that made it."""
     kept = their_numbers(step, side.convention)["signal"].nan_to_num(nan=1.0) > 0
     rows = Rows(step.of(kept.tolist()), side.convention)
@@ -78,7 +78,7 @@ def with_ran(step: RecordedStep, side: TheirSide, made: dict[str, Any]) -> Their
     return replace(side, ran=ran, trainer=f"{trainer} {made['version']}")
 
 
-def _called(request: dict[str, Any], python: Path) -> dict[str, Any]:
+def _called(request: JsonObject, python: Path) -> JsonObject:
     script = Path(__file__).with_name("parity_script.py")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "step.json"

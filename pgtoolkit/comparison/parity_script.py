@@ -50,22 +50,22 @@ TRL_ATTRIBUTES = (
 """Attributes of GRPOTrainer that are fields of its configuration."""
 
 
-def trl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, torch.Tensor]:
+def trl_step(v: dict, rows: dict[str, torch.Tensor], request: dict) -> dict[str, torch.Tensor]:
     """Return loss and gradient of GRPOTrainer._compute_loss, a method of an object without a model.
 
     Its advantages are made where completions are sampled, and cannot be called alone.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    parts = given["micro_batches"]
-    accumulation = len(parts) / given["ranks"]
+    parts = request["micro_batches"]
+    accumulation = len(parts) / request["ranks"]
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     attributes = {name: v[name] for name in TRL_ATTRIBUTES if name in v} | {
         "args": SimpleNamespace(**(v | {"steps_per_generation": accumulation})),
         "accelerator": SimpleNamespace(
             gather=lambda tensor: tensor.reshape(-1),
             reduce=lambda tensor, reduction: tensor,
-            num_processes=given["ranks"],
+            num_processes=request["ranks"],
             sync_gradients=True,
         ),
         "model": torch.nn.Identity(),
@@ -83,7 +83,9 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, t
     for part in parts:
         new = leaf[part]
         of_model = (new, entropy[part], None)
-        vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, given=of_model, **__: given
+        vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, result=of_model, **__: (
+            result
+        )
         ids = torch.zeros(new.shape, dtype=torch.int64)
         inputs = {
             "prompt_ids": ids[:, :1],
@@ -97,14 +99,14 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, t
         }
         if "ref" in rows:
             inputs["ref_per_token_logps"] = rows["ref"][part]
-        loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs) / given["ranks"]
+        loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs) / request["ranks"]
         loss.backward()
         total = total + loss.detach()
     assert leaf.grad is not None
     return {"loss": total.reshape(1), "gradient": leaf.grad}
 
 
-def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, torch.Tensor]:
+def verl_step(v: dict, rows: dict[str, torch.Tensor], request: dict) -> dict[str, torch.Tensor]:
     """Return advantages, correction, penalty, loss and gradient of verl's functions."""
     import numpy
     from verl.trainer.ppo.core_algos import (  # pyright: ignore[reportMissingImports]  (an extra)
@@ -123,9 +125,9 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
     made = {}
     mask = rows["mask"]
     advantages = rows["advantages"]
-    if given["rewards"] is not None:
+    if request["rewards"] is not None:
         scores = torch.zeros_like(mask)
-        scores[:, 0] = torch.tensor(given["rewards"], dtype=mask.dtype)
+        scores[:, 0] = torch.tensor(request["rewards"], dtype=mask.dtype)
         options = {}
         if v["algorithm.adv_estimator"].startswith("grpo"):
             options["norm_adv_by_std_in_grpo"] = v["algorithm.norm_adv_by_std_in_grpo"]
@@ -133,7 +135,7 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
         advantages = estimator(
             token_level_rewards=scores,
             response_mask=mask,
-            index=numpy.array(given["groups"]),
+            index=numpy.array(request["groups"]),
             **options,
         )[0]
         made["advantages"] = advantages
@@ -152,7 +154,7 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
         policy_loss=PolicyLossConfig(loss_mode=actor["policy_loss.loss_mode"]),
         **flags,
     )
-    ranks = given["ranks"]
+    ranks = request["ranks"]
     totals = {
         "dp_size": ranks,
         "batch_num_tokens": mask.sum(),
@@ -161,13 +163,13 @@ def verl_step(v: dict, rows: dict[str, torch.Tensor], given: dict) -> dict[str, 
     }
     config.global_batch_info.update(totals)
     weights = None
-    if given["corrects"]:
+    if request["corrects"]:
         weights = made["correction"] = _verl_correction(v, rows)
     policy_loss = get_policy_loss_fn(actor["policy_loss.loss_mode"])
     leaf = rows["new"].clone().requires_grad_()
     total = torch.zeros((), dtype=leaf.dtype)
     kl = torch.zeros_like(mask)
-    for part in given["micro_batches"]:
+    for part in request["micro_batches"]:
         loss, _ = policy_loss(
             old_log_prob=rows["old"][part],
             log_prob=leaf[part],

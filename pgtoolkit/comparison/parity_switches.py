@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from pgtoolkit.comparison.parity_ours import OurSide
 from pgtoolkit.comparison.parity_step import MAY_BE_UNKNOWN, QUANTITIES, Numbers, RecordedStep
-from pgtoolkit.comparison.parity_theirs import Convention, their_numbers
+from pgtoolkit.comparison.parity_theirs import Convention, Fields, their_numbers
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.system.report import text
@@ -25,7 +24,7 @@ _OPTIONS = {"advantage": "estimator", "loss": "name", "correction": "name"}
 _OPTIONS |= {"kl": "kind", "aggregation": "mode"}
 """Group -> the key that holds its option, which is typed as loss=grpo."""
 
-_OURS: Mapping[str, Any] = {
+_OURS: Fields = {
     "deviation_epsilon": 1e-6,
     "bessel": True,
     "alone_compared": True,
@@ -39,7 +38,7 @@ _OURS: Mapping[str, Any] = {
     "mean_of": "step",
     "entropy_weights": "loss",
 }
-"""The fields of a convention that no key of ours says, with what is always so here."""
+"""The fields of a convention that no key of ours says, with their values, which are fixed here."""
 
 _MEANT = {
     "deviation": "the rewards whose deviation divides the advantage are those of the",
@@ -119,7 +118,7 @@ class TheirSide:
     typed: Sequence[str]
     as_ours: Config
     keys: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     notes: Sequence[str] = ()
     ran: Numbers = field(default_factory=dict)
 
@@ -134,13 +133,13 @@ Side = OurSide | TheirSide
 class Switch:
     """An option that is tried. sides: which of both it changes, and to what.
 
-    says: the sentence. typed: what makes the sides equal, "" where nothing can be typed.
+    reason: the sentence. typed: what makes the sides equal, "" where nothing can be typed.
     """
 
-    says: str
+    reason: str
     typed: str
     place: int
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
     def on(self, sides: tuple[Side, Side]) -> tuple[Side, Side]:
         side = sides[self.place]
@@ -157,13 +156,13 @@ class Explanation:
 
     quantity: str
     relative: float
-    says: str
+    reason: str
     typed: str = ""
 
     @property
     def sentence(self) -> str:
         use = f"; type {self.typed}" if self.typed else ""
-        return f"{self.quantity}: {self.says} ({self.relative:.2g} of the largest){use}"
+        return f"{self.quantity}: {self.reason} ({self.relative:.2g} of the largest){use}"
 
 
 def differences(first: Numbers, second: Numbers) -> dict[str, tuple[float, float]]:
@@ -253,7 +252,7 @@ def _explained(
 
         reached = partial(_reached, step, sides, numbers, names, tolerance)
         switches = _best(sides, [*switches_of(step, sides)], reached, first)
-        sentence = " and ".join(switch.says for switch in switches) or _NOT_EXPLAINED
+        sentence = " and ".join(switch.reason for switch in switches) or _NOT_EXPLAINED
         typed = " ".join(switch.typed for switch in switches if switch.typed)
         explanations.append(Explanation(names[first], relative[first], sentence, typed))
         if not switches:
@@ -370,7 +369,7 @@ def _switches(_: RecordedStep, sides: Sides, before: Sides) -> Iterator[Switch]:
                 yield Switch(_said(name, [ran, read], named), "", place, {name: read})
 
 
-def _differing_fields(first: TheirSide, second: TheirSide) -> Iterator[tuple[str, Any, Any]]:
+def _differing_fields(first: TheirSide, second: TheirSide) -> Iterator[tuple[str, object, object]]:
     """Yield (name, its value in the first, and in the second) of a convention's fields."""
     for item in fields(Convention):
         values = [getattr(side.convention, item.name) for side in (first, second)]
@@ -457,7 +456,7 @@ def _by_convention(side: OurSide, other: TheirSide, place: int) -> Iterator[Swit
             yield _switch(side, {key: value}, place, other)
 
 
-def _switch(side: OurSide, changes: dict[str, Any], place: int, other: Side) -> Switch:
+def _switch(side: OurSide, changes: dict[str, object], place: int, other: Side) -> Switch:
     """Return the switch of some keys of ours to the values of the other."""
     origins: Mapping[str, str] = {}
     name = other.name
@@ -476,7 +475,7 @@ def _switch(side: OurSide, changes: dict[str, Any], place: int, other: Side) -> 
     return Switch(", ".join(clauses), typed, place, changes)
 
 
-def _value(side: OurSide, key: str) -> Any:
+def _value(side: OurSide, key: str) -> object:
     section, _, name = key.partition(".")
     return getattr(getattr(side.config, section), name, None)
 

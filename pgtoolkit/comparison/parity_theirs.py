@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,13 @@ from pgtoolkit.errors import ConfigError
 
 _CLAMP = 20.0
 
+Fields = dict[str, Any]
+"""Some fields of a Convention, by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """How a framework computes a step.
+    """Says how a framework computes a step.
 
     deviation: over the rewards of which the advantage is divided. deviation_epsilon is added to it;
         with bessel it is that of a sample, n - 1.

@@ -75,7 +75,7 @@ class ReportRow:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether a run never reached the threshold, so that the mean would be higher."""
+        """Return whether a run never reached the threshold, so that the mean would be higher."""
         return self.num_reached is not None and self.num_reached < len(self.group.counted)
 
 

@@ -78,13 +78,13 @@ class Inspected:
     """A step with the numbers of its tokens under each loss, the run's own first.
 
     name: of the run's folder, or of the file.
-    own: words before the label of the first column.
+    prefix: words before the label of the first column.
     facts: sentences on where weights and documents come from, and how that is known.
     common: see `tokens_losses.common_vectors`.
     """
 
     name: str
-    own: str
+    prefix: str
     number: int
     facts: list[str]
     made: MadeStep
@@ -125,7 +125,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
         compared = composed(run_dir, others, [[f"loss={name}"] for name in instructive])
     return Inspected(
         name=path.resolve().name,
-        own="this run: " if run_dir else "",
+        prefix="this run: " if run_dir else "",
         number=number,
         facts=facts,
         made=made,

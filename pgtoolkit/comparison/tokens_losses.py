@@ -123,7 +123,7 @@ class _Piece(NamedTuple):
     """A part of the step as a loss reads it.
 
     log_probs, entropy: (T,).
-    totals: of the step, with what the loss asks for.
+    totals: of the step, with those that the loss asks for.
     is_whole_step: True if it is all of the step, for a loss that depends on all of it.
     """
 

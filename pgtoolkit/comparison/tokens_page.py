@@ -42,7 +42,7 @@ def html(inspected: Inspected, command: str) -> str:
         "common": list(inspected.common),
         "scales": _scales(inspected.common),
         "columns": [_column(column) for column in inspected.columns],
-        "own": inspected.own,
+        "prefix": inspected.prefix,
         "documents": [
             _facts(document, [column.vectors["clip"][part] for column in inspected.columns])
             for document, part in zip(documents, parts, strict=True)

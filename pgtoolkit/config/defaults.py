@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.tasks.settings import VERIFIERS
@@ -83,7 +82,7 @@ class SameAs:
 
     key: str
 
-    def resolve(self, config: object) -> Any:
+    def resolve(self, config: object) -> object:
         """Return the value in a configuration, see `value_of`."""
         return value_of(config, self.key)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import text
 
 NONE = "–"  # noqa: RUF001
@@ -29,8 +29,8 @@ class Theirs:
 
     trainer: str
     name: str
-    default: Any
-    cases: tuple[tuple[str, Any], ...] = ()
+    default: object
+    cases: tuple[tuple[str, str | dict[str, str]], ...] = ()
     acts: str = ""
     see: str = ""
     reason: str = ""
@@ -62,7 +62,7 @@ class Theirs:
 
     @property
     def here(self) -> str:
-        """What the key is here, in words and code."""
+        """Return the meaning of the key here, in words and code."""
         if self.see:
             return f"see `{self.see}`"
         cases = []
@@ -96,7 +96,7 @@ class Theirs:
 class Table:
     """The keys of a version of another trainer; see trl.yaml for what is in it."""
 
-    content: dict[str, Any]
+    content: JsonObject
     rows: dict[str, Theirs]
 
     def row(self, name: str) -> Theirs | None:
@@ -117,7 +117,7 @@ def tables() -> dict[str, Table]:
     return {content["trainer"]: Table(content, _rows(content)) for content in contents}
 
 
-def _rows(content: dict[str, Any]) -> dict[str, Theirs]:
+def _rows(content: JsonObject) -> dict[str, Theirs]:
     trainer = content["trainer"]
     rows = {}
     for name, row in content["keys"].items():
@@ -138,7 +138,7 @@ def _rows(content: dict[str, Any]) -> dict[str, Theirs]:
     return rows
 
 
-def _by_text(here: Any) -> Any:
+def _by_text(here: str | dict[object, str]) -> str | dict[str, str]:
     """Return what is typed by the text of their values, where it depends on these."""
     if isinstance(here, dict):
         return {text(value): typed for value, typed in here.items()}
@@ -146,8 +146,8 @@ def _by_text(here: Any) -> Any:
 
 
 def flat(
-    values: dict[str, Any], stops: Sequence[str] = (), prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+    values: Mapping[str, object], stops: Sequence[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, object]]:
     """Yield (dotted name, value) of each key in nested dictionaries. stops: names whose value is a
     dictionary."""
     for name, value in values.items():

@@ -51,7 +51,7 @@ class HeldOut:
 
     @property
     def source(self) -> str:
-        """Where its prompts come from, in words."""
+        """Return the origin of its prompts, in words."""
         path = getattr(self.task, "path", None)
         return f"{self.task.name} with seed {self.seed}" if path is None else path
 

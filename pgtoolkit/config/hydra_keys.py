@@ -225,8 +225,8 @@ def key_of_single_run(overrides: Sequence[str]) -> list[str]:
 
 
 def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
-    """Return the problems with what the user's files set in the node `hydra`: code that they name,
-    and keys that have no effect here.
+    """Return the problems with the keys of the node `hydra` that the user's files set: code that
+    they name, and keys that have no effect here.
 
     without_files: the same node without the user's files; None if there are none.
     """

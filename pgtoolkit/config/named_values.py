@@ -1,4 +1,4 @@
-"""What a value of TRL or verl is here that is typed with the name of its key."""
+"""Finds the meaning here of a value of TRL or verl that is typed with the name of its key."""
 
 from __future__ import annotations
 

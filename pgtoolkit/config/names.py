@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pgtoolkit.config.keys import OWN_CODE, changes_learning, declared, key_named, shown
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
 from pgtoolkit.system.redaction import redact
+
+Value = TypeVar("Value")
 
 
 def plain_config(config: Config) -> dict:
@@ -55,7 +58,7 @@ def retrained(before: dict, now: dict) -> dict[str, list]:
     return without_options(options)
 
 
-def without_options(values: dict[str, Any]) -> dict[str, Any]:
+def without_options(values: Mapping[str, Value]) -> dict[str, Value]:
     """Return those entries of shown keys that do not follow from another option of their group."""
     return {
         name: value

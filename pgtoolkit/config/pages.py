@@ -66,7 +66,7 @@ This page and [`conf/`](../conf) are written by `python -m pgtoolkit.config.page
 _RULES_HEAD = """\
 ## Settings that exclude each other
 
-`pgtk check` names each that is broken, with what to type. `!=` is: other than.
+`pgtk check` names each that is broken, and says what to type. `!=` is: other than.
 """
 
 _VARIABLES_HEAD = """\

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from omegaconf import DictConfig, Node, OmegaConf, ValueNode
 from omegaconf.base import DictKeyType
@@ -66,7 +65,7 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
     return with_values(config, values) if values else config
 
 
-def value_in(config: DictConfig, name: str) -> Any:
+def value_in(config: DictConfig, name: str) -> object:
     """Return a key's value in plain types; None if it does not resolve (`resolve` refuses it)."""
     try:
         value = value_of(config, name)
@@ -77,7 +76,7 @@ def value_in(config: DictConfig, name: str) -> Any:
         return None
 
 
-def default_in(config: DictConfig, name: str) -> Any:
+def default_in(config: DictConfig, name: str) -> object:
     """Return the default of a key; None where it is computed from a value that does not resolve."""
     try:
         return default(config, name, choices_of(config))
@@ -120,7 +119,7 @@ def _without_environment() -> Iterator[None]:
 
 def _resolve_node(
     parent: DictConfig, name: DictKeyType, path: str, problems: dict[str, str]
-) -> Any:
+) -> object:
     """Return the value of a node in plain types, with everything below it.
 
     name: the node's, in its parent. path: its dotted name. problems: see `resolve`.

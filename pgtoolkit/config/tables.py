@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pgtoolkit.config.elsewhere import NONE, Theirs, flat
 from pgtoolkit.config.elsewhere import tables as tables_of_trainers
@@ -29,6 +28,7 @@ from pgtoolkit.config.words_of_files import (
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import TABLES as METRICS_BY_TABLE
 from pgtoolkit.runs.metric import Metric
+from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import text
 from pgtoolkit.tracking.progress import shown_as
 
@@ -190,7 +190,7 @@ def _names(names: list[str]) -> list[str]:
     return [f"`{names[0]}`", *(f"`{name.removeprefix(f'{section}.')}`" for name in names[1:])]
 
 
-def _without_equal(block: dict[str, Any], of_all: Iterable[str]) -> str:
+def _without_equal(block: JsonObject, of_all: Iterable[str]) -> str:
     """Return the names of keys without an equal, of all of a trainer's keys.
 
     A section of which all keys are among them stands for these; sections that have the same keys

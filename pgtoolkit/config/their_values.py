@@ -22,8 +22,8 @@ _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", r
 
 
 def _num_rows(path: object) -> int:
-    """Return the number of prompts in a file on this machine, or in the only one of a folder; 0
-    where it is not known."""
+    """Return the number of prompts in a file on this machine, or in the only one of a folder; 0 if
+    it is not known."""
     place = Path(str(path or "?")).expanduser()
     files = [*place.iterdir()] if place.is_dir() else [place]
     files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
@@ -33,6 +33,9 @@ def _num_rows(path: object) -> int:
 
     return count_rows(str(files[0]), "task.path") or 0
 
+
+Overrides = dict[str, tuple[object, Theirs | None]]
+"""Our key -> its value, and the row that it follows from."""
 
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
@@ -58,7 +61,7 @@ class TheirValues:
             with contextlib.suppress(*NO_VALUE):
                 self.names[word] = self.evaluated(formula)
 
-    def resolved(self, name: str, value: Any) -> Any:
+    def resolved(self, name: str, value: object) -> object:
         """Return the value of a key, or what its interpolation in verl's files stands for."""
         for _ in range(9):  # one may stand for another
             match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
@@ -96,7 +99,7 @@ class TheirValues:
 
         return FORMULA.sub(value, reason)
 
-    def overrides(self, typed: str, row: Theirs | None = None) -> dict[str, Any]:
+    def overrides(self, typed: str, row: Theirs | None = None) -> Overrides:
         """Return what is to be typed; a key alone takes the value of the row's."""
         overrides = {}
         for key, written in OVERRIDE.findall(typed):

@@ -7,13 +7,12 @@ that the file sets to another value than their default is listed with its reason
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.their_values import NO_VALUE, TheirValues
+from pgtoolkit.config.their_values import NO_VALUE, Overrides, TheirValues
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
@@ -23,10 +22,10 @@ _IDLE = "it does nothing beside the other keys"
 
 
 class Translation:
-    """What a configuration of theirs is here.
+    """Finds the overrides that a configuration of theirs is here.
 
-    typed: our key -> its value, and the row that it follows from. left: (key with its value, why it
-    has no equal, its row). differing: what is not quite the same. lacking: what this machine lacks.
+    left: (key with its value, why it has no equal, its row). differing: what is not quite the same.
+    lacking: what this machine lacks.
     behind: the name of a row -> the file's keys that its values follow from; none: their defaults.
     """
 
@@ -71,7 +70,7 @@ class Translation:
         except NO_VALUE:
             self._leave(row, names or [row.name], row.reason or "it has no such value")
 
-    def _is_idle(self, row: Theirs, name: str, typed: dict[str, Any]) -> bool:
+    def _is_idle(self, row: Theirs, name: str, typed: Overrides) -> bool:
         """Return whether a key is not read beside a row's other keys: with another value, also one
         that is no number, what is typed would be the same."""
         value = self._values.of[name]
@@ -104,13 +103,14 @@ class Translation:
                     del self.typed[key]
         while problems := self._compose():
             setting = problems[0].partition(" needs ")[0]
-            keys = [key for key in self.typed if self.typed[key][1] is not None]
+            rows = {key: row for key, (_, row) in self.typed.items() if row is not None}
             group = setting.partition("=")[0]
-            named = [key for key in keys if key in problems[0] or key.startswith(f"{group}.")]
+            named = [key for key in rows if key in problems[0] or key.startswith(f"{group}.")]
             if not named:
                 raise ConfigError(problems[0])
             key = max(named, key=lambda key: (key in setting, len(key)))
-            value, row = self.typed.pop(key)
+            row = rows[key]
+            value, _ = self.typed.pop(key)
             self.typed |= {key: self._first[key]} if key in self._first else {}
             self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problems[0]}")
 

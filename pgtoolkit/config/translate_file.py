@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.config.elsewhere import Table, flat, tables
 from pgtoolkit.config.translate_shell import Script
@@ -23,10 +22,11 @@ class Unread(str):
 
 @dataclass
 class TheirConfig:
-    """What a file sets. values: by full dotted name. assumed: sentences on how it was read."""
+    """Holds the values that a file sets, by full dotted name. assumed: sentences on how it was
+    read."""
 
     table: Table
-    values: dict[str, Any]
+    values: dict[str, object]
     assumed: list[str] = field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ def read(path: Path) -> TheirConfig:
         raise ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use)) from None
 
 
-def _config(trainer: str, values: dict[str, Any]) -> TheirConfig:
+def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
     """Return a configuration. values: by their keys, which may be nested or dotted."""
     table = tables()[trainer]
     dotted = dict(flat(values, [row.name for row in table.rows.values() if row.keys]))
@@ -65,7 +65,7 @@ def _config(trainer: str, values: dict[str, Any]) -> TheirConfig:
     return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
 
 
-def _keys(values: Any) -> TheirConfig:
+def _keys(values: object) -> TheirConfig:
     """Return the configuration in the keys of a YAML or JSON file."""
     if not isinstance(values, dict) or not values:
         raise ValueError("a list" if values else "empty")
@@ -107,7 +107,7 @@ def _script(content: str) -> TheirConfig:
     return configs[0]
 
 
-def _given(words: list[str]) -> dict[str, Any]:
+def _given(words: list[str]) -> dict[str, object]:
     """Return what `KEY=VALUE`, `--key=value`, `--key value...` and `--flag` set in a command."""
     words_of: dict[str, list[str]] = {}
     name = ""
@@ -118,7 +118,7 @@ def _given(words: list[str]) -> dict[str, Any]:
             words_of[key] = [value] if equals else []
         elif name and not word.endswith(".py"):
             words_of[name].append(word.strip(","))
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, items in words_of.items():
         text = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
         flag = not name.startswith("no_")
@@ -126,7 +126,7 @@ def _given(words: list[str]) -> dict[str, Any]:
     return values
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str) -> object:
     """Return a value of a command line."""
     if "$" in text or "`" in text:
         return Unread(text)
@@ -158,7 +158,7 @@ def _program(content: str) -> TheirConfig:
         others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
 
-    def value(node: ast.expr) -> Any:
+    def value(node: ast.expr) -> object:
         if isinstance(node, ast.Name) and bound[node.id] == 1:
             node = values_of.get(node.id, node)
         try:
@@ -166,7 +166,7 @@ def _program(content: str) -> TheirConfig:
         except ValueError:
             return Unread(ast.unparse(node))
 
-    values: dict[str, Any] = {"peft_config": True} if "LoraConfig" in calls else {}
+    values: dict[str, object] = {"peft_config": True} if "LoraConfig" in calls else {}
     assumed = []
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "peft_config." if call == "LoraConfig" else ""

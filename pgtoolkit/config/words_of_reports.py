@@ -1,6 +1,6 @@
 """The words of printed reports, of the states of runs, and of the field, for `pgtk explain`.
 
-What is told of each is short; the page of docs/ that it names has the rule.
+Each entry is short; the page of docs/ that it names has the rule.
 """
 
 from __future__ import annotations

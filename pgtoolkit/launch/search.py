@@ -19,7 +19,7 @@ Point = tuple[int, float]
 
 @dataclass
 class Result:
-    """What became of a job.
+    """Holds the outcome of a job.
 
     value: its final value, which the search maximizes; None for a job that has none.
     points: of its number on the way, see `points_of`.

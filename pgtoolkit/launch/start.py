@@ -193,7 +193,7 @@ def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: l
             setting=f"--step={step}",
             needs="hydra.run.dir=NEW",
             got=" ".join(folder_overrides) or "none",
-            reason="It becomes a run of its own, and this one stays as it is.",
+            reason="It becomes a run of its own, and this one does not change.",
             use="hydra.run.dir=outputs/NEW",
         )
     occupied = occupied_by_rollouts(getattr(run.config.rollout, "save_path", None))

@@ -188,8 +188,9 @@ class Constant(Aggregation):
 
 @dataclass(frozen=True)
 class Balanced(PromptMean):
-    """Of each prompt, the mean over the tokens of completions with A > 0 and that over those with
-    A < 0, joined by their numbers of completions (Balanced Aggregation, arXiv 2605.04077)."""
+    """Averages, in each prompt, over the tokens of completions with A > 0 and over those with
+    A < 0, and joins both means by their numbers of completions (Balanced Aggregation, arXiv
+    2605.04077)."""
 
     name: ClassVar[str] = "balanced"
     equation: ClassVar[str] = "(G_gs / G_g) / (N_gs G), s the sign of the document's advantage"

@@ -39,7 +39,7 @@ rest of the loss, whose gradient is finite."""
 
 
 class CenteredRows(NamedTuple):
-    """What the gradient by the logits of rows has beside c_t times the score.
+    """Holds the part of the gradient by the logits of rows that is not c_t times the score.
 
     top_ids: (N, k) int64, the tokens of H, each once; -1 where unused.
     on_top: (N, k), the derivative by the logit of each of them, times the temperature.

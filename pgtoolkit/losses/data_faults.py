@@ -20,7 +20,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class MadeFrom:
-    """What the new log-probs were computed from.
+    """Holds the inputs from which the new log-probs were computed.
 
     name: the keyword of the tensor. tokens: the other inputs.
     vocabulary: its size; None where this rank does not hold all of it, and for log-probs that the
@@ -99,7 +99,8 @@ class Data:
 
 
 def _of_tokens(made_from: MadeFrom) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield what tokens need, (T,) bool where it is not so, and (T,) the tokens or None."""
+    """Yield what tokens need, (T,) bool, True where a token breaks it, and (T,) the tokens or
+    None."""
     tokens = made_from.tokens
     kept = KeptSets.of(tokens.sampling_kept_ids, tokens.labels)
     if kept is not None:

@@ -133,15 +133,15 @@ def _with_own(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
     if objective.calls_function:
         terms = objective.token_terms(log_probs)
         has_bounds = terms.bounds is not None
-        names = tuple(sorted(terms.own))
+        names = tuple(sorted(terms.own_metrics))
     else:
         # Such a piece has to have the same metrics as the others.
         has_bounds, names = measured_by(objective.family)
         terms = None
     if names:
-        vectors = [log_probs if terms is None else terms.own[name] for name in names]
+        vectors = [log_probs if terms is None else terms.own_metrics[name] for name in names]
         further = _sums(objective, vectors)
-        sums = replace(sums, sums=torch.cat([sums.sums, further]), own=names)
+        sums = replace(sums, sums=torch.cat([sums.sums, further]), own_metrics=names)
     return replace(sums, absent=() if has_bounds else CLIP_METRICS)
 
 

@@ -105,7 +105,7 @@ class MetricSums:
     maxima: (M,) float64, of which the maximum is taken. A piece without a trained token has -inf,
         so that no placeholder can win.
     more: the kinds that follow the level, the same in all pieces of a step.
-    own: the names of the loss's own metrics, whose sums come last.
+    own_metrics: the names of the loss's own metrics, whose sums come last.
     absent: metrics of the level that have no meaning under the loss.
     """
 
@@ -113,12 +113,12 @@ class MetricSums:
     sums: Tensor
     maxima: Tensor
     more: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
+    own_metrics: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
 
     def merge(self, other: MetricSums) -> MetricSums:
-        here = (*self.more, *self.own)
-        there = (*other.more, *other.own)
+        here = (*self.more, *self.own_metrics)
+        there = (*other.more, *other.own_metrics)
         if here != there:
             raise ValueError(f"pieces of one step need the same metrics (got {here} and {there})")
         return replace(
@@ -148,7 +148,7 @@ class MetricSums:
         maxima = iter(self.maxima)
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
-        metrics |= {name: next(sums) / totals.num_documents for name in self.own}
+        metrics |= {name: next(sums) / totals.num_documents for name in self.own_metrics}
         metrics = {name: value for name, value in metrics.items() if name not in self.absent}
         if not with_old_log_probs:
             metrics = {

@@ -119,7 +119,7 @@ class TokenTerms:
     token_log_ratio: the new minus the old log-prob of the token, from which x_t and s_t are made.
     factors: rho_t of a correction that is `of_policy`; None without one.
     ratio_by_document: True if the ratio is that of a document.
-    own: metrics of the loss itself, by name, (T,) each; only a function has some.
+    own_metrics: metrics of the loss itself, by name, (T,) each; only a function has some.
     bounds: of the ratio, where they come from a function; None: the family knows them.
     """
 
@@ -131,7 +131,7 @@ class TokenTerms:
     token_log_ratio: Tensor
     factors: Factors | None = None
     ratio_by_document: bool = False
-    own: dict[str, Tensor] = field(default_factory=dict)
+    own_metrics: dict[str, Tensor] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
 
 

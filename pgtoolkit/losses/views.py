@@ -1,5 +1,5 @@
-"""What a loss function of the user's own may ask for beside vectors: `ratio`, `documents`,
-`groups` and `step`.
+"""Makes the arguments that a loss function of the user's own may ask for beside vectors: `ratio`,
+`documents`, `groups` and `step`.
 
 T trained tokens lie one document after the other; there are D documents in G groups. All results
 are differentiable.

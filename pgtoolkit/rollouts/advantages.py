@@ -43,7 +43,7 @@ the squares of these in a norm stay far from the end of float32 at 3e38."""
 
 @dataclass(frozen=True)
 class Shape:
-    """What happens to rewards before advantages are made of them, and to advantages afterwards.
+    """Changes rewards before advantages are made of them, and advantages afterwards.
 
     A reward R becomes (R + shift) scale, within plus and minus `reward_clip`. None is no bound.
     """

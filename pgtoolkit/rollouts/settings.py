@@ -76,7 +76,7 @@ class RolloutSettings:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """How completions are sampled, or were."""
+        """Return the settings by which completions are sampled, or were."""
         return SamplingSettings(self.max_completion_length, self.temperature)
 
 

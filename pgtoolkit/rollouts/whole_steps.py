@@ -1,5 +1,5 @@
-"""What a step has to hold for a loss that depends on other documents. No torch is imported here,
-so that `pgtk check` asks it, too."""
+"""Says what a step has to hold for a loss that depends on other documents. No torch is imported
+here, so that `pgtk check` asks it, too."""
 
 from __future__ import annotations
 

@@ -65,22 +65,22 @@ OF_TRACKERS = (
     Metric(
         "NAME_by_documents",
         "a metric once more, with `documents_seen` in the place of the step",
-        where="in MLflow",
+        condition="in MLflow",
     ),
     Metric(
         "Main/N NAME",
         "one of the ten metrics to look at first, once more: its chart stands before others",
-        where="in MLflow",
+        condition="in MLflow",
     ),
     Metric(
         "final/NAME",
         "the mean of a metric over the last tenth of the steps",
-        where="in Weights & Biases and TensorBoard, at the last step",
+        condition="in Weights & Biases and TensorBoard, at the last step",
     ),
     Metric(
         "tokens_seen",
         "trained tokens of this step and all before it",
-        where="in `pgtk compare`",
+        condition="in `pgtk compare`",
     ),
 )
 

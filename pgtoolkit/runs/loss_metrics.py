@@ -9,11 +9,11 @@ from pgtoolkit.runs.metric import Metric
 _TOKENS = "trained tokens"
 
 _basic = partial(Metric, level="basic")
-_of_ratios = partial(_basic, over="documents", where="with old log-probs")
-_of_sampler = partial(_basic, over="documents", where="where the sampler's log-probs are known")
-_of_correction = partial(_basic, over="documents", where="with a `correction`")
+_of_ratios = partial(_basic, over="documents", condition="with old log-probs")
+_of_sampler = partial(_basic, over="documents", condition="where the sampler's log-probs are known")
+_of_correction = partial(_basic, over="documents", condition="with a `correction`")
 _of_centering = partial(
-    _basic, over="documents", where="with `loss.score_centering=true`", see="losses.md"
+    _basic, over="documents", condition="with `loss.score_centering=true`", see="losses.md"
 )
 
 OF_THE_LOSS = (
@@ -120,7 +120,7 @@ OF_THE_LOSS = (
         formula="Σ u H_t / D, H_t = log Z − Σ_v p_v z_v",
         over="documents",
         level="with_entropy",
-        where="or `basic` with `entropy.coefficient` > 0",
+        condition="or `basic` with `entropy.coefficient` > 0",
         healthy="falls slowly, not to 0 before the task is solved",
         least=0.01,
     ),
@@ -129,7 +129,7 @@ OF_THE_LOSS = (
         "the least entropy of a token that counts in the policy term, in nats",
         formula="the (1 − fraction) quantile of H_t",
         over=_TOKENS,
-        where="with `entropy.top_fraction`",
+        condition="with `entropy.top_fraction`",
         healthy="falls with `entropy`; near 0 the policy is certain of nearly all it writes",
         see="losses.md",
     ),
@@ -137,7 +137,7 @@ OF_THE_LOSS = (
         "entropy_kept_fraction",
         "share of the tokens that count in the policy term",
         over=_TOKENS,
-        where="with `entropy.top_fraction`",
+        condition="with `entropy.top_fraction`",
         healthy="`entropy.top_fraction`, or more where many tokens have the threshold's entropy",
         see="losses.md",
     ),
@@ -147,7 +147,7 @@ OF_THE_LOSS = (
         "completions",
         formula="Σ u max_d softmax(s)_d / D",
         over="documents",
-        where="with `loss=tpo` and `lpo`",
+        condition="with `loss=tpo` and `lpo`",
         healthy="between 1 / completions and 1; at 1 the others teach nothing",
         see="losses.md",
     ),
@@ -175,7 +175,7 @@ OF_THE_LOSS = (
         "`kl=full_reverse`, `full_forward` and `full_jsd` it is Σ u k / D of the divergence",
         formula="Σ u (exp(f − p) − (f − p) − 1) / D",
         over="documents",
-        where="where a reference is known: with `kl=...`, or a recorded column `ref_log_probs`",
+        condition="where a reference is known: with `kl=...`, or a recorded column `ref_log_probs`",
         healthy="0 at the start of a run with `kl.reference=initial`, then grows; steady where the "
         "penalty holds it. In distillation it falls",
     ),
@@ -185,7 +185,7 @@ OF_THE_LOSS = (
         "`kl.target`",
         formula="Σ u k / D",
         over="documents",
-        where="with `kl.target` and `kl.place=loss`",
+        condition="with `kl.target` and `kl.place=loss`",
         healthy="near the target",
     ),
 )

@@ -24,7 +24,7 @@ class Metric:
     """What it is taken over, such as documents; for a mean each of them weighs the same."""
     level: str = "none"
     """The first level of `metrics=` at which it is measured."""
-    where: str = ""
+    condition: str = ""
     """What a run needs besides, to have it."""
     healthy: str = ""
     """Its values in a run that learns."""
@@ -38,7 +38,7 @@ class Metric:
     def measured(self) -> str:
         """Return the level and the condition, in words; empty if every run has the metric."""
         level = "" if self.level == "none" else f"`metrics={self.level}`"
-        return ", ".join(part for part in (level, self.where) if part)
+        return ", ".join(part for part in (level, self.condition) if part)
 
     def healthy_in_words(self) -> str:
         """Return the healthy values, with those that `pgtk doctor` takes for a failure."""

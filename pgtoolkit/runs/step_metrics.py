@@ -7,11 +7,11 @@ from functools import partial
 from pgtoolkit.runs.metric import Metric
 
 _of_attempts = partial(Metric, over="attempts")
-_of_conversations = partial(Metric, over="conversations", where="with `task.environment`")
+_of_conversations = partial(Metric, over="conversations", condition="with `task.environment`")
 _of_step = partial(Metric, over="the step")
-_of_critic = partial(Metric, over="trained tokens", where="with `advantage=gae`")
+_of_critic = partial(Metric, over="trained tokens", condition="with `advantage=gae`")
 _of_rank_0 = partial(Metric, over="rank 0")
-_of_making = partial(_of_rank_0, where="with `rollout=policy`")
+_of_making = partial(_of_rank_0, condition="with `rollout=policy`")
 
 OF_DATA_AND_TRAINER = (
     _of_attempts(
@@ -25,7 +25,7 @@ OF_DATA_AND_TRAINER = (
         "mean of the number that `rollout.overlong_buffer` has added to rewards, 0 or less: "
         "`reward` "
         "minus this is the reward of the task itself",
-        where="with `rollout.overlong_buffer`",
+        condition="with `rollout.overlong_buffer`",
     ),
     _of_attempts(
         "kl_reward",
@@ -33,24 +33,24 @@ OF_DATA_AND_TRAINER = (
         "are "
         "made; `reward` is without it",
         formula="−β Σ_t k_t",
-        where="with `kl.place=reward`",
+        condition="with `kl.place=reward`",
     ),
     _of_step(
         "kl_coefficient",
         "the coefficient β of the penalty, which `kl.target` moves after each batch of rollouts",
-        where="with `kl.target`",
+        condition="with `kl.target`",
         healthy="rises while the KL is above the target, and falls while it is below",
     ),
     _of_critic("value_loss", "the loss of the critic", see="losses.md#a-critic"),
     _of_step(
         "critic_grad_norm",
         "length of the critic's gradient before clipping",
-        where="with `advantage=gae`",
+        condition="with `advantage=gae`",
     ),
     _of_step(
         "critic_learning_rate",
         "learning rate of the critic's update",
-        where="with `advantage=gae`",
+        condition="with `advantage=gae`",
     ),
     _of_critic("value", "mean value that the critic says"),
     _of_critic("return", "mean target of the critic"),
@@ -70,19 +70,19 @@ OF_DATA_AND_TRAINER = (
         "share of the prompts sampled for this batch that were dropped because their completions "
         "all scored the same. `reward` and `exact_match` are then those of the prompts that were "
         "kept",
-        where="with `rollout.max_sampling_rounds` > 1",
+        condition="with `rollout.max_sampling_rounds` > 1",
     ),
     _of_attempts(
         "dropped_group_fraction",
         "share of the prompts of this batch that are left out. Other metrics, `reward` among them, "
         "are then those of the prompts that were kept",
-        where="with `rollout.uninformative=drop`",
+        condition="with `rollout.uninformative=drop`",
     ),
     Metric(
         "retired_prompts",
         "number of prompts that are never sampled again, once this batch is scored",
         over="the run",
-        where="with `rollout.retire_at`",
+        condition="with `rollout.retire_at`",
     ),
     _of_attempts(
         "exact_match",
@@ -93,27 +93,27 @@ OF_DATA_AND_TRAINER = (
     _of_attempts(
         "reward/NAME",
         "mean score of each of several verifiers, before its weight",
-        where="with `task.verifiers`",
+        condition="with `task.verifiers`",
         see="data.md#verifiers",
     ),
     _of_attempts(
         "verifier/NAME",
         "mean of the number that a reward function logs by `log_metric`; with several verifiers "
         "`verifier/VERIFIER/NAME`",
-        where="with a reward function of your own",
+        condition="with a reward function of your own",
         see="data.md#a-reward-of-your-own",
     ),
     _of_attempts(
         "verifier_timeout_fraction",
         "share of those whose verifier exceeded its time",
-        where="with `task.verifier_processes`",
+        condition="with `task.verifier_processes`",
         healthy="0",
         most=0.02,
     ),
     _of_attempts(
         "verifier_crash_fraction",
         "share of those whose verifier ended its process",
-        where="with `task.verifier_processes`",
+        condition="with `task.verifier_processes`",
         healthy="0",
         most=0.02,
     ),
@@ -131,7 +131,7 @@ OF_DATA_AND_TRAINER = (
         "more tokens than `sampler.keep_top`. They are not trained; their rewards stay in the "
         "baseline",
         over="documents",
-        where="with `rollout.top_p` or `rollout.top_k`, and `sampler.keep_top` > 0",
+        condition="with `rollout.top_p` or `rollout.top_k`, and `sampler.keep_top` > 0",
         healthy="near 0",
         see="losses.md#truncated-sampling",
     ),
@@ -162,7 +162,7 @@ OF_DATA_AND_TRAINER = (
         "environment_timeout_fraction",
         "share of those whose environment exceeded its time",
         over="conversations",
-        where="with `task.environment_processes`",
+        condition="with `task.environment_processes`",
         healthy="0",
         most=0.02,
     ),
@@ -170,7 +170,7 @@ OF_DATA_AND_TRAINER = (
         "environment_crash_fraction",
         "share of those whose environment ended its process",
         over="conversations",
-        where="with `task.environment_processes`",
+        condition="with `task.environment_processes`",
         healthy="0",
         most=0.02,
     ),
@@ -203,7 +203,7 @@ OF_DATA_AND_TRAINER = (
     _of_step(
         "num_trajectories",
         "attempts",
-        where="where documents name trajectories",
+        condition="where documents name trajectories",
         see="losses.md#trajectories-of-several-documents",
     ),
     _of_step(
@@ -220,7 +220,7 @@ OF_DATA_AND_TRAINER = (
     _of_step(
         "loss_scale",
         "the factor of the step's loss",
-        where="with `model.dtype=float16`",
+        condition="with `model.dtype=float16`",
         see="parallelism.md#float16",
     ),
     Metric(
@@ -228,7 +228,7 @@ OF_DATA_AND_TRAINER = (
         "steps so far without an update because a gradient overflowed, which `num_skipped_steps` "
         "does not count",
         over="the run",
-        where="with `model.dtype=float16`",
+        condition="with `model.dtype=float16`",
         see="parallelism.md#float16",
     ),
     Metric(
@@ -240,7 +240,7 @@ OF_DATA_AND_TRAINER = (
         "documents_trained",
         "the same with each document counted in each pass over its batch",
         over="the run",
-        where="with `rollout.passes` > 1",
+        condition="with `rollout.passes` > 1",
     ),
     _of_step("learning_rate", "the learning rate of the step's update"),
     _of_step(
@@ -280,7 +280,7 @@ OF_DATA_AND_TRAINER = (
     _of_rank_0(
         "peak_memory_gb",
         "the peak of PyTorch's allocated memory since the step before, in 10⁹ bytes",
-        where="on a GPU",
+        condition="on a GPU",
     ),
     _of_step("step", "the number of the step, from 1 on"),
     _of_rank_0("time", "when the step ended, in seconds since 1970"),

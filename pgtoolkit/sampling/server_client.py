@@ -158,8 +158,8 @@ class Server:
             lacks_drawn = ~((top_ids == tokens[:, None]).any(-1) | (top_ids[:, -1] >= 0))
             if lacks_drawn.any():
                 raise self._fault(
-                    f"it drew token {tokens[lacks_drawn][0]}, which is none of those that top_p "
-                    "and top_k keep. Start it with --logprobs-mode processed_logprobs"
+                    f"it drew token {tokens[lacks_drawn][0]}, which top_p and top_k "
+                    "do not keep. Start it with --logprobs-mode processed_logprobs"
                 )
         # A server decodes token by token, and may notice a stop string later than it is complete in
         # the text.

@@ -217,7 +217,7 @@ class VllmSamplerSettings(SamplerSettings):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are sampled, by any sampler.
+    """Holds how completions are sampled, by any sampler.
 
     max_completion_length: most tokens of a completion, its end included; None only where nothing is
         sampled.

@@ -21,7 +21,7 @@ REQUIRED = "???"
 
 
 class Alters(StrEnum):
-    """What of a measured number a key changes, beside the policy that it measures.
+    """Says what of a measured number a key changes, beside the policy that it measures.
 
     Of two runs that differ in such a key, the number does not say which policy is better, since it
     would differ for one and the same policy. `comparison.common_measure` has the numbers that each

@@ -50,7 +50,7 @@ class Report:
 
     @property
     def is_refused(self) -> bool:
-        """Whether there are problems beside those of what this machine lacks."""
+        """Return whether there are problems beside those that this machine lacks something."""
         return not {*self.problems} <= {*self.lacking}
 
     def concerns(self, *groups: str) -> bool:

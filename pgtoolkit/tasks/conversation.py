@@ -245,7 +245,7 @@ class ConversationTask(Task):
 
     def note_unanswered(self, conversations: Sequence[Conversation], longest: int) -> None:
         """Log a note where messages of environments leave no room for an answer, and again when
-        the share of such conversations has doubled.
+        the share of these conversations has doubled.
 
         longest: the most tokens that follow a prompt.
         """

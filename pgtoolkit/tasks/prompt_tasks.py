@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.errors import DataError
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
@@ -74,7 +74,7 @@ class PromptsTask(PromptRows):
     """
 
     def __init__(self, settings: PromptsTaskSettings, seed: int, once: Once):
-        single: dict[str, dict[str, Any]] = {
+        single: dict[str, Dictionary] = {
             "": {"verifier": settings.verifier, "pattern": settings.pattern}
         }
         verifiers = settings.verifiers or single

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.ranks.collectives import local
+from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.training.own_optimizer import Groups, own_optimizer
 from pgtoolkit.training.settings import OptimizerName, OptimizerSettings, Schedule
 
@@ -49,11 +50,11 @@ class WholeMuon(torch.optim.Muon):
             for matrix in _sharded(group["params"]):
                 self._update(matrix, settings)
 
-    def _init_group(self, group: dict[str, Any], *tensor_lists: list[Tensor]) -> bool:
+    def _init_group(self, group: Dictionary, *tensor_lists: list[Tensor]) -> bool:
         plain = [weight for weight in group["params"] if not isinstance(weight, DTensor)]
         return super()._init_group(group | {"params": plain}, *tensor_lists)
 
-    def _update(self, matrix: DTensor, settings: dict[str, Any]) -> None:
+    def _update(self, matrix: DTensor, settings: Dictionary) -> None:
         """Make the update of a sharded matrix. settings: the arguments of Muon."""
         assert isinstance(matrix.grad, DTensor)
         complete = nn.Parameter(matrix.full_tensor())

@@ -128,7 +128,7 @@ def test_what_their_functions_do_otherwise_than_read_is_named(
     side = replace(side, ran={name: numbers[name] for name in ran_names})
     explained = explain(step, (side, OurSide(side.as_ours, "ours")), TOLERANCE)
     assert explained.readings[0].quantity == (quantity if ran_names == QUANTITIES else "loss")
-    assert any(words in explanation.says for explanation in explained.readings)
+    assert any(words in explanation.reason for explanation in explained.readings)
     assert explained.sides[0].quantity == quantity
     assert "not explained" not in "".join(sentences(explained.sides))
 
@@ -197,7 +197,7 @@ def test_trl_and_verl_are_compared_with_each_other(tmp_path):
     sides = theirs(tmp_path, "TRL", loss_type="grpo"), theirs(tmp_path, "verl")
     found = explain(recorded(), sides, TOLERANCE).sides
     assert [explanation.quantity for explanation in found] == ["deviation", "surrogate", "weights"]
-    assert "null in TRL 1.16.0 and 3 in verl 0.9.1" in found[1].says
+    assert "null in TRL 1.16.0 and 3 in verl 0.9.1" in found[1].reason
 
 
 def test_what_no_option_explains_is_said(tmp_path):
@@ -208,7 +208,7 @@ def test_what_no_option_explains_is_said(tmp_path):
     explained = explain(step, (side, OurSide(side.as_ours, "ours")), TOLERANCE)
     for found in (explained.sides, explained.readings):
         assert [explanation.quantity for explanation in found] == ["gradient"]
-        assert found[0].says.startswith("not explained")
+        assert found[0].reason.startswith("not explained")
 
 
 def test_a_number_that_is_none_differs():

@@ -62,8 +62,8 @@ def _top_entropy(c: Config, family: Family | None, report: Report) -> None:
     if of_group or family.by_document:
         unit = "group" if of_group else "document"
         report.note(
-            f"entropy.top_fraction with loss={c.loss.name}: a {unit} has one loss, so that it "
-            "weighs by its share of tokens that are kept, and all of its tokens are trained."
+            f"entropy.top_fraction with loss={c.loss.name}: a {unit} has one loss, whose "
+            "weight is its share of tokens that are kept, and all of its tokens are trained."
         )
 
 
@@ -193,7 +193,8 @@ def _note_on_shape(c: Config, report: Report) -> None:
     if c.advantage.reward_scale != 1 and (estimator in divides or estimator == "max_rl" or whitens):
         report.note(
             f"advantage.reward_scale={text(c.advantage.reward_scale)} changes next to nothing "
-            f"without advantage.reward_clip: advantage={estimator} divides by what scales, too."
+            f"without advantage.reward_clip: advantage={estimator} divides by a number that "
+            "the scale changes, too."
         )
 
 
