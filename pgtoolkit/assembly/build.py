@@ -29,7 +29,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.model import fixed_order
+from pgtoolkit.model import fixed_order, flash_attention
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.attention import use_packed_attention
 from pgtoolkit.model.lora import adapted_layers
@@ -222,6 +222,7 @@ def begin(seed: int, trainer: TrainerSettings, is_async: bool) -> None:
     if is_deterministic == "auto":
         is_deterministic = not is_async
     fixed_order.switch(is_deterministic)
+    flash_attention.switch(trainer.device != Device.cpu)
 
 
 def accelerator(chosen: Device, kernel: KernelSettings) -> str:

@@ -18,9 +18,15 @@ from pgtoolkit.assembly.inputs import (
     errors_added_to,
 )
 from pgtoolkit.config.evaluation_sets import needs_sampler
+from pgtoolkit.config.models import has_window, sizes
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Sampler
-from pgtoolkit.model.settings import ModelSettings, ParallelismSettings
+from pgtoolkit.model.misfits import (
+    FLASH_ATTENTION,
+    beyond_flash_attention,
+    flash_attention_version,
+)
+from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, ParallelismSettings
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.rollouts.settings import RolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
@@ -50,6 +56,7 @@ def check_machine(config: Config, report: Report) -> None:
     if not report.concerns("kernel"):
         report.problems += lacking_devices(device, config.kernel)
     _check_compiler(config.model, device, report)
+    _note_attention(config.model, device, report)
     _check_processes(config.parallelism, report)
     if not report.concerns("rollout", "tracking"):
         _check_places(config.rollout, config.tracking, report)
@@ -129,6 +136,23 @@ def _check_compiler(model: ModelSettings, device: Device, report: Report) -> Non
             reason="torch.compile writes C++ there.",
             use="model.compile=false",
         )
+
+
+def _note_attention(model: ModelSettings, device: Device, report: Report) -> None:
+    """Note what FlashAttention 4 does not serve for, where it is installed."""
+    version = flash_attention_version()
+    if version is None or device == "cpu" or not isinstance(model, HuggingFaceModelSettings):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    capability = torch.cuda.get_device_capability()
+    known = sizes(model)
+    head_width = None if known is None else known.head
+    problem = beyond_flash_attention(capability, head_width, has_window(model))
+    if problem is not None:
+        report.note(f"PyTorch's attention takes the place of {FLASH_ATTENTION}'s: {problem}.")
 
 
 def _check_processes(parallelism: ParallelismSettings, report: Report) -> None:

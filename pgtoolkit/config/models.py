@@ -47,6 +47,15 @@ def shape(model: ModelSettings) -> dict[str, object]:
     }
 
 
+def has_window(model: HuggingFaceModelSettings) -> bool:
+    """Return whether a local config.json gives some layer a sliding window."""
+    settings = model_settings(model.path)
+    by_default = settings.get("model_type") == "mistral"  # of 4096 tokens, if not said
+    if settings.get("use_sliding_window", by_default) is not True:
+        return False
+    return settings.get("sliding_window", by_default) not in (None, False)
+
+
 def vocabulary_size(model: ModelSettings, task: TaskSettings) -> int | None:
     """Return the entries of the model's vocabulary; None where only loading it tells."""
     if isinstance(model, TinyModelSettings):
@@ -115,7 +124,8 @@ def sizes_of(folder: str | None) -> Sizes | None:
 class Sizes:
     """The sizes of a model of MODEL_TYPES, from its config.json.
 
-    layers, width, vocabulary: as named. inner: the width inside an MLP. layer: weights of a layer.
+    layers, width, vocabulary: as named. head: the width of an attention head. inner: that inside an
+    MLP. layer: weights of a layer.
     linear: inputs and outputs of a layer's matrices, summed. cached: numbers of a token that a
     layer keeps as key and value. table: weights of the embedding. tables: 2 if the head has its own
     matrix, else 1. weights: of the model, without biases.
@@ -138,15 +148,15 @@ class Sizes:
         self.layers, self.width, heads = (settings[name] for name in names[:3])
         self.inner = settings.get(names[3]) or 4 * self.width
         self.vocabulary = settings["vocab_size"]
-        size_of_head = settings.get("head_dim") or self.width // heads
+        self.head = settings.get("head_dim") or self.width // heads
         key_value_heads = settings.get("num_key_value_heads") or heads
-        query = (self.width, heads * size_of_head)
-        key = (self.width, key_value_heads * size_of_head)
+        query = (self.width, heads * self.head)
+        key = (self.width, key_value_heads * self.head)
         matrices = [query, query, key, key]  # the output's matrix is as large as the query's
         matrices += matrices_of_mlp * [(self.width, self.inner)]
         self.layer = sum(rows * columns for rows, columns in matrices) + 2 * self.width
         self.linear = sum(rows + columns for rows, columns in matrices)
-        self.cached = 2 * key_value_heads * size_of_head
+        self.cached = 2 * key_value_heads * self.head
         self.table = self.vocabulary * self.width
         self.tables = 1 if settings.get("tie_word_embeddings", are_tied_by_default) else 2
         self.weights = self.layers * self.layer + self.tables * self.table

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypedDict
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, known_vectors, without_waiting
 from pgtoolkit.document import ROWS
-from pgtoolkit.model import fixed_order
+from pgtoolkit.model import fixed_order, flash_attention
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order, rows_of
+from pgtoolkit.model.plain_attention import one_document, repeated
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.layout import Layout
 
@@ -80,6 +80,22 @@ class Documents:
             for counts in (self.queries, self.keys)
         ]
         return [without_waiting(running, self.device) for running in sums]
+
+    @functools.cached_property
+    def by_length(self) -> list[tuple[list[int], Documents]]:
+        """Return the places of the long documents and of the others among all, and the documents
+        there."""
+        parts = []
+        for is_long in (True, False):
+            places = [
+                place
+                for place, count in enumerate(self.keys)
+                if (count >= flash_attention.LONG) is is_long
+            ]
+            queries = [self.queries[place] for place in places]
+            keys = [self.keys[place] for place in places]
+            parts.append((places, Documents(queries, keys, self.device)))
+        return parts
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -162,48 +178,94 @@ def by_document(
     """
     if documents.sources is not None:
         key, value = (rows_of(x, documents.sources) for x in (key, value))
-    if has_kernel(query.device, query.dtype, query.shape[2]):
-        from torch.nn.attention.varlen import varlen_attn
-
-        options: _KernelOptions = {
-            "scale": scaling,
-            "window_size": (-1 if window is None else window - 1, 0),
-        }
-        # PyTorch before 2.12 takes fewer key-value heads than heads without this option.
-        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-            options["enable_gqa"] = True
-        query_ends, key_ends = documents.ends
-        longest_query = max(documents.queries)
-        longest_key = max(documents.keys)
-        inputs_of_shares = [(query, key, value)]
-        if fixed_order.is_on() and query.requires_grad and longest_key >= _LONG:
-            processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-            shares = shares_of_heads(query.shape[1], len(documents.queries), processors)
-            if len(shares) > 1:
-                queries = query.split(shares, 1)
-                keys = _repeated(key, query).split(shares, 1)
-                values = _repeated(value, query).split(shares, 1)
-                inputs_of_shares = list(zip(queries, keys, values, strict=True))
-        outputs = []
-        for q, k, v in inputs_of_shares:
-            out = varlen_attn(q, k, v, query_ends, key_ends, longest_query, longest_key, **options)
-            assert isinstance(out, Tensor)
-            outputs.append(in_fixed_order(out))
-        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-    queries = query.split(documents.queries)
-    keys = _repeated(key, query).split(documents.keys)
-    values = _repeated(value, query).split(documents.keys)
-    outputs = [
-        _one_document(q, k, v, scaling, window)
-        for q, k, v in zip(queries, keys, values, strict=True)
-    ]
-    return torch.cat(outputs)
+    if not has_kernel(query.device, query.dtype, query.shape[2]):
+        queries = query.split(documents.queries)
+        keys = repeated(key, query).split(documents.keys)
+        values = repeated(value, query).split(documents.keys)
+        return torch.cat(
+            [
+                one_document(q, k, v, scaling, window)
+                for q, k, v in zip(queries, keys, values, strict=True)
+            ]
+        )
+    of_others = functools.partial(by_torch, scaling=scaling, window=window)
+    if max(documents.keys) < flash_attention.LONG or not flash_attention.serves(query, key, window):
+        return of_others(query, key, value, documents)
+    of_long = functools.partial(by_flash_attention, scaling=scaling)
+    return by_length(query, key, value, documents, of_long, of_others)
 
 
-def _repeated(keys: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values with a head for each head of the query."""
-    repeats = query.shape[1] // keys.shape[1]
-    return keys.repeat_interleave(repeats, 1) if repeats > 1 else keys
+def by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    of_long: Callable[[Tensor, Tensor, Tensor, Documents], Tensor],
+    of_others: Callable[[Tensor, Tensor, Tensor, Documents], Tensor],
+) -> Tensor:
+    """Return attention's output (queries, heads, width), that of long documents by `of_long`.
+
+    Some document must be long. Each function gets query, key and value of its documents alone.
+    """
+    if min(documents.keys) >= flash_attention.LONG:
+        return of_long(query, key, value, documents)
+    counts = (documents.queries, documents.keys, documents.keys)
+    inputs = [x.split(sizes) for x, sizes in zip((query, key, value), counts, strict=True)]
+    outputs = {}
+    for (places, some), compute in zip(documents.by_length, (of_long, of_others), strict=True):
+        q, k, v = (torch.cat([parts[place] for place in places]) for parts in inputs)
+        outputs |= zip(places, compute(q, k, v, some).split(some.queries), strict=True)
+    return torch.cat([outputs[place] for place in range(len(outputs))])
+
+
+def by_flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None
+) -> Tensor:
+    """Return attention's output by the kernels of FlashAttention 4."""
+    query_ends, key_ends = documents.ends
+    longest_query = max(documents.queries)
+    longest_key = max(documents.keys)
+    return flash_attention.attend(
+        query, key, value, query_ends, key_ends, longest_query, longest_key, scaling
+    )
+
+
+def by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return attention's output by PyTorch's kernel."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: _KernelOptions = {
+        "scale": scaling,
+        "window_size": (-1 if window is None else window - 1, 0),
+    }
+    # PyTorch before 2.12 takes fewer key-value heads than heads without this option.
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True
+    query_ends, key_ends = documents.ends
+    longest_query = max(documents.queries)
+    longest_key = max(documents.keys)
+    inputs_of_shares = [(query, key, value)]
+    if fixed_order.is_on() and query.requires_grad and longest_key >= _LONG:
+        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+        shares = shares_of_heads(query.shape[1], len(documents.queries), processors)
+        if len(shares) > 1:
+            queries = query.split(shares, 1)
+            keys = repeated(key, query).split(shares, 1)
+            values = repeated(value, query).split(shares, 1)
+            inputs_of_shares = list(zip(queries, keys, values, strict=True))
+    outputs = []
+    for q, k, v in inputs_of_shares:
+        out = varlen_attn(q, k, v, query_ends, key_ends, longest_query, longest_key, **options)
+        assert isinstance(out, Tensor)
+        outputs.append(in_fixed_order(out))
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 
 @functools.cache
@@ -229,19 +291,6 @@ def shares_of_heads(num_heads: int, num_documents: int, num_processors: int) -> 
     for heads in filling:
         shares += [heads] * ((num_heads - sum(shares)) // heads)
     return shares
-
-
-def _one_document(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-) -> Tensor:
-    keys = torch.arange(len(key), device=key.device)
-    queries = keys[len(key) - len(query) :, None]
-    mask = keys <= queries
-    if window is not None:
-        mask &= keys > queries - window
-    heads = (x.transpose(0, 1) for x in (query, key, value))
-    out = functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scaling)
-    return out.transpose(0, 1)
 
 
 def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:

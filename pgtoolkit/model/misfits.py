@@ -1,13 +1,22 @@
-"""Reasons why a model cannot be spread over processes, or compiled, as far as its shape tells."""
+"""Reasons why a model cannot be spread over processes, compiled, or use FlashAttention 4, as far as
+its shape tells."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.settings import ModelSettings
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.system.report import is_whole, refusal
+
+FLASH_ATTENTION = "flash-attn-4"
+"""The package of FlashAttention 4, an extra of pgtk."""
+
+_HOPPER = 9
+_LAST_BLACKWELL = 11
+"""The major numbers of compute capability for which it has backward passes in a fixed order."""
 
 
 def misfits(
@@ -126,3 +135,30 @@ def unknown_parts(model: ModelSettings, kind: object) -> str | None:
         reason="The parts of other models are not known.",
         use="model.compile=false",
     )
+
+
+def flash_attention_version() -> str | None:
+    """Return the version of FlashAttention 4 that is installed; None where it is not."""
+    try:
+        return importlib.metadata.version(FLASH_ATTENTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def beyond_flash_attention(
+    capability: tuple[int, int], head_width: int | None, has_window: bool
+) -> str | None:
+    """Return why FlashAttention 4 does not serve on a GPU for a layer; None where it does.
+
+    capability: the GPU's. head_width: None if it is not known.
+    has_window: whether a token sees at most a number of tokens. The package has kernels for that,
+        which were not measured.
+    """
+    major, minor = capability
+    if not _HOPPER <= major <= _LAST_BLACKWELL:
+        return f"it needs a GPU of compute capability 9.0 to 11.9 (got {major}.{minor})"
+    if has_window:
+        return "it is not used with a sliding window"
+    if head_width is not None and major > _HOPPER and 128 < head_width != 256:
+        return f"on this GPU it has no heads of {head_width}"
+    return None

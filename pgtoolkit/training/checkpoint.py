@@ -65,6 +65,7 @@ _STATE_SHAPE = {
     "loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count},
     "without_moments?": [str],
     "base_digest?": str | None,
+    "flash_attention?": str,
     "callbacks?": dict,
     "critic_updates?": is_count,
     "critic_without_moments?": [str],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.errors import ConfigError, StorageError, first_line
-from pgtoolkit.model import lora
+from pgtoolkit.model import flash_attention, lora
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
@@ -64,6 +64,8 @@ def snapshot(
         state["loss_scale"] = module.loss_scale.state_dict()
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
+    if flash_attention.version() is not None:
+        state["flash_attention"] = flash_attention.version()
     kind, weights = stored_weights(module.policy)
     moments, without_moments = _moments(module.optimizer, weights, module.layout)
     state["without_moments"] = without_moments
@@ -141,6 +143,7 @@ def restore(module: PolicyGradientModule, state: dict) -> None:
     state: as `load_newest` returns it. Raises ConfigError for a checkpoint of another model, and
     StorageError for a damaged one.
     """
+    flash_attention.go_on(state.get("flash_attention"))
     _, weights = stored_weights(module.policy)
     names = _union_over_ranks(weights, module.layout)
     with failing_together(module.layout):
