@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.measures import AXES, Goal, reached
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, reached
 from pgtoolkit.runs.find import Run, find_runs
 from pgtoolkit.runs.series import best, final
 from pgtoolkit.system.report import text
@@ -62,27 +63,19 @@ def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
 def _reached(run: Run, goal: Goal) -> dict[str, object]:
     """Return finals and bests, and numbers of the curves.
 
-    {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match: as `pgtk compare` takes
-    them.
-    documents_to_reward_0.9: those seen when the mean reward of a batch of rollouts first is 0.9,
-        empty if it never is.
+    documents_to_reward_0.9, {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match:
+        as `pgtk compare` takes them; empty where the run never is there.
     clipped_ratio_fraction: the mean over all steps.
     """
     reward = run.values("reward")
     clipped = run.values("clipped_ratio_fraction")
     progress = reached(run, goal)
-    batch = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
-    steps = batch // run.config["accumulation.docs_per_step"]
-    batches = [
-        statistics.fmean(reward[first : first + steps]) for first in range(0, len(reward), steps)
-    ]
+    by_reward = reached(run, replace(goal, metric="reward"))
     return {
         "final_reward": f"{final(reward):.6f}",
         "best_reward": f"{best(reward):.6f}",
         "final_exact_match": f"{final(run.values('exact_match')):.6f}",
-        "documents_to_reward_0.9": next(
-            (batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""
-        ),
+        "documents_to_reward_0.9": by_reward.to.get(DOCUMENTS, ""),
         **{
             f"{name}_to_exact_match_0.9": round(progress.to[axis], 3) if progress.to else ""
             for axis, name in AXES.items()

@@ -161,6 +161,20 @@ def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:
             )
 
 
+def _refuse_no_path(name: str, path: object, use: str) -> None:
+    """Raise ConfigError for what is no path. name: of the function or the keyword that got it."""
+    if not isinstance(path, str | Path) or path == "":
+        raise ConfigError(
+            refusal(
+                setting=name,
+                needs="a path, as a text or a pathlib.Path",
+                got=repr(path),
+                reason="It leads to what lies on the disk.",
+                use=use,
+            )
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Checked:
     """The page of `pgtk check`.
@@ -190,9 +204,10 @@ class Checked:
 def check(config: Configuration | Grid | str | Path, *overrides: str) -> Checked:
     """Check a configuration, or what `sweep` takes, also for this machine; train nothing."""
     if isinstance(config, Configuration):
+        _refuse_no_texts("check", overrides, 'check(config, "trainer.max_steps=100")')
         words = [*config.overrides, *overrides]
         return call_apart(_checked, (words, False, None), ["pgtk", "check", *words])
-    words, file, command = _sweep_words(config, overrides)
+    words, file, command = _sweep_words("check", config, overrides)
     return call_apart(_checked, (words, True, file), ["pgtk", "check", *command[1:]])
 
 
@@ -225,6 +240,7 @@ def train(config: Configuration, directory: str | Path | None = None) -> Run:
         )
     words = [*config.overrides]
     if directory is not None:
+        _refuse_no_path("directory", directory, 'train(config, "outputs/first")')
         folder = Path(os.path.abspath(directory))
         call_apart(start_or_continue, (folder, words), ["pgtk", "continue", str(folder), *words])
         return run_in(folder)
@@ -250,7 +266,7 @@ def sweep(grid: Grid | str | Path, *overrides: str) -> Runs:
     Raises PgtoolkitError.
     """
     forget_files()
-    words, file, command = _sweep_words(grid, overrides)
+    words, file, command = _sweep_words("sweep", grid, overrides)
     folder = compose_sweep(words, file).folder
     call_apart(start, (["--multirun", *words], file, command), command)
     assert folder is not None  # without it nothing would have begun
@@ -258,10 +274,23 @@ def sweep(grid: Grid | str | Path, *overrides: str) -> Runs:
 
 
 def _sweep_words(
-    grid: Grid | str | Path, overrides: Sequence[str]
+    name: str, grid: Grid | str | Path, overrides: Sequence[str]
 ) -> tuple[list[str], Path | None, list[str]]:
-    """Return the overrides of a sweep, its file if it has one, and the command that is the same."""
-    _refuse_no_texts("sweep", overrides, 'sweep(grid, "trainer.max_steps=100")')
+    """Return the overrides of a sweep, its file if it has one, and the command that is the same.
+
+    name: of the function that got them.
+    """
+    _refuse_no_texts(name, overrides, f'{name}(grid, "trainer.max_steps=100")')
+    if isinstance(grid, Configuration) or not isinstance(grid, Mapping | str | Path):
+        raise ConfigError(
+            refusal(
+                setting=name,
+                needs="keys with their values, or the name or the file of a sweep",
+                got=repr(grid),
+                reason="A sweep trains every combination of the values.",
+                use=f'{name}({{"loss": ["grpo", "gspo"]}}); for one configuration, train(config)',
+            )
+        )
     if isinstance(grid, Mapping):
         words = [f"{key}={_values(values)}" for key, values in grid.items()]
         words += overrides
@@ -283,6 +312,7 @@ def load(path: str | Path) -> Run | Runs:
 
     Other files in the folder are passed over. Raises ConfigError where there is no run.
     """
+    _refuse_no_path("load", path, 'load("outputs"), or load(run.path)')
     return run_in(Path(path)) if find.is_run(Path(path)) else runs_below(str(path))
 
 
@@ -312,7 +342,7 @@ def compare(
 
     margin = None if margin is None else text(margin)
     texts = {"metric": metric, "best_of": best_of, "reach": reach, "over": over}
-    _refuse_other_values(texts | {"against": against}, labels)
+    _refuse_other_values(texts | {"against": against}, labels, ignore_code)
     paths = [*_paths(runs)]
     if not paths:
         raise ConfigError(
@@ -339,9 +369,9 @@ def compare(
     return Comparison(compared)
 
 
-def _refuse_other_values(texts: Mapping[str, object], labels: object) -> None:
-    """Raise ConfigError for keywords of `compare` that are no texts, and labels that are no list of
-    texts."""
+def _refuse_other_values(texts: Mapping[str, object], labels: object, ignore_code: object) -> None:
+    """Raise ConfigError for keywords of `compare` that are no texts, labels that are no list of
+    texts, and an `ignore_code` that is neither True nor False."""
     examples = {"metric": "final:reward", "reach": "exact_match=0.5", "against": "loss=grpo"}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
@@ -365,6 +395,16 @@ def _refuse_other_values(texts: Mapping[str, object], labels: object) -> None:
                 use='labels=["loss=grpo=GRPO"]',
             )
         )
+    if not isinstance(ignore_code, bool):
+        raise ConfigError(
+            refusal(
+                setting="ignore_code",
+                needs="True or False",
+                got=repr(ignore_code),
+                reason="True is --ignore code in a shell.",
+                use="ignore_code=True",
+            )
+        )
 
 
 def _paths(runs: Iterable[Run | Iterable[Run] | str | Path]) -> Iterator[str]:
@@ -373,7 +413,7 @@ def _paths(runs: Iterable[Run | Iterable[Run] | str | Path]) -> Iterator[str]:
             yield str(run.path)
         elif isinstance(run, str | Path):
             yield str(run)
-        elif isinstance(run, Mapping) or not isinstance(run, Iterable):
+        elif isinstance(run, Mapping | bytes) or not isinstance(run, Iterable):
             raise ConfigError(
                 refusal(
                     setting="compare",

@@ -33,6 +33,9 @@ GROUPS = (0, 1, 0, 1, 1, 0)
 
 VOCABULARY = 11
 
+_PADDED = frozenset({"logits", "labels", "mask", "totals", "group_index"})
+"""What a function that is tried may ask for, and a loss may not."""
+
 SPREADS = (0.0, 2e-4, 0.05, 0.6)
 """Distance between old and new log-probs, step by step.
 
@@ -92,6 +95,7 @@ def assert_conforms(
         raise ValueError(
             f"assert_conforms needs a loss of single log-probs, and {kl.kind} is one of whole rows"
         )
+    _refuse_swapped(function, loss)
     _refuse_unknown_inputs(family_of(loss, **parameters), kl)
     definition = _Definition(
         family=family_of(loss, **parameters),
@@ -121,6 +125,17 @@ def assert_conforms(
         name = getattr(function, "__name__", type(function).__name__)
         raise AssertionError(
             "\n  ".join([f"{name} is not {definition}:", *dict.fromkeys(problems)])
+        )
+
+
+def _refuse_swapped(function: object, loss: LossName | Family | Callable) -> None:
+    """Raise ValueError where the loss stands before the function that is compared with it."""
+    asked = {*inspect.signature(loss).parameters} if callable(loss) else set()
+    if isinstance(function, str | Family) or asked & _PADDED:
+        first, second = (getattr(each, "__name__", shown(each)) for each in (function, loss))
+        raise ValueError(
+            "assert_conforms needs first the function that is tried, and then the loss that it "
+            f"should be (got {first}, {second}). Use assert_conforms({second}, {first}, ...)"
         )
 
 
@@ -330,13 +345,9 @@ class _Subject:
         """Read the parameters of the function; raises ValueError for one that is not known."""
         known = {
             "log_probs",
-            "logits",
-            "labels",
             "old_log_probs",
             "advantages",
-            "mask",
-            "totals",
-            "group_index",
+            *_PADDED,
         }
         if definition.divisor is not None:
             known.add("divisor")

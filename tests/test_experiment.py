@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -127,6 +128,7 @@ def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
             {"labels": "loss=grpo=a"},
             "labels needs a list of texts (got 'loss=grpo=a').",
         ),
+        ([two_runs], {"ignore_code": "code"}, "ignore_code needs True or False (got 'code')."),
         ([two_runs], {"margin": 0.02, "reach": "reward=0"}, "--margin=0.02 needs a number of doc"),
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(problem)}"):
@@ -150,33 +152,85 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
     assert compared.table["verdict"][0] == "base"
     assert "<table>" in compared._repr_html_()
     assert len(compared.figure().axes) == 3
+    with pytest.raises(ConfigError, match=r"^panels=3 needs names of panels: documents, steps"):
+        compared.figure(3)
     with pytest.raises(ConfigError, match="no such folder"):
         experiment.load(two_runs / "none")
 
 
+def test_arguments_of_other_types_are_refused_with_what_to_type():
+    config = experiment.compose()
+    path, texts, keys = "a path, as a text", "overrides, each a text", "keys with their values, or"
+    for call, problem in (
+        (lambda wrong: experiment.load(wrong), f"load needs {path}"),
+        (lambda wrong: experiment.train(config, wrong), f"directory needs {path}"),
+        (lambda wrong: experiment.check(config, wrong), f"check needs {texts}"),
+        (lambda wrong: experiment.check(wrong), f"check needs {keys}"),
+        (lambda wrong: experiment.sweep(wrong), f"sweep needs {keys}"),
+        (lambda wrong: experiment.sweep({"seed": 0}, wrong), f"sweep needs {texts}"),
+        (lambda wrong: experiment.train(wrong), "train needs a configuration"),
+    ):
+        for wrong in (3, ["loss=grpo"], b"outputs"):
+            with pytest.raises(ConfigError) as refused:
+                call(wrong)
+            assert str(refused.value).startswith(problem)
+            assert f" (got {wrong!r})" in str(refused.value)
+            assert " Use " in str(refused.value)
+    with pytest.raises(ConfigError, match="for one configuration, train"):
+        experiment.sweep(config)
+    with pytest.raises(ConfigError, match=f"^directory needs {path}"):
+        experiment.train(config, "")
+
+
 def test_values_of_a_grid_become_the_words_of_the_command():
     words, file, command = experiment._sweep_words(
-        {"loss": ["grpo", "gspo"], "seed": range(2), "trainer.max_steps": 3}, ["metrics=basic"]
+        "sweep",
+        {"loss": ["grpo", "gspo"], "seed": range(2), "trainer.max_steps": 3},
+        ["metrics=basic"],
     )
     assert words == ["loss=grpo,gspo", "seed=0,1", "trainer.max_steps=3", "metrics=basic"]
     assert (file, command[:2]) == (None, ["pgtk", "-m"])
-    words, file, command = experiment._sweep_words("clip_range", ["seed=1"])
+    words, file, command = experiment._sweep_words("sweep", "clip_range", ["seed=1"])
     assert (words, file.name) == (["seed=1"], "clip_range.yaml")
     assert command == ["pgtk", "sweep", "clip_range", "seed=1"]
 
 
-def test_progress_that_is_told_by_another_process_is_a_bar(capsys):
+class Display:
+    """Stands for IPython's display of one output, whose text is replaced."""
+
+    def __init__(self):
+        self.texts: list[str] = []
+
+    def __call__(self, data: dict[str, str], raw: bool, display_id: bool) -> "Display":
+        assert raw
+        assert display_id
+        self.update(data, raw)
+        return self
+
+    def update(self, data: dict[str, str], raw: bool) -> None:
+        self.texts.append(data["text/plain"])
+
+
+def test_progress_that_is_told_by_another_process_is_one_output_of_a_notebook(capsys, monkeypatch):
     told = ToldLine(total=4)
     told.show(1, ["step 1/4", "0:09 left"])
     told.show(4, ["step 4/4", "0:00 left"])
-    first, last = capsys.readouterr().out.rstrip("\n").split("\n")
+    told.close()
+    first, last, end = capsys.readouterr().out.rstrip("\n").split("\n")
+    display = Display()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     bar = NotebookBar()
     assert bar.take(first)
+    assert re.fullmatch(r"step 1/4 \|█+.? +\|, 0:09 left", display.texts[-1])
     assert bar.take(last)
-    assert (bar._bar.n, bar._bar.total) == (4, 4)
-    bar.close()
+    assert bar.take(end)
+    assert re.fullmatch(r"step 4/4 \|█+\|, 0:00 left", display.texts[-1])
     assert not bar.take("reward       0.058 -> 0.076")
-    assert "step 4/4" in capsys.readouterr().out
+    assert capsys.readouterr() == ("", "")
+    assert bar.take(first)
+    bar.close(leave=False)
+    assert display.texts[-1] == ""
 
 
 FAILING = """
@@ -291,7 +345,7 @@ def run_cell(source: str, namespace: dict) -> object:
         first, _, text = source.partition("\n")
         Path(first.split()[1]).write_text(text + "\n")
         return None
-    source = source.replace("STEPS = 100", "STEPS = 2").replace("STEPS = 60", "STEPS = 2")
+    source = source.replace("STEPS = 100", "STEPS = 2")
     small = '"rollout.prompts_per_batch=4", "rollout.group_size=4", "accumulation.docs_per_step=8"'
     source = source.replace('"aggregation=constant"', f'"aggregation=constant", {small}')
     source = source.replace('"seed": [0, 1, 2]', '"seed": [0, 1]')

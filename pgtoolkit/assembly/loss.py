@@ -27,6 +27,7 @@ from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
 from pgtoolkit.system.process_state import ProcessState
+from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.system.safe_text import shortened
 from pgtoolkit.training.loss_settings import (
     CustomLossSettings,
@@ -133,7 +134,9 @@ def _of_function(
     setting = f"loss={path}"
     state = ProcessState()
     try:
-        family = FunctionLoss(function, options)
+        family = FunctionLoss(function)
+        _refuse_other_options(path, family.defaults, options)
+        family = replace(family, options=options)
         check_function(family)
         taken = [name for name in measured_by(family)[1] if metric_named(name) is not None]
         if taken:
@@ -144,6 +147,8 @@ def _of_function(
             raise ValueError(
                 f"loss.num_splits={num_splits} would cut documents, which this function needs whole"
             )
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(
             f"{setting} needs a function of log_probs or log_ratio that returns a loss of each "
@@ -153,6 +158,36 @@ def _of_function(
     finally:
         state.restore(setting)
     return replace(family, function=_blamed(function, setting))
+
+
+def _refuse_other_options(
+    path: str, defaults: dict[str, object], options: dict[str, object]
+) -> None:
+    """Raise ConfigError for a value of a parameter that a function does not have, and for a text
+    where the default is a number."""
+    for name, value in options.items():
+        if name not in defaults:
+            near = nearest(name, defaults)
+            raise ConfigError(
+                refusal(
+                    setting=f"loss.{name}={text(value)}",
+                    needs=f"a parameter of {path} with a default",
+                    got="no such parameter",
+                    reason=f"Its own are {', '.join(defaults) or 'none'}.",
+                    use=f"loss.{near}={text(value)}" if near else f"{path} without it",
+                )
+            )
+        default = defaults[name]
+        if type(default) in (int, float) and isinstance(value, str):
+            raise ConfigError(
+                refusal(
+                    setting=f"loss.{name}={value}",
+                    needs="a number",
+                    got=value,
+                    reason=f"By default {path} has {text(default)} there.",
+                    use=f"loss.{name}={text(default)}",
+                )
+            )
 
 
 def _said(error: Exception) -> str:

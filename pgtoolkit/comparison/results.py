@@ -152,7 +152,7 @@ class Comparison:
         """
         from pgtoolkit.comparison.figure import figure_of
 
-        return figure_of(self._compared, panels)
+        return figure_of(self._compared, None if panels is None else str(panels))
 
     def __str__(self) -> str:
         from pgtoolkit.comparison.text_report import render_comparison

@@ -30,6 +30,7 @@ from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training, imported_train, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, record_end
+from pgtoolkit.runs.provenance import changed_modules
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.child import Child, end_all
 from pgtoolkit.system.report import print_error, say, shortest_path
@@ -321,10 +322,20 @@ def train_job(
     if has_begun:
         refuse_another(directory, plain_config(config))
         if read_status(directory).get("state") == "done":
-            say(f"{shortest_path(directory)} is done: nothing is left to train")
+            note = f"{shortest_path(directory)} is done: nothing is left to train."
+            say(note + trained_before(directory))
             return
         config = compiled_as_begun(config, directory)
     train_on_processes(Training(config, directory, has_begun, overrides, sweep))
+
+
+def trained_before(directory: Path) -> str:
+    """Return the sentence that a run was trained before modules of the user's own changed."""
+    changed = changed_modules(directory)
+    if not changed:
+        return ""
+    modules = " and ".join(changed)
+    return f" It was trained before {modules} changed; use another directory to train anew."
 
 
 def wait_until_free(directory: Path) -> None:

@@ -20,7 +20,12 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
-from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
+from pgtoolkit.launch.ranks import (
+    train_job,
+    train_on_processes,
+    trained_before,
+    wait_until_free,
+)
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
@@ -161,6 +166,7 @@ def _note_on_finished_run(config: Config, run_dir: Path) -> str:
     if changes:
         typed = ", ".join(f"{shown(key)}={text(new)}" for key, (_, new) in changes.items())
         note += f" Its record does not change, without {typed}."
+    note += trained_before(run_dir)
     if step < config.trainer.max_steps:
         return note
     return f"{note} {going_on_command(run_dir, {'trainer.max_steps': 2 * step})} trains on."

@@ -15,6 +15,7 @@ from pgtoolkit.launch.final_number import (
     why_no_common_measure,
 )
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
+from pgtoolkit.runs.provenance import changed_modules
 from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path
 from pgtoolkit.tracking.next_commands import pgtk_command, program
 
@@ -95,6 +96,20 @@ def count_jobs(sweep: Sweep) -> str:
     counts = Counter(job.status for job in sweep.jobs.values())
     states = [f"{counts[state]} {state}" for state in _STATES if counts[state]]
     return f"sweep {sweep.name}: {plural(len(sweep.jobs), 'job')}, " + ", ".join(states)
+
+
+def notes_on_code(sweep: Sweep) -> list[str]:
+    """Return a note on each of the user's own modules that has changed since jobs were trained."""
+    trained = [job for job in sweep.jobs.values() if job.status == "done"]
+    before_change = Counter(
+        name for job in trained for name in changed_modules(sweep.folder / job.directory)
+    )
+    folder = shell_path(sweep.folder.with_name(f"{sweep.folder.name}-2"))
+    return [
+        f"note: {name} has changed since {plural(count, 'job')} of this sweep trained with it. "
+        f"What is done stays as it is. Use hydra.sweep.dir={folder} to train all with the new code."
+        for name, count in before_change.items()
+    ]
 
 
 def next_steps(sweep: Sweep, again: bool) -> list[str]:

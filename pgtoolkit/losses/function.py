@@ -14,6 +14,7 @@ tokens of w_t l_t here, too. `losses.function_values` calls it. No torch is impo
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,10 +99,21 @@ class FunctionLoss(FunctionFamily):
             )
         ]
         if unknown:
+            near = [
+                name for word in unknown for name in difflib.get_close_matches(word, ASKED, 1, 0.75)
+            ]
             raise ValueError(
                 f"{self.name} asks for {', '.join(unknown)}, which a loss function is not given. "
-                f"It may ask for {', '.join(ASKED)}; a parameter of another name needs a default."
+                + (f"Use {', '.join(near)}. " if near else f"It may ask for {', '.join(ASKED)}. ")
+                + "A parameter of another name needs a default."
             )
+        for name, default in self.defaults.items():
+            near = difflib.get_close_matches(name, ASKED, 1, 0.85)
+            if default is None and near:
+                raise ValueError(
+                    f"{self.name} has a parameter {name}=None, which nothing would ever fill. "
+                    f"Use {near[0]}."
+                )
         if not {*NEW} & {*parameters}:
             raise ValueError(
                 f"{self.name} asks for neither log_probs nor log_ratio, so it has no gradient."

@@ -16,7 +16,7 @@ from typing import TypedDict
 
 import pgtoolkit
 from pgtoolkit.runs.modules import module_digests
-from pgtoolkit.runs.records import TIME
+from pgtoolkit.runs.records import TIME, read_provenance
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import SECRET_FILES, redact
 
@@ -87,6 +87,13 @@ def collect(
 def last_start(provenance: dict) -> dict:
     """Return the part of provenance.json on a run's last start."""
     return (provenance.get("resumed") or [provenance])[-1]
+
+
+def changed_modules(run_dir: Path) -> list[str]:
+    """Return the user's own modules that are other code now than at the last start of a run."""
+    started_with = last_start(read_provenance(run_dir)).get("modules", {})
+    now = module_digests(started_with)
+    return [name for name, digest in started_with.items() if now.get(name, digest) != digest]
 
 
 def code_of(provenance: dict) -> tuple[tuple[str | None, str], ...]:

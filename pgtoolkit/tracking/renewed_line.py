@@ -3,6 +3,7 @@ meanwhile, or a bar in a notebook."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -124,12 +125,31 @@ class NotebookBar:
 
 def _notebook_bar(total: int, done: int) -> tqdm:
     """Return a bar of widgets, or of text where the notebook has none."""
-    options = {"total": total, "initial": done, "bar_format": "{desc} {bar} {postfix}"}
+    options = {"total": total, "initial": done, "bar_format": "{desc} |{bar}|{postfix}"}
     if importlib.util.find_spec("ipywidgets") is None:
-        return tqdm(**options, file=sys.stdout, ncols=100)
+        return tqdm(**options, file=cast("TextIO", _LineOfNotebook()), ascii=False, ncols=100)
     from tqdm.notebook import tqdm as bar_of_widgets
 
     return bar_of_widgets(**options)
+
+
+class _LineOfNotebook:
+    """What tqdm writes its bar to, as one display of the notebook, whose text is replaced.
+
+    By a stream each state of the bar would stay in the saved notebook.
+    """
+
+    def __init__(self):
+        display = importlib.import_module("IPython.display").display
+        self._display = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def write(self, text: str) -> None:
+        """Show a state of the bar, which tqdm begins with a carriage return."""
+        if text.startswith("\r"):
+            self._display.update({"text/plain": text.strip()}, raw=True)
+
+    def flush(self) -> None:
+        """Do nothing: a display is shown at once."""
 
 
 def is_notebook() -> bool:

@@ -316,7 +316,12 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
     [
         (
             ["loss=mine.soft_clip", "loss.hardness=0.1"],
-            "soft_clip has no hardness; its parameters with a default are softness",
+            r"loss.hardness=0.1 needs a parameter of mine.soft_clip .* Its own are softness\. Use "
+            r"loss.softness=0.1\.$",
+        ),
+        (
+            ["loss=mine.soft_clip", "loss.softness=little"],
+            r"loss.softness=little needs a number \(got little\).* Use loss.softness=0.3\.",
         ),
         (["loss=mine.named_as_ours"], "returns a metric named reward, which each run has"),
         (["loss=mine.centred"], "it depends on other tokens. Ask for `documents`"),

@@ -105,7 +105,7 @@ def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configura
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")}
     capsys.readouterr()
     assert main(["continue", "my run", *OVERRIDES]) == 0
-    assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
+    assert capsys.readouterr().out == "my run is done: nothing is left to train.\n"
     message = refusal(capsys, "continue", "my run", *last_of_each_key(*OVERRIDES, "seed=5"))
     # A resume would refuse another seed as well, so only another directory is suggested.
     assert message.endswith(

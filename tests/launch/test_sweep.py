@@ -21,9 +21,11 @@ from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch.check import check, check_job, check_run, check_sweep, problems, render_plan
-from pgtoolkit.launch.ranks import train_job
+from pgtoolkit.launch.ranks import train_job, trained_before
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
+from pgtoolkit.launch.sweep_report import notes_on_code
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.modules import module_digests
 from pgtoolkit.runs.records import read_resolved, read_status, read_sweep
 
 # The state of a job
@@ -149,6 +151,31 @@ def test_jobs_of_an_earlier_command_stay_in_the_file_and_each_new_state_is_one_l
         later.save()
     assert not (sweep.folder / "sweep.jsonl").exists()
     assert states_of_jobs(sweep.folder) == expected
+
+
+def test_jobs_that_were_trained_before_a_module_of_the_users_changed_are_noted(
+    sweep, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    job = sweep.jobs["job"]
+    (sweep.folder / "job").mkdir()
+    (sweep.folder / "job" / "provenance.json").write_text(
+        json.dumps({"modules": module_digests(["mine", "math"])})
+    )
+    job.status = "done"
+    assert notes_on_code(sweep) == []
+    (tmp_path / "mine.py").write_text("x = 1  # of a comment nothing follows\n")
+    assert trained_before(sweep.folder / "job") == ""
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    assert notes_on_code(sweep) == [
+        "note: mine has changed since 1 job of this sweep trained with it. What is done stays as "
+        "it is. Use hydra.sweep.dir=s-2 to train all with the new code."
+    ]
+    expected = " It was trained before mine changed; use another directory to train anew."
+    assert trained_before(sweep.folder / "job") == expected
+    job.status = "pending"
+    assert notes_on_code(sweep) == []
 
 
 def test_a_damaged_file_of_a_sweep_is_refused(sweep):

@@ -189,6 +189,9 @@ def test_functions_and_options_that_cannot_be_compared_are_refused():
         match=r"does not know values\. It knows advantages, group_index, labels, log_probs",
     ):
         assert_conforms(lambda log_probs, values: log_probs.sum(), "grpo", aggregation="token_mean")
+    for first, shown in (("grpo", "'grpo'"), (lambda log_ratio: -log_ratio, "<lambda>")):
+        with pytest.raises(ValueError, match=re.escape(f"Use assert_conforms(grpo, {shown}, ...)")):
+            assert_conforms(first, grpo, aggregation="token_mean")
     with pytest.raises(ValueError, match="a function of log_probs or of logits"):
         assert_conforms(lambda mask: mask.sum(), "grpo", aggregation="token_mean")
     with pytest.raises(ValueError, match="needs a loss of single log-probs"):

@@ -361,7 +361,9 @@ def without_gradient(advantages):
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (asks_for_state, {}, "asks for state, which a loss function is not given"),
+        (asks_for_state, {}, "state, which a loss function is not given. It may ask for log_pro"),
+        (lambda log_ratios: log_ratios, {}, "log_ratios, which .* not given. Use log_ratio. A par"),
+        (lambda log_ratio, documets=None: log_ratio, {}, "documets=None, .* fill. Use documents."),
         (without_gradient, {}, "asks for neither log_probs nor log_ratio"),
         (grpo, {"epsilon": 0.1}, "grpo has no epsilon; .* epsilon_low, epsilon_high"),
         (towards_rewards, {}, "Compute its coefficients by pgtoolkit.step_coefficients"),
