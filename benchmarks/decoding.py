@@ -91,6 +91,10 @@ def main() -> None:
         tables[", by kernels"] = {
             case: _token(model, body_by_kernels, *case, ", by kernels", shared) for case in cases
         }
+        body_by_kernels.folds = True
+        tables[", folded"] = {
+            case: _token(model, body_by_kernels, *case, ", folded", shared) for case in cases
+        }
     most_rows = arguments.rows[-1]
     # The uncompiled model's table is of interest where there is no other.
     for suffix, places in itertools.product([*tables][1:] or tables, arguments.places):

@@ -83,9 +83,14 @@ def attention_kernel(
     query += row * query_stride + head * GROUP * WIDTH
     q = tl.load(query + inside, mask=of_group, other=0.0)
     key += row * key_stride + head * WIDTH
+    value += row * value_stride + head * WIDTH
+    # Asked for here, where they are on their way at the same time as the query.
+    new_key = tl.load(key + columns, mask=wide, other=0.0)
+    new_value = tl.load(value + columns, mask=wide, other=0.0)
     # A turn mixes each column with this one, of the other half of the head.
     opposite = tl.where(columns < WIDTH // 2, columns + WIDTH // 2, columns - WIDTH // 2)
     if cosines is not None:
+        other_half = tl.load(key + opposite, mask=wide, other=0.0)
         cosine = tl.load(cosines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.load(sines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.where(columns < WIDTH // 2, -sine, sine)
@@ -104,11 +109,10 @@ def attention_kernel(
     sums = tl.zeros([QUERIES], NUMBER)
     weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
     if part == 0:
-        k = tl.load(key + columns, mask=wide, other=0.0)
+        k = new_key
         if cosines is not None:
-            other_half = tl.load(key + opposite, mask=wide, other=0.0)
             k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
-        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        v = new_value
         tl.store(keys + position * WIDTH + columns, k, mask=wide)
         tl.store(values + position * WIDTH + columns, v, mask=wide)
         highest = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale

@@ -39,6 +39,7 @@ _GATED = Tile(rows=128, columns=64, depth=64, stages=4, warps=8)
 _LONG = Tile(rows=128, columns=64, depth=64, stages=4, warps=4, share=1216)
 _SHORT = Tile(rows=64, columns=32, depth=64, stages=4, warps=4)
 """For sums of at most a share of `_LONG`, which have no parts, and so more tiles."""
+_BEFORE_NORM = Tile(rows=64, columns=32, depth=64, stages=4, warps=4)
 _NORM_WARPS = 4
 
 
@@ -46,18 +47,24 @@ _NORM_WARPS = 4
 def gated_kernel(
     x,
     weight,
+    squares,
     out,
     num_rows,
     num_columns,
     width,
+    num_squares,
+    epsilon,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """Write silu(x @ gate.T) * (x @ up.T), (num_rows, num_columns), with a program for each tile.
 
     x, weight: descriptors of (num_rows, width) and (2 num_columns, width), gate above up.
+    squares: of `before_norm_kernel`, (num_squares, num_rows), by which a row of products is
+        normed; or None. SQUARES: their number, filled up to a power of 2.
     Both products are rounded to the type of out, as they are where they are stored. Tiles of the
     same columns follow each other, so that the weight is read from memory once.
     """
@@ -66,14 +73,24 @@ def gated_kernel(
     first_column = tl.program_id(0) // row_tiles * COLUMNS
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    rows = first_row + tl.arange(0, ROWS)
     for start in tl.range(0, width, DEPTH, num_stages=STAGES):
         part = x.load([first_row, start])
         gate = tl.dot(part, weight.load([first_column, start]).T, gate)
         up = tl.dot(part, weight.load([num_columns + first_column, start]).T, up)
+    if squares is not None:
+        numbers = tl.arange(0, SQUARES)
+        of_rows = tl.load(
+            squares + numbers[:, None] * num_rows + rows[None, :],
+            mask=(numbers < num_squares)[:, None] & (rows < num_rows)[None, :],
+            other=0.0,
+        )
+        inverse = tl.rsqrt(tl.sum(of_rows, 0) / width + epsilon)
+        gate *= inverse[:, None]
+        up *= inverse[:, None]
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     gated = gate * tl.sigmoid(gate) * up
-    rows = first_row + tl.arange(0, ROWS)
     columns = first_column + tl.arange(0, COLUMNS)
     places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -117,6 +134,49 @@ def parts_kernel(
 
 
 @triton.jit
+def before_norm_kernel(
+    x,
+    weight,
+    hidden,
+    factor,
+    total,
+    weighted,
+    squares,
+    num_rows,
+    num_columns,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Write hidden + x @ weight.T, the same times the factor of each column, and the sums of the
+    squares of each tile's rows, with a program for each tile.
+
+    x, weight: descriptors of (num_rows, width) and (num_columns, width).
+    squares: (tiles of columns, num_rows) float32.
+    """
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    first_row = tl.program_id(0) % row_tiles * ROWS
+    column_tile = tl.program_id(0) // row_tiles
+    first_column = column_tile * COLUMNS
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, width, DEPTH, num_stages=STAGES):
+        product = tl.dot(x.load([first_row, start]), weight.load([first_column, start]).T, product)
+    rows = first_row + tl.arange(0, ROWS)
+    columns = first_column + tl.arange(0, COLUMNS)
+    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    added = product.to(total.dtype.element_ty).to(tl.float32)
+    sums = tl.load(hidden + places, mask=inside, other=0.0).to(tl.float32) + added
+    factors = tl.load(factor + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    tl.store(total + places, sums.to(total.dtype.element_ty), mask=inside)
+    of_norm = sums * factors[None, :]
+    tl.store(weighted + places, of_norm.to(weighted.dtype.element_ty), mask=inside)
+    tl.store(squares + column_tile * num_rows + rows, tl.sum(sums * sums, 1), mask=rows < num_rows)
+
+
+@triton.jit
 def sum_and_norm_kernel(
     hidden,
     parts,
@@ -149,11 +209,15 @@ def sum_and_norm_kernel(
     tl.store(normed + places, (x * inverse * factor).to(normed.dtype.element_ty), mask=inside)
 
 
-def gated_product(x: Tensor, weight: Tensor) -> Tensor:
+def gated_product(
+    x: Tensor, weight: Tensor, squares: Tensor | None = None, epsilon: float = 0.0
+) -> Tensor:
     """Return silu(x @ gate.T) * (x @ up.T), (B, N).
 
     x: (B, K). weight: (2 N, K), gate above up. Both are contiguous, of one half-precision type, and
     K is a multiple of 8.
+    squares: where x is still to be normed with epsilon, the sums of squares that come with it from
+        `product_before_norm`.
     """
     rows, width = x.shape
     columns = len(weight) // 2
@@ -161,14 +225,52 @@ def gated_product(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(rows, columns)
     gated_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
         *_descriptors(x, weight, tile),
+        squares,
         out,
+        rows,
+        columns,
+        width,
+        0 if squares is None else len(squares),
+        epsilon,
+        *tile[:4],
+        SQUARES=1 if squares is None else triton.next_power_of_2(len(squares)),
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def product_before_norm(
+    x: Tensor, weight: Tensor, hidden: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden + x @ weight.T, that sum times the norm's factor, (B, N) each, and sums of
+    squares of the first, (tiles, B) float32.
+
+    An RMS norm divides a row by a number, which may as well be done behind the next product. So
+    the norm needs no kernel. The factor's product may not leave the range of the type, which
+    bfloat16's rows do not.
+    x: (B, K). weight: (N, K). As for `gated_product`. hidden: (B, N). factor: (N,).
+    """
+    rows, width = x.shape
+    columns = len(weight)
+    tile = _BEFORE_NORM
+    column_tiles = triton.cdiv(columns, tile.columns)
+    total = torch.empty_like(hidden)
+    weighted = torch.empty_like(hidden)
+    squares = torch.empty(column_tiles, rows, device=x.device)
+    before_norm_kernel[(triton.cdiv(rows, tile.rows) * column_tiles,)](
+        *_descriptors(x, weight, tile),
+        hidden,
+        factor,
+        total,
+        weighted,
+        squares,
         rows,
         columns,
         width,
         *tile[:4],
         num_warps=tile.warps,
     )
-    return out
+    return total, weighted, squares
 
 
 def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:

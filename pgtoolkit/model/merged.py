@@ -88,6 +88,9 @@ class MergedBody:
     attention reads them.
     """
 
+    folds = False
+    """Whether the kernels make the norm of attention's sum by the products around it."""
+
     def __init__(self, model: PreTrainedModel, by_kernels: bool = False):
         """by_kernels: whether a token's products are those of `triton_token`, where it serves."""
         self._by_kernels = by_kernels
@@ -125,9 +128,12 @@ class MergedBody:
             attention_input, hidden = _sum_and_norm(layer.input_layernorm, hidden, *added)
             projected = functional.linear(attention_input, *query_key_value)
             attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), cache)
-            out = _product(by_kernels, layer.self_attn.o_proj, attended)
-            mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, out)
-            gated = _gated(by_kernels, layer.mlp.config.hidden_act, mlp_input, *gate_and_up)
+            if by_kernels and self.folds:
+                gated, hidden = _gated_sum(layer, hidden, attended, *gate_and_up)
+            else:
+                out = _product(by_kernels, layer.self_attn.o_proj, attended)
+                mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, out)
+                gated = _gated(by_kernels, layer.mlp.config.hidden_act, mlp_input, *gate_and_up)
             added = (_product(by_kernels, layer.mlp.down_proj, gated),)
         norm = self._body.get_submodule(self._parts.final_norm)
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
@@ -152,6 +158,21 @@ def _gated(
     from pgtoolkit.kernels.triton_token import gated_product
 
     return gated_product(x, weight)
+
+
+def _gated_sum(
+    layer: Layer, hidden: Tensor, attended: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gated numbers (n, F) of the hidden states with attention's output added, and that
+    sum; the layer has neither biases of these products nor another gate than silu."""
+    from pgtoolkit.kernels.triton_token import gated_product, product_before_norm
+
+    assert bias is None
+    norm = layer.post_attention_layernorm
+    total, weighted, squares = product_before_norm(
+        attended, layer.self_attn.o_proj.weight, hidden, norm.weight
+    )
+    return gated_product(weighted, weight, squares, norm.variance_epsilon), total
 
 
 def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:

@@ -255,9 +255,15 @@ def norm(width: int, dtype: str) -> bytes:
     )
 
 
-def gated_product() -> bytes:
-    """Compile the product of a token's gate."""
-    return _of_token(triton_token.gated_kernel, triton_token._GATED)
+def gated_product(norms: bool) -> bytes:
+    """Compile the product of a token's gate; norms: whether its rows are still to be normed."""
+    constants = {"SQUARES": 32} if norms else {"SQUARES": 1, "squares": None}
+    return _of_token(triton_token.gated_kernel, triton_token._GATED, constants)
+
+
+def product_before_norm() -> bytes:
+    """Compile the product whose sum a norm follows."""
+    return _of_token(triton_token.before_norm_kernel, triton_token._BEFORE_NORM)
 
 
 def product_in_parts(is_long: bool) -> bytes:
@@ -266,8 +272,11 @@ def product_in_parts(is_long: bool) -> bytes:
     return _of_token(triton_token.parts_kernel, tile)
 
 
-def _of_token(kernel: triton.JITFunction, tile: triton_token.Tile) -> bytes:
-    constants = {
+def _of_token(
+    kernel: triton.JITFunction, tile: triton_token.Tile, more: dict | None = None
+) -> bytes:
+    """more: further constants."""
+    constants = (more or {}) | {
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -276,8 +285,9 @@ def _of_token(kernel: triton.JITFunction, tile: triton_token.Tile) -> bytes:
     types = {
         "x": f"tensordesc<bf16[{tile.rows},{tile.depth}]>",
         "weight": f"tensordesc<bf16[{tile.columns},{tile.depth}]>",
-        "out": "*bf16",
-        **dict.fromkeys(("num_rows", "num_columns", "width", "share"), "i32"),
+        **dict.fromkeys(("out", "hidden", "factor", "total", "weighted"), "*bf16"),
+        **dict.fromkeys(("num_rows", "num_columns", "width", "share", "num_squares"), "i32"),
+        "epsilon": "fp32",
     }
     types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     return compiled(
@@ -299,6 +309,7 @@ KERNELS = {
         backward,
         norm,
         gated_product,
+        product_before_norm,
         product_in_parts,
     )
 }

@@ -139,7 +139,7 @@ def test_the_derivative_of_a_norm_spills_no_register(usage_of, width):
 
 @pytest.mark.slow
 def test_the_products_of_a_token_spill_no_register(usage_of):
-    assert " STACK:0 " in usage_of("gated_product")
-    for is_long in (True, False):
-        usage = usage_of("product_in_parts", is_long=is_long)
-        assert " STACK:0 " in usage, usage
+    assert " STACK:0 " in usage_of("product_before_norm")
+    for choice in (True, False):
+        assert " STACK:0 " in usage_of("gated_product", norms=choice)
+        assert " STACK:0 " in usage_of("product_in_parts", is_long=choice)

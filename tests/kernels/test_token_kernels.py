@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from pgtoolkit.kernels import triton_token
-from pgtoolkit.kernels.triton_token import gated_product, product_in_parts, sum_and_norm
+from pgtoolkit.kernels.triton_token import (
+    gated_product,
+    product_before_norm,
+    product_in_parts,
+    sum_and_norm,
+)
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCES = {torch.float32: (1e-5, 2e-4), torch.bfloat16: (2**-7, 2**-4)}
@@ -33,6 +38,7 @@ def small_tiles(monkeypatch):
     tile = triton_token.Tile(rows=16, columns=32, depth=32, stages=2, warps=4, share=64)
     monkeypatch.setattr(triton_token, "_GATED", tile)
     monkeypatch.setattr(triton_token, "_LONG", tile)
+    monkeypatch.setattr(triton_token, "_BEFORE_NORM", tile)
     monkeypatch.setattr(triton_token, "_SHORT", tile._replace(columns=16))
 
 
@@ -87,3 +93,22 @@ def test_the_parts_of_a_product_are_added_and_normed(num_parts, rows, width, dty
     assert_near(total, exact)
     inverse = torch.rsqrt(exact.square().mean(-1, keepdim=True) + 0.3)
     assert_near(normed, exact * inverse * weight.double())
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("rows", "width", "middle", "columns"), [(1, 8, 24, 8), (20, 72, 104, 40)])
+def test_a_norm_between_two_products_needs_no_kernel_of_its_own(rows, width, middle, columns):
+    x = random(rows, width)
+    weight = random(middle, width, seed=1)
+    hidden = random(rows, middle, seed=2)
+    factor = random(middle, seed=3)
+    gate_and_up = random(2 * columns, middle, seed=4)
+    total, weighted, squares = product_before_norm(x, weight, hidden, factor)
+    exact = hidden.double() + x.double() @ weight.double().T
+    assert_near(total, exact)
+    assert_near(weighted, exact * factor.double())
+    assert_near(squares.sum(0), exact.square().sum(-1))
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 0.3) * factor.double()
+    gate, up = (normed @ gate_and_up.double().T).chunk(2, -1)
+    gated = gated_product(weighted, gate_and_up, squares, 0.3)
+    assert_near(gated, functional.silu(gate) * up)

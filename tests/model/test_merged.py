@@ -123,7 +123,8 @@ def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorc
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_token_by_the_kernels_has_the_log_probs_of_one_by_pytorch(monkeypatch):
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_token_by_the_kernels_has_the_log_probs_of_one_by_pytorch(monkeypatch, folds):
     """Without a GPU the kernels run under Triton's interpreter, in float32."""
     _, sampled = policy_and_merged_copy("qwen3", DEVICE)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -142,9 +143,11 @@ def test_a_token_by_the_kernels_has_the_log_probs_of_one_by_pytorch(monkeypatch)
         return product_in_parts(x, weight)
 
     monkeypatch.setattr(triton_token, "product_in_parts", counted)
+    monkeypatch.setattr(merged.MergedBody, "folds", folds)
     monkeypatch.setattr(merged, "MergedBody", partial(merged.MergedBody, by_kernels=True))
     kernels_tokens, kernels_log_probs = decoded(sampled, 4)
-    assert calls == [len(PROMPTS)] * (3 * 2 * sampled.model.config.num_hidden_layers)
+    products = 3 * sampled.model.config.num_hidden_layers * (1 if folds else 2)
+    assert calls == [len(PROMPTS)] * products
     if dtype == torch.float32:
         assert torch.equal(tokens, kernels_tokens)
         torch.testing.assert_close(log_probs, kernels_log_probs, rtol=0, atol=2e-6)
