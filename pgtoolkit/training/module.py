@@ -120,6 +120,7 @@ class PolicyGradientModule(DynamicAccumulation):
         self._reference_rate = reference_rate
         self._optimizer_settings = optimizer
         self._first_pass: FirstPass | None = None
+        self._kept_inputs: Inputs | None = None
         self.reference_is_due = False
         self.record: JsonObject = {}
 
@@ -167,7 +168,8 @@ class PolicyGradientModule(DynamicAccumulation):
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         micro_batch = self.with_reference(micro_batch)
         reference_states = self._reference_states(micro_batch) if self.loss.full_kl else None
-        hidden, head, ranks = self.policy.loss_inputs(micro_batch)
+        kept, self._kept_inputs = self._kept_inputs, None
+        hidden, head, ranks = kept or self.policy.loss_inputs(micro_batch)
         head = replace(head, reference=reference_states)
         weight = self.policy.head.weight
         if self._adds_head_gradient() and torch.is_grad_enabled():
@@ -185,15 +187,17 @@ class PolicyGradientModule(DynamicAccumulation):
         That saves the memory of a second gradient. It needs a whole weight on each rank, and a loss
         that no scale multiplies after it is computed.
         """
-        is_whole = (
-            self.layout.world_size == self.layout.size("data_parallel") and not self.policy.sharded
-        )
         return (
             self.computation.fused
-            and is_whole
+            and self._has_whole_policy()
             and self.policy.head.weight.requires_grad
             and self.loss_scale is None
         )
+
+    def _has_whole_policy(self) -> bool:
+        """Return whether this process computes whole micro-batches with weights of its own."""
+        is_alone = self.layout.world_size == self.layout.size("data_parallel")
+        return is_alone and not self.policy.sharded
 
     def backward_of_all(
         self, micro_batches: list[MicroBatch], totals: StepTotals
@@ -273,13 +277,30 @@ class PolicyGradientModule(DynamicAccumulation):
     def _after_first_pass(self, step: Step) -> Step:
         """Return the step with the results of its first pass, where the loss depends on the whole
         step."""
-        self._first_pass = None
+        self._first_pass = self._kept_inputs = None
         if needs_first_pass(self.loss):
             step = self._with_reference_vectors(step)
-            step, self._first_pass = after_first_pass(
-                step, self.loss, self._numbers_of_tokens, self.layout
-            )
+            passes = self._numbers_of_step(step, self.loss.entropy_top_fraction is not None)
+            step, self._first_pass = after_first_pass(step, self.loss, passes, self.layout)
         return step
+
+    def _numbers_of_step(
+        self, step: Step, with_entropy: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return (log-prob of each label, entropies or None) of each micro-batch.
+
+        The states of the first one are made last, with their graph: the second pass begins with
+        them, and makes them no second time.
+        """
+        if not (step.micro_batches and self._has_whole_policy()):
+            return [self._numbers_of_tokens(each, with_entropy) for each in step.micro_batches]
+        first, *others = step.micro_batches
+        of_others = [self._numbers_of_tokens(each, with_entropy) for each in others]
+        on_device = first.counted().to(self.device)
+        self._kept_inputs = self.policy.loss_inputs(on_device)
+        with torch.no_grad():
+            of_first = self.log_probs_of(self._kept_inputs, on_device, None, with_entropy)
+        return [of_first, *of_others]
 
     def _update_critic_alone(self, critic: Critic, step: Step) -> dict[str, float]:
         metrics = self._critic_gradient(critic, step)

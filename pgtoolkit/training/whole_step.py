@@ -6,7 +6,7 @@ passes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -201,19 +201,16 @@ def of_whole_step(loss: Loss) -> bool:
 def after_first_pass(
     step: Step,
     loss: Loss,
-    forward: Callable[[MicroBatch, bool], tuple[Tensor, Tensor | None]],
+    passes: Sequence[tuple[Tensor, Tensor | None]],
     layout: Layout,
 ) -> tuple[Step, FirstPass]:
-    """Make the first pass over a step, and return the step for the second one: with the
-    tokens that are kept, as factors, and the coefficients of a loss of the whole step.
+    """Return the step for its second pass: with the tokens that are kept, as factors, and the
+    coefficients of a loss of the whole step.
 
-    forward: returns (log-probs, entropies or None) of all tokens of a micro-batch, (T,) each; the
-        second argument says whether entropies are asked for. Every rank calls it.
+    passes: (log-probs, entropies or None) of all tokens of each micro-batch, (T,) each.
     The documents of all ranks are put into their order in the step, and all is computed once on
-    them, the same on each rank.
+    them, the same on each rank. Every rank calls this.
     """
-    with_entropy = loss.entropy_top_fraction is not None
-    passes = [forward(micro_batch, with_entropy) for micro_batch in step.micro_batches]
     with _one_thread():
         return _from_first_pass(step, loss, passes, layout)
 
@@ -231,7 +228,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _from_first_pass(
-    step: Step, loss: Loss, passes: list[tuple[Tensor, Tensor | None]], layout: Layout
+    step: Step, loss: Loss, passes: Sequence[tuple[Tensor, Tensor | None]], layout: Layout
 ) -> tuple[Step, FirstPass]:
     log_probs = [of_tokens for of_tokens, _ in passes]
     entropies = [entropy for _, entropy in passes if entropy is not None]

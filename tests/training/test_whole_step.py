@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders.documents import document_of
 from builders.processes import layout, world
+from builders.runs import SHORT, module_and_loader
 from torch import nn
 
 from pgtoolkit.document import Document
@@ -206,7 +207,8 @@ def take_step(ranks: Layout, max_tokens: int, is_on_policy: bool, kind: str) -> 
         log_probs = rows.gather(1, micro_batch.labels.clamp(min=0)[:, None])[:, 0]
         return log_probs, -(rows.exp() * rows).sum(-1) if with_entropy else None
 
-    step, first = after_first_pass(step, loss, forward, ranks)
+    passes = [forward(each, kind != "groups") for each in step.micro_batches]
+    step, first = after_first_pass(step, loss, passes, ranks)
     group = ranks.group("sequence_data_parallel")
     values = torch.zeros((), dtype=torch.float64)
     for micro_batch in step.micro_batches:
@@ -262,6 +264,21 @@ def test_a_step_over_several_ranks_is_that_of_one_process(sizes, kind):
     num_ranks = math.prod(sizes.values())
     for taken in world(num_ranks).run(take_step_on_rank, sizes, 12, False, kind):
         assert_as_by_loops(taken, False, kind)
+
+
+def test_the_second_pass_begins_with_the_states_that_the_first_one_ended_with():
+    module, _ = module_and_loader(*SHORT, "trainer.device=cpu", "loss=tpo", "advantage=none")
+    standing = torch.optim.SGD(module.parameters(), lr=0.0)
+    module.optimizers = lambda use_pl_optimizer=True: standing
+    with_graph = []
+    module.model.base_model.register_forward_pre_hook(
+        lambda *_: with_graph.append(torch.is_grad_enabled())
+    )
+    step = make_step(documents(is_on_policy=False), 12)
+    module.training_step(step, 0)
+    num = len(step.micro_batches)
+    assert num > 2
+    assert with_graph == [False] * (num - 1) + [True] * num
 
 
 def test_documents_without_one_sign_are_named():
