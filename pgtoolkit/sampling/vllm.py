@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import ClassVar
@@ -69,8 +70,13 @@ class Vllm:
             "generation-config": "vllm",
             "seed": seed,
         }
+        program = [
+            # A path of the program's own would hide our module.
+            f"{word}{os.pathsep}{self.MODULES}" if word.startswith("PYTHONPATH=") else word
+            for word in shlex.split(settings.executable)
+        ]
         return [
-            *(*shlex.split(settings.executable), "serve", str(folder)),
+            *(*program, "serve", str(folder)),
             *(text for name, value in options.items() for text in (f"--{name}", str(value))),
             f"--api-server-count={max(1, _FRONT_ENDS // settings.servers_per_gpu)}",
             f"{_EXTENSION}=pgtk_vllm_worker.FromMemory",

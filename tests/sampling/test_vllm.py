@@ -382,9 +382,9 @@ def test_a_server_that_does_not_start_is_reported_with_its_last_words(tmp_path, 
 def test_a_started_server_loads_from_memory_unless_the_user_chooses_the_extension(
     tmp_path, arguments
 ):
-    """The log-probs are those of the trainer in both."""
+    """The log-probs are those of the trainer in both. A path of the program's own hides nothing."""
     more = (
-        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        f"sampler.executable='env PYTHONPATH={tmp_path} {COMMAND} --marks {tmp_path}/marks'",
         f"sampler.arguments={arguments}",
     )
     with open_sampler(tmp_path, *more) as (module, sampler):
