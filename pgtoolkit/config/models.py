@@ -24,6 +24,8 @@ _KEYS_OF_SHAPE = {
 }
 """Part of a model's shape -> its keys in config.json."""
 
+_TIED_BY_DEFAULT = ("gemma3_text", "gpt2")
+
 _TINY_VOCABULARY_OF_TEXTS = 97
 """Entries of the tiny model's vocabulary for texts of reasoning-gym."""
 
@@ -38,7 +40,7 @@ def shape(model: ModelSettings) -> dict[str, object]:
     if not settings:
         return {}
     # transformers ties them where config.json does not say
-    settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")
+    settings.setdefault("tie_word_embeddings", settings.get("model_type") in _TIED_BY_DEFAULT)
     return {
         part: settings[key]
         for part, keys in _KEYS_OF_SHAPE.items()
@@ -135,7 +137,6 @@ class Sizes:
         if settings["model_type"] == "gpt2":
             names = ("n_layer", "n_embd", "n_head", "n_inner")
             matrices_of_mlp = 2
-            are_tied_by_default = True
         else:
             names = (
                 "num_hidden_layers",
@@ -144,7 +145,6 @@ class Sizes:
                 "intermediate_size",
             )
             matrices_of_mlp = 3
-            are_tied_by_default = False
         self.layers, self.width, heads = (settings[name] for name in names[:3])
         self.inner = settings.get(names[3]) or 4 * self.width
         self.vocabulary = settings["vocab_size"]
@@ -158,5 +158,6 @@ class Sizes:
         self.linear = sum(rows + columns for rows, columns in matrices)
         self.cached = 2 * key_value_heads * self.head
         self.table = self.vocabulary * self.width
-        self.tables = 1 if settings.get("tie_word_embeddings", are_tied_by_default) else 2
+        are_tied = settings["model_type"] in _TIED_BY_DEFAULT
+        self.tables = 1 if settings.get("tie_word_embeddings", are_tied) else 2
         self.weights = self.layers * self.layer + self.tables * self.table

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
 CUDA graphs."""
+
+TYPES_IN_WORDS = f"{', '.join(MODEL_TYPES[:-1])} and {MODEL_TYPES[-1]}"
 
 Layer = Any
 """A layer of a transformer, or one of its parts. No type has their attributes, since `Architecture`
@@ -24,6 +26,7 @@ class Architecture:
 
     column: matrices whose outputs can be divided among ranks. row: those whose inputs can.
     fused: matrices that hold query, key and value side by side.
+    norms: of the inputs of attention and MLP. output_norms: of their outputs, in the same order.
     head_norms: norms of one head, the same for all heads.
     """
 
@@ -36,6 +39,7 @@ class Architecture:
     row: tuple[str, ...]
     positions: str | None = None
     fused: tuple[str, ...] = ()
+    output_norms: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
 
     def layers_of(self, model: PreTrainedModel) -> Layer:
@@ -69,7 +73,13 @@ _GPT2 = Architecture(
     positions="wpe",
     fused=("attn.c_attn",),
 )
-_ARCHITECTURES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MODEL_TYPES}
+_GEMMA3 = replace(
+    _LLAMA_LIKE,
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+_OTHERS = {"gemma3_text": _GEMMA3, "gpt2": _GPT2}
+_ARCHITECTURES = {kind: _OTHERS.get(kind, _LLAMA_LIKE) for kind in MODEL_TYPES}
 
 
 def is_known(model: PreTrainedModel) -> bool:
@@ -81,3 +91,16 @@ def is_known(model: PreTrainedModel) -> bool:
 def architecture_of(model: PreTrainedModel) -> Architecture:
     """Return the names of the parts of a transformers model of a known type."""
     return _ARCHITECTURES[model.config.model_type]
+
+
+def activation_of(config: PreTrainedConfig) -> str:
+    """Return the name of the activation in the MLPs of a model of a known type but GPT-2."""
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the settings of rotary positions as transformers has them: those of each kind of
+    layers, where kinds have their own; [{}] for a model without."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_kind = [each for each in settings.values() if isinstance(each, dict)]
+    return by_kind or [settings]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pgtoolkit.model import recomputed
-from pgtoolkit.model.architectures import Layer, architecture_of
+from pgtoolkit.model.architectures import Layer, activation_of, architecture_of
 from pgtoolkit.model.rowwise import activation, gate, rms_norm, rotary, type_of_products
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ TRANSFORMERS = "5.17, 5.23 and 5.24"
 
 _LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 """The names that the forward method of a known layer uses, in order."""
+_LAYER_PARTS_OF_GEMMA3 = (
+    "input_layernorm",
+    "self_attn",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "mlp",
+    "post_feedforward_layernorm",
+)
 
 
 def unknown_code(model: PreTrainedModel) -> str | None:
@@ -40,8 +48,9 @@ def unknown_code(model: PreTrainedModel) -> str | None:
     parts = architecture_of(model)
     if parts.positions is not None:  # GPT-2: its activation alone is replaced
         return None
+    expected = _LAYER_PARTS_OF_GEMMA3 if parts.output_norms else _LAYER_PARTS
     for layer in parts.layers_of(model):
-        if inspect.unwrap(type(layer).forward).__code__.co_names != _LAYER_PARTS:
+        if inspect.unwrap(type(layer).forward).__code__.co_names != expected:
             return type(layer).__name__
         attention = type(layer.get_submodule(parts.attention))
         if "apply_rotary_pos_emb" not in inspect.unwrap(attention.forward).__code__.co_names:
@@ -61,12 +70,14 @@ def switch_on(model: PreTrainedModel) -> None:
             continue
         attention = layer.get_submodule(parts.attention)
         methods = {layer.mlp: _gated_mlp, attention: _with_rotary(type(attention))}
+        norms = parts.norms + parts.output_norms
         for name, module in layer.named_modules():
-            if name in parts.norms + parts.head_norms:
-                methods[module] = _norm if name in parts.norms else _head_norm
+            if name in norms + parts.head_norms:
+                methods[module] = _norm if name in norms else _head_norm
         for module, method in methods.items():
             module.forward = types.MethodType(method, module)
-        layer.__class__ = _with_sum(type(layer))
+        kind = _with_output_norms if parts.output_norms else _with_sum
+        layer.__class__ = kind(type(layer))
     if parts.positions is None:
         norm = getattr(model.base_model, parts.final_norm)
         norm.forward = types.MethodType(_norm, norm)
@@ -89,12 +100,28 @@ def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
     return type(layer.__name__, (layer,), {"forward": _layer, "__call__": call})
 
 
+@functools.cache
+def _with_output_norms(layer: type[nn.Module]) -> type[nn.Module]:
+    """Return the class for layers with norms of the outputs of attention and MLP, which
+    `recomputed.layer` does not know."""
+    return type(layer.__name__, (layer,), {"forward": _layer_of_gemma3})
+
+
 def _layer(layer: Layer, hidden_states: Tensor, **options) -> Tensor:
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
     norm = layer.post_attention_layernorm
     dtype = type_of_products(hidden_states, attended, norm.weight)
     mlp_input, hidden_states = normalized(norm, dtype, hidden_states, attended)
     return hidden_states + layer.mlp(mlp_input)
+
+
+def _layer_of_gemma3(layer: Layer, hidden_states: Tensor, **options) -> Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    attended = layer.post_attention_layernorm(attended)
+    norm = layer.pre_feedforward_layernorm
+    dtype = type_of_products(hidden_states, attended, norm.weight)
+    mlp_input, hidden_states = normalized(norm, dtype, hidden_states, attended)
+    return hidden_states + layer.post_feedforward_layernorm(layer.mlp(mlp_input))
 
 
 def _norm(norm: Layer, x: Tensor) -> Tensor:
@@ -104,18 +131,27 @@ def _norm(norm: Layer, x: Tensor) -> Tensor:
 
 
 def _head_norm(norm: Layer, x: Tensor) -> Tensor:
-    return normalized(norm, torch.promote_types(x.dtype, norm.weight.dtype), x)[0]
+    dtype = x.dtype if _is_of_gemma3(norm) else torch.promote_types(x.dtype, norm.weight.dtype)
+    return normalized(norm, dtype, x)[0]
+
+
+def _is_of_gemma3(norm: Layer) -> bool:
+    """Return whether a norm multiplies by 1 + weight, and gives its input's type."""
+    return hasattr(norm, "eps")
 
 
 def normalized(norm: Layer, dtype: torch.dtype, *added: Tensor) -> tuple[Tensor, ...]:
     """Return the norm of the sum of tensors (..., H), and the sum where there are several."""
-    function = rms_norm(norm.variance_epsilon, dtype, len(added) > 1)
+    around_one = _is_of_gemma3(norm)
+    epsilon = norm.eps if around_one else norm.variance_epsilon
+    function = rms_norm(epsilon, dtype, len(added) > 1, around_one)
     results = function(*(x.flatten(end_dim=-2) for x in added), weight=norm.weight)
     return tuple(x.view(added[0].shape) for x in results)
 
 
 def _gated_mlp(mlp: Layer, x: Tensor) -> Tensor:
-    return mlp.down_proj(_activated(mlp.config.hidden_act, mlp.gate_proj(x), mlp.up_proj(x)))
+    activation_name = activation_of(mlp.config)
+    return mlp.down_proj(_activated(activation_name, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def _activated(name: str, x: Tensor, *factor: Tensor) -> Tensor:

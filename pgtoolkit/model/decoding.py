@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pgtoolkit.model.architectures import Layer, is_known
+from pgtoolkit.model.architectures import Layer, is_known, rotary_settings
 from pgtoolkit.model.compiled import turned
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def can_decode(model: PreTrainedModel) -> bool:
     Its architecture must be a known one, and its rotary positions may not depend on the length of
     the text so far.
     """
-    rotary = getattr(model.config, "rope_parameters", None) or {}
-    return is_known(model) and rotary.get("rope_type", "default") not in ("dynamic", "longrope")
+    kinds = {rotary.get("rope_type") for rotary in rotary_settings(model.config)}
+    return is_known(model) and kinds.isdisjoint(("dynamic", "longrope"))
 
 
 @contextlib.contextmanager
@@ -72,7 +72,8 @@ class Cache:
     reading: (rows, prompt_of) while some prompts pass the model, (R,) int64 each: the R rows that
         have one of these prompts, and which of the prompts each row has. None while each row goes
         on by a token at a time.
-    turns: of a `MergedBody`, the cosines and sines of all positions, (room, width) each.
+    turns: of a `MergedBody`, for each layer the cosines and sines of all positions, (room, width)
+        each.
     """
 
     _keys_and_values: Tensor
@@ -88,7 +89,7 @@ class Cache:
         """
         self.positions = prompt_lengths - 1
         self.reading: tuple[Tensor, Tensor] | None = None
-        self.turns: tuple[Tensor, Tensor] | None = None
+        self.turns: list[tuple[Tensor, Tensor]] | None = None
         self.room = room
         self._layers = layers
         self.prompts = _first_rows(prompt_of, len(prompt_of)), prompt_lengths
@@ -146,9 +147,10 @@ def attention(
     rows, heads, _, width = query.shape
     scaling = options.get("scaling") or width**-0.5
     window = options.get("sliding_window")
+    turns = None if cache.turns is None else cache.turns[module.layer_idx]
     if cache.reading is not None:
-        if cache.turns is not None:
-            query, key = turned(query, key, *(x[None, : query.shape[2]] for x in cache.turns))
+        if turns is not None:
+            query, key = turned(query, key, *(x[None, : query.shape[2]] for x in turns))
         cache.read(module.layer_idx, key, value)
         out = _attend_within_prompts(query, key, value, scaling, window)
         return out.transpose(1, 2).contiguous(), None
@@ -165,7 +167,7 @@ def attention(
         cache.positions,
         scaling,
         window,
-        turns=cache.turns,
+        turns=turns,
         prompts=cache.prompts,
     )
     return out.reshape(rows, 1, heads, width), None

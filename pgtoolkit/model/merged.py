@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from pgtoolkit.model import compiled
-from pgtoolkit.model.architectures import Layer, architecture_of, is_known
+from pgtoolkit.model.architectures import (
+    Layer,
+    activation_of,
+    architecture_of,
+    is_known,
+    rotary_settings,
+)
 from pgtoolkit.model.decoding import Cache, attention
 from pgtoolkit.model.rowwise import type_of_products
 
@@ -118,12 +124,12 @@ class MergedBody:
         hidden = self._body.get_submodule(self._parts.embedding)(tokens)
         shape = hidden.shape
         if cache.turns is None:
-            every = torch.arange(cache.room, device=hidden.device)[None]
-            cosines, sines = self._body.rotary_emb(hidden, every)
-            cache.turns = cosines[0], sines[0]
+            cache.turns = self._turns(hidden, cache.room)
         hidden = hidden.flatten(end_dim=1)
-        by_kernels = self._by_kernels and cache.reading is None
+        # The kernels leave sums to the norm behind them, which must be that of the whole.
+        by_kernels = self._by_kernels and cache.reading is None and not self._parts.output_norms
         added = ()
+        norm_of_mlp = self._parts.norms[1]
         for layer, query_key_value, gate_and_up in self._layers:
             attention_input, hidden = _sum_and_norm(layer.input_layernorm, hidden, *added)
             projected = functional.linear(attention_input, *query_key_value)
@@ -132,11 +138,30 @@ class MergedBody:
                 gated, hidden = _gated_sum(layer, hidden, attended, *gate_and_up)
             else:
                 out = _product(by_kernels, layer.self_attn.o_proj, attended)
-                mlp_input, hidden = _sum_and_norm(layer.post_attention_layernorm, hidden, out)
-                gated = _gated(by_kernels, layer.mlp.config.hidden_act, mlp_input, *gate_and_up)
-            added = (_product(by_kernels, layer.mlp.down_proj, gated),)
+                out = self._with_output_norm(layer, 0, out)
+                mlp_input, hidden = _sum_and_norm(getattr(layer, norm_of_mlp), hidden, out)
+                activation = activation_of(layer.mlp.config)
+                gated = _gated(by_kernels, activation, mlp_input, *gate_and_up)
+            out = _product(by_kernels, layer.mlp.down_proj, gated)
+            added = (self._with_output_norm(layer, 1, out),)
         norm = self._body.get_submodule(self._parts.final_norm)
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
+
+    def _with_output_norm(self, layer: Layer, place: int, out: Tensor) -> Tensor:
+        """Return the output of attention (0) or MLP (1), as it is added to hidden states."""
+        norms = self._parts.output_norms
+        return layer.get_submodule(norms[place])(out) if norms else out
+
+    def _turns(self, hidden: Tensor, room: int) -> list[tuple[Tensor, Tensor]]:
+        """Return for each layer the cosines and sines of all positions, (room, width) each."""
+        every = torch.arange(room, device=hidden.device)[None]
+        rotary = self._body.rotary_emb
+        attentions = [layer.self_attn for layer, *_ in self._layers]
+        # Where kinds of layers have their own rotary positions, each attention names its kind.
+        by_kind = len(rotary_settings(self._body.config)) > 1
+        kinds = [(module.layer_type,) if by_kind else () for module in attentions]
+        turns = {kind: rotary(hidden, every, *kind) for kind in set(kinds)}
+        return [(turns[kind][0][0], turns[kind][1][0]) for kind in kinds]
 
 
 def _product(by_kernels: bool, module: Layer, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import attention, compiled, lora, merged
+from pgtoolkit.model.architectures import rotary_settings
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.model.fixed_order import rows_of
@@ -119,9 +120,9 @@ class Policy:
         Beyond it `longrope` uses others, for every token of a document, and for all documents of a
         micro-batch.
         """
-        rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
-        if rotary.get("rope_type") == "longrope":
-            return rotary["original_max_position_embeddings"]
+        for rotary in rotary_settings(self.model.config.get_text_config()):
+            if rotary.get("rope_type") == "longrope":
+                return rotary["original_max_position_embeddings"]
         return sys.maxsize
 
     @property

@@ -241,9 +241,14 @@ def _of_any_number(rows: Tensor) -> Tensor:
 
 
 @functools.cache
-def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool) -> Rowwise:
+def rms_norm(
+    epsilon: float, dtype: torch.dtype, with_sum: bool, around_one: bool = False
+) -> Rowwise:
     """Return a function of one or several tensors (n, H) and the weight: the norm of their sum in
-    `dtype`, and with_sum also the sum."""
+    `dtype`, and with_sum also the sum.
+
+    around_one: whether 1 + weight is the factor, which is then applied before rounding.
+    """
 
     def norm(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         *added, weight = more
@@ -251,7 +256,10 @@ def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool) -> Rowwise:
             x = x + other
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        out = (weight * wide.to(x.dtype)).to(dtype)
+        if around_one:
+            out = (wide * (1.0 + weight.float())).to(x.dtype).to(dtype)
+        else:
+            out = (weight * wide.to(x.dtype)).to(dtype)
         return (out, x) if with_sum else (out,)
 
     return Rowwise(norm)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from pgtoolkit.model.architectures import TYPES_IN_WORDS
 from pgtoolkit.system.declared import (
     REQUIRED,
     AutoOrBool,
@@ -109,7 +110,7 @@ class HuggingFaceModelSettings(ModelSettings):
         default=None,
         help="Whether norms, gates and rotary positions are compiled (torch.compile), in training "
         "and in sampling: steps are faster, after some 10 seconds at the start; null: on a GPU, "
-        "for models of type gpt2, llama, mistral, qwen2 and qwen3.",
+        f"for models of type {TYPES_IN_WORDS}.",
         **_CUT,
     )
     path: str = key(

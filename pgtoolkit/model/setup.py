@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, compiled, fixed_order, lora
-from pgtoolkit.model.architectures import is_known
+from pgtoolkit.model.architectures import Layer, is_known
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
@@ -170,6 +170,7 @@ def _hugging_face(settings: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _round_scale(model, dtype)
     # Without dropout this changes no number, but checkpointing acts only in this mode.
     model.train()
     loaded = Policy(model, tokenizer)
@@ -247,6 +248,18 @@ def _untie(model: PreTrainedModel, path: str) -> None:
     )
     config.tie_word_embeddings = False
     model.config.tie_word_embeddings = False
+
+
+def _round_scale(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Round the number that Gemma's embeddings are multiplied by to the type of the forward pass.
+
+    transformers keeps it in the type of the weights. Those of a policy are float32, so that its
+    scale would be another one than that of the copy that samples, and of the published model.
+    """
+    embedding: Layer = model.get_input_embeddings()
+    scale = getattr(embedding, "embed_scale", None)  # a float of no type in models such as Bart
+    if isinstance(scale, Tensor):
+        embedding.embed_scale = scale.to(dtype)
 
 
 def _is_finite(weight: Tensor) -> bool:

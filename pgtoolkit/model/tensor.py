@@ -86,7 +86,9 @@ def _shard_layer(
         partial |= set(matrix.parameters())
     if parts.fused:
         attention.split_size //= mesh.size()
-    norms = parts.head_norms + (parts.norms if sequence_parallel else ())
+    norms = parts.head_norms
+    if sequence_parallel:
+        norms += parts.norms + parts.output_norms
     for name, module in layer.named_modules():
         if name in norms:
             partial |= set(module.parameters())
@@ -272,7 +274,10 @@ class VocabularyEmbedding(nn.Module):
     """An embedding of which each rank holds the rows of its share of the vocabulary.
 
     Its output is complete on every rank.
+    embed_scale: the number that Gemma multiplies embeddings by, under transformers' name; or None.
     """
+
+    embed_scale: Tensor | None
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
         super().__init__()
@@ -280,6 +285,8 @@ class VocabularyEmbedding(nn.Module):
         self.start = vocabulary_start(embedding.num_embeddings, mesh)
         self.padding = embedding.padding_idx
         self.group = mesh.get_group()
+        scale = getattr(embedding, "embed_scale", None)
+        self.register_buffer("embed_scale", scale, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -289,4 +296,6 @@ class VocabularyEmbedding(nn.Module):
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
         part = in_fixed_order(functional.embedding(torch.where(is_here, rows, 0), weight, padding))
-        return collectives.sum_over(torch.where(is_here[..., None], part, 0), self.group)
+        out = collectives.sum_over(torch.where(is_here[..., None], part, 0), self.group)
+        scale = self.embed_scale
+        return out if scale is None else out * scale.to(out.dtype)

@@ -265,11 +265,13 @@ def needed_shapes(model_config: PretrainedConfig) -> Shapes:
             biased += [f"{layer}mlp.{name}" for name in mlp]
         shapes |= {f"{name}.weight": shape for name, shape in matrices.items()}
         shapes |= {f"{name}.bias": matrices[name][:1] for name in biased}
-        if kind == "qwen3":
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if kind == "gemma3_text":
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"{layer}{name}.weight": (width,) for name in norms}
+        if kind in ("gemma3_text", "qwen3"):
             shapes[f"{layer}self_attn.q_norm.weight"] = (head,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (head,)
-        shapes[f"{layer}input_layernorm.weight"] = (width,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (width,)
     return shapes
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pgtoolkit.model.architectures import TYPES_IN_WORDS
 from pgtoolkit.model.settings import NumberType
 from pgtoolkit.system.declared import (
     Alters,
@@ -65,7 +66,7 @@ class TransformersSamplerSettings(SamplerSettings):
         default=None,
         help="Whether memory for keys and values is reserved at the start and, on a GPU, each "
         "token is one CUDA graph, which is several times as fast; null: on a GPU, for models of "
-        "type gpt2, llama, mistral, qwen2 and qwen3.",
+        f"type {TYPES_IN_WORDS}.",
         alters=Alters.nothing,
     )
     gpus: list[int] | None = key(

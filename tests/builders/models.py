@@ -16,6 +16,12 @@ from pgtoolkit.model.setup import character_tokenizer
 
 VOCABULARY = 19  # of `small_policy`: no number of ranks divides it
 ALPHABET = "0123456789="
+_CLASSES = {
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
 # torch.compile needs one on a CPU.
 HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
 
@@ -72,8 +78,9 @@ def model_config(path: str | Path, **changes: object) -> HuggingFaceModelSetting
 def small_policy(kind: str) -> Policy:
     """Return a small model in float64, with the same weights in every process.
 
-    kind: gpt2, qwen2, qwen3 or mistral, then options: _tied, _checkpointed, _lora, _compiled, and
-        at the end _by_document: the attention that a GPU would use, here as a loop over documents.
+    kind: gpt2, qwen2, qwen3, mistral or gemma3, then options: _tied, _checkpointed, _lora,
+        _compiled, and at the end _by_document: the attention that a GPU would use, here as a loop
+        over documents.
     """
     torch.manual_seed(7)
     model = _gpt2("_tied" in kind) if kind.startswith("gpt2") else _decoder(kind)
@@ -108,13 +115,15 @@ def _gpt2(tied: bool) -> transformers.PreTrainedModel:
 
 
 def _decoder(kind: str) -> transformers.PreTrainedModel:
-    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind.partition("_")[0]]
-    model_class = getattr(transformers, f"{name}ForCausalLM")
-    config_class = getattr(transformers, f"{name}Config")
-    window = {"sliding_window": 5} if name == "Mistral" else {}
+    name = kind.partition("_")[0]
+    config_class, model_class = _CLASSES[name]
+    further: dict[str, object] = {"sliding_window": 5} if name in ("gemma3", "mistral") else {}
+    if name == "gemma3":
+        further["layer_types"] = ["sliding_attention", "full_attention"]
+        further["query_pre_attn_scalar"] = 7
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=16,
+        hidden_size=24 if name == "gemma3" else 16,
         num_hidden_layers=2,
         tie_word_embeddings="_tied" in kind,
         num_attention_heads=8,
@@ -123,7 +132,7 @@ def _decoder(kind: str) -> transformers.PreTrainedModel:
         intermediate_size=24,
         max_position_embeddings=64,
         pad_token_id=2,
-        **window,
+        **further,
     )
     model = model_class(config)
     if "_checkpointed" in kind:

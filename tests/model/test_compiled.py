@@ -70,7 +70,9 @@ def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3_checkpointed_lora_by_document"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "qwen3_checkpointed_lora_by_document", "gemma3_checkpointed_by_document"]
+)
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """They differ by rounding in float32, and are in bfloat16 as near to float32 as transformers'.
     Other lengths compile nothing new. On a CPU, where compiling takes longest, only a single kind
@@ -232,7 +234,7 @@ def test_a_model_of_an_unknown_type_is_refused_or_left_as_it_is(tmp_path):
     )
     chosen = config(tmp_path, "model.compile=true")
     with pytest.raises(
-        ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"
+        ConfigError, match=r"model.compile=true needs a model of type gemma3_text, .* \(got phi\)"
     ):
         policy_of(chosen, None, ONE_PROCESS)
     left = config(tmp_path, "model.compile=null")
@@ -274,7 +276,8 @@ def test_a_module_that_transformers_computes_otherwise_is_refused_or_left_as_it_
             "null",
             None,
             True,
-            "if the model is of type gpt2, llama, mistral, qwen2, qwen3, which loading it tells",
+            "if the model is of type gemma3_text, gpt2, llama, mistral, qwen2, qwen3, which "
+            "loading it tells",
         ),
         ("true", "qwen2", False, "yes, as configured"),
         ("false", "qwen2", True, "no, as configured"),

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 import pytest
 import torch
 from builders.losses import DEVICE
-from builders.models import VOCABULARY, small_llama, small_policy
+from builders.models import (
+    VOCABULARY,
+    model_config,
+    save_with_tokenizer,
+    small_llama,
+    small_policy,
+)
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from pgtoolkit.kernels import triton_attention, triton_draw
 from pgtoolkit.model import decoding
 from pgtoolkit.model.decoding import can_decode
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import NumberType
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.sampling.draw import draw, uniform_numbers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -23,6 +31,7 @@ KINDS = {
     "qwen2_tied_checkpointed": 90,
     "qwen3": 90,
     "mistral": 90,
+    "gemma3": 90,
 }
 """Models, with the longest completion that is tested."""
 
@@ -75,7 +84,7 @@ def test_log_probs_are_those_of_the_model(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral", "gemma3"])
 def test_log_probs_in_bfloat16_are_those_of_the_model_except_for_rounding(kind, device):
     policy = small_policy(kind)
     policy.model.bfloat16().to(device)
@@ -293,3 +302,12 @@ def test_a_copy_has_rounded_weights_and_the_same_buffers(kind):
     assert not torch.equal(copied.head.weight, policy.head.weight.bfloat16())
     with pytest.raises(ValueError, match="weights differ in"):
         copied.load({})
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 4.90625), ("float32", 4.8989796)])
+def test_gemmas_embeddings_have_the_scale_of_the_number_type(tmp_path, dtype, scale):
+    """It is the root of 24, in the copy that samples, too."""
+    save_with_tokenizer(small_policy("gemma3").model.float(), tmp_path)
+    policy = build_policy(model_config(tmp_path, dtype=NumberType(dtype)), None, on_gpu=False)
+    for each_policy in (policy, policy.copied(policy.compute_dtype)):
+        assert float(each_policy.model.get_input_embeddings().embed_scale) == pytest.approx(scale)

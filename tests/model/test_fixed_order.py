@@ -77,7 +77,7 @@ def test_a_model_whose_attention_has_no_fixed_order_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=1))
     policy = Policy(model, None, torch.bfloat16)
     expected = (
-        r"trainer.deterministic=true needs on a GPU a model of type gpt2, .* \(got gpt2 in "
+        r"trainer.deterministic=true needs on a GPU a model of type gemma3_text, .* \(got gpt2 in "
         r"bfloat16\)"
     )
     with pytest.raises(ConfigError, match=expected):
