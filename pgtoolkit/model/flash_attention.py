@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,7 +167,11 @@ def _problem(
     problem = beyond_flash_attention(capability, width, not sees_all)
     if problem is None:
         try:
-            with torch.inference_mode(False), torch.autocast("cuda", enabled=False):
+            with (
+                warnings.catch_warnings(action="ignore"),  # the compiler's, of the package's code
+                torch.inference_mode(False),
+                torch.autocast("cuda", enabled=False),
+            ):
                 problem = _trial(device, dtype, width, repeats)
         except Exception as error:  # a compiler may raise anything, and PyTorch's attention serves
             problem = first_line(error)
