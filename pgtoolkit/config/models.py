@@ -52,7 +52,8 @@ def shape(model: ModelSettings) -> dict[str, object]:
 def has_window(model: HuggingFaceModelSettings) -> bool:
     """Return whether a local config.json gives some layer a sliding window."""
     settings = model_settings(model.path)
-    by_default = settings.get("model_type") == "mistral"  # of 4096 tokens, if not said
+    # of 4096 tokens, if not said
+    by_default = settings.get("model_type") in ("mistral", "gemma3_text")
     if settings.get("use_sliding_window", by_default) is not True:
         return False
     return settings.get("sliding_window", by_default) not in (None, False)

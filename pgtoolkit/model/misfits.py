@@ -158,7 +158,7 @@ def beyond_flash_attention(
     if not _HOPPER <= major <= _LAST_BLACKWELL:
         return f"it needs a GPU of compute capability 9.0 to 11.9 (got {major}.{minor})"
     if has_window:
-        return "it is not used with a sliding window"
+        return "it is not used in layers with a sliding window"
     if head_width is not None and major > _HOPPER and 128 < head_width != 256:
         return f"on this GPU it has no heads of {head_width}"
     return None

@@ -83,7 +83,7 @@ def test_inputs_are_not_copied_where_all_documents_are_long():
         ((10, 3), 256, False, None),
         ((11, 0), None, False, None),
         ((10, 0), 136, False, "on this GPU it has no heads of 136"),
-        ((9, 0), 128, True, "it is not used with a sliding window"),
+        ((9, 0), 128, True, "it is not used in layers with a sliding window"),
         ((8, 9), 64, False, "it needs a GPU of compute capability 9.0 to 11.9 (got 8.9)"),
         ((12, 0), 64, True, "it needs a GPU of compute capability 9.0 to 11.9 (got 12.0)"),
     ],
@@ -98,6 +98,7 @@ def test_what_the_kernels_lack_is_known_before_a_run(capability, width, window, 
         ({"model_type": "gpt2", "n_embd": 96, "n_head": 2, "n_layer": 1}, 48, False),
         ({"model_type": "llama", "sliding_window": None}, 16, False),
         ({"model_type": "mistral", "head_dim": 24}, 24, True),
+        ({"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 512}, 32, True),
         ({"model_type": "mistral", "head_dim": None, "sliding_window": None}, 16, False),
         ({"model_type": "qwen2", "sliding_window": 131072}, 16, False),
         ({"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 99}, 16, False),
@@ -326,7 +327,7 @@ def test_on_a_gpu_compiled_kernels_are_kept_and_windows_are_pytorchs(caplog):
         windowed = by_document(query, key, value, documents, None, 100)
     assert caplog.messages == [
         "note: PyTorch's attention takes the place of flash-attn-4's for heads of 64: it is not "
-        "used with a sliding window."
+        "used in layers with a sliding window."
     ]
     assert torch.equal(windowed, attention.by_torch(query, key, value, documents, None, 100))
 
