@@ -13,7 +13,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_tokenizer, settings_in
-from pgtoolkit.system.report import listed, refusal, text
+from pgtoolkit.system.report import listed, refusal, shell_path, text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -68,8 +68,10 @@ def write_merged(use: str, adapter: Path, folder: Path) -> None:
     try:
         policy = build_policy(in_float32, None, on_gpu=False)
     except ConfigError as error:
-        key = "base_model_name_or_path="
-        raise ConfigError(str(error).replace("model.path=", key)) from error
+        problem = str(error).rpartition(" Use ")[0].replace("model.path", "base_model_name_or_path")
+        file = shell_path(adapter / ADAPTER_SETTINGS)
+        use = f"Use an editor to write the folder of that model into {file}."
+        raise ConfigError(f"{problem} {use}") from error
     model: PreTrainedModel = policy.model
     for name, (a, b) in _pairs(use, adapter).items():
         _add(use, model, name, _scale(a.shape[0], settings) * (b @ a))

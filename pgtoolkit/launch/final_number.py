@@ -35,16 +35,27 @@ def final_value(directory: Path, metric: str) -> float | None:
     """Return the final value of a run's number, as `pgtk compare` has it; None if not measured."""
     from pgtoolkit.comparison.measures import final_of
 
+    numbers = _values(directory, metric)
+    if not numbers:
+        return None
+    return final(numbers) if metric == TRAINING else final_of(numbers, metric)
+
+
+def first_value(directory: Path, metric: str) -> float | None:
+    """Return the first value of a run's number; None if not measured."""
+    return next(iter(_values(directory, metric)), None)
+
+
+def _values(directory: Path, metric: str) -> list[float]:
+    """Return a run's number at each step or evaluation that has it; empty if not measured."""
     try:
         if metric == TRAINING:
-            rewards = values(read_metrics(directory / "metrics.jsonl", {TRAINING}), TRAINING)
-            return final(rewards) if rewards else None
+            return values(read_metrics(directory / "metrics.jsonl", {TRAINING}), TRAINING)
         _, name, number = metric.split("/", 2)
         rows = [row for row in read_evaluations(directory) if row["set"] == name]
     except PgtoolkitError:
-        return None
-    numbers = [row[number] for row in rows if number in row]
-    return final_of(numbers, metric) if numbers else None
+        return []
+    return [row[number] for row in rows if number in row]
 
 
 def points_of(directory: Path, metric: str, max_steps: int) -> list[tuple[int, float]]:

@@ -11,14 +11,17 @@ from pgtoolkit.config.files import sweep_files
 from pgtoolkit.launch.final_number import (
     TRAINING,
     final_value,
+    first_value,
     number_of,
     why_no_common_measure,
 )
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.provenance import changed_modules
-from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path
+from pgtoolkit.runs.series import mean
+from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command, program
 
+_RATE = "optimizer.learning_rate"
 _STATES = ("done", "pruned", "failed", "interrupted", "running", "pending")
 
 
@@ -121,6 +124,7 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
     line = best(sweep)
     if line is not None:
         lines.append(line)
+    lines += rates_that_learn(sweep)
     if "done" in states:
         lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
     return lines
@@ -152,6 +156,49 @@ def best(sweep: Sweep) -> str | None:
     seeds = jobs_of[overrides]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
     return f"best: {_short(metric)} {means[overrides]:.3f}{of_seeds}: {_train(sweep, seeds)}"
+
+
+def rates_that_learn(sweep: Sweep) -> list[str]:
+    """Return a line with the learning rates that learn, of a sweep over three or more of them and
+    seeds alone; none for another sweep, and before all of its jobs have ended.
+
+    A rate learns where the number rises by at least half as much as with the best rate. The range
+    is that around the best one.
+    """
+    jobs_at: dict[float, list[PlannedRun]] = {}
+    others = set()
+    for job in sweep.jobs.values():
+        jobs_at.setdefault(job.config.optimizer.learning_rate, []).append(job)
+        others.add(tuple(word for word in _without_seed(job) if key_of(word) != _RATE))
+    states = {job.status for job in sweep.jobs.values()}
+    if len(jobs_at) < 3 or len(others) > 1 or states - {"done", "failed"}:
+        return []
+    metric = number_of(next(iter(sweep.jobs.values())).config)
+    rates = sorted(jobs_at)
+    rises = [mean([_rise(sweep, job, metric) for job in jobs_at[rate]]) for rate in rates]
+    if max(rises) <= 0:
+        return [f"learns: {_short(metric)} rises with none of these rates"]
+    best = rises.index(max(rises))
+    low = high = best
+    while low > 0 and rises[low - 1] >= max(rises) / 2:
+        low -= 1
+    while high < len(rates) - 1 and rises[high + 1] >= max(rises) / 2:
+        high += 1
+    largest = "the largest tried" if high == len(rates) - 1 else "the largest that does"
+    return [
+        f"learns: {_RATE} from {text(rates[low])} to {text(rates[high])}, {largest}. "
+        f"{_short(metric)} rises there by at least half as much as with {text(rates[best])}: "
+        f"{max(rises):.3f}"
+    ]
+
+
+def _rise(sweep: Sweep, job: PlannedRun, metric: str) -> float:
+    """Return by how much the number of a job is higher at its end; 0 for one that has failed."""
+    directory = sweep.folder / job.directory
+    first, final = first_value(directory, metric), final_value(directory, metric)
+    if job.status == "failed" or first is None or final is None:
+        return 0.0
+    return final - first
 
 
 def _without_seed(job: PlannedRun) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.final_number import final_value, number_of, points_of
 from pgtoolkit.launch.sweep import Sweep
-from pgtoolkit.launch.sweep_report import best, table
+from pgtoolkit.launch.sweep_report import best, rates_that_learn, table
 from pgtoolkit.runs.directory import RunDirectory
 
 
@@ -97,6 +97,34 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
         job for job in sweep.jobs.values() if job.config.seed == 1 and "gspo" in job.directory
     ).status = "pruned"
     assert best(sweep) is None  # one configuration is left
+
+
+def test_a_sweep_over_learning_rates_says_which_of_them_learn(tmp_path):
+    key = "optimizer.learning_rate"
+    ends = {0.0001: 0.15, 0.001: 0.375, 0.002: 0.625, 0.01: 0.06}
+    typed = [f"{key}={','.join(map(str, ends))}", "seed=0,1", "tracking=none"]
+    sweep = check_sweep([*typed, f"hydra.sweep.dir={tmp_path}"])
+    assert rates_that_learn(sweep) == []  # nothing has ended
+    for job in sweep.jobs.values():
+        job.status = "done"
+        with RunDirectory(tmp_path / job.directory) as run:
+            for step, reward in ((1, 0.125), (2, ends[job.config.optimizer.learning_rate])):
+                run.append_metrics(step, {"reward": reward})
+    half = "reward rises there by at least half as much as with 0.002: 0.500"
+    assert rates_that_learn(sweep) == [
+        f"learns: {key} from 0.001 to 0.002, the largest that does. {half}"
+    ]
+    for job in sweep.jobs.values():
+        if job.config.optimizer.learning_rate == 0.001:
+            job.status = "failed"
+        if job.config.optimizer.learning_rate == 0.01:
+            sweep.jobs = {key: each for key, each in sweep.jobs.items() if each is not job}
+    assert rates_that_learn(sweep) == [
+        f"learns: {key} from 0.002 to 0.002, the largest tried. {half}"
+    ]
+    for job in sweep.jobs.values():
+        job.status = "failed"
+    assert rates_that_learn(sweep) == ["learns: reward rises with none of these rates"]
 
 
 def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):

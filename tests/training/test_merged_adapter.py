@@ -79,7 +79,10 @@ def test_the_merged_model_computes_what_peft_computes(tmp_path, capsys, make, se
         ({"alpha_pattern": {"q_proj": 4}}, "plain LoRA (got alpha_pattern={"),
         ({"peft_type": "IA3"}, "plain LoRA (got peft_type=IA3)"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path in adapter_config.json (got"),
-        ({"base_model_name_or_path": "/nowhere"}, "base_model_name_or_path=/nowhere needs"),
+        (
+            {"base_model_name_or_path": "/nowhere"},
+            "Use an editor to write the folder of that model into ",
+        ),
         ({"lora_alpha": 0}, "a lora_alpha > 0 in adapter_config.json (got 0)"),
     ],
 )
