@@ -153,11 +153,12 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout) -> Policy:
 
 def sharing(share_prompts: AutoOrBool, policy: Policy) -> AutoOrBool:
     """Return whether documents share what they begin with, where a model has a part in it: as
-    chosen, but false in place of auto if the model cannot. Its attention becomes one that can.
+    chosen, but false in place of auto if the model's attention is not that of attention.py, as it
+    is on a GPU, or the model cannot. With true its attention becomes that one.
 
     Raises ConfigError in place of true.
     """
-    if share_prompts is False:
+    if share_prompts is False or (share_prompts == "auto" and not policy.by_document):
         return False
     problem = cannot_share(policy.model.config.model_type)
     if policy.unscaled_positions < sys.maxsize:

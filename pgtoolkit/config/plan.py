@@ -234,9 +234,11 @@ def _shared_prompts(config: Config, prompt: int | None, completion: int | None) 
         f"{prompt} + {size} x {completion} = {shared} tokens for a prompt with its completions in "
         f"place of {alone}, if all are of the greatest length"
     )
-    if share == "auto" and not saves_a_tenth(shared, alone):
+    if share != "auto":
+        return line
+    if not saves_a_tenth(shared, alone):
         line += "; not shared then, since that is less than a tenth"
-    return line
+    return f"on a GPU {line}"
 
 
 def _batch(config: Config) -> Iterator[str]:

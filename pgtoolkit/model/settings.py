@@ -33,19 +33,19 @@ class NumberType(StrEnum):
     float16 = "float16"
 
 
+_SHARED = (
+    "Whether what the completions of a prompt begin with is computed once for all of them in a "
+    "micro-batch, in training and for their log-probs; auto: on a GPU in bfloat16 or float16, "
+    "where that saves a tenth of the tokens or more."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
     compile: bool | None = key()
-    share_prompts: AutoOrBool = key(
-        default=False,
-        help="Whether what the completions of a prompt begin with is computed once for all of them "
-        "in a micro-batch, in training and for their log-probs; auto: where that saves a tenth of "
-        "the tokens or more.",
-        added=True,
-        learns=False,
-    )
+    share_prompts: AutoOrBool = key(default=False, help=_SHARED, added=True, learns=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,7 @@ class HuggingFaceModelSettings(ModelSettings):
         f"for models of type {TYPES_IN_WORDS}.",
         **_CUT,
     )
+    share_prompts: AutoOrBool = key(default="auto", help=_SHARED, added=True, learns=False)
     path: str = key(
         default=REQUIRED,
         help="A local folder or a name on the Hugging Face hub. Where the hub does not answer, its "

@@ -192,8 +192,11 @@ def test_models_that_cannot_share_are_refused_and_auto_is_off():
         with pytest.raises(ConfigError, match=rf"model.share_prompts=true .*\(got {got}\)"):
             sharing(True, policy)
     policy = Policy(small_llama(), None)
-    assert sharing("auto", policy) == "auto"
+    assert sharing("auto", policy) is False
+    assert not policy.by_document
+    assert sharing(True, policy) is True
     assert policy.by_document
+    assert sharing("auto", policy) == "auto"
 
 
 @pytest.mark.parametrize(
@@ -206,8 +209,8 @@ def test_models_that_cannot_share_are_refused_and_auto_is_off():
         ),
         (
             "model.share_prompts=auto rollout.group_size=1",
-            "7 + 1 x 7 = 14 tokens for a prompt with its completions in place of 14, if all are of "
-            "the greatest length; not shared then, since that is less than a tenth",
+            "on a GPU 7 + 1 x 7 = 14 tokens for a prompt with its completions in place of 14, if "
+            "all are of the greatest length; not shared then, since that is less than a tenth",
         ),
         (
             "model.share_prompts=auto parallelism=tensor",
@@ -244,7 +247,7 @@ def test_a_run_has_the_numbers_of_one_that_does_not_share(overrides):
     """Its completions are sampled, and scored before its updates by policy, reference and
     critic. Micro-batches of 24 tokens hold the 4 + 4 x 4 tokens of one prompt."""
     rows = {}
-    for share in ("false", "auto"):
+    for share in ("false", "true"):
         settings = (*SHORT, "trainer.device=cpu", f"model.share_prompts={share}", *overrides)
         module, loader = module_and_loader(*last_of_each_key(*settings))
         num_computed = []
@@ -262,10 +265,10 @@ def test_a_run_has_the_numbers_of_one_that_does_not_share(overrides):
             ]
         loader.source.close()
         rows[share, "tokens"] = sum(num_computed)
-    for row, expected in zip(rows["auto"], rows["false"], strict=True):
+    for row, expected in zip(rows["true"], rows["false"], strict=True):
         ignored = COUNTED.union(CLOCK_COLUMNS)
         compared = {name: value for name, value in row.items() if name not in ignored}
         expected = {name: value for name, value in expected.items() if name not in ignored}
         assert compared == pytest.approx(expected, rel=1e-8, abs=1e-10)
     # 8 tokens a document, or with its prompt once 5 of them.
-    assert rows["auto", "tokens"] < 0.7 * rows["false", "tokens"]
+    assert rows["true", "tokens"] < 0.7 * rows["false", "tokens"]
