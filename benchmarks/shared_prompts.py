@@ -140,7 +140,11 @@ def measure(module: PolicyGradientModule, case: str, rounds: int, max_tokens: in
     losses = {}
     for _ in range(WARM_UP + rounds):
         for shares, step in steps.items():
-            seconds[shares].append(_timed(module, step, losses, shares))
+            if module.policy.model.device.type == "cpu":
+                # as in a run without sharing, which has the attention of GPUs on these alone
+                module.policy.model.set_attn_implementation(attention.NAME if shares else "sdpa")
+            time_taken, losses[shares] = timed(module, step)
+            seconds[shares].append(time_taken)
             if torch.cuda.is_available():
                 peaks[shares] = torch.cuda.max_memory_allocated() / 1e9
     whole, shared = (statistics.median(seconds[shares][WARM_UP:]) for shares in (False, True))
@@ -161,23 +165,18 @@ def num_computed(micro_batch) -> int:
     return sum(micro_batch.document_lengths) - sum(micro_batch.shared)
 
 
-def _timed(
-    module: PolicyGradientModule, step: Step, losses: dict[bool, float], shares: bool
-) -> float:
-    """Return the seconds of forward and backward pass of a step, and note its loss."""
+def timed(module: PolicyGradientModule, step: Step) -> tuple[float, float]:
+    """Return the seconds of forward and backward pass of a step, and its loss."""
     module.zero_grad()
-    if module.policy.model.device.type == "cpu":
-        # as in a run without sharing, which has the attention of GPUs on these alone
-        module.policy.model.set_attn_implementation(attention.NAME if shares else "sdpa")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     started = time.perf_counter()
     outputs = module.backward_of_all(step.micro_batches, step.totals)
-    losses[shares] = float(sum(output.loss.detach().double() for output in outputs))
+    loss = float(sum(output.loss.detach().double() for output in outputs))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, loss
 
 
 def main() -> None:

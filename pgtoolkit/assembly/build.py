@@ -32,6 +32,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import fixed_order, flash_attention
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.attention import use_packed_attention
+from pgtoolkit.model.kept_layers import KeepsByMemory, can_keep
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.misfits import cannot_share, unknown_parts
 from pgtoolkit.model.policy import Policy
@@ -94,8 +95,14 @@ def build(
     if reference is policy:
         reference = spread_policy
     module = module_of(config, spread_policy, layout, reference)
+    trained = [spread_policy]
     if critic is not None:
-        module.add_critic(spread(critic), config.critic)
+        trained.append(spread(critic))
+        module.add_critic(trained[-1], config.critic)
+    if on_gpu and config.model.gradient_checkpointing == "auto":
+        trained = [policy for policy in trained if can_keep(policy, layout)]
+        if trained:
+            module.keeps_layers = KeepsByMemory(trained, config.accumulation.max_tokens, layout)
     longest_document = min(policy.max_positions, config.accumulation.max_tokens)
     source = source_of(config, task, module, longest_document, resume, run_dir, share_prompts)
     if is_on(config):
@@ -293,7 +300,7 @@ def _load_beside(
     layout: Layout,
     dtype: NumberType,
     refused: Callable[[str, str], str],
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: AutoOrBool = False,
 ) -> Policy:
     """Load a further model that reads the policy's tokens.
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.counts import copies_of, longest_document, samples_async, tokens_at_least
 from pgtoolkit.config.evaluation_sets import needs_sampler
-from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
+from pgtoolkit.config.models import (
+    Sizes,
+    computes_again,
+    is_fused,
+    sizes,
+    sizes_of,
+    tiny_sizes,
+)
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
@@ -172,8 +179,11 @@ def _update(
     inner = model_sizes.inner / tensor_parallel
     width = model_sizes.width / (tensor_parallel if parallelism.sequence_parallel else 1)
     kept_of_token = number_size * (5 * inner + 12 * width)
-    if config.model.gradient_checkpointing:
+    if computes_again(config):
         kept_of_token = (number_size if has_adapters else 4) * width
+    elif is_fused(config):
+        results = 2 * model_sizes.query + model_sizes.cached + width + 2 * inner
+        kept_of_token = 4 * width + number_size * results
     logits = (config.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
     logits = min(logits, 4 * tokens * model_sizes.vocabulary / tensor_parallel)
     layers = model_sizes.layers / parallelism.pipeline_parallel
@@ -255,6 +265,13 @@ def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
             yield f"{name}: {' + '.join(sizes_of_parts)} GB"
     line = f"at most about {use.peak / 1e9:.3g} GB on each GPU"
     yield f"{line}, which has {gpu / 1e9:.3g}" if gpu else line
+    if config.model.gradient_checkpointing == "auto" and computes_again(config):
+        keeping = memory_use(with_values(config, {"model.gradient_checkpointing": False}), gpu)
+        assert keeping is not None
+        yield (
+            f"layers keep up to {(keeping.peak - use.peak) / 1e9:.3g} GB more from the second step "
+            "on, as far as the GPU has them"
+        )
     if gpu and use.peak > gpu:
         yield f"use {_remedy(config, gpu)}"
 
@@ -327,7 +344,7 @@ def _changes(config: Config) -> Iterator[dict[str, bool | int]]:
     """Yield values of keys that save memory, cheapest first: they cost time, then GPUs, then train
     fewer weights."""
     first: dict[str, bool | int] = {}
-    if not config.model.gradient_checkpointing and config.model.name != "tiny":
+    if not computes_again(config) and config.model.name != "tiny":
         first["model.gradient_checkpointing"] = True
     fewest_tokens = max(1024, tokens_at_least(config))
     slower = [first]

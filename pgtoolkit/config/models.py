@@ -6,9 +6,10 @@ from __future__ import annotations
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.rules.table import SHARING
 from pgtoolkit.config.schema import Config
-from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.architectures import MODEL_TYPES, TYPES_IN_ONE_PIECE
 from pgtoolkit.model.misfits import cannot_share
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, TinyModelSettings
+from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.plain_files import JsonObject
@@ -85,6 +86,28 @@ def compilation(model: ModelSettings, on_gpu: bool) -> str:
     return "yes, since it makes steps on a GPU faster"
 
 
+def is_fused(config: Config) -> bool:
+    """Return whether on a GPU each layer of the trained model is computed by `model.recomputed`, as
+    far as config.json and the configuration tell."""
+    model = config.model
+    parallelism = config.parallelism
+    return (
+        shape(model).get("type") in TYPES_IN_ONE_PIECE
+        and model.compile is not False
+        and model.dtype != "float32"
+        and model.lora_rank is None
+        and not parallelism.shard
+        and world_size(parallelism) == parallelism.data_parallel
+    )
+
+
+def computes_again(config: Config) -> bool:
+    """Return whether a run computes its layers again in the backward pass, at least in its first
+    step, as `model.gradient_checkpointing` says; auto: where layers can keep a part."""
+    chosen = config.model.gradient_checkpointing
+    return is_fused(config) if chosen == "auto" else chosen
+
+
 def shares_prompts(config: Config) -> AutoOrBool:
     """Return `model.share_prompts`; false in place of auto where true would be refused."""
     if config.model.share_prompts != "auto":
@@ -128,10 +151,10 @@ class Sizes:
     """The sizes of a model of MODEL_TYPES, from its config.json.
 
     layers, width, vocabulary: as named. head: the width of an attention head. inner: that inside an
-    MLP. layer: weights of a layer.
-    linear: inputs and outputs of a layer's matrices, summed. cached: numbers of a token that a
-    layer keeps as key and value. table: weights of the embedding. tables: 2 if the head has its own
-    matrix, else 1. weights: of the model, without biases.
+    MLP. layer: weights of a layer. query: numbers of a token's query. linear: inputs and outputs of
+    a layer's matrices, summed. cached: numbers of a token that a layer keeps as key and value.
+    table: weights of the embedding. tables: 2 if the head has its own matrix, else 1. weights: of
+    the model, without biases.
     """
 
     def __init__(self, settings: JsonObject):
@@ -156,6 +179,7 @@ class Sizes:
         matrices = [query, query, key, key]  # the output's matrix is as large as the query's
         matrices += matrices_of_mlp * [(self.width, self.inner)]
         self.layer = sum(rows * columns for rows, columns in matrices) + 2 * self.width
+        self.query = heads * self.head
         self.linear = sum(rows + columns for rows, columns in matrices)
         self.cached = 2 * key_value_heads * self.head
         self.table = self.vocabulary * self.width

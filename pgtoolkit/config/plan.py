@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pgtoolkit.config.counts import documents_per_step, documents_sampled, longest_document
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
-from pgtoolkit.config.models import shares_prompts, vocabulary_size
+from pgtoolkit.config.models import computes_again, shares_prompts, vocabulary_size
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.own_code import as_typed, chosen, family_of_config, short_name, typed_key
 from pgtoolkit.config.schema import Config, default_options
@@ -169,7 +169,7 @@ def reference(config: Config) -> Iterator[str]:
         yield f"{source}, frozen"
     share = ""
     if source == "initial":
-        fraction = "a quarter" if config.model.gradient_checkpointing else "a third"
+        fraction = "a quarter" if computes_again(config) else "a third"
         share = f", about {fraction} of the arithmetic of an update"
     yield f"time: its forward pass of each micro-batch{share}"
     if source == "initial" and config.model.lora_rank is not None:

@@ -52,15 +52,14 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
         better = default(config, key.name, choices)
         if key.range and not fits(key, better):
             better = key.range[0]
-        if value is not None:  # else `resolve` has said why
-            problem = refusal(
+        if key.name not in problems:  # else `resolve` has said why
+            problems[key.name] = refusal(
                 setting=f"{key.name}={text(value)}",
                 needs=values_in_words(key),
-                got=value,
+                got=text(value) if value is None else value,
                 reason=key.help or "Every key has a type.",
                 use=typed(key.name, value_meant(key, value, better)),
             )
-            problems.setdefault(key.name, problem)
         values[key.name] = better
     return with_values(config, values) if values else config
 

@@ -17,6 +17,7 @@ from pgtoolkit.assembly.machine import visible_gpus
 from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.launch.forks import Forks, JobProcess
+from pgtoolkit.ranks.environment import JOBS_ON_GPU
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import refusal, say
 
@@ -45,6 +46,8 @@ class LocalEngine:
         if self.at_a_time > 1:
             threads = max(1, len(os.sched_getaffinity(0)) // self.at_a_time)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
+            # Jobs that choose no GPU all use the first one.
+            environment[JOBS_ON_GPU] = str(jobs_per_gpu or n_jobs)
         self._running: dict[int, JobProcess] = {}  # by slot, an index of _gpus
         self._forks = Forks(environment)
 

@@ -12,6 +12,9 @@ MODEL_TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
 CUDA graphs."""
 
+TYPES_IN_ONE_PIECE = ("llama", "mistral", "qwen2", "qwen3")
+"""Those of which `recomputed` computes a layer."""
+
 TYPES_IN_WORDS = f"{', '.join(MODEL_TYPES[:-1])} and {MODEL_TYPES[-1]}"
 
 Layer = Any

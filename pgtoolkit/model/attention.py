@@ -27,6 +27,7 @@ from pgtoolkit.document import ROWS
 from pgtoolkit.model import fixed_order, flash_attention
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order, rows_of
+from pgtoolkit.model.kept_attention import KeptAttention
 from pgtoolkit.model.plain_attention import one_document, repeated
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.layout import Layout
@@ -168,6 +169,7 @@ def by_document(
     documents: Documents,
     scaling: float | None,
     window: int | None,
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Return attention's output (queries, heads, width).
 
@@ -175,6 +177,7 @@ def by_document(
         where documents share keys.
     window: number of keys that a query sees at most, its own among them; None: all of its document
         up to itself.
+    kept: keeps what the kernels compute for a second pass, or has it from a first one.
     """
     if documents.sources is not None:
         key, value = (rows_of(x, documents.sources) for x in (key, value))
@@ -182,16 +185,14 @@ def by_document(
         queries = query.split(documents.queries)
         keys = repeated(key, query).split(documents.keys)
         values = repeated(value, query).split(documents.keys)
+        kernel = functools.partial(one_document, scaling=scaling, window=window)
         return torch.cat(
-            [
-                one_document(q, k, v, scaling, window)
-                for q, k, v in zip(queries, keys, values, strict=True)
-            ]
+            [_computed(kernel, each, kept) for each in zip(queries, keys, values, strict=True)]
         )
-    of_others = functools.partial(by_torch, scaling=scaling, window=window)
+    of_others = functools.partial(by_torch, scaling=scaling, window=window, kept=kept)
     if max(documents.keys) < flash_attention.LONG or not flash_attention.serves(query, key, window):
         return of_others(query, key, value, documents)
-    of_long = functools.partial(by_flash_attention, scaling=scaling)
+    of_long = functools.partial(by_flash_attention, scaling=scaling, kept=kept)
     return by_length(query, key, value, documents, of_long, of_others)
 
 
@@ -218,16 +219,33 @@ def by_length(
     return torch.cat([outputs[place] for place in range(len(outputs))])
 
 
+def _computed(
+    kernel: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    kept: KeptAttention | None,
+) -> Tensor:
+    return kernel(*inputs) if kept is None else kept(kernel, *inputs)
+
+
 def by_flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Return attention's output by the kernels of FlashAttention 4."""
     query_ends, key_ends = documents.ends
     longest_query = max(documents.queries)
     longest_key = max(documents.keys)
-    return flash_attention.attend(
-        query, key, value, query_ends, key_ends, longest_query, longest_key, scaling
-    )
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention.attend(
+            q, k, v, query_ends, key_ends, longest_query, longest_key, scaling
+        )
+
+    return _computed(kernel, (query, key, value), kept)
 
 
 def by_torch(
@@ -237,6 +255,7 @@ def by_torch(
     documents: Documents,
     scaling: float | None,
     window: int | None,
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Return attention's output by PyTorch's kernel."""
     from torch.nn.attention.varlen import varlen_attn
@@ -252,7 +271,8 @@ def by_torch(
     longest_query = max(documents.queries)
     longest_key = max(documents.keys)
     inputs_of_shares = [(query, key, value)]
-    if fixed_order.is_on() and query.requires_grad and longest_key >= _LONG:
+    is_trained = query.requires_grad or kept is not None
+    if fixed_order.is_on() and is_trained and longest_key >= _LONG:
         processors = torch.cuda.get_device_properties(query.device).multi_processor_count
         shares = shares_of_heads(query.shape[1], len(documents.queries), processors)
         if len(shares) > 1:
@@ -260,11 +280,13 @@ def by_torch(
             keys = repeated(key, query).split(shares, 1)
             values = repeated(value, query).split(shares, 1)
             inputs_of_shares = list(zip(queries, keys, values, strict=True))
-    outputs = []
-    for q, k, v in inputs_of_shares:
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = varlen_attn(q, k, v, query_ends, key_ends, longest_query, longest_key, **options)
         assert isinstance(out, Tensor)
-        outputs.append(in_fixed_order(out))
+        return in_fixed_order(out)
+
+    outputs = [_computed(kernel, inputs, kept) for inputs in inputs_of_shares]
     return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
 
 

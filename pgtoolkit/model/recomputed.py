@@ -1,9 +1,11 @@
-"""A layer as one node of autograd's graph, whose backward pass computes the layer again.
+"""A layer as one node of autograd's graph, whose backward pass computes the layer again, but for
+what is kept of the forward pass.
 
 Gradient checkpointing does the same by autograd, with three times as many calls by the host, for
 which the GPU waits where micro-batches have some ten thousand tokens. Here products with a common
 input are one product, and so are those that make the gradients of their weights, which are added
-to `weight.grad` at once.
+to `weight.grad` at once. What is kept is what would be computed again, so it changes no bit of a
+gradient.
 
 Names such as by_gated are gradients of the loss by that tensor. Axes: T tokens, H hidden size.
 """
@@ -20,41 +22,89 @@ from torch.nn import functional
 
 from pgtoolkit.model.architectures import Layer
 from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.model.kept_attention import KeptAttention
 from pgtoolkit.model.rowwise import Rowwise, gate, rms_norm, turned_heads, type_of_products
 
 _QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_AND_UP = ("mlp.gate_proj", "mlp.up_proj")
-_PRODUCTS = (_QUERY_KEY_VALUE, ("self_attn.o_proj",), _GATE_AND_UP, ("mlp.down_proj",))
+_KEPT_PRODUCTS = (_QUERY_KEY_VALUE, ("self_attn.o_proj",), _GATE_AND_UP)
+"""The products whose results the backward pass needs."""
+_PRODUCTS = (*_KEPT_PRODUCTS, ("mlp.down_proj",))
 
 
 def can_recompute(layer: Layer, hidden: Tensor, options: dict) -> bool:
-    """Return whether `layer` below can take the place of a layer of a known type for these inputs.
+    """Return whether `layer` below can take the place of a layer that `fits` for these inputs.
 
-    The layer must be checkpointed, whole on this rank, and without adapters or hooks; its attention
-    must be by document, and all of its weights be trained.
+    Its attention must be by document.
     """
     documents = options.get("documents")
-    if (
-        documents is None
-        or documents.group is not None
-        or not (layer.gradient_checkpointing and layer.training)
-    ):
+    if documents is None or documents.group is not None or not layer.training:
         return False
-    if (
-        layer._forward_pre_hooks
-        or layer._forward_hooks
-        or hidden.shape[0] != 1
-        or hidden.shape[1] == 1
-    ):
+    if hidden.shape[0] != 1 or hidden.shape[1] == 1 or not fits(layer):
+        return False
+    return hidden.requires_grad or not torch.is_grad_enabled()
+
+
+def fits(layer: Layer) -> bool:
+    """Return whether a layer of a known type is whole on this rank, without adapters or hooks of
+    modules or weights, and all of its weights are trained."""
+    if any(map(_has_hooks, layer.modules())):
         return False
     modules = [layer.get_submodule(name) for group in _PRODUCTS for name in group]
     if not all(
         type(module) is nn.Linear and type(module.weight) is nn.Parameter for module in modules
     ):
         return False
-    if not all(parameter.requires_grad for parameter in layer.parameters()):
-        return False
-    return hidden.requires_grad or not torch.is_grad_enabled()
+    return all(
+        parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        for parameter in layer.parameters()
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
+
+
+def keep(layer: Layer, attention: bool, products: bool) -> None:
+    """Choose what a layer keeps of its forward pass.
+
+    attention: attention's output. products: the results of the matrix products, which a layer that
+        keeps them keeps with attention's output.
+    """
+    layer.gradient_checkpointing = not products
+    layer.keeps_attention = attention
+
+
+class BytesOfToken(NamedTuple):
+    """Bytes that a token takes in a layer: always, for its hidden states; where attention's output
+    is kept; and where the results of matrix products are kept, for these."""
+
+    hidden: int
+    attention: int
+    products: int
+
+    def larger(self, other: BytesOfToken) -> BytesOfToken:
+        return BytesOfToken(*map(max, self, other))
+
+
+def bytes_of_token(layer: Layer, dtype: torch.dtype) -> BytesOfToken:
+    """Return what a token takes in a layer whose products are of this type."""
+    modules = [layer.get_submodule(name) for group in _KEPT_PRODUCTS for name in group]
+    query = modules[0]
+    # The logarithm of the sum of each head's softmax is in float32.
+    heads = 4 * layer.self_attn.config.num_attention_heads
+    return BytesOfToken(
+        hidden=query.in_features * layer.input_layernorm.weight.itemsize,
+        attention=query.out_features * dtype.itemsize + heads,
+        products=sum(module.out_features for module in modules) * dtype.itemsize,
+    )
 
 
 def layer(module: Layer, hidden: Tensor, **options) -> Tensor:
@@ -149,19 +199,32 @@ class _Inputs:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, inputs: _Inputs) -> Tensor:
+        module = inputs.module
+        keeps_products = hidden.requires_grad and not module.gradient_checkpointing
+        keeps_attention = hidden.requires_grad and getattr(module, "keeps_attention", False)
         ctx.inputs = inputs
         ctx.save_for_backward(hidden)
+        ctx.attention = KeptAttention() if keeps_attention or keeps_products else None
+        ctx.results = []
         with torch.autocast(hidden.device.type, enabled=False):
-            run = _Run(inputs, hidden[0].detach())
+            run = _Run(inputs, hidden[0].detach(), ctx.attention)
             run.attend(False)
             run.to_gate()
             (gated,) = run.gate().values(run.both)
-            return (run.hidden + run.down(gated)).view_as(hidden)
+            out = (run.hidden + run.down(gated)).view_as(hidden)
+        if ctx.attention is not None:
+            ctx.attention.fill()
+        if keeps_products:
+            ctx.results = [run.projected, run.added, run.both]
+        return out
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (hidden,) = ctx.saved_tensors
-        run = _Run(ctx.inputs, hidden[0].detach())
+        run = _Run(ctx.inputs, hidden[0].detach(), ctx.attention, ctx.results)
+        # Whoever holds the loss holds this node, which must not hold what is used now.
+        ctx.attention = None
+        ctx.results = []
         run.attend(True)
         run.to_gate()
         return run.backward(gradient[0])[None], None
@@ -171,11 +234,21 @@ class _Run:
     """One computation of a layer, with the tensors that its backward pass needs.
 
     before: (T, H) hidden states that come in. hidden: the same with attention's output added.
+    kept_attention: what a forward pass keeps, or a backward pass has, of attention.
+    results: those of products, in order, that the forward pass has kept.
     """
 
-    def __init__(self, inputs: _Inputs, before: Tensor):
+    def __init__(
+        self,
+        inputs: _Inputs,
+        before: Tensor,
+        kept_attention: KeptAttention | None,
+        results: Sequence[Tensor] = (),
+    ):
         self.inputs = inputs
         self.before = before
+        self.kept_attention = kept_attention
+        self._results = [*results]
         self.module = inputs.module
         self.attention = inputs.module.self_attn
         self.query_key_value, self.out, self.gate_and_up, self.down = inputs.products()
@@ -186,7 +259,7 @@ class _Run:
         config = self.attention.config
         self.attention_input = self._norm(self.module.input_layernorm, self.before)[0]
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
-        projected = self.query_key_value(self.attention_input)
+        projected = self._result(self.query_key_value, self.attention_input)
         self.projected = projected.view(len(projected), -1, self.attention.head_dim)
         self.turns = (inputs.cosine, inputs.sine, *self._head_weights())
         parts = self._turned_heads().values(self.projected, *self.turns)
@@ -199,22 +272,30 @@ class _Run:
         with torch.set_grad_enabled(with_graph):
             query, key, value = self.parts
             self.attended = by_document(
-                query, key, value, inputs.documents, self.attention.scaling, window
+                query,
+                key,
+                value,
+                inputs.documents,
+                self.attention.scaling,
+                window,
+                self.kept_attention,
             )
 
     def to_gate(self) -> None:
         """Compute the layer from attention's output to the input of the gate."""
         self.flat = self.attended.detach().flatten(start_dim=1)
+        self.added = self._result(self.out, self.flat)
         self.mlp_input, self.hidden = self._norm(
-            self.module.post_attention_layernorm, self.before, self.out(self.flat)
+            self.module.post_attention_layernorm, self.before, self.added
         )
-        self.both = self.gate_and_up(self.mlp_input)
+        self.both = self._result(self.gate_and_up, self.mlp_input)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Return the gradient by the hidden states that came in, given that by those that go out.
 
         Tensors are freed as soon as they have been used.
         """
+        del self.added
         by_both = self._to_gate_backward(gradient.to(self.inputs.dtype))
         by_mlp_input = self.gate_and_up.backward(self.mlp_input, by_both)
         del self.mlp_input, by_both
@@ -240,6 +321,10 @@ class _Run:
             self.module.input_layernorm, self.before, by_input, by_before, by_before.dtype
         )
         return by_before
+
+    def _result(self, product: _Product, x: Tensor) -> Tensor:
+        """Return the product's result for x, as it was kept or made anew."""
+        return self._results.pop(0) if self._results else product(x)
 
     def _norm(self, norm: Layer, *added: Tensor) -> tuple[Tensor, ...]:
         function = rms_norm(norm.variance_epsilon, self.inputs.dtype, len(added) > 1)

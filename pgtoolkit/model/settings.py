@@ -133,10 +133,13 @@ class HuggingFaceModelSettings(ModelSettings):
         "bfloat16, or float16, with which the loss is scaled so that small gradients are not lost "
         "(arXiv 2510.26788).",
     )
-    gradient_checkpointing: bool = key(
+    gradient_checkpointing: AutoOrBool = key(
         default=False,
-        help="Whether to recompute activations in the backward pass: less memory, more time.",
+        help="Whether to compute the layers again in the backward pass: less memory, more time; "
+        "auto: on a GPU in the first step, and then as far as the memory of the GPU does not "
+        "suffice to keep attention's output and the results of matrix products.",
         machine=True,
+        learns=False,
     )
     lora_rank: int | None = key(
         default=None,

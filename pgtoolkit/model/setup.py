@@ -67,7 +67,7 @@ def build_policy(
     policy = read_once(layout, read, Policy.outline)
     # Each process does the following for itself: it sets hooks, or its own transformers, and these
     # are not sent to other ranks.
-    if getattr(settings, "gradient_checkpointing", False):
+    if settings.gradient_checkpointing is True:  # of auto decides what is known later
         policy.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )

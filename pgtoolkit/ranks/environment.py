@@ -15,6 +15,9 @@ AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_
 """The axes that work is spread over, as keys of the configuration. Neighbouring ranks are
 neighbours in the last."""
 
+JOBS_ON_GPU = "PGTK_JOBS_ON_GPU"
+"""The variable by which a launcher tells its jobs how many of them share a GPU."""
+
 
 def world_size(sizes: object) -> int:
     """Return the number of processes that share a step.

@@ -26,6 +26,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.trial import check_on_step, has_own_code
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
+from pgtoolkit.model.kept_layers import KeepsByMemory
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
@@ -79,6 +80,7 @@ class PolicyGradientModule(DynamicAccumulation):
         coefficient moves after the last step of their batch; elsewhere who makes rewards moves it.
     shape: what happens to rewards before a loss that asks for them gets them.
     sampling: how completions are sampled, for the folder of a checkpoint.
+    keeps_layers: decides on a GPU how much the layers keep of a forward pass; None: that is fixed.
     record: what a checkpoint keeps of the run's configuration.
     """
 
@@ -89,6 +91,7 @@ class PolicyGradientModule(DynamicAccumulation):
     adaptive_kl: AdaptiveKL | None = None
     shape: Shape = Shape()
     sampling: SamplingSettings | None = None
+    keeps_layers: KeepsByMemory | None = None
 
     def __init__(
         self,
@@ -146,9 +149,14 @@ class PolicyGradientModule(DynamicAccumulation):
         self._check_log_probs(step)
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
+        if self.keeps_layers is not None:
+            self.keeps_layers.begin_step()
         output = super().training_step(step, batch_index)
         if self.num_updates > updates_before:
             self._note_due_reference()
+            if self.keeps_layers is not None:
+                peak = round(1e9 * output["metrics"]["peak_memory_gb"])
+                self.keeps_layers.end_step(peak, step.micro_batches)
         if self.reference_is_due and (step.of_pass is None or step.ends_batch):
             self._move_reference()
         rowwise.tell()

@@ -62,6 +62,8 @@ def snapshot(
         state["adaptive_kl"] = module.adaptive_kl.state_dict()
     if module.loss_scale is not None:
         state["loss_scale"] = module.loss_scale.state_dict()
+    if module.keeps_layers is not None and module.keeps_layers.kept is not None:
+        state["kept_layers"] = module.keeps_layers.state_dict()
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
     if flash_attention.version() is not None:
@@ -166,6 +168,8 @@ def restore(module: PolicyGradientModule, state: dict) -> None:
         # A run that had another number type before has no scale to restore.
         if module.loss_scale is not None and "loss_scale" in state:
             module.loss_scale.load_state_dict(state["loss_scale"])
+    if module.keeps_layers is not None and "kept_layers" in state:
+        module.keeps_layers.load_state_dict(state["kept_layers"])
 
 
 @torch.no_grad()

@@ -95,7 +95,8 @@ def small_job(folder: Path, *more: str) -> Config:
     """Return the configuration of a job of SmolLM2-135M, whose chat template makes prompts of 46
     tokens."""
     (folder / "config.json").write_text(json.dumps(SMOLLM2))
-    return config_of("experiment=sums", f"model.path={folder}", *more)
+    # Layers were transformers' own when this was measured.
+    return config_of("experiment=sums", f"model.path={folder}", "model.compile=false", *more)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,35 @@ def test_the_estimate_without_gradient_checkpointing_is_within_10_percent_of_the
     tmp_path,
 ):
     more = ("accumulation.max_tokens=16384", "model.gradient_checkpointing=false")
-    config = job(tmp_path, "0.5", *LONG, *more)
+    config = job(tmp_path, "0.5", *LONG, *more, "model.compile=false")
     assert memory_use(config, H100).peak / 1e9 == pytest.approx(36.58, rel=0.1)
+
+
+def test_auto_is_estimated_as_true_where_layers_can_keep_parts_and_as_false_elsewhere(tmp_path):
+    """In 24 layers each of 65536 tokens keeps 896 numbers of attention's output, and results of
+    products: 1152 of query, key and value, 896 of attention's output, 9728 of gate and up."""
+    key = "model.gradient_checkpointing"
+    again, auto, kept = (
+        job(tmp_path, "0.5", *LONG, f"{key}={x}") for x in ("true", "auto", "false")
+    )
+    more = 24 * 65536 * 2 * (896 + 1152 + 896 + 9728)
+    assert memory_use(auto, GPU) == memory_use(again, GPU)
+    assert memory_use(kept, GPU).peak - memory_use(again, GPU).peak == more
+    lines = [*memory_lines(auto, GPU)]
+    assert lines[-1] == (
+        "layers keep up to 39.9 GB more from the second step on, as far as the GPU has them"
+    )
+    assert [*memory_lines(again, GPU)] == lines[:-1]
+    for other in (
+        "model.compile=false",
+        "model.lora_rank=16",
+        "model.dtype=float32",
+        "parallelism=fsdp",
+        "parallelism=tensor",
+    ):
+        auto, kept = (job(tmp_path, "0.5", *LONG, f"{key}={x}", other) for x in ("auto", "false"))
+        assert memory_use(auto, GPU) == memory_use(kept, GPU)
+        assert [*memory_lines(auto, GPU)] == [*memory_lines(kept, GPU)]
 
 
 def test_a_step_that_does_not_fill_its_micro_batch_takes_no_more_for_a_larger_one(tmp_path):

@@ -124,6 +124,17 @@ def test_names_are_names_of_directories_of_at_most_80_letters(overrides):
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
 
 
+def test_gradient_checkpointing_changes_no_digest_since_it_changes_nothing_that_is_learned():
+    """It was in digests, with the value that was its default."""
+    config = plain_config(compose(["model=huggingface", "model.path=a/b"]).config)
+    before = "3ce88671"
+    assert digest(config) == before
+    for value in (True, "auto"):
+        other = config | {"model": config["model"] | {"gradient_checkpointing": value}}
+        assert digest(other) == before
+        assert changed(config, other) == {}
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "on"),
     [

@@ -90,8 +90,9 @@ def random_weights_have_the_shape_of_the_saved_ones_and_follow_the_seed(tmp_path
 
 @key_test("model/huggingface.gradient_checkpointing")
 def with_gradient_checkpointing_a_layer_runs_twice_for_the_same_gradient(tmp_path: Path):
+    """On a CPU `auto` is false."""
     folder = saved_llama(tmp_path)
-    num_calls = {"false": 0, "true": 0}
+    num_calls = {"false": 0, "true": 0, "auto": 0}
     gradients = []
     for value in num_calls:
         module = module_of(
@@ -104,8 +105,9 @@ def with_gradient_checkpointing_a_layer_runs_twice_for_the_same_gradient(tmp_pat
         module.model.model.layers[0].mlp.register_forward_pre_hook(count_call)
         module.training_step(step_of(some_documents()), 0)
         gradients.append([weight.grad for weight in module.parameters()])
-    assert num_calls == {"false": 1, "true": 2}
-    torch.testing.assert_close(*gradients)
+    assert num_calls == {"false": 1, "true": 2, "auto": 1}
+    for others in gradients[1:]:
+        torch.testing.assert_close(others, gradients[0])
 
 
 @key_test("model/huggingface.fp32_lm_head")

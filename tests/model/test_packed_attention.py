@@ -2,16 +2,19 @@
 document as if it were alone."""
 
 import math
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from builders.documents import document_of
 from builders.models import HAS_COMPILER
 from builders.models import small_policy as small_model
-from builders.runs import SHORT, config_of, sampler_of
+from builders.runs import SHORT, assert_equal, config_of, sampler_of
 from model.parallel_gpu import build as build_on
 from model.spread import documents, packed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgtoolkit.assembly.build import build
 from pgtoolkit.batch import pack
@@ -19,6 +22,7 @@ from pgtoolkit.completion import Request
 from pgtoolkit.document import Document
 from pgtoolkit.model import attention, fixed_order
 from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.model.kept_attention import KeptAttention
 from pgtoolkit.model.policy import Policy
 
 QUERIES = [3, 5, 1, 0, 40]
@@ -80,6 +84,40 @@ def test_a_query_sees_the_keys_of_its_document_up_to_itself(window, key_heads):
     result = result_and_gradients(lambda *x: by_document(*x, cut, 0.3, window), inputs)
     expected = result_and_gradients(lambda *x: attention_in_loops(*x, 0.3, window), inputs)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-13)
+
+
+class Softmaxes(TorchDispatchMode):
+    """Counts the forward passes of softmax, one in each of PyTorch's attention in float64."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function.name() in ("aten::_softmax", "aten::_safe_softmax")
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("shares", "window"), [(False, None), (True, 4)])
+def test_a_second_pass_has_the_outputs_and_gradients_of_the_first_by_no_attention(shares, window):
+    """The first holds no query, key or value. `shares`: keys are copies of some positions."""
+    inputs = query_key_value(4, 4, 6)
+    cut = Documents(QUERIES, KEYS, torch.device("cpu"))
+    if shares:
+        cut = replace(cut, sources=torch.arange(sum(KEYS)) % sum(QUERIES))
+        inputs[1:] = [x[: sum(QUERIES)] for x in inputs[1:]]
+    expected = result_and_gradients(lambda *x: by_document(*x, cut, 0.3, window), inputs)
+    kept = KeptAttention()
+    copies = [x.clone() for x in inputs]
+    references = [weakref.ref(x) for x in copies]
+    with torch.no_grad(), Softmaxes() as softmaxes:
+        first = by_document(*copies, cut, 0.3, window, kept)
+    assert softmaxes.count == 4  # one of the five documents has no query
+    kept.fill()
+    del copies
+    assert [reference() for reference in references] == [None] * 3
+    with Softmaxes() as softmaxes:
+        second = result_and_gradients(lambda *x: by_document(*x, cut, 0.3, window, kept), inputs)
+    assert softmaxes.count == 0
+    assert_equal([first, *second], [expected[0], *expected])
 
 
 @pytest.mark.gpu

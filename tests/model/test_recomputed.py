@@ -2,19 +2,23 @@
 under autograd."""
 
 import copy
+import itertools
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from builders.models import HAS_COMPILER, small_policy
+from builders.models import HAS_COMPILER, VOCABULARY, small_llama, small_policy
+from builders.runs import assert_equal
 from model.test_compiled import LENGTHS, distances, packed, states_and_gradient
 from model.test_decoding import DEVICES
+from model.test_packed_attention import states_and_gradients
 from torch._dynamo.utils import counters
 from transformers.activations import ACT2FN
 
 from pgtoolkit.kernels import triton_layer
-from pgtoolkit.model import compiled, recomputed, rowwise
+from pgtoolkit.model import attention, compiled, fixed_order, recomputed, rowwise
+from pgtoolkit.model.policy import Policy
 
 pytestmark = [
     pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
@@ -62,23 +66,95 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
             assert len(calls) == 2 * num_calls
 
 
-def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
+KEPT = ((False, False), (True, False), (True, True))
+"""Whether layers keep attention's output, and the results of products."""
+
+
+def test_gradients_add_up_to_those_of_transformers_to_the_bit_whatever_is_kept():
+    """Of two micro-batches, with three documents and with two. What is kept is not made again: in
+    each of two layers attention for each document, and three products for all of them."""
     policy = small_policy("qwen3_checkpointed_by_document")
     policy.model.float()
-    recomputing = replace(policy, model=copy.deepcopy(policy.model))
-    compiled.switch_on(recomputing.model)
+    recomputing = []
+    for kept in KEPT:
+        model = copy.deepcopy(policy.model)
+        compiled.switch_on(model)
+        for layer in model.base_model.layers:
+            recomputed.keep(layer, *kept)
+        recomputing.append(replace(policy, model=model))
     for lengths in ((5, 7, 3), (2, 9)):
-        for each_policy in (policy, recomputing):
+        counts = []
+        for each_policy in (policy, *recomputing):
             hidden = each_policy.hidden_states(packed(lengths))
             weights = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape).sin()
-            (hidden * weights).sum().backward()
-    for (name, expected), parameter in zip(
-        policy.model.named_parameters(), recomputing.model.parameters(), strict=True
-    ):
+            with torch.profiler.profile() as profiler:
+                (hidden * weights).sum().backward()
+            counts.append({event.key: event.count for event in profiler.key_averages()})
+        attentions = [each.get("aten::scaled_dot_product_attention", 0) for each in counts[1:]]
+        assert attentions == [2 * len(lengths), 0, 0]
+        products = [each["aten::mm"] for each in counts[1:]]
+        assert [products[0] - each for each in products] == [0, 0, 2 * 3]
+    for name, expected in policy.model.named_parameters():
+        first, *others = (each.model.get_parameter(name).grad for each in recomputing)
         if expected.grad is not None:
-            torch.testing.assert_close(
-                parameter.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name
-            )
+            torch.testing.assert_close(first, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+            assert all(torch.equal(first, other) for other in others), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "qwen3_checkpointed_lora"])
+def test_in_bfloat16_gradients_are_the_same_bits_whatever_is_kept(kind, shares):
+    """Adapters are trained in transformers' layers, which are checkpointed or not."""
+    policy = replace(small_policy(f"{kind}_by_document"), compute_dtype=torch.bfloat16)
+    compiled.switch_on(policy.model.float())
+    results = []
+    for kept in KEPT:
+        for layer in policy.model.base_model.layers:
+            recomputed.keep(layer, *kept)
+        results.append(states_and_gradients(policy, shares))
+    assert_equal(results[1:], [results[0]] * 2)
+    assert len(results[0]) > 5
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_layers_keep_what_they_are_said_to_and_gradients_are_the_same_bits(monkeypatch):
+    """One document is so long that its heads are divided. The backward pass frees what is kept,
+    though the loss is still there."""
+    monkeypatch.setattr(fixed_order, "_on", True)
+    model = small_llama(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    )
+    attention.use_packed_attention(model)
+    compiled.switch_on(model.cuda().train())
+    policy = Policy(model, None, torch.bfloat16)
+    micro_batch = packed((4500, 300, 1)).to(model.device)
+    gradients = []
+    rooms = []
+    # The first round compiles, and makes the gradients' memory.
+    for kept in (KEPT[0], *KEPT):
+        for layer in model.model.layers:
+            recomputed.keep(layer, *kept)
+        model.zero_grad(set_to_none=False)
+        before = torch.cuda.memory_allocated()
+        loss = policy.hidden_states(micro_batch).float().square().mean()
+        rooms.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        assert torch.cuda.memory_allocated() - before < rooms[1] / 10 or len(rooms) == 1
+        gradients.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+        del loss
+    assert_equal(gradients[2:], [gradients[1]] * 2)
+    of_token = recomputed.bytes_of_token(model.model.layers[0], torch.bfloat16)
+    assert of_token == (4 * 512, 2 * 512 + 4 * 8, 2 * (512 + 2 * 128 + 512 + 2 * 1024))
+    differences = [after - before for before, after in itertools.pairwise(rooms[1:])]
+    expected = [3 * 4801 * size for size in of_token[1:]]
+    assert differences == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.slow
@@ -141,17 +217,16 @@ def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
 
 
 @pytest.mark.slow
-def test_layers_with_adapters_hooks_or_frozen_weights_or_not_checkpointed_stay_as_they_are(
-    monkeypatch,
-):
+def test_layers_with_adapters_hooks_or_frozen_weights_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(recomputed, "layer", None)
     adapters = small_policy("qwen2_checkpointed_lora_by_document")
-    frozen = small_policy("qwen2_checkpointed_by_document")
-    hooked = small_policy("qwen2_checkpointed_by_document")
+    frozen, hooked, watched = (small_policy("qwen2_by_document") for _ in range(3))
     frozen.model.base_model.layers.requires_grad_(False)
     for layer in hooked.model.base_model.layers:
-        layer.register_forward_pre_hook(lambda *_: None)
-    for policy in (adapters, frozen, hooked, small_policy("qwen2_by_document")):
+        layer.mlp.register_forward_pre_hook(lambda *_: None)
+    for layer in watched.model.base_model.layers:
+        layer.mlp.up_proj.weight.register_hook(lambda _: None)
+    for policy in (adapters, frozen, hooked, watched):
         policy.model.float()
         compiled.switch_on(policy.model)
         states_and_gradient(policy, (5, 7))
