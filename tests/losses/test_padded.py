@@ -2,13 +2,11 @@
 do not fit together."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from builders.losses import make_case, relative_error
-from torch import Tensor, nn
+from torch import Tensor
 
 from pgtoolkit import StepTotals, from_padded, linear_policy_loss, log_prob_loss, policy_loss
 from pgtoolkit.kernels.losses import PolicyLoss
@@ -90,34 +88,6 @@ LOGITS = padded(CASE.logits, 0.0)
 def test_arrays_that_do_not_fit_together_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         from_padded(**padded_vectors(**changed))
-
-
-def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_one():
-    """Execute the code block of docs/losses.md."""
-    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
-    section = page.partition("## Pieces and ranks")[2]
-    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
-    torch.manual_seed(0)
-    model = nn.Embedding(13, 13).double()
-    tokens = torch.randint(0, 13, (NUM_DOCUMENTS, LONGEST))
-    step = padded_vectors()
-    step["labels"] = torch.where(step.pop("mask") > 0, step["labels"], -1)
-    micro_batches = [
-        {"tokens": tokens[rows]} | {name: vector[rows] for name, vector in step.items()}
-        for rows in (slice(0, 2), slice(2, 6))
-    ]
-    names = {
-        "torch": torch,
-        "micro_batches": micro_batches,
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
-    }
-    exec(compile(code, "docs/losses.md", "exec"), names)
-    gradient = model.weight.grad
-    model.weight.grad = None
-    arguments = from_padded(logits=model(tokens), **step)
-    policy_loss(**arguments, loss="grpo", aggregation="token_mean").loss.backward()
-    assert relative_error(gradient, model.weight.grad) < 1e-13
 
 
 @pytest.mark.parametrize("function", ["policy_loss", "linear_policy_loss", "log_prob_loss"])
