@@ -1,7 +1,7 @@
-"""The trainer of docs/data.md records what TRL trains on, with TRL's log-probs."""
+"""The trainer of examples/recorders records what TRL trains on, with TRL's log-probs."""
 
 import json
-import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,8 @@ from pgtoolkit.cli import main
 
 
 def test_the_tokens_that_trl_trains_on_are_recorded_with_their_log_probs(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
-    names = {"GRPOTrainer": trl_runs.GRPOTrainer, "json": json}
-    exec(re.search(r"```python\n(class Recorded.*?)```", page, re.DOTALL)[1], names)
-    monkeypatch.setattr(trl_runs, "GRPOTrainer", names["Recorded"])
+    recorder = runpy.run_path(str(Path(__file__).parents[2] / "examples/recorders/of_trl.py"))
+    monkeypatch.setattr(trl_runs, "GRPOTrainer", recorder["Recorded"])
     monkeypatch.chdir(tmp_path)
     small_llama().save_pretrained(tmp_path / "model")
     changes = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.0}

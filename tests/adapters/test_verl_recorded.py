@@ -1,8 +1,7 @@
-"""The function of docs/data.md records a batch of verl's layout, padded on both sides, as rows with
-their log-probs."""
+"""The function of examples/recorders records a batch of verl's layout, padded on both sides, as
+rows with their log-probs."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +14,10 @@ PAD = 0
 
 def test_rows_of_a_batch_of_verl_have_the_models_log_probs(tmp_path):
     """Padding is on both sides of a response."""
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    code = (Path(__file__).parents[2] / "examples/recorders/of_verl.py").read_text()
     trainer = type("RayPPOTrainer", (), {})
     names = {"json": json, "torch": torch, "RayPPOTrainer": trainer}
-    exec(re.search(r"```python\n(def record.*?)```", page, re.DOTALL)[1], names)
+    exec(code[code.index("def record") :], names)  # without verl's import
 
     model = small_llama()
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [4, 5]]

@@ -6,7 +6,7 @@ Losses, gradients and weights are compared with the loops of the specification i
 import copy
 import dataclasses
 import math
-import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -86,18 +86,11 @@ def plain_training(net: nn.Module) -> list[tuple[float, float]]:
     return losses_and_norms
 
 
-def documented_code() -> str:
-    """Return the code of a module in docs/losses.md."""
-    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
-    section = text.partition("## In a Lightning module of your own")[2]
-    return re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("max_tokens", "counts"), [(1000, [1, 1]), (24, [2, 2]), (14, [3, 4]), (12, [4, 4])]
 )
-def test_the_documented_module_trains_the_same_however_its_steps_are_cut(
+def test_the_module_of_the_examples_trains_the_same_however_its_steps_are_cut(
     tmp_path, monkeypatch, max_tokens, counts
 ):
     """Loss, gradient norm and weights after two steps, by Lightning's trainer."""
@@ -110,25 +103,20 @@ def test_the_documented_module_trains_the_same_however_its_steps_are_cut(
     )
     expected_model = model()
     expected = plain_training(expected_model)
-    names = {
-        "documents": documents(),
-        "model": model(),
-        "docs_per_step": DOCS_PER_STEP,
-        "max_tokens": max_tokens,
-    }
-    exec(compile(documented_code(), "docs/losses.md", "exec"), names)
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/lightning_module.py"))
+    module, trainer = example["train"](model(), documents(), DOCS_PER_STEP, max_tokens)
     assert [row["num_micro_batches"] for row in rows] == counts
     assert [row["loss"] for row in rows] == pytest.approx([loss for loss, _ in expected], rel=1e-12)
     assert [row["grad_norm"] for row in rows] == pytest.approx(
         [norm for _, norm in expected], rel=1e-9
     )
     assert [row["documents_seen"] for row in rows] == [6, 12]
-    for name, weight in names["model"].named_parameters():
+    for name, weight in module.model.named_parameters():
         torch.testing.assert_close(
             weight, expected_model.get_parameter(name), rtol=1e-10, atol=1e-12
         )
     assert min(abs(loss) for loss, _ in expected) > 1e-3
-    assert names["trainer"].global_step == names["module"].num_updates == 2
+    assert trainer.global_step == module.num_updates == 2
 
 
 class SmallModule(DynamicAccumulation):

@@ -1,0 +1,50 @@
+"""A Lightning module of your own, driven through steps of a number of documents.
+
+`micro_batch_loss` says what the loss of one micro-batch is, given the totals of its step, and
+`configure_optimizers` which optimizer it has.
+"""
+
+import lightning
+import torch
+
+import pgtoolkit
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training.accumulation import DynamicAccumulation
+
+
+class MyModule(DynamicAccumulation):
+    def __init__(self, model):
+        super().__init__(max_grad_norm=1.0)
+        self.model = model  # token ids (T,) to logits (T, V)
+
+    def micro_batch_loss(self, micro_batch, totals):
+        vectors = (
+            micro_batch.labels,
+            micro_batch.old_log_probs,
+            micro_batch.advantages,
+            micro_batch.document_index,
+        )
+        sizes = {
+            "num_documents": micro_batch.num_documents,
+            "group_index": micro_batch.group_index,
+            "totals": totals,
+        }
+        # None where each document is one by itself
+        sizes["trajectory_index"] = micro_batch.trajectory_index
+        return pgtoolkit.policy_loss(
+            self.model(micro_batch.tokens), *vectors, loss="grpo", metrics="basic", **sizes
+        )
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(model, documents, docs_per_step, max_tokens):
+    """Train on a list of pgtoolkit.document.Document once; return the module and the trainer."""
+    module = MyModule(model)
+    steps = torch.utils.data.DataLoader(
+        documents, batch_size=docs_per_step, collate_fn=lambda batch: make_step(batch, max_tokens)
+    )
+    trainer = lightning.Trainer(max_epochs=1)
+    trainer.fit(module, steps)
+    return module, trainer
