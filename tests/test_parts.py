@@ -1,12 +1,11 @@
-"""The programs of docs/architecture.md make parts of a run by their settings alone."""
+"""examples/parts.py makes parts of a run by their settings alone."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PROGRAM = Path(__file__).parents[1] / "examples" / "parts.py"
 SEEN = """
 import json, sys
 print(json.dumps({
@@ -20,16 +19,9 @@ print(json.dumps({
 """
 
 
-def test_the_programs_of_the_page_make_two_steps_without_the_configuration():
-    text = PAGE.read_text()
-    part = text[text.index("<!-- parts -->") : text.index("<!-- end of parts -->")]
-    programs = re.findall(r"^```python\n(.*?)^```$", part, flags=re.DOTALL | re.MULTILINE)
-    assert len(programs) == 4
-    for program in programs:
-        statements = re.sub(r"^from [^(]*?(\([^)]*\))?$", "", program, flags=re.MULTILINE)
-        assert len(statements.split("\n\n")[-1].strip().splitlines()) <= 10
+def test_the_program_makes_two_steps_without_the_configuration():
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join([*programs, SEEN])], capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM.read_text() + SEEN], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[-1])
