@@ -198,7 +198,8 @@ def test_check_prints_the_plan(capsys):
         "prompt 7 + completion 9 = 16 tokens",
         "step: 64 documents, in 2 micro-batches of at most 512 tokens; 4 steps per batch",
         "300 steps, 19200 documents",
-        "512 tokens x 12 entries of the vocabulary x 4 bytes = 0.0234 MiB",
+        "512 tokens x 12 entries of the vocabulary x 4 bytes = 0.0234 MiB per micro-batch, made "
+        "one after the other in parts that fit into the device's memory\n",
         "Changed from the defaults\n  experiment = dapo\n  seed = 3 (default 0)\n\n",
         "Follows from that\n  loss.name = grpo (default gspo)\n",
         "  loss.epsilon_high = 0.28 (default 0.0004)\n",

@@ -360,8 +360,8 @@ def logits_memory(config: Config) -> str:
     if config.kernel.implementation not in ("auto", "fused_linear"):
         return line
     limit = config.kernel.logits_memory_mb
-    at_once = f"{limit} MiB" if limit else "what the device has room for"
-    return f"{line}, of which at most {at_once} exist at once"
+    size_of_parts = f"of at most {limit} MiB" if limit else "that fit into the device's memory"
+    return f"{line}, made one after the other in parts {size_of_parts}"
 
 
 def differences(
