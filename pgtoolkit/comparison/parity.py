@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,17 +30,19 @@ from pgtoolkit.comparison.tokens import (
 )
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import with_values
+from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.overrides import overrides_to_read
 from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.their_values import FORMULA
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import read
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import is_run
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import JsonObject
-from pgtoolkit.system.report import key_of, plural, say, shell_path
+from pgtoolkit.system.report import key_of, plural, say, shell_path, text
 
 _OF_A_STEP = (*OF_THE_LOSS, "advantage")
 """Groups of which overrides beside recorded rollouts make a second configuration."""
@@ -270,7 +272,11 @@ def side_of(path: Path) -> Side:
     convention = {"TRL": trl_convention, "verl": verl_convention}[trainer](values)
     assumed = [*theirs.assumed, values.note]
     translation = Translation(theirs)
-    keys = {key: row.name for key, (_, row) in translation.typed.items() if row is not None}
+    keys = {
+        key: _taken_from(key, text(value), row, values)
+        for key, (value, row) in translation.typed.items()
+        if row is not None
+    }
     translation.check()
     typed = translation.overrides
     as_ours: Config | None = compose(typed).config
@@ -279,6 +285,19 @@ def side_of(path: Path) -> Side:
     notes = [f"{name}: {line}" for line in translation.differing if line.startswith(_NOTED)]
     notes += [f"{name}: {line}" for line in assumed if line]
     return TheirSide(convention, name, shell_path(path), typed, as_ours, keys, values, notes)
+
+
+def _taken_from(key: str, value: str, row: Theirs, theirs: Mapping[str, object]) -> str:
+    """Return the key of theirs whose value a key of ours takes: one that the row of another key
+    names, as that of TRL's loss_type takes max_completion_length; else the row's own."""
+    for _, here in row.cases:
+        for typed in [here] if isinstance(here, str) else here.values():
+            for ours, written in OVERRIDE.findall(typed):
+                formula = FORMULA.fullmatch(written)
+                name = formula[1] if formula and ours == key else ""
+                if name in theirs and text(theirs[name]) == value:
+                    return name
+    return row.name
 
 
 def render(parity: Parity) -> str:

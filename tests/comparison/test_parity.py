@@ -279,6 +279,14 @@ def test_what_an_interpolation_of_verl_stands_for_is_read(tmp_path):
     assert side_of_text(tmp_path, "verl.yaml", content).convention.high == 0.3
 
 
+def test_a_key_of_theirs_is_named_whose_value_ours_takes(tmp_path):
+    """Where another one of theirs says that ours is typed at all, as TRL's loss_type does."""
+    flags = "loss_type: dr_grpo\nmax_completion_length: 16\nscale_rewards: none\n"
+    keys = side_of_text(tmp_path, "trl.yaml", flags).keys
+    assert keys["aggregation.divisor"] == "max_completion_length"
+    assert (keys["aggregation"], keys["advantage"]) == ("loss_type", "scale_rewards")
+
+
 def test_numbers_that_the_step_lacks_are_refused(tmp_path):
     side = theirs(tmp_path, "TRL", beta=0.1)
     step = replace(recorded(), ref=None)
