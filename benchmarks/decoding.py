@@ -1,7 +1,7 @@
 """Measure a token while completions are sampled: its kernels one by one, and all of it.
 
     python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile]
-        [--kernels] [--shared 112] [--shape 1.5b]
+        [--shared 112] [--shape 1.5b]
 
 Prints microseconds, medians of replays of a CUDA graph, for a model of Qwen2.5's shape with random
 weights in bfloat16, and for the attention of a small model in float32. `limit` is what it takes to
@@ -55,9 +55,6 @@ def main() -> None:
         "--compile", action="store_true", help="then the tokens once more by model.compile=true"
     )
     parser.add_argument(
-        "--kernels", action="store_true", help="and once more by the kernels of triton_token"
-    )
-    parser.add_argument(
         "--shared",
         type=int,
         help="tokens of the prompt that 8 rows share (all but the last ones); the others are each "
@@ -78,27 +75,17 @@ def main() -> None:
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     cases = list(itertools.product(arguments.rows, arguments.places))
     shared = arguments.shared
-    tables = {"": {case: _token(model, None, *case, "", shared) for case in cases}}
-    if arguments.compile or arguments.kernels:
+    suffix = ""
+    kernels_of = {case: _token(model, None, *case, suffix, shared) for case in cases}
+    if arguments.compile:
+        suffix = ", compiled"
         switch_on(model)
         model = _merged(model)
-    if arguments.compile:
-        tables[", compiled"] = {
-            case: _token(model, MergedBody(model), *case, ", compiled", shared) for case in cases
-        }
-    if arguments.kernels:
-        body_by_kernels = MergedBody(model, by_kernels=True)
-        tables[", by kernels"] = {
-            case: _token(model, body_by_kernels, *case, ", by kernels", shared) for case in cases
-        }
-        body_by_kernels.folds = True
-        tables[", folded"] = {
-            case: _token(model, body_by_kernels, *case, ", folded", shared) for case in cases
-        }
+        merged_body = MergedBody(model)
+        kernels_of = {case: _token(model, merged_body, *case, suffix, shared) for case in cases}
     most_rows = arguments.rows[-1]
-    # The uncompiled model's table is of interest where there is no other.
-    for suffix, places in itertools.product([*tables][1:] or tables, arguments.places):
-        kernels = tables[suffix][most_rows, places]
+    for places in arguments.places:
+        kernels = kernels_of[most_rows, places]
         print(
             f"\nkernels of a token{suffix}, {most_rows} rows, {places} places: us, how many, and "
             "which"

@@ -14,8 +14,6 @@ from pgtoolkit.kernels.triton_two_pass import LOWEST
 _BLOCK_BYTES = 8192
 """Bytes of the keys that a program multiplies at once."""
 _WARPS = 4
-_STAGES = 3
-"""Blocks of keys and values that a program has asked for before it uses the first."""
 _FEWEST_QUERIES = 5
 """From this size of a group on, tl.dot is faster in float32, though it multiplies 16 queries."""
 _PROGRAMS = 512
@@ -53,7 +51,6 @@ def attention_kernel(
     PARTS: tl.constexpr,
     DOT: tl.constexpr,
     NUMBER: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Attend with a program for each row, key-value head and part of the places that a query sees.
 
@@ -83,14 +80,9 @@ def attention_kernel(
     query += row * query_stride + head * GROUP * WIDTH
     q = tl.load(query + inside, mask=of_group, other=0.0)
     key += row * key_stride + head * WIDTH
-    value += row * value_stride + head * WIDTH
-    # Asked for here, where they are on their way at the same time as the query.
-    new_key = tl.load(key + columns, mask=wide, other=0.0)
-    new_value = tl.load(value + columns, mask=wide, other=0.0)
     # A turn mixes each column with this one, of the other half of the head.
     opposite = tl.where(columns < WIDTH // 2, columns + WIDTH // 2, columns - WIDTH // 2)
     if cosines is not None:
-        other_half = tl.load(key + opposite, mask=wide, other=0.0)
         cosine = tl.load(cosines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.load(sines + position * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.where(columns < WIDTH // 2, -sine, sine)
@@ -109,10 +101,11 @@ def attention_kernel(
     sums = tl.zeros([QUERIES], NUMBER)
     weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
     if part == 0:
-        k = new_key
+        k = tl.load(key + columns, mask=wide, other=0.0)
         if cosines is not None:
+            other_half = tl.load(key + opposite, mask=wide, other=0.0)
             k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
-        v = new_value
+        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
         tl.store(keys + position * WIDTH + columns, k, mask=wide)
         tl.store(values + position * WIDTH + columns, v, mask=wide)
         highest = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
@@ -123,7 +116,7 @@ def attention_kernel(
     share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
     begin = first + part * share
     end = tl.minimum(begin + share, position)
-    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK, num_stages=3):
         at = start + places
         seen = at < end
         block = at[:, None] * WIDTH + columns[None, :]
@@ -253,7 +246,6 @@ def attend(
         BLOCK=min(128, max(16, _BLOCK_BYTES // (columns * query.element_size()))),
         DOT=dot,
         NUMBER=tl.float64 if number == torch.float64 else tl.float32,
-        STAGES=_STAGES,
         num_warps=_WARPS,
         **shape,
     )

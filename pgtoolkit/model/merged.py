@@ -94,12 +94,7 @@ class MergedBody:
     attention reads them.
     """
 
-    folds = False
-    """Whether the kernels make the norm of attention's sum by the products around it."""
-
-    def __init__(self, model: PreTrainedModel, by_kernels: bool = False):
-        """by_kernels: whether a token's products are those of `triton_token`, where it serves."""
-        self._by_kernels = by_kernels
+    def __init__(self, model: PreTrainedModel):
         self._body: Layer = model.base_model
         self._parts = architecture_of(model)
         self._layers = []
@@ -126,24 +121,18 @@ class MergedBody:
         if cache.turns is None:
             cache.turns = self._turns(hidden, cache.room)
         hidden = hidden.flatten(end_dim=1)
-        # The kernels leave sums to the norm behind them, which must be that of the whole.
-        by_kernels = self._by_kernels and cache.reading is None and not self._parts.output_norms
         added = ()
         norm_of_mlp = self._parts.norms[1]
         for layer, query_key_value, gate_and_up in self._layers:
             attention_input, hidden = _sum_and_norm(layer.input_layernorm, hidden, *added)
             projected = functional.linear(attention_input, *query_key_value)
             attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), cache)
-            if by_kernels and self.folds:
-                gated, hidden = _gated_sum(layer, hidden, attended, *gate_and_up)
-            else:
-                out = _product(by_kernels, layer.self_attn.o_proj, attended)
-                out = self._with_output_norm(layer, 0, out)
-                mlp_input, hidden = _sum_and_norm(getattr(layer, norm_of_mlp), hidden, out)
-                activation = activation_of(layer.mlp.config)
-                gated = _gated(by_kernels, activation, mlp_input, *gate_and_up)
-            out = _product(by_kernels, layer.mlp.down_proj, gated)
-            added = (self._with_output_norm(layer, 1, out),)
+            attended = self._with_output_norm(layer, 0, attended)
+            mlp_input, hidden = _sum_and_norm(getattr(layer, norm_of_mlp), hidden, attended)
+            gated = compiled.gated(
+                activation_of(layer.mlp.config), functional.linear(mlp_input, *gate_and_up)
+            )
+            added = (self._with_output_norm(layer, 1, layer.mlp.down_proj(gated)),)
         norm = self._body.get_submodule(self._parts.final_norm)
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
 
@@ -164,58 +153,15 @@ class MergedBody:
         return [(turns[kind][0][0], turns[kind][1][0]) for kind in kinds]
 
 
-def _product(by_kernels: bool, module: Layer, x: Tensor) -> Tensor:
-    """Return the (n, N) output of a linear module; by_kernels: its (parts, n, N), still to be
-    added up."""
-    if not by_kernels or module.bias is not None:
-        return module(x)
-    from pgtoolkit.kernels.triton_token import product_in_parts
-
-    return product_in_parts(x, module.weight)
-
-
-def _gated(
-    by_kernels: bool, activation: str, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Return (n, F), by the weights of gate and up side by side, (2 F, H)."""
-    if not by_kernels or bias is not None or activation != "silu":
-        return compiled.gated(activation, functional.linear(x, weight, bias))
-    from pgtoolkit.kernels.triton_token import gated_product
-
-    return gated_product(x, weight)
-
-
-def _gated_sum(
-    layer: Layer, hidden: Tensor, attended: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the gated numbers (n, F) of the hidden states with attention's output added, and that
-    sum; the layer has neither biases of these products nor another gate than silu."""
-    from pgtoolkit.kernels.triton_token import gated_product, product_before_norm
-
-    assert bias is None
-    norm = layer.post_attention_layernorm
-    total, weighted, squares = product_before_norm(
-        attended, layer.self_attn.o_proj.weight, hidden, norm.weight
-    )
-    return gated_product(weighted, weight, squares, norm.variance_epsilon), total
-
-
 def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of the sum, and the sum; (n, H) each.
-
-    added: (n, H) each, or the parts of one, (parts, n, H).
-    """
-    if added and added[0].dim() == 3:
-        from pgtoolkit.kernels.triton_token import sum_and_norm
-
-        return sum_and_norm(hidden, added[0], norm.weight, norm.variance_epsilon)
+    """Return the norm of the sum, and the sum; (n, H) each."""
     dtype = type_of_products(hidden, norm.weight)
     results = compiled.normalized(norm, dtype, hidden, *added)
     return results[0], results[1] if added else hidden
 
 
 def _attended(module: Layer, projected: Tensor, cache: Cache) -> Tensor:
-    """Return (B S, heads width), what the last product of an attention module takes.
+    """Return the (B S, H) output of an attention module.
 
     projected: (B, S, (heads + 2 key-value heads) width), query, key and value side by side.
     """
@@ -236,4 +182,4 @@ def _attended(module: Layer, projected: Tensor, cache: Cache) -> Tensor:
         "sliding_window": window,
     }
     out, _ = attention(module, query, key, value, None, **options)
-    return out.flatten(end_dim=1).flatten(start_dim=1)
+    return module.o_proj(out.flatten(end_dim=1).flatten(start_dim=1))

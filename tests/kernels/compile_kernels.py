@@ -20,7 +20,6 @@ from pgtoolkit.kernels import (
     triton_layer,
     triton_one_pass,
     triton_passes,
-    triton_token,
     triton_two_pass,
 )
 from pgtoolkit.losses.families import FAMILIES, Dppo, Grpo
@@ -181,7 +180,6 @@ def attention(dtype: str, group: int, parts: int, rotates: bool) -> bytes:
         "PARTS": parts,
         "DOT": uses_tensor_cores,
         "NUMBER": float32,
-        "STAGES": triton_attention._STAGES,
     }
     if parts == 1:
         constants["log_sums"] = None
@@ -255,46 +253,6 @@ def norm(width: int, dtype: str) -> bytes:
     )
 
 
-def gated_product(norms: bool) -> bytes:
-    """Compile the product of a token's gate; norms: whether its rows are still to be normed."""
-    constants = {"SQUARES": 32} if norms else {"SQUARES": 1, "squares": None}
-    return _of_token(triton_token.gated_kernel, triton_token._GATED, constants)
-
-
-def product_before_norm() -> bytes:
-    """Compile the product whose sum a norm follows."""
-    return _of_token(triton_token.before_norm_kernel, triton_token._BEFORE_NORM)
-
-
-def product_in_parts(is_long: bool) -> bytes:
-    """Compile the product whose sums have parts, or the one whose sums are too short for that."""
-    tile = triton_token._LONG if is_long else triton_token._SHORT
-    return _of_token(triton_token.parts_kernel, tile)
-
-
-def _of_token(
-    kernel: triton.JITFunction, tile: triton_token.Tile, more: dict | None = None
-) -> bytes:
-    """more: further constants."""
-    constants = (more or {}) | {
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "DEPTH": tile.depth,
-        "STAGES": tile.stages,
-    }
-    types = {
-        "x": f"tensordesc<bf16[{tile.rows},{tile.depth}]>",
-        "weight": f"tensordesc<bf16[{tile.columns},{tile.depth}]>",
-        **dict.fromkeys(("out", "hidden", "factor", "total", "weighted"), "*bf16"),
-        **dict.fromkeys(("num_rows", "num_columns", "width", "share", "num_squares"), "i32"),
-        "epsilon": "fp32",
-    }
-    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
-    return compiled(
-        kernel, constants, types, divisible=("num_columns", "width"), num_warps=tile.warps
-    )
-
-
 KERNELS = {
     function.__name__: function
     for function in (
@@ -308,9 +266,6 @@ KERNELS = {
         divergence,
         backward,
         norm,
-        gated_product,
-        product_before_norm,
-        product_in_parts,
     )
 }
 

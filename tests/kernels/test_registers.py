@@ -135,11 +135,3 @@ def test_the_kernels_for_attention_spill_no_register(usage_of):
 def test_the_derivative_of_a_norm_spills_no_register(usage_of, width):
     usage = usage_of("norm", width=width, dtype="bf16")
     assert " STACK:0 " in usage, usage
-
-
-@pytest.mark.slow
-def test_the_products_of_a_token_spill_no_register(usage_of):
-    assert " STACK:0 " in usage_of("product_before_norm")
-    for choice in (True, False):
-        assert " STACK:0 " in usage_of("gated_product", norms=choice)
-        assert " STACK:0 " in usage_of("product_in_parts", is_long=choice)

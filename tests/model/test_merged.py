@@ -3,7 +3,6 @@ side by side, and its completions are those of the model itself."""
 
 import copy
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from builders.losses import DEVICE
 from builders.models import HAS_COMPILER, small_policy
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected, likeliest
 
-from pgtoolkit.kernels import triton_attention, triton_token
-from pgtoolkit.kernels.triton_token import product_in_parts
+from pgtoolkit.kernels import triton_attention
 from pgtoolkit.model import compiled, decoding, merged
 from pgtoolkit.model.policy import Policy
 
@@ -119,38 +117,3 @@ def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorc
     assert turned == [True] * (3 * 2)
     assert torch.equal(tokens, kernels_tokens)
     torch.testing.assert_close(log_probs, kernels_log_probs, rtol=0, atol=2e-6)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("folds", [False, True])
-def test_a_token_by_the_kernels_has_the_log_probs_of_one_by_pytorch(monkeypatch, folds):
-    """Without a GPU the kernels run under Triton's interpreter, in float32."""
-    _, sampled = policy_and_merged_copy("qwen3", DEVICE)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    sampled.model.to(dtype)
-    merged.make_room(sampled.model, dtype)  # side by side again
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in sampled.model.parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(values / parameter.shape[-1] ** 0.5)
-    tokens, log_probs = decoded(sampled, 4)
-    calls = []
-
-    def counted(x, weight):
-        calls.append(len(x))
-        return product_in_parts(x, weight)
-
-    monkeypatch.setattr(triton_token, "product_in_parts", counted)
-    monkeypatch.setattr(merged.MergedBody, "folds", folds)
-    monkeypatch.setattr(merged, "MergedBody", partial(merged.MergedBody, by_kernels=True))
-    kernels_tokens, kernels_log_probs = decoded(sampled, 4)
-    products = 3 * sampled.model.config.num_hidden_layers * (1 if folds else 2)
-    assert calls == [len(PROMPTS)] * products
-    if dtype == torch.float32:
-        assert torch.equal(tokens, kernels_tokens)
-        torch.testing.assert_close(log_probs, kernels_log_probs, rtol=0, atol=2e-6)
-    same = tokens == kernels_tokens
-    assert same.double().mean() > 0.8
-    torch.testing.assert_close(log_probs[same], kernels_log_probs[same], rtol=0, atol=0.05)
