@@ -125,7 +125,7 @@ def test_the_exact_match_of_loss_by_aggregation_is_that_of_its_runs(table, machi
         cells = [f"{statistics.fmean(x):.2f} ± {statistics.stdev(x):.2f}" for x in finals]
         assert (
             f"| `{family}`, {machine} | {' | '.join(cells)} |"
-            in (ROOT / "docs/experiments.md").read_text()
+            in (ROOT / "sweeps/README.md").read_text()
         )
 
 
