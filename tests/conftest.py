@@ -12,9 +12,11 @@ import hypothesis
 import pytest
 import torch
 from builders.forked import forked_children
+from builders.processes import start_server
 from builders.quickened import (
     PICTURES,
     quicken_compositions,
+    quicken_git,
     quicken_hydra,
     quicken_interpreter,
     quicken_processes,
@@ -27,6 +29,7 @@ from pgtoolkit.system.terminal import forget_streams
 pytest_plugins = ["cpu_seconds"]
 
 quicken_processes()
+quicken_git()
 quicken_hydra()
 quicken_compositions()
 if not torch.cuda.is_available():
@@ -92,6 +95,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    start_server()  # with all imports of the tests, and no thread of one
 
 
 @pytest.fixture(scope="session")

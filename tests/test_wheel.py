@@ -106,6 +106,7 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
         "--quiet",
         "--no-index",
         "--no-deps",
+        "--no-compile",  # few of its modules are imported here
     ]
     succeed(*pip, "--target", target, file)
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,6 +41,7 @@ def joined_singles(condition: str) -> Iterator[tuple[str, str]]:
     yield from zip(words[::2], words[1::2], strict=True)
 
 
+@functools.cache
 def parts(condition: str) -> tuple[str, str, str]:
     """Return (key, operator, value) of a condition that names one key."""
     match = re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition)

@@ -82,8 +82,9 @@ def _name_of(command: Sequence[str]) -> str | None:
 
 
 def _only_waits(thread: threading.Thread) -> bool:
-    """Return whether a thread holds no lock: this one, or one that waits for another process."""
-    waiting = ("launcher", "(_listen)")
+    """Return whether a thread holds no lock: this one, one that waits for another process, or one
+    of a test that waits for a file and then interrupts."""
+    waiting = ("launcher", "(_listen)", "(interrupt)")
     return thread is threading.main_thread() or thread.name.endswith(waiting)
 
 
@@ -112,17 +113,19 @@ def become(
     environment: dict[str, str] | None,
     name: str,
     program: Callable[[], object],
+    kept: Sequence[int] = (),
 ) -> NoReturn:
     """Make this fork look like a process that was started, run its program, and end.
 
     streams: descriptors for standard input, output and error; -1 for those of this process.
     cwd, environment: None for those of this process.
+    kept: descriptors of other files that stay open.
     """
     status = 1
     try:
         atexit._clear()
         _restore_signals()
-        _replace_files(streams)
+        _replace_files(streams, kept)
         if environment is not None:
             os.environ.clear()
             os.environ |= environment
@@ -189,8 +192,8 @@ def _restore_signals() -> None:
     faulthandler.disable()
 
 
-def _replace_files(streams: Sequence[int]) -> None:
-    """Give this process its standard streams, and close all other files.
+def _replace_files(streams: Sequence[int], kept: Sequence[int]) -> None:
+    """Give this process its standard streams, and close all other files but those that are kept.
 
     The numbers of the others stay in use, since objects that are left would close them later.
     """
@@ -199,7 +202,7 @@ def _replace_files(streams: Sequence[int]) -> None:
             os.dup2(descriptor, number)
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor != nothing:
+        if descriptor > 2 and descriptor not in (nothing, *kept):
             with contextlib.suppress(OSError):  # the one that listed them
                 os.dup2(nothing, descriptor, inheritable=False)
     sys.stdin = os.fdopen(0, closefd=False)

@@ -1,5 +1,5 @@
-"""Real processes for the tests that need no seconds for imports: forked from a server that has
-loaded torch. They are ranks, `pgtk`, or another program.
+"""Real processes for the tests that need no seconds for imports: forked from a server, which was
+forked from this process before its first test. They are ranks, `pgtk`, or another program.
 
 `world(2).run(function, *arguments)` calls the function in two workers at the same time, with
 torch.distributed initialised, and returns the list of their results. The workers are started once
@@ -11,6 +11,7 @@ per session. The function must be importable: at the top level of a module.
 from __future__ import annotations
 
 import functools
+import logging
 import multiprocessing
 import os
 import pickle
@@ -22,21 +23,20 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from builders.forked import are_children_forked, become, forked_children
+from builders.forked import are_children_forked, become, forked_children, run_python
 
 if TYPE_CHECKING:
     from pgtoolkit.ranks.layout import Layout
 
 START_SECONDS = 60
 RUN_SECONDS = 60
-PRELOADED = ["builders.forked_from"]
 
 
 def free_port() -> int:
@@ -45,21 +45,52 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def fork_server() -> ForkServerContext:
-    """Return the context whose processes are forked from a server that has loaded torch.
+class _Server:
+    """Forks processes for the tests. It is a fork of this process, and waits until the first test
+    that needs it.
 
-    This process cannot be forked itself: it may have threads.
+    Later this process cannot be forked any more: it may have threads, and what a test has changed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    environment = dict(os.environ)
-    # Else the server would not find tests/, and would leave out what it does not find.
-    folders = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    os.environ["PYTHONPATH"] = folders
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(environment)
-    return context
+
+    def __init__(self) -> None:
+        forkserver.set_forkserver_preload(["builders.forked_from"])
+        self._gate, self._opens = os.pipe()
+        resource_tracker.ensure_running()  # a process of its own
+        spawn = util.spawnv_passfds
+        util.spawnv_passfds = self._fork
+        try:
+            forkserver.ensure_running()
+        finally:
+            util.spawnv_passfds = spawn
+            os.close(self._gate)
+
+    def open(self) -> None:
+        if self._opens is not None:
+            os.write(self._opens, b".")
+            self._opens = None
+
+    def _fork(self, _: str, command: list[str], kept: list[int]) -> int:
+        """Fork the server of a command, whose files are kept, in the place of starting it."""
+        pid = os.fork()
+        if pid == 0:
+            forkserver._forkserver.__init__()  # whose lock is held
+            become([-1] * 3, None, None, "server", lambda: self._run(command), [*kept, self._gate])
+        return pid
+
+    def _run(self, command: list[str]) -> None:
+        logging.root.handlers.clear()  # pytest's
+        if os.read(self._gate, 1):  # else the tests have ended
+            run_python([command[0], *command[-2:]])  # without options of the interpreter
+
+
+start_server = functools.cache(_Server)
+"""Fork the server, once."""
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forked from the server."""
+    start_server().open()
+    return multiprocessing.get_context("forkserver")
 
 
 class World:

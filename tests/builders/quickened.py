@@ -1,6 +1,6 @@
 """What the tests do only once in a process: work of libraries that has the same result each time.
 
-tests/conftest.py calls these functions, and so does the server that forks processes for tests.
+tests/conftest.py calls these functions.
 """
 
 import copy
@@ -8,10 +8,12 @@ import functools
 import gc
 import inspect
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import tqdm
 
+from pgtoolkit.runs import provenance
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.tracking import curves
 
@@ -46,16 +48,31 @@ def quicken_interpreter():
     interpreter._patch_builtin = patch_builtin
 
 
+def quicken_git():
+    """Ask git only once about the repository of these tests, which they do not change.
+
+    The start of each run asks, and starts a process for each of six answers.
+    """
+    ask = provenance._git
+    ask_once = functools.cache(ask)
+
+    def answer(directory, *arguments):
+        is_of_tests = Path(directory).is_relative_to(Path(__file__).parents[2])
+        return (ask_once if is_of_tests else ask)(directory, *arguments)
+
+    provenance._git = answer
+
+
 def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
     Interpolations are parsed once, too. The map for interpolations is made only where a default has
-    an interpolation. A node of a value, and what is known of a node, are copied by their fields.
+    an interpolation. Nodes, and what is known of them, are copied by their fields.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
-    from omegaconf import ValueNode, base, grammar_parser
-    from omegaconf.base import Metadata
+    from omegaconf import DictConfig, ListConfig, ValueNode, base, grammar_parser
+    from omegaconf.base import Box, Metadata
 
     load = ConfigRepository.load_config
     make_map = defaults_list._create_interpolation_map
@@ -63,16 +80,43 @@ def quicken_hydra():
     shipped = f"{Path(__file__).parents[2]}/conf"
 
     def copied_metadata(metadata, memo):
-        metadata = copy.copy(metadata)
-        metadata.flags = dict(metadata.flags)
-        metadata.resolver_cache = copy.deepcopy(metadata.resolver_cache, memo)
-        return metadata
+        result = object.__new__(type(metadata))
+        vars(result).update(vars(metadata), flags=dict(metadata.flags))
+        if metadata.resolver_cache:
+            result.resolver_cache = copy.deepcopy(metadata.resolver_cache, memo)
+        else:
+            result.resolver_cache = defaultdict(dict)
+        return result
 
-    def copied_value(node, memo):
+    def copied_node(node, memo):
         result = object.__new__(type(node))
         known = copied_metadata(node._metadata, memo)
         vars(result).update(vars(node), _metadata=known, _flags_cache=None)
         return result
+
+    def copied_container(node, memo):
+        result = copied_node(node, memo)
+        content = vars(node)["_content"]
+        if isinstance(content, dict):
+            content = {name: child.__deepcopy__(memo) for name, child in content.items()}
+        elif isinstance(content, list):
+            content = [child.__deepcopy__(memo) for child in content]
+        vars(result)["_content"] = content
+        for child in children_of(result):
+            vars(child)["_parent"] = result
+        return result
+
+    def set_parents(node):
+        for child in children_of(node):
+            child._set_parent(node)
+            if isinstance(child, Box):
+                child._re_parent()
+
+    def children_of(node):
+        content = vars(node)["_content"]
+        if isinstance(content, dict):
+            return content.values()
+        return content if isinstance(content, list) else ()  # None, or an interpolation
 
     def load_config(repository, config_path):
         source = repository._find_object_source(config_path, ObjectType.CONFIG)
@@ -91,7 +135,10 @@ def quicken_hydra():
 
     Metadata.__deepcopy__ = copied_metadata
     for kind in ValueNode.__subclasses__():
-        kind.__deepcopy__ = copied_value
+        kind.__deepcopy__ = copied_node
+    for kind in (DictConfig, ListConfig):
+        kind.__deepcopy__ = copied_container
+        kind._re_parent = set_parents
     base.parse = functools.cache(grammar_parser.parse)  # nothing changes a tree
     ConfigRepository.load_config = load_config
     defaults_list._create_interpolation_map = interpolation_map

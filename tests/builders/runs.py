@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -76,7 +78,13 @@ def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list
 
 
 def config_of(*overrides: str) -> Config:
-    composed = compose(last_of_each_key(*overrides))
+    return _composed(os.getcwd(), *last_of_each_key(*overrides))
+
+
+@functools.cache
+def _composed(_: str, *overrides: str) -> Config:
+    """Compose a configuration once for each current directory, from which it sees files."""
+    composed = compose(list(overrides))
     assert composed.problems == []
     return composed.config
 

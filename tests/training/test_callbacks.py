@@ -3,13 +3,14 @@ they must not do is refused."""
 
 import csv
 import json
+import os
 import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from builders.commands import ENVIRONMENT, PGTK
-from builders.parallel_runs import run_on_ranks
-from builders.processes import ForkedProcess
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -66,11 +67,53 @@ def pgtk(folder: Path, *arguments: str) -> str:
     return result.stdout + result.stderr
 
 
-def forked_pgtk(folder: Path, *arguments: str) -> None:
-    """Run a command in a process that has Lightning imported, with torchmetrics."""
-    log = folder / "printed"
-    process = ForkedProcess([*arguments], folder, ENVIRONMENT, log)
-    assert process.wait(300) == 0, log.read_text()
+SERVER = """
+import json, os, sys
+import builders.parallel_runs  # and Lightning, with torchmetrics, since the command is not loaded
+from builders.quickened import quicken_compositions, quicken_hydra, quicken_processes
+quicken_processes()
+quicken_hydra()
+quicken_compositions()
+import builders.forked_from
+import pgtoolkit.cli
+from builders.forked import become, forked_children
+
+def run():
+    with forked_children():
+        pgtoolkit.cli.run()
+
+for line in sys.stdin:
+    folder, sys.argv = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(f"{folder}/printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        become([-1, log, log], folder, None, "pgtk", run)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs commands in forks of a process that has Lightning imported, with torchmetrics."""
+
+
+@pytest.fixture(scope="module")
+def forked_pgtk() -> Iterator[Callable[..., None]]:
+    """Return a function that runs a command in a folder, in a process of `SERVER`, or in several
+    for a run of several ranks."""
+    tests = Path(__file__).parents[1]
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=ENVIRONMENT | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run(folder: Path, *arguments: str) -> None:
+        print(json.dumps([str(folder), ["pgtk", *arguments]]), file=server.stdin, flush=True)
+        status = server.stdout.readline()
+        assert status == "0\n", (folder / "printed").read_text()
+
+    yield run
+    server.stdin.close()
+    assert server.wait(60) == 0
 
 
 @pytest.fixture
@@ -124,7 +167,9 @@ def test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch(folde
 
 
 @pytest.mark.slow
-def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(folder):
+def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(
+    folder, forked_pgtk
+):
     tell = ("callbacks.tell._target_=mine.Tell", "callbacks.tell.file=told")
     forked_pgtk(folder, "hydra.run.dir=whole", *SMALL, *tell, "trainer.max_steps=12")
     whole = (folder / "told").read_text()
@@ -140,20 +185,19 @@ def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(
 
 
 @pytest.mark.slow
-def test_each_of_two_ranks_has_the_callbacks_and_the_first_alone_the_loggers(folder, monkeypatch):
-    # The ranks are processes of all tests, to which a module of the user's stays known by its name.
-    (folder / "telling.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(folder)
-    settings = [
+def test_each_of_two_ranks_has_the_callbacks_and_the_first_the_loggers(folder, forked_pgtk):
+    forked_pgtk(
+        folder,
+        "hydra.run.dir=run",
         *SMALL,
         "trainer.max_steps=4",
-        "callbacks.tell.path=telling.Tell",
-        f"callbacks.tell.file={folder / 'told'}",
+        "parallelism.data_parallel=2",
+        "callbacks.tell.path=mine.Tell",
+        "callbacks.tell.file=told",
         "callbacks.rate.path=lightning.pytorch.callbacks.LearningRateMonitor",
         "callbacks.csv.path=lightning.pytorch.loggers.CSVLogger",
-        f"callbacks.csv.save_dir={folder / 'logs'}",
-    ]
-    run_on_ranks(folder / "run", settings, data_parallel=2)
+        "callbacks.csv.save_dir=logs",
+    )
     told = (folder / "told").read_text().splitlines()
     assert [json.loads(line) for line in told] == [[1, 0, 4]] * 2
     (file,) = (folder / "logs").glob("*/*/metrics.csv")
