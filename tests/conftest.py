@@ -98,7 +98,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    start_server()  # with all imports of the tests, and no thread of one
+    if not torch.cuda.is_available():
+        start_server()  # with all imports of the tests, and no thread of one
 
 
 @pytest.fixture(scope="session")

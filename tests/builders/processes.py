@@ -1,5 +1,5 @@
-"""Real processes for the tests that need no seconds for imports: forked from a server, which was
-forked from this process before its first test. They are ranks, `pgtk`, or another program.
+"""Real processes for the tests that need no seconds for imports: forked from a server that has all
+of them. They are ranks, `pgtk`, or another program.
 
 `world(2).run(function, *arguments)` calls the function in two workers at the same time, with
 torch.distributed initialised, and returns the list of their results. The workers are started once
@@ -46,28 +46,37 @@ def free_port() -> int:
 
 
 class _Server:
-    """Forks processes for the tests. It is a fork of this process, and waits until the first test
-    that needs it.
+    """Forks processes for the tests.
 
-    Later this process cannot be forked any more: it may have threads, and what a test has changed.
+    Where there is no GPU it is a fork of this process, which waits until the first test that needs
+    it. It is made before the first test: later this process may have threads, and what a test has
+    changed. Where there is a GPU it is a new process, since CUDA fails in forks of one that has
+    asked for GPUs.
     """
 
     def __init__(self) -> None:
+        import torch
+
         forkserver.set_forkserver_preload(["builders.forked_from"])
         self._gate, self._opens = os.pipe()
         resource_tracker.ensure_running()  # a process of its own
+        environment = dict(os.environ)
+        # Else a new process would not find tests/, and would leave out what it does not find.
+        folders = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+        os.environ["PYTHONPATH"] = folders
         spawn = util.spawnv_passfds
-        util.spawnv_passfds = self._fork
+        if not torch.cuda.is_available():
+            util.spawnv_passfds = self._fork
         try:
             forkserver.ensure_running()
         finally:
             util.spawnv_passfds = spawn
-            os.close(self._gate)
+            os.environ.clear()
+            os.environ.update(environment)
 
     def open(self) -> None:
-        if self._opens is not None:
-            os.write(self._opens, b".")
-            self._opens = None
+        """Let a fork that waits begin."""
+        os.write(self._opens, b".")
 
     def _fork(self, _: str, command: list[str], kept: list[int]) -> int:
         """Fork the server of a command, whose files are kept, in the place of starting it."""
@@ -84,12 +93,18 @@ class _Server:
 
 
 start_server = functools.cache(_Server)
-"""Fork the server, once."""
+"""Start the server, once."""
+
+
+@functools.cache
+def open_server() -> None:
+    """Let the server begin, once."""
+    start_server().open()
 
 
 def fork_server() -> ForkServerContext:
     """Return the context whose processes are forked from the server."""
-    start_server().open()
+    open_server()
     return multiprocessing.get_context("forkserver")
 
 

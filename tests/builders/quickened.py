@@ -1,6 +1,7 @@
 """What the tests do only once in a process: work of libraries that has the same result each time.
 
-tests/conftest.py calls these functions.
+tests/conftest.py calls these functions, and so does the server that forks processes for tests,
+where they do nothing if it is a fork of that process itself.
 """
 
 import copy
@@ -18,6 +19,7 @@ from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.tracking import curves
 
 
+@functools.cache
 def quicken_processes():
     """Start no thread of tqdm's, since a process with another thread is not forked, do not wait
     for the disk, since no test survives a power failure, and search rarely for garbage in cycles,
@@ -27,6 +29,7 @@ def quicken_processes():
     os.fsync = lambda descriptor: None
 
 
+@functools.cache
 def quicken_interpreter():
     """Look up only once which functions of Triton's language its interpreter replaces.
 
@@ -48,6 +51,7 @@ def quicken_interpreter():
     interpreter._patch_builtin = patch_builtin
 
 
+@functools.cache
 def quicken_git():
     """Ask git only once about the repository of these tests, which they do not change.
 
@@ -63,6 +67,7 @@ def quicken_git():
     provenance._git = answer
 
 
+@functools.cache
 def quicken_hydra():
     """Parse the files of conf/ once, not at every composition, which is half of its time.
 
@@ -144,6 +149,7 @@ def quicken_hydra():
     defaults_list._create_interpolation_map = interpolation_map
 
 
+@functools.cache
 def quicken_compositions():
     """Put a composition of our options together from few of Hydra's, that have the first, the
     second, ... option of each group.

@@ -69,12 +69,7 @@ def pgtk(folder: Path, *arguments: str) -> str:
 
 SERVER = """
 import json, os, sys
-import builders.parallel_runs  # and Lightning, with torchmetrics, since the command is not loaded
-from builders.quickened import quicken_compositions, quicken_hydra, quicken_processes
-quicken_processes()
-quicken_hydra()
-quicken_compositions()
-import builders.forked_from
+import builders.forked_from  # and Lightning, with torchmetrics, since the command is not loaded
 import pgtoolkit.cli
 from builders.forked import become, forked_children
 
@@ -100,7 +95,7 @@ def forked_pgtk() -> Iterator[Callable[..., None]]:
     tests = Path(__file__).parents[1]
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
-        env=ENVIRONMENT | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"},
+        env=ENVIRONMENT | {"PYTHONPATH": f"{tests}{os.pathsep}{tests}{os.pathsep}{tests.parent}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
