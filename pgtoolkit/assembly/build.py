@@ -19,7 +19,7 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.opening import opening
 from pgtoolkit.assembly.sources import evaluator_of, source_of
 from pgtoolkit.config.counts import samples_async
-from pgtoolkit.config.evaluation_sets import is_on
+from pgtoolkit.config.evaluation_sets import is_on, needs_sampler
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import shares_prompts
 from pgtoolkit.config.paths import NO_FOLDER
@@ -34,7 +34,8 @@ from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.attention import use_packed_attention
 from pgtoolkit.model.kept_layers import KeepsByMemory, can_keep
 from pgtoolkit.model.lora import adapted_layers
-from pgtoolkit.model.misfits import cannot_share, unknown_parts
+from pgtoolkit.model.misfits import cannot_serve, cannot_share, unknown_parts
+from pgtoolkit.model.mixture import has_experts
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy, prepare_torch
@@ -153,6 +154,8 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout) -> Policy:
     compiles = on_gpu if config.model.compile is None else config.model.compile
     policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
     problem = unknown_parts(config.model, policy.model.config.model_type)
+    if problem is None and config.sampler.name == "vllm" and needs_sampler(config):
+        problem = cannot_serve(has_experts(policy.model))
     if problem:
         raise ConfigError(problem)
     return policy

@@ -151,10 +151,10 @@ class Sizes:
     """The sizes of a model of MODEL_TYPES, from its config.json.
 
     layers, width, vocabulary: as named. head: the width of an attention head. inner: that inside an
-    MLP. layer: weights of a layer. query: numbers of a token's query. linear: inputs and outputs of
-    a layer's matrices, summed. cached: numbers of a token that a layer keeps as key and value.
-    table: weights of the embedding. tables: 2 if the head has its own matrix, else 1. weights: of
-    the model, without biases.
+    MLP, or inside all experts of a token. layer: weights of a layer. query: numbers of a token's
+    query. linear: inputs and outputs of a layer's matrices but experts, summed. cached: numbers of
+    a token that a layer keeps as key and value. table: weights of the embedding. tables: 2 if the
+    head has its own matrix, else 1. weights: of the model, without biases.
     """
 
     def __init__(self, settings: JsonObject):
@@ -177,8 +177,15 @@ class Sizes:
         query = (self.width, heads * self.head)
         key = (self.width, key_value_heads * self.head)
         matrices = [query, query, key, key]  # the output's matrix is as large as the query's
-        matrices += matrices_of_mlp * [(self.width, self.inner)]
-        self.layer = sum(rows * columns for rows, columns in matrices) + 2 * self.width
+        experts = 0
+        if settings["model_type"] == "qwen3_moe":
+            num_experts = settings.get("num_experts") or settings["num_local_experts"]
+            inner = settings["moe_intermediate_size"]
+            self.inner = settings["num_experts_per_tok"] * inner
+            experts = num_experts * self.width * (3 * inner + 1)  # 1 for the router
+        else:
+            matrices += matrices_of_mlp * [(self.width, self.inner)]
+        self.layer = sum(rows * columns for rows, columns in matrices) + experts + 2 * self.width
         self.query = heads * self.head
         self.linear = sum(rows + columns for rows, columns in matrices)
         self.cached = 2 * key_value_heads * self.head

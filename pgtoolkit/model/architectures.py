@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-MODEL_TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
 CUDA graphs."""
 
@@ -94,6 +94,11 @@ def is_known(model: PreTrainedModel) -> bool:
 def architecture_of(model: PreTrainedModel) -> Architecture:
     """Return the names of the parts of a transformers model of a known type."""
     return _ARCHITECTURES[model.config.model_type]
+
+
+def is_mixture(layer: Layer) -> bool:
+    """Return whether a layer has a mixture of experts in place of its MLP."""
+    return hasattr(layer.mlp, "experts")
 
 
 def activation_of(config: PreTrainedConfig) -> str:

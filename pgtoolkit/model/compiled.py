@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pgtoolkit.model import recomputed
-from pgtoolkit.model.architectures import Layer, activation_of, architecture_of
+from pgtoolkit.model.architectures import Layer, activation_of, architecture_of, is_mixture
 from pgtoolkit.model.rowwise import activation, gate, rms_norm, rotary, type_of_products
 
 if TYPE_CHECKING:
@@ -69,15 +69,21 @@ def switch_on(model: PreTrainedModel) -> None:
             layer.mlp.act.forward = functools.partial(_activated, model.config.activation_function)
             continue
         attention = layer.get_submodule(parts.attention)
-        methods = {layer.mlp: _gated_mlp, attention: _with_rotary(type(attention))}
+        methods = {attention: _with_rotary(type(attention))}
+        if not is_mixture(layer):
+            methods[layer.mlp] = _gated_mlp
         norms = parts.norms + parts.output_norms
         for name, module in layer.named_modules():
             if name in norms + parts.head_norms:
                 methods[module] = _norm if name in norms else _head_norm
         for module, method in methods.items():
             module.forward = types.MethodType(method, module)
-        kind = _with_output_norms if parts.output_norms else _with_sum
-        layer.__class__ = kind(type(layer))
+        if parts.output_norms:
+            layer.__class__ = _with_forward(type(layer), _layer_of_gemma3)
+        elif is_mixture(layer):
+            layer.__class__ = _with_forward(type(layer), _layer)
+        else:
+            layer.__class__ = _with_sum(type(layer))
     if parts.positions is None:
         norm = getattr(model.base_model, parts.final_norm)
         norm.forward = types.MethodType(_norm, norm)
@@ -101,10 +107,9 @@ def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _with_output_norms(layer: type[nn.Module]) -> type[nn.Module]:
-    """Return the class for layers with norms of the outputs of attention and MLP, which
-    `recomputed.layer` does not know."""
-    return type(layer.__name__, (layer,), {"forward": _layer_of_gemma3})
+def _with_forward(layer: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+    """Return the same for layers that `recomputed.layer` does not know."""
+    return type(layer.__name__, (layer,), {"forward": forward})
 
 
 def _layer(layer: Layer, hidden_states: Tensor, **options) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from pgtoolkit.model.architectures import Layer, is_known, rotary_settings
 from pgtoolkit.model.compiled import turned
+from pgtoolkit.model.mixture import routers, told_of_choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,6 +121,45 @@ class Cache:
         for part in self._keys_and_values.flatten(end_dim=1):
             part[: len(rows)] = part[rows]
         self._keys_and_values = self._keys_and_values[:, :, : len(rows)]
+
+
+class Routing:
+    """The experts of the tokens of the first completions of a batch, as they were sampled.
+
+    It belongs to one call of `Decoding`.
+    chosen: (routers, num_rows + 1, places, k) int64, by the token's position. The last row is that
+        of all other completions, and has no meaning.
+    """
+
+    chosen: Tensor
+
+    def __init__(self, model: PreTrainedModel, num_rows: int):
+        self._model = model
+        self._num_rows = num_rows
+
+    def begin(self, cache: Cache) -> None:
+        """Begin with the rows of a cache without keys and values."""
+        self._cache = cache
+        rows = torch.arange(len(cache.positions), device=cache.positions.device)
+        self._rows = rows.clamp(max=self._num_rows)
+        of_model = routers(self._model)
+        shape = (len(of_model), self._num_rows + 1, cache.room, of_model[0].top_k)
+        self.chosen = torch.zeros(shape, dtype=torch.int64, device=rows.device)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._rows = self._rows[rows]
+
+    def tell(self, number: int, chosen: Tensor) -> None:
+        """Keep a router's choice for tokens that pass the model. A graph may capture this."""
+        cache = self._cache
+        by_row = self.chosen[number]
+        if cache.reading is None:
+            places = self._rows * cache.room + cache.positions
+            by_row.flatten(end_dim=1).index_copy_(0, places, chosen)
+            return
+        rows, prompt_of = cache.reading
+        of_prompts = chosen.view(int(prompt_of.max()) + 1, -1, chosen.shape[1])
+        by_row[self._rows[rows], : of_prompts.shape[1]] = of_prompts[prompt_of]
 
 
 def _first_rows(prompt_of: Tensor, count: int) -> Tensor:
@@ -275,6 +315,7 @@ class Decoding:
     body: returns hidden states (B, S, H), given tokens (B, S) and the cache; see `MergedBody`.
     top: returns the likeliest tokens and their log-probs, (B, k) each, given logits, as
         `Completion` has them; it may not wait for the device either. None: they are not asked for.
+    routing: is told which experts of a mixture are chosen; None: nobody asks.
     head: the weight of the LM head (V, H), if a kernel may draw from hidden states by it, as it
         would from float32 `logits`.
 
@@ -295,6 +336,7 @@ class Decoding:
     body: Callable[[Tensor, Cache], Tensor] | None = None
     head: Tensor | None = None
     top: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    routing: Routing | None = None
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, ...]:
@@ -304,9 +346,13 @@ class Decoding:
 
         What follows the end of a completion has no meaning.
         """
-        self._start(prompts, max_tokens)
-        while self._num_drawn < max_tokens and len(self._rows):
-            self._continue(max_tokens)
+        told = contextlib.nullcontext()
+        if self.routing is not None:
+            told = told_of_choices(self.model, self.routing.tell)
+        with told:
+            self._start(prompts, max_tokens)
+            while self._num_drawn < max_tokens and len(self._rows):
+                self._continue(max_tokens)
         return self.tokens, self.log_probs, *self._top
 
     def _start(self, prompts: list[list[int]], max_tokens: int) -> None:
@@ -346,6 +392,8 @@ class Decoding:
         lengths = torch.tensor([len(prompt) for prompt in numbers], device=device)
         layers = self.model.config.num_hidden_layers
         self._cache = Cache(prompt_of, lengths[prompt_of], longest + max_tokens, layers)
+        if self.routing is not None:
+            self.routing.begin(self._cache)
         size = max(1, _PROMPT_TOKENS // longest)
         last_hidden: list[Tensor] = []
         for start in range(0, len(numbers), size):
@@ -386,6 +434,8 @@ class Decoding:
     def _keep_rows(self, kept: Tensor) -> None:
         """Drop all rows but these, (fewer,) int64."""
         self._cache.keep_rows(kept)
+        if self.routing is not None:
+            self.routing.keep_rows(kept)
         self._rows = self._rows[kept]
         self._offsets = self._offsets[kept]
         self._next = self._next[kept]

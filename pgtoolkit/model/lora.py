@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.architectures import Layer
+from pgtoolkit.model.mixture import has_experts
 from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.system.report import text
@@ -177,9 +178,10 @@ def _targets(
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            others = ", routers and experts are" if has_experts(model) else " is"
             raise ConfigError(
                 f"model.lora_targets={text(targets)} needs names of the model's linear layers, or "
-                f"ends of them (got {target}). It has {known}; its head is not adapted. Use "
+                f"ends of them (got {target}). It has {known}; its head{others} not adapted. Use "
                 "model.lora_targets=[all-linear]."
             )
     return {

@@ -23,6 +23,7 @@ from pgtoolkit.model.architectures import (
     activation_of,
     architecture_of,
     is_known,
+    is_mixture,
     rotary_settings,
 )
 from pgtoolkit.model.decoding import Cache, attention
@@ -42,6 +43,12 @@ def can_merge(model: PreTrainedModel) -> bool:
     return is_known(model) and architecture_of(model).positions is None
 
 
+def _groups(layer: Layer) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the matrices of a layer that are multiplied together; experts are one
+    tensor already."""
+    return _GROUPS[:1] if is_mixture(layer) else _GROUPS
+
+
 @torch.no_grad()
 def make_room(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """Give the weights that are multiplied together new memory side by side, in place, which is
@@ -53,7 +60,7 @@ def make_room(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     names = set()
     prefix = f"{model.base_model_prefix}.{architecture_of(model).layers}"
     for number, layer in enumerate(architecture_of(model).layers_of(model)):
-        for group in _GROUPS:
+        for group in _groups(layer):
             modules = [layer.get_submodule(name) for name in group]
             for kind in ("weight", "bias"):
                 parameters = [getattr(module, kind) for module in modules]
@@ -100,7 +107,7 @@ class MergedBody:
         self._layers = []
         for layer in self._parts.layers_of(model):
             merged = []
-            for group in _GROUPS:
+            for group in _groups(layer):
                 modules = [layer.get_submodule(name) for name in group]
                 bias = (
                     None
@@ -108,6 +115,8 @@ class MergedBody:
                     else side_by_side([module.bias for module in modules])
                 )
                 merged.append((side_by_side([module.weight for module in modules]), bias))
+            if is_mixture(layer):
+                merged.append(None)
             self._layers.append((layer, *merged))
 
     def __call__(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -129,10 +138,8 @@ class MergedBody:
             attended = _attended(layer.self_attn, projected.view(*shape[:2], -1), cache)
             attended = self._with_output_norm(layer, 0, attended)
             mlp_input, hidden = _sum_and_norm(getattr(layer, norm_of_mlp), hidden, attended)
-            gated = compiled.gated(
-                activation_of(layer.mlp.config), functional.linear(mlp_input, *gate_and_up)
-            )
-            added = (self._with_output_norm(layer, 1, layer.mlp.down_proj(gated)),)
+            out = _mlp(layer.mlp, mlp_input, gate_and_up)
+            added = (self._with_output_norm(layer, 1, out),)
         norm = self._body.get_submodule(self._parts.final_norm)
         return _sum_and_norm(norm, hidden, *added)[0].view(shape)
 
@@ -151,6 +158,14 @@ class MergedBody:
         kinds = [(module.layer_type,) if by_kind else () for module in attentions]
         turns = {kind: rotary(hidden, every, *kind) for kind in set(kinds)}
         return [(turns[kind][0][0], turns[kind][1][0]) for kind in kinds]
+
+
+def _mlp(mlp: Layer, x: Tensor, gate_and_up: tuple[Tensor, Tensor | None] | None) -> Tensor:
+    """Return the (n, H) output of an MLP, or where gate_and_up is None of a mixture's experts."""
+    if gate_and_up is None:
+        return mlp(x[None])[0]
+    both = functional.linear(x, *gate_and_up)
+    return mlp.down_proj(compiled.gated(activation_of(mlp.config), both))
 
 
 def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ def misfits(
     """
     problems = [
         _misfit_of_type(sizes, shard, known.get("type")),
+        _misfit_of_mixture(sizes["tensor_parallel"], known.get("type")),
         _misfit_of_heads(sizes["tensor_parallel"], known),
         _misfit_of_vocabulary(sizes["tensor_parallel"], vocabulary),
         *_misfits_of_stages(sizes["pipeline_parallel"], known),
@@ -53,6 +54,18 @@ def _misfit_of_type(sizes: Mapping[str, int], shard: bool, kind: object) -> str 
         got=kind,
         reason="Only models of these types can be spread.",
         use="parallelism=ddp",
+    )
+
+
+def _misfit_of_mixture(tensor: int, kind: object) -> str | None:
+    if tensor == 1 or kind != "qwen3_moe":
+        return None
+    return refusal(
+        setting=f"parallelism.tensor_parallel={tensor}",
+        needs="a model without a mixture of experts",
+        got=kind,
+        reason="Its experts are divided by fsdp alone.",
+        use="parallelism=fsdp",
     )
 
 
@@ -118,6 +131,20 @@ def cannot_share(kind: object) -> str | None:
         got=kind,
         reason="Attention of other models may be more than a softmax of scaled products.",
         use="model.share_prompts=auto",
+    )
+
+
+def cannot_serve(has_experts: bool) -> str | None:
+    """Return the problem with a model that vLLM is to sample from; has_experts: whether it is a
+    mixture of experts."""
+    if not has_experts:
+        return None
+    return refusal(
+        setting="sampler=vllm",
+        needs="a model without a mixture of experts",
+        got="experts that are one tensor in each layer",
+        reason="vLLM reads each expert under a name of its own.",
+        use="sampler=transformers",
     )
 
 

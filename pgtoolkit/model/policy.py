@@ -23,7 +23,7 @@ from pgtoolkit.batch import MicroBatch
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import attention, compiled, lora, merged
+from pgtoolkit.model import attention, compiled, lora, merged, mixture
 from pgtoolkit.model.architectures import rotary_settings
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
@@ -370,6 +370,7 @@ class PolicyDescription:
         """Return the model on a device in compute_dtype, with new weights, for `load` to fill."""
         from transformers import AutoModelForCausalLM
 
+        mixture.register()
         # The model is made anew, not copied: buffers that it computes, such as rotary frequencies,
         # then stay in float32.
         with device:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model import attention, compiled, fixed_order, lora
+from pgtoolkit.model import attention, compiled, fixed_order, lora, mixture
 from pgtoolkit.model.architectures import Layer, is_known
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
@@ -171,6 +171,7 @@ def _hugging_face(settings: HuggingFaceModelSettings, on_gpu: bool) -> Policy:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     _round_scale(model, dtype)
+    mixture.switch_on(model)
     # Without dropout this changes no number, but checkpointing acts only in this mode.
     model.train()
     loaded = Policy(model, tokenizer)

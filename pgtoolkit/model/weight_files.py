@@ -113,9 +113,26 @@ def _check_weights(path: str, folder: Path, model_config: PretrainedConfig) -> N
         raise ConfigError(model_folder.refusal(path, _NEEDS, str(error), reason)) from error
     if stored is None or getattr(model_config, "quantization_config", None) is not None:
         return
-    lacks = _lacks(stored, needed_shapes(model_config))
+    lacks = _lacks(_by_expert(stored), needed_shapes(model_config))
     if lacks:
         raise ConfigError(model_folder.refusal(path, _NEEDS, listed(lacks, 3), _FILLED_IN))
+
+
+def _by_expert(stored: Shapes) -> Shapes:
+    """Return shapes with those of each expert, as models are published, where a file has the
+    experts of a layer as one tensor, as checkpoints of runs do."""
+    shapes: Shapes = {}
+    for name, shape in stored.items():
+        owner, _, matrix = name.rpartition(".")
+        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
+        if names is None or not owner.endswith(".experts") or len(shape) != 3:
+            shapes[name] = shape
+            continue
+        number, rows, columns = shape
+        for place in range(number):
+            for part in names:
+                shapes[f"{owner}.{place}.{part}.weight"] = (rows // len(names), columns)
+    return shapes
 
 
 def _lacks(stored: Shapes, needed: Shapes) -> list[str]:
@@ -260,7 +277,7 @@ def needed_shapes(model_config: PretrainedConfig) -> Shapes:
         matrices[f"{layer}self_attn.o_proj"] = (width, query)
         if has_bias:
             biased.append(f"{layer}self_attn.o_proj")
-        matrices |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
+        matrices |= _shapes_of_mlp(model_config, number, layer, mlp)
         if getattr(model_config, "mlp_bias", False):
             biased += [f"{layer}mlp.{name}" for name in mlp]
         shapes |= {f"{name}.weight": shape for name, shape in matrices.items()}
@@ -269,9 +286,31 @@ def needed_shapes(model_config: PretrainedConfig) -> Shapes:
         if kind == "gemma3_text":
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"{layer}{name}.weight": (width,) for name in norms}
-        if kind in ("gemma3_text", "qwen3"):
+        if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
             shapes[f"{layer}self_attn.q_norm.weight"] = (head,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (head,)
+    return shapes
+
+
+def _shapes_of_mlp(model_config: PretrainedConfig, number: int, layer: str, mlp: Shapes) -> Shapes:
+    """Return the shapes of the matrices of a layer's MLP, or of its experts and their router.
+
+    number: of the layer. layer: the beginning of its names. mlp: the shapes of a plain MLP.
+    """
+    is_mixture = (
+        model_config.model_type == "qwen3_moe"
+        and number not in model_config.mlp_only_layers
+        and (number + 1) % model_config.decoder_sparse_step == 0
+    )
+    if not is_mixture:
+        return {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
+    width = model_config.hidden_size
+    inner = model_config.moe_intermediate_size
+    shapes: Shapes = {f"{layer}mlp.gate": (model_config.num_experts, width)}
+    for expert in range(model_config.num_experts):
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"{layer}mlp.experts.{expert}.{name}"] = (inner, width)
+        shapes[f"{layer}mlp.experts.{expert}.down_proj"] = (width, inner)
     return shapes
 
 

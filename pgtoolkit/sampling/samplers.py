@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
@@ -11,10 +12,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pgtoolkit.batch import pack_sampled
 from pgtoolkit.completion import Completion, Request
+from pgtoolkit.document import SampledDocument
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.decoding import Routing
 from pgtoolkit.model.generate import generate
+from pgtoolkit.model.mixture import choices, num_others, routers
 from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.sampling.draw import draw, likeliest_tokens, uniform_numbers
 from pgtoolkit.sampling.generation_settings import generation_settings, processors
@@ -23,6 +28,9 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
 log = logging.getLogger("pgtoolkit")
+
+_ROUTED = 8
+"""Completions of a run's first batch whose experts in sampling and training are compared."""
 
 
 class Sampler(Protocol):
@@ -173,6 +181,9 @@ class TransformersSampler:
         self._is_copy = is_copy
         self._closed = False
         self._is_async = is_async and not is_copy
+        # While the model is trained, or where it is elsewhere, its experts cannot be asked for.
+        self._compares_routing = policy.is_whole and not (is_async or is_copy)
+        self._routing: Routing | None = None
         self._dtype = torch_type(settings.dtype, policy.compute_dtype)
         is_float32 = policy.compute_dtype == self._dtype == torch.float32
         is_ready = is_copy or (policy.is_whole and is_float32 and not self._is_async)
@@ -287,6 +298,8 @@ class TransformersSampler:
         uniform = uniform_numbers(seeds, limits[0]).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
+        compares = static and self._compares_routing and bool(routers(self._live.model))
+        self._routing = Routing(self._policy.model, _ROUTED) if compares else None
         tokens, log_probs, *top = (sampled.cpu() for sampled in sample(prompts, uniform))
         if not log_probs.isfinite().all():
             raise NumericalError(
@@ -302,7 +315,35 @@ class TransformersSampler:
             # The same number, rounded in the same way, as the token's own.
             is_drawn = top_ids == tokens.unsqueeze(-1)
             top = top_ids, torch.where(is_drawn, log_probs.unsqueeze(-1), top_log_probs)
-        return list(map(self._completion, tokens, log_probs, limits, up_to_end, *top))
+        completions = list(map(self._completion, tokens, log_probs, limits, up_to_end, *top))
+        if self._routing is not None:
+            self._compares_routing = False
+            self._compare_routing(prompts, completions, self._routing)
+        return completions
+
+    @torch.no_grad()
+    def _compare_routing(
+        self, prompts: list[list[int]], completions: list[Completion], routing: Routing
+    ) -> None:
+        """Log how many experts of the first completions are others in training."""
+        num_others_in_training = 0
+        num_all = 0
+        pairs = zip(prompts[:_ROUTED], completions[:_ROUTED], strict=True)
+        for row, (prompt, completion) in enumerate(pairs):
+            # Nothing was computed for the last token.
+            tokens = torch.tensor([*prompt, *completion.tokens.tolist()][:-1])
+            mask = torch.zeros(len(tokens), dtype=torch.bool)
+            document = SampledDocument(tokens=tokens, loss_mask=mask, group=0, name="a completion")
+            micro_batch = pack_sampled([document]).to(self._live.model.device)
+            compute = functools.partial(self._live.hidden_states, micro_batch)
+            sampled = routing.chosen[:, row, : len(tokens)]
+            num_others_in_training += num_others(sampled, choices(self._live.model, compute))
+            num_all += sampled.numel()
+        log.info(
+            f"routing      {num_others_in_training / num_all:.2%} of the experts that sampling "
+            f"chose are others in training ({num_others_in_training} of {num_all}, in the first "
+            "completions)"
+        )
 
     @property
     def _drawn_by_kernel(self) -> bool:
@@ -353,6 +394,7 @@ class TransformersSampler:
             ends=self._ends(),
             stopped=self._stopped if self._stops else None,
             top=self._top if self._keep_top else None,
+            routing=self._routing,
         )
 
     def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, ...]:

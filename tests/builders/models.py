@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from pgtoolkit.model import attention, compiled, lora
+from pgtoolkit.model import attention, compiled, lora, mixture
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import character_tokenizer
@@ -21,6 +21,7 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mixture": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
 }
 # torch.compile needs one on a CPU.
 HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -78,9 +79,9 @@ def model_config(path: str | Path, **changes: object) -> HuggingFaceModelSetting
 def small_policy(kind: str) -> Policy:
     """Return a small model in float64, with the same weights in every process.
 
-    kind: gpt2, qwen2, qwen3, mistral or gemma3, then options: _tied, _checkpointed, _lora,
-        _compiled, and at the end _by_document: the attention that a GPU would use, here as a loop
-        over documents.
+    kind: gpt2, qwen2, qwen3, mistral, gemma3 or mixture (qwen3_moe), then options: _tied,
+        _checkpointed, _lora, _compiled, _experts, as runs compute those of a mixture, and at the
+        end _by_document: the attention that a GPU would use, here as a loop over documents.
     """
     torch.manual_seed(7)
     model = _gpt2("_tied" in kind) if kind.startswith("gpt2") else _decoder(kind)
@@ -92,6 +93,10 @@ def small_policy(kind: str) -> Policy:
         parameter.data += 0.2 * torch.randn(parameter.shape)
     if kind.endswith("_by_document"):
         attention.use_packed_attention(model)
+    if "_experts" in kind:
+        mixture.switch_on(model)
+    elif kind.startswith("mixture"):
+        model.set_experts_implementation("eager")  # the others lack float64
     if "_compiled" in kind:
         compiled.switch_on(model)
     return Policy(model.double().train(), None, base_digest=digest)
@@ -121,6 +126,9 @@ def _decoder(kind: str) -> transformers.PreTrainedModel:
     if name == "gemma3":
         further["layer_types"] = ["sliding_attention", "full_attention"]
         further["query_pre_attn_scalar"] = 7
+    if name == "mixture":
+        further |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+        further["norm_topk_prob"] = True
     config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=24 if name == "gemma3" else 16,

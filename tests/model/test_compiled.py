@@ -71,7 +71,13 @@ def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "qwen3_checkpointed_lora_by_document", "gemma3_checkpointed_by_document"]
+    "kind",
+    [
+        "gpt2",
+        "qwen3_checkpointed_lora_by_document",
+        "gemma3_checkpointed_by_document",
+        "mixture_experts_checkpointed_by_document",
+    ],
 )
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """They differ by rounding in float32, and are in bfloat16 as near to float32 as transformers'.
@@ -276,8 +282,8 @@ def test_a_module_that_transformers_computes_otherwise_is_refused_or_left_as_it_
             "null",
             None,
             True,
-            "if the model is of type gemma3_text, gpt2, llama, mistral, qwen2, qwen3, which "
-            "loading it tells",
+            "if the model is of type gemma3_text, gpt2, llama, mistral, qwen2, qwen3, "
+            "qwen3_moe, which loading it tells",
         ),
         ("true", "qwen2", False, "yes, as configured"),
         ("false", "qwen2", True, "no, as configured"),

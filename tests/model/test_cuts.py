@@ -9,8 +9,10 @@ from builders.models import small_policy
 from model.test_packed_attention import completions
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from pgtoolkit.batch import MicroBatch, pack
+from pgtoolkit.model.architectures import Layer
 from pgtoolkit.model.policy import Policy
 
 CUTS: dict[str, Callable[[Policy, list[MicroBatch]], list[Tensor]]] = {
@@ -31,17 +33,19 @@ CUTS: dict[str, Callable[[Policy, list[MicroBatch]], list[Tensor]]] = {
         ("_by_document", "any", 1, True),
     ],
 )
-@pytest.mark.parametrize("kind", ["gemma3_tied"])
+@pytest.mark.parametrize("kind", ["gemma3_tied", "mixture"])
 def test_no_cut_changes_logits_or_gradients(monkeypatch, kind, options, cut, num_parts, shares):
-    # transformers' norm of Gemma computes in float32, and so adds up gradients in it.
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", norm_in_float64)
+    # transformers computes these in float32, where sums of gradients depend on their order.
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", norm_of_gemma3)
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeRMSNorm, "forward", norm_of_qwen3)
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeTopKRouter, "forward", router)
     policy = small_policy(kind)
     documents = completions(policy.vocabulary_size)
     alone = [policy.model(input_ids=document.tokens[None]).logits[0] for document in documents]
     predicting = [document.loss_mask.roll(-1) for document in documents]
     expected = torch.cat([x[mask] for x, mask in zip(alone, predicting, strict=True)])
     expected_gradients = gradients(policy, expected)
-    policy = small_policy(kind + options)
+    policy = small_policy(f"{kind}_experts{options}")
     size = -(-len(documents) // num_parts)
     parts = [documents[start : start + size] for start in range(0, len(documents), size)]
     micro_batches = [pack(part, shares=shares) for part in parts]
@@ -55,8 +59,18 @@ def test_no_cut_changes_logits_or_gradients(monkeypatch, kind, options, cut, num
         )
 
 
-def norm_in_float64(norm: Gemma3RMSNorm, x: Tensor) -> Tensor:
+def norm_of_gemma3(norm: Layer, x: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (1 + norm.weight)
+
+
+def norm_of_qwen3(norm: Layer, x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+
+
+def router(gate: Layer, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = hidden @ gate.weight.T
+    best = logits.topk(gate.top_k)
+    return logits, best.values.softmax(-1), best.indices  # the same as norm_topk_prob
 
 
 def gradients(policy: Policy, logits: Tensor) -> dict[str, Tensor]:

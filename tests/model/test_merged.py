@@ -68,7 +68,9 @@ def test_only_a_compiled_copy_with_products_of_a_common_input_merges_them():
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["qwen2_tied_checkpointed", "qwen3", "mistral", "gemma3_tied"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_tied_checkpointed", "qwen3", "mistral", "gemma3_tied", "mixture_experts"]
+)
 def test_greedy_completions_of_a_merged_copy_are_those_of_generate(kind, device):
     """Their log-probs, in float32, are those of a pass over the document."""
     policy, sampled = policy_and_merged_copy(kind, device)

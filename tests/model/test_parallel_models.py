@@ -32,6 +32,7 @@ CHECKPOINTED = ("qwen2_checkpointed", GSPO)
 BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
 COMPILED = (("qwen3_checkpointed_compiled", GRPO),) if models.HAS_COMPILER else ()
 WINDOWED = ("mistral", LOSS_ONLY)
+MIXTURE = ("mixture_experts", LOSS_ONLY)
 GEMMA3 = ("gemma3_tied_checkpointed", LOSS_ONLY)
 ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
 TP = "tensor_parallel"
@@ -43,7 +44,15 @@ CUTS = {
     "fully sharded": (
         {DP: 2},
         "shard",
-        (("qwen3", LOSS_ONLY), ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT, GEMMA3, *ADAPTED),
+        (
+            ("qwen3", LOSS_ONLY),
+            ("gpt2_tied", GRPO),
+            CHECKPOINTED,
+            BY_DOCUMENT,
+            GEMMA3,
+            MIXTURE,
+            *ADAPTED,
+        ),
     ),
     "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED, GEMMA3)),
     "sequence": (
@@ -54,12 +63,12 @@ CUTS = {
     "sequence-data": (
         {SDP: 2},
         "",
-        (("gpt2", GSPO), ("qwen3", LOSS_ONLY), WINDOWED, BY_DOCUMENT, GEMMA3, *ADAPTED),
+        (("gpt2", GSPO), ("qwen3", LOSS_ONLY), WINDOWED, BY_DOCUMENT, GEMMA3, MIXTURE, *ADAPTED),
     ),
     "pipeline": (
         {PP: 2},
         "",
-        (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), ("gemma3", LOSS_ONLY), BY_DOCUMENT),
+        (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), ("gemma3", LOSS_ONLY), MIXTURE, BY_DOCUMENT),
     ),
     "tensor 4": ({TP: 4}, "", (("gpt2", GSPO), ("qwen3", LOSS_ONLY))),
     "sequence 4": ({TP: 4}, "sequence", (("qwen2", GRPO),)),
@@ -224,6 +233,11 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
             ),
         ),
         (
+            "mixture",
+            {TP: 2},
+            "tensor_parallel=2 needs a model without a mixture .*parallelism=fsdp",
+        ),
+        (
             "gpt2",
             {PP: 3},
             "pipeline_parallel=3 needs at most the model's 2 layers .*pipeline_parallel=2",
@@ -239,7 +253,7 @@ def test_a_model_whose_parts_the_ranks_cannot_divide_is_refused(kind, sizes, mes
     model = models.small_policy(kind).model
     with pytest.raises(ConfigError, match=message):
         refuse_misfit(model, dict.fromkeys((TP, SDP, DP, PP), 1) | sizes, False)
-    refuse_misfit(model, {TP: 4, SDP: 1, DP: 1, PP: 1}, False)
+    refuse_misfit(model, {TP: 1 if kind == "mixture" else 4, SDP: 1, DP: 1, PP: 1}, False)
 
 
 def test_tensor_parallel_refuses_a_model_of_an_unknown_type():

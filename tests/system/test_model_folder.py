@@ -26,7 +26,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.architectures import MODEL_TYPES
 from pgtoolkit.model.setup import build_policy
-from pgtoolkit.model.weight_files import needed_shapes
+from pgtoolkit.model.weight_files import _by_expert, _lacks, needed_shapes
 from pgtoolkit.system.hub import answers
 from pgtoolkit.system.model_folder import load_tokenizer
 
@@ -218,20 +218,23 @@ def test_check_and_the_run_refuse_a_damaged_folder_in_the_same_line(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", MODEL_TYPES)
-def test_the_shapes_that_a_header_is_compared_with_are_those_of_the_model(kind, tied):
+def test_the_shapes_that_a_header_is_compared_with_are_those_of_the_model(tmp_path, kind, tied):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8}
     further = {} if kind == "gpt2" else {"num_key_value_heads": 2, "intermediate_size": 12}
+    if kind == "qwen3_moe":
+        further |= {"num_experts": 3, "moe_intermediate_size": 5, "mlp_only_layers": [1]}
     if kind == "llama":
         further |= {"attention_bias": tied, "mlp_bias": tied}
     config = AutoConfig.for_model(
         kind, vocab_size=11, tie_word_embeddings=tied, head_dim=6, **sizes, **further
     )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    if tied:
-        del shapes["lm_head.weight"]
-    assert needed_shapes(config) == shapes
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert needed_shapes(config) == {name: tuple(weight.shape) for name, weight in saved.items()}
+    # A checkpoint of a run has the experts of a layer as one tensor.
+    in_memory = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+    assert _lacks(_by_expert(in_memory), needed_shapes(config)) == []
 
 
 @pytest.mark.parametrize(

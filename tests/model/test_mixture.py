@@ -1,0 +1,199 @@
+"""A mixture's experts in sampling are compared with those in training; what knows no experts
+refuses them."""
+
+import re
+
+import pytest
+import torch
+from builders.models import model_config, save_with_tokenizer, small_policy
+from builders.runs import config_of, sampler_of, with_model
+from model.test_decoding import PROMPTS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+from pgtoolkit.assembly.build import build, policy_of
+from pgtoolkit.completion import Request
+from pgtoolkit.config.models import Sizes
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.decoding import Routing
+from pgtoolkit.model.mixture import has_experts, num_others
+from pgtoolkit.model.setup import build_policy
+from pgtoolkit.model.weight_files import open_model
+from pgtoolkit.ranks.layout import ONE_PROCESS
+
+
+@torch.no_grad()
+def chosen_by(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Return the experts with the largest logits of transformers' routers, (layers, T, k)."""
+    outputs = model(input_ids=torch.tensor([tokens]), output_router_logits=True)
+    return torch.stack(outputs.router_logits).topk(2).indices
+
+
+def test_the_experts_of_the_first_completions_are_those_of_a_forward_pass():
+    """Some rows end before others, and some share a prompt."""
+    policy = small_policy("mixture_experts")
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1], *PROMPTS]
+    routing = Routing(policy.model, 4)
+    tokens, _ = policy.decode(
+        prompts,
+        60,
+        False,
+        draw=likeliest_or_not,
+        uniform=torch.arange(60.0).expand(len(prompts), -1) + torch.arange(len(prompts))[:, None],
+        check=lambda: None,
+        ends=[4, 17],
+        routing=routing,
+    )
+    lengths = []
+    for row, prompt in enumerate(prompts[:4]):
+        completion = tokens[row].tolist()
+        ends = (place + 1 for place, token in enumerate(completion) if token in (4, 17))
+        lengths.append(next(ends, 60))
+        document = [*prompt, *completion[: lengths[-1]]][:-1]
+        expected = chosen_by(policy.model, document)
+        actual = routing.chosen[:, row, : len(document)]
+        assert torch.equal(actual.sort(-1).values, expected.sort(-1).values)
+    assert len(set(lengths)) > 2
+
+
+def likeliest_or_not(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens, or where uniform is a multiple of 3 the second ones."""
+    log_probs, tokens = logits.log_softmax(-1).topk(2)
+    second = (uniform % 3 == 0).long()[:, None]
+    return tokens.gather(1, second)[:, 0], log_probs.gather(1, second)[:, 0].float()
+
+
+def test_experts_that_are_not_among_others_are_counted():
+    chosen = torch.tensor([[[0, 1], [2, 3]], [[4, 0], [1, 2]]])
+    others = torch.tensor([[[1, 0], [3, 4]], [[2, 3], [2, 1]]])
+    assert num_others(chosen, others) == 1 + 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = small_policy("mixture").model.float()
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("mixture"))
+
+
+def test_a_run_says_how_many_experts_of_its_first_completions_are_others_in_training(
+    folder, caplog
+):
+    """Here the last router in training, and not its copy in sampling, takes the next experts."""
+    caplog.set_level("INFO", "pgtoolkit")
+    settings = ("sampler.static_cache=true", "model.dtype=bfloat16")
+    module, loader = build(config_of(*with_model(folder, *settings)))
+    model = module.policy.model
+    requests = [Request(PROMPTS[0], 2, 1), Request(PROMPTS[3], 3, 2)]
+    counted = {}
+    for taken in (0, 1):
+        caplog.clear()
+        handle = model.model.layers[-1].mlp.gate.register_forward_hook(
+            lambda _router, _inputs, outputs, taken=taken: (*outputs[:2], (outputs[2] + taken) % 5)
+        )
+        sampler = sampler_of(loader)
+        sampler._compares_routing = True
+        completions = sampler.complete(requests)
+        handle.remove()
+        (line,) = [message for message in caplog.messages if message.startswith("routing ")]
+        counted[taken] = [int(x) for x in re.findall(r"\((\d+) of (\d+),", line)[0]]
+    prompts = [PROMPTS[0]] * 2 + [PROMPTS[3]] * 3
+    documents = [
+        [*prompt, *completion.tokens.tolist()][:-1]
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    num_all = sum(len(document) for document in documents) * 2 * 2
+    # Of experts a and b the next ones are others, unless one is the next of the other.
+    last = torch.cat([chosen_by(model, document)[1] for document in documents])
+    apart = (last[:, 0] - last[:, 1]) % 5
+    num_next = int(((apart == 1) | (apart == 4)).sum())
+    assert counted[0][1] == counted[1][1] == num_all
+    assert counted[0][0] <= 0.02 * num_all
+    assert counted[1][0] == pytest.approx(2 * len(last) - num_next, abs=0.02 * num_all)
+    caplog.clear()
+    sampler.complete(requests)
+    assert "routing" not in caplog.text
+
+
+def test_a_checkpoint_with_the_experts_of_a_layer_as_one_tensor_is_a_model_folder(folder, tmp_path):
+    model = small_policy("mixture").model.float()
+    save_with_tokenizer(model, tmp_path)
+    published = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.4.up_proj.weight" in published
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    for path in (folder, tmp_path):
+        policy = build_policy(model_config(path), None, on_gpu=False)
+        assert all(map(torch.equal, policy.model.state_dict().values(), weights.values()))
+    weights["model.layers.1.mlp.experts.down_proj"] = torch.zeros(5, 8, 16)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"experts\.0\.down_proj.weight of shape \[8, 16\]"):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("target", ["down_proj", "experts", "gate"])
+def test_adapters_for_experts_are_refused(folder, target):
+    message = (
+        rf"\(got {target}\)\. It has k_proj, o_proj, q_proj, v_proj; its head, routers and experts "
+        r"are not adapted\. Use model.lora_targets=\[all-linear\]"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_policy(model_config(folder, lora_rank=2, lora_targets=[target]), None, False)
+
+
+def test_experts_are_not_sampled_by_vllm(folder):
+    config = config_of(*with_model(folder, "sampler=vllm"))
+    with pytest.raises(ConfigError, match=r"sampler=vllm needs a model without .*sampler=transf"):
+        policy_of(config, None, ONE_PROCESS)
+    sizes = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    assert has_experts(MixtralForCausalLM(MixtralConfig(**sizes, **heads)))
+    assert not has_experts(small_policy("qwen3").model)
+
+
+def test_the_weights_of_a_published_mixture_are_counted():
+    """Qwen3-30B-A3B has 30.5 billion (https://huggingface.co/Qwen/Qwen3-30B-A3B)."""
+    settings = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+    }
+    assert Sizes(settings).weights == pytest.approx(30.5e9, rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_experts_repeat_to_the_bit_and_are_as_near_to_float32_as_transformers():
+    torch.manual_seed(0)
+    policy = small_policy("mixture")
+    block = policy.model.model.layers[0].mlp.float().cuda()
+    tokens = torch.randn(1, 3000, 16, device="cuda")
+    results = {}
+    for name, implementation in (("ours", "pgtoolkit"), ("again", "pgtoolkit"), ("eager", "eager")):
+        small_policy("mixture_experts")  # registers ours
+        block.experts.config._experts_implementation = implementation
+        for kind, enabled in (("bfloat16", True), ("float32", False)):
+            x = tokens.clone().requires_grad_()
+            block.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+                out = block(x)
+            (out * torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)).sum().backward()
+            gradients = [x.grad, *(weight.grad for weight in block.parameters())]
+            results[name, kind] = [out.detach().clone(), *(g.clone() for g in gradients)]
+    for kind in ("bfloat16", "float32"):
+        assert all(map(torch.equal, results["ours", kind], results["again", kind]))
+    for ours, eager, exact in zip(
+        results["ours", "bfloat16"],
+        results["eager", "bfloat16"],
+        results["eager", "float32"],
+        strict=True,
+    ):
+        errors = [float((x.double() - exact.double()).norm()) for x in (ours, eager)]
+        assert errors[0] < 1.3 * errors[1] + 1e-3 * float(exact.norm())
