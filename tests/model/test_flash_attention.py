@@ -6,29 +6,32 @@ import logging
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from builders.documents import document_of
-from builders.models import model_config
-from builders.runs import SHORT, module_and_loader
+from builders.models import model_config, small_policy
+from builders.runs import SHORT, assert_equal, module_and_loader
 from model.parallel_gpu import build as build_on
+from model.test_compiled import needs_compiler, packed
 from model.test_packed_attention import result_and_gradients
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from pgtoolkit.batch import pack
 from pgtoolkit.config.models import has_window, sizes
-from pgtoolkit.model import attention, fixed_order, flash_attention
+from pgtoolkit.model import attention, fixed_order, flash_attention, recomputed
 from pgtoolkit.model.attention import Documents, by_document, by_length
 from pgtoolkit.model.misfits import beyond_flash_attention, flash_attention_version
+from pgtoolkit.model.plain_attention import one_document, repeated
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot
 
 QUERIES = [3, 2, 4, 1]
-KEYS = [4100, 7, 4095, 4096]
-LONG = [0, 3]
-"""Places of the documents of at least 4096 keys."""
+KEYS = [1100, 7, 1023, 1024]
 
 CPU = torch.device("cpu")
 needs_package = pytest.mark.skipif(
@@ -57,7 +60,7 @@ def test_each_document_is_computed_by_its_own_length_alone():
 
     qkv = inputs(sum(QUERIES), sum(KEYS), 2, 1, 3)
     result = result_and_gradients(lambda *x: by_length(*x, documents, way(2), way(1)), qkv)
-    assert seen == [(2, [3, 1], [4100, 4096]), (1, [2, 4], [7, 4095])]
+    assert seen == [(2, [3, 1], [1100, 1024]), (1, [2, 4], [7, 1023])]
     factors = torch.ones(sum(QUERIES), 1, 1, dtype=torch.float64)
     factors[[0, 1, 2, 9]] = 2
     expected = result_and_gradients(lambda *x: factors * by_document(*x, documents, 0.3, None), qkv)
@@ -65,8 +68,8 @@ def test_each_document_is_computed_by_its_own_length_alone():
 
 
 def test_inputs_are_not_copied_where_all_documents_are_long():
-    documents = Documents([2, 1], [4096, 5000], CPU)
-    qkv = inputs(3, 9096, 1, 1, 2)
+    documents = Documents([2, 1], [1024, 1500], CPU)
+    qkv = inputs(3, 2524, 1, 1, 2)
     seen = []
     out = by_length(*qkv, documents, lambda *got: seen.append(got) or got[0], None)
     assert out is qkv[0]
@@ -128,13 +131,13 @@ def test_an_installed_package_is_found_but_not_taken_without_a_gpu(tmp_path, mon
     assert flash_attention_version() == "4.5.6"
     flash_attention.switch(True)
     assert flash_attention.version() is None
-    long = torch.zeros(4096, 2, 8)
+    long = torch.zeros(1024, 2, 8)
     assert not flash_attention.serves(long, long, None)
 
 
 PACKAGE = """
 import torch
-from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.model.plain_attention import one_document, repeated
 
 calls = 0
 
@@ -143,32 +146,23 @@ def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
     global calls
     calls += 1
     assert causal and deterministic
-    documents = Documents(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), q.device)
-    assert (max(documents.queries), max(documents.keys)) == (max_seqlen_q, max_seqlen_k)
-    out = by_document(q, k, v, documents, softmax_scale, None)
+    queries, keys = (ends.diff().tolist() for ends in (cu_seqlens_q, cu_seqlens_k))
+    assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_k)
+    parts = zip(q.split(queries), repeated(k, q).split(keys), repeated(v, q).split(keys))
+    out = torch.cat([one_document(*part, softmax_scale, None) for part in parts])
     return ({fault}), None
 """
 """A package that computes on the CPU, with or without a fault."""
 
+TRIAL_CALLS = 6
+"""For the comparison with float64, for four calls with gradients, and for one without."""
 
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        ("out", "None"),
-        ("1.03 * out", r"its output is 0\.03\d* off float64's, more than 0\.016"),
-        ("out + 0.03 * (q - q.detach())", r"its gradient by queries is 0\.\d+ off .*"),
-        ("out * torch.nan", r"its output is nan off .*"),
-        ("out if calls != 3 else out * (1 + 2**-7)", "two calls do not give the same bits"),
-        (
-            "out if q.requires_grad else out * (1 + 2**-7)",
-            "a call without gradients does not give the same bits",
-        ),
-    ],
-)
-def test_kernels_are_tried_before_they_are_taken(tmp_path, monkeypatch, fault, problem):
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs PACKAGE with a fault. It is tried with small documents."""
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(PACKAGE.format(fault=fault))
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -177,14 +171,102 @@ def test_kernels_are_tried_before_they_are_taken(tmp_path, monkeypatch, fault, p
         monkeypatch.setenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", "")
     for name, value in (("_QUERIES", (20, 9)), ("_KEYS", (20, 15)), ("_REPEATED", (30, 20))):
         monkeypatch.setattr(flash_attention, name, value)
-    flash_attention._kernels.cache_clear()
-    try:
-        found = flash_attention._trial(CPU, torch.bfloat16, 8, 3)
-    finally:
-        flash_attention._kernels.cache_clear()
-        for name in ("flash_attn", "flash_attn.cute"):
-            sys.modules.pop(name, None)
-    assert re.fullmatch(problem, str(found))
+    kept = (flash_attention._kernels, flash_attention._problem)
+    for function in kept:
+        function.cache_clear()
+    yield lambda fault: (package / "__init__.py").write_text(PACKAGE.format(fault=fault))
+    for function in kept:
+        function.cache_clear()
+    for name in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault", "problem"),
+    [
+        (torch.bfloat16, "out", "None"),
+        (torch.float16, "out", "None"),
+        (torch.bfloat16, "1.03 * out", r"its output is 0\.03\d* off float64's, more than 0\.016"),
+        (torch.float16, "1.004 * out", r"its output is 0\.00\d+ off float64's, more than 0\.002"),
+        (
+            torch.bfloat16,
+            "out + 0.03 * (q - q.detach())",
+            r"its gradient by queries is 0\.\d+ off .*",
+        ),
+        (torch.bfloat16, "out * torch.nan", r"its output is nan off .*"),
+        (
+            torch.bfloat16,
+            "out if calls != 3 else out * (1 + 2**-7)",
+            "two calls do not give the same bits",
+        ),
+        (
+            torch.bfloat16,
+            "out if q.requires_grad else out * (1 + 2**-7)",
+            "a call without gradients does not give the same bits",
+        ),
+    ],
+)
+def test_kernels_are_tried_before_they_are_taken(install, dtype, fault, problem):
+    install(fault)
+    assert re.fullmatch(problem, str(flash_attention._trial(CPU, dtype, 8, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "calls"),
+    [
+        ("", (), 2),
+        ("_checkpointed", (), 4),
+        *(
+            pytest.param("_compiled", kept, calls, marks=[pytest.mark.slow, needs_compiler])
+            for kept, calls in (((False, False), 4), ((True, False), 2), ((True, True), 2))
+        ),
+    ],
+)
+def test_a_model_tries_them_in_its_first_pass_and_takes_them_in_each(
+    install, monkeypatch, options, kept, calls
+):
+    """The first pass is one with gradients. Of two layers each calls the kernels for its long
+    documents once, and once more where it computes attention again. The kernels here compute what
+    PyTorch does for a document, so states and gradients have the bits of a model without them."""
+    policy = small_policy(f"qwen2{options}_by_document")
+    policy = replace(policy, model=policy.model.float(), compute_dtype=torch.bfloat16)
+    if kept:
+        for layer in policy.model.base_model.layers:
+            recomputed.keep(layer, *kept)
+    expected = model_pass(policy)
+    install("out")
+    monkeypatch.setattr(flash_attention, "_version", "4.5.6")
+    monkeypatch.setattr(flash_attention, "LONG", 5)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_attn", by_document_on_a_cpu)
+    for number in (1, 2):
+        assert_equal(model_pass(policy), expected)
+        assert sys.modules["flash_attn.cute"].calls == TRIAL_CALLS + number * calls
+
+
+def model_pass(policy: Policy) -> list[Tensor]:
+    """Return the states of documents below and above LONG, and all gradients."""
+    policy.model.zero_grad(set_to_none=True)
+    states = policy.hidden_states(packed((7, 3, 5)))
+    weights = torch.linspace(-1, 1, states.numel()).view_as(states).sin()
+    (states.float() * weights).sum().backward()
+    gradients = [p.grad for p in policy.model.parameters() if p.grad is not None]
+    return [states.detach(), *gradients]
+
+
+def by_document_on_a_cpu(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *_, **options
+) -> Tensor:
+    """Compute what `varlen_attn` does on a GPU."""
+    queries, keys = (ends.diff().tolist() for ends in (query_ends, key_ends))
+    parts = zip(
+        query.split(queries),
+        repeated(key, query).split(keys),
+        repeated(value, query).split(keys),
+        strict=True,
+    )
+    return torch.cat([one_document(*part, options["scale"], None) for part in parts])
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +324,7 @@ def test_a_resumed_run_keeps_its_attention_or_says_that_it_does_not(
     (record,) = caplog.records
     assert record.levelno == level
     ending = (
-        "Numbers of documents of 4096 tokens or more are rounded in another way from here on. Use "
+        "Numbers of documents of 1024 tokens or more are rounded in another way from here on. Use "
         "pip install flash-attn-4==4.1, on a GPU such as it had, to go on as before."
     )
     assert record.getMessage() == sentence + (ending if level == logging.WARNING else "")

@@ -71,8 +71,9 @@ def result_and_gradients(
 ) -> list[torch.Tensor]:
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
-    (out * weights).sum().backward()
+    # In float16 the steps of a long linspace would be 0, and some of its numbers nan.
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device)
+    (out * weights.to(out.dtype).view_as(out)).sum().backward()
     return [out.detach(), *(x.grad for x in inputs)]
 
 
