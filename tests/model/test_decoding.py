@@ -44,6 +44,10 @@ KERNEL_SIZES = [
 ]
 """Rows, and places of the cache."""
 
+HEADS = [pytest.param(14, 2, 64, id="head_64"), pytest.param(4, 1, 256, id="head_256")]
+"""Heads, key-value heads and their width: of a Qwen2 of half a billion parameters, and of the Gemma
+3 of a billion."""
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4, 6], [6, 4], [3]]
 
 
@@ -192,13 +196,18 @@ def test_a_kernel_that_makes_the_logits_draws_the_same_tokens(monkeypatch, kind)
 
 @pytest.mark.parametrize(("rows", "room"), KERNEL_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(rows, room, dtype):
-    """The sizes are those of a model of half a billion parameters."""
+@pytest.mark.parametrize(("heads", "key_heads", "width"), HEADS)
+def test_the_kernels_for_attention_are_as_near_to_float64_as_pytorch(
+    rows, room, dtype, heads, key_heads, width
+):
     torch.manual_seed(0)
     query, key, value = (
-        torch.randn(rows, n, 1, 64, device="cuda", dtype=dtype) for n in (14, 2, 2)
+        torch.randn(rows, n, 1, width, device="cuda", dtype=dtype)
+        for n in (heads, key_heads, key_heads)
     )
-    cache = [torch.randn(rows, 2, room, 64, device="cuda", dtype=dtype) for _ in range(2)]
+    cache = [
+        torch.randn(rows, key_heads, room, width, device="cuda", dtype=dtype) for _ in range(2)
+    ]
     positions = torch.randint(room, (rows,), device="cuda")
     positions[:2] = torch.tensor([0, room - 1])
     tensors = (query, key, value, *cache)
