@@ -11,6 +11,8 @@
 #   study/pretrained.sh adapters FOLDER SECONDS SEED,...   the candidates for the second task, then LoRA and
 #                                                  PPO, tuning and test runs of these seeds
 #   study/pretrained.sh second_task FOLDER SECONDS SEED,...   the second task, tuning and test runs
+#   study/pretrained.sh old_documents FOLDER SECONDS SEED,...   losses on documents of 16 batches before, tuning and test runs
+#   study/pretrained.sh passes FOLDER SECONDS SEED,...   two and four passes over a batch, tuning and test runs
 #
 # All but the first three run from the root of the repository. Runs begin with those that study/data/pretrained has
 # packed, make the ones that are missing, eight or nine at a time, and pack all that are done as FOLDER/SWEEP.tar.xz. A run
@@ -66,7 +68,51 @@ model() {
 }
 
 pgtk() {
-  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' "$@"
+  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' # Rates of runs that are far from their sampler.
+FAR_RATES=optimizer.learning_rate=3e-6,1e-5,3e-5
+
+old_documents() {
+  local folder=$1 seconds=$2 seeds=$3 arm lanes=() runs
+  shift 3
+  for arm in grpo half_shuffled cispo -- tis icepop reinforce_centered -- ipo tis_centered; do
+    if [ $arm = -- ]; then
+      lanes+=(--)
+      continue
+    fi
+    mapfile -t runs < <(tuned old_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.lag=64 \
+      rollout.old_log_probs=sampling "$@")
+    # The control runs at the rate of grpo.
+    if [ $arm = half_shuffled ]; then
+      runs=("${runs[1]/pretrained_rates_old_half_shuffled/pretrained_rates_old_grpo}")
+    fi
+    lanes+=("${runs[@]}")
+  done
+  begin
+  in_lanes "$seconds" "${lanes[@]}"
+  pack "$folder"
+}
+
+# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents.
+passes() {
+  local folder=$1 seconds=$2 seeds=$3 arm number lanes=() runs
+  shift 3
+  for arm in grpo cispo -- reinforce -- ppo; do
+    if [ $arm = -- ]; then
+      lanes+=(--)
+      continue
+    fi
+    for number in 2 4; do
+      mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.passes=$number \
+        trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
+      lanes+=("${runs[@]}")
+    done
+  done
+  begin
+  in_lanes "$seconds" "${lanes[@]}"
+  pack "$folder"
+}
+
+"$@"
 }
 
 begin() {
@@ -189,6 +235,12 @@ words_of() {
   case $1 in
     right_alone | half_shuffled) echo "loss=grpo advantage=study.controls.$1" ;;
     ppo) echo "loss=grpo advantage=gae" ;;
+    # Truncated importance sampling with a cap of 2.
+    tis) echo "loss=cispo loss.epsilon_high=1" ;;
+    # The loss of experiment=ipo, with the advantages of the other arms.
+    ipo) echo "loss=dppo loss.sides=both loss.delta_low=0.3 loss.delta_high=0.3 loss.ratio_cap=10000" ;;
+    reinforce_centered) echo "loss=reinforce loss.score_centering=true" ;;
+    tis_centered) echo "$(words_of tis) loss.score_centering=true" ;;
     *) echo "loss=$1" ;;
   esac
 }
@@ -247,6 +299,50 @@ second_task() {
       runs=("${runs[1]/pretrained_rates_lists_half_shuffled/pretrained_rates_lists_grpo}")
     fi
     lanes+=("${runs[@]}")
+  done
+  begin
+  in_lanes "$seconds" "${lanes[@]}"
+  pack "$folder"
+}
+
+# Rates of runs that are far from their sampler.
+FAR_RATES=optimizer.learning_rate=3e-6,1e-5,3e-5
+
+old_documents() {
+  local folder=$1 seconds=$2 seeds=$3 arm lanes=() runs
+  shift 3
+  for arm in grpo half_shuffled cispo -- tis icepop reinforce_centered -- ipo tis_centered; do
+    if [ $arm = -- ]; then
+      lanes+=(--)
+      continue
+    fi
+    mapfile -t runs < <(tuned old_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.lag=64 \
+      rollout.old_log_probs=sampling "$@")
+    # The control runs at the rate of grpo.
+    if [ $arm = half_shuffled ]; then
+      runs=("${runs[1]/pretrained_rates_old_half_shuffled/pretrained_rates_old_grpo}")
+    fi
+    lanes+=("${runs[@]}")
+  done
+  begin
+  in_lanes "$seconds" "${lanes[@]}"
+  pack "$folder"
+}
+
+# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents.
+passes() {
+  local folder=$1 seconds=$2 seeds=$3 arm number lanes=() runs
+  shift 3
+  for arm in grpo cispo -- reinforce -- ppo; do
+    if [ $arm = -- ]; then
+      lanes+=(--)
+      continue
+    fi
+    for number in 2 4; do
+      mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.passes=$number \
+        trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
+      lanes+=("${runs[@]}")
+    done
   done
   begin
   in_lanes "$seconds" "${lanes[@]}"

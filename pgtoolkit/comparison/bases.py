@@ -60,7 +60,8 @@ def first_of_sweep(groups: list[RunGroup], runs: Sequence[Run]) -> RunGroup:
 
 
 def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
-    """Return the pairs of each base with the groups that differ from it only in keys of `against`.
+    """Return the pairs of each base with the groups that differ from it only in keys of `against`;
+    of a single base with all other groups.
 
     A base is a group that has all values of `against`. The bases are moved to the front of
     `compared.groups`.
@@ -82,6 +83,8 @@ def planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     others = [key for key in compared.keys if key not in (*base, compared.best_of)]
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
     after = range(len(bases), len(rests))
+    if len(bases) == 1:
+        return {(0, j) for j in after}
     return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
 
 

@@ -129,6 +129,18 @@ def test_the_base_is_the_first_of_the_sweep_s_values_where_none_is_typed(tmp_pat
     assert bases("rollout.lag=0,loss") == ["gspo, 0"]
 
 
+def test_arms_that_differ_in_several_keys_are_compared_with_the_only_one_that_has_the_value():
+    """No other arm has a lag of 0."""
+    runs = [
+        *runs_of_losses({"grpo": [0.5, 0.6, 0.7]}, **{"rollout.lag": 0}),
+        *runs_of_losses({"gspo": [0.5, 0.7, 0.8]}, **{"rollout.lag": 8}),
+        *runs_of_losses({"gspo": [0.9, 0.9, 0.8]}, **{"rollout.lag": 64}),
+    ]
+    compared = compare(runs, f"final:{PASS}", against="loss=grpo")
+    assert compared.groups[0].label == "grpo, 0"
+    assert compared.comparisons.primary == {(0, 1), (0, 2)}
+
+
 def test_a_configuration_at_its_best_rate_is_compared_with_the_base_at_the_base_s_best():
     rates = {("grpo", 1e-3): 0.7, ("grpo", 2e-3): 0.5, ("gspo", 1e-3): 0.4, ("gspo", 2e-3): 0.6}
     runs = [
