@@ -16,7 +16,7 @@ from typing import TypedDict
 
 import pgtoolkit
 from pgtoolkit.runs.modules import module_digests
-from pgtoolkit.runs.records import TIME, read_provenance
+from pgtoolkit.runs.records import TIME, known_provenance
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import SECRET_FILES, redact
 
@@ -91,7 +91,7 @@ def last_start(provenance: dict) -> dict:
 
 def changed_modules(run_dir: Path) -> list[str]:
     """Return the user's own modules that are other code now than at the last start of a run."""
-    started_with = last_start(read_provenance(run_dir)).get("modules", {})
+    started_with = last_start(known_provenance(run_dir)).get("modules", {})
     now = module_digests(started_with)
     return [name for name, digest in started_with.items() if now.get(name, digest) != digest]
 
