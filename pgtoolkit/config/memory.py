@@ -17,15 +17,15 @@ from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import (
     Sizes,
     computes_again,
-    is_fused,
     sizes,
     sizes_of,
     tiny_sizes,
+    why_in_pieces,
 )
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
-from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.ranks.environment import BYTES_OF_CUDA, world_size
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.settings import ChatTaskSettings, PromptsTaskSettings, SumsTaskSettings
 
@@ -33,9 +33,6 @@ _TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
 """Bytes for each trained weight, in float32; AdamW has two moments."""
 
 _BYTES_TRAINED = sum(_TRAINED.values())
-
-_BYTES_OF_CUDA = 0.7e9
-"""Bytes that CUDA takes for each process: its context, kernels and workspaces."""
 
 _TOKENS_OF_TEMPLATE = 28
 """Tokens that a chat template writes around a prompt, with a short system message of its own."""
@@ -181,7 +178,7 @@ def _update(
     kept_of_token = number_size * (5 * inner + 12 * width)
     if computes_again(config):
         kept_of_token = (number_size if has_adapters else 4) * width
-    elif is_fused(config):
+    elif why_in_pieces(config) is None:
         results = 2 * model_sizes.query + model_sizes.cached + width + 2 * inner
         kept_of_token = 4 * width + number_size * results
     logits = (config.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
@@ -265,15 +262,23 @@ def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
             yield f"{name}: {' + '.join(sizes_of_parts)} GB"
     line = f"at most about {use.peak / 1e9:.3g} GB on each GPU"
     yield f"{line}, which has {gpu / 1e9:.3g}" if gpu else line
-    if config.model.gradient_checkpointing == "auto" and computes_again(config):
-        keeping = memory_use(with_values(config, {"model.gradient_checkpointing": False}), gpu)
-        assert keeping is not None
-        yield (
-            f"layers keep up to {(keeping.peak - use.peak) / 1e9:.3g} GB more from the second step "
-            "on, as far as the GPU has them"
-        )
+    if config.model.gradient_checkpointing == "auto":
+        yield _keeping(config, use, gpu)
     if gpu and use.peak > gpu:
         yield f"use {_remedy(config, gpu)}"
+
+
+def _keeping(config: Config, use: MemoryUse, gpu: float | None) -> str:
+    """Return what `model.gradient_checkpointing=auto` is for this run, whose memory is given."""
+    reason = why_in_pieces(config)
+    if reason:
+        return f"model.gradient_checkpointing=auto is false here, since {reason}"
+    keeping = memory_use(with_values(config, {"model.gradient_checkpointing": False}), gpu)
+    assert keeping is not None
+    return (
+        f"layers keep up to {(keeping.peak - use.peak) / 1e9:.3g} GB more from the second step on, "
+        "as far as the GPU has them"
+    )
 
 
 def bytes_of_process(config: Config, gpu: float) -> float:
@@ -282,7 +287,7 @@ def bytes_of_process(config: Config, gpu: float) -> float:
     gpu: bytes of the GPU.
     """
     use = memory_use(config, gpu)
-    return _BYTES_OF_CUDA + (0 if use is None else use.peak)
+    return BYTES_OF_CUDA + (0 if use is None else use.peak)
 
 
 def max_tokens_for(config: Config, room: float, gpu: float) -> int | None:

@@ -86,26 +86,30 @@ def compilation(model: ModelSettings, on_gpu: bool) -> str:
     return "yes, since it makes steps on a GPU faster"
 
 
-def is_fused(config: Config) -> bool:
-    """Return whether on a GPU each layer of the trained model is computed by `model.recomputed`, as
-    far as config.json and the configuration tell."""
+def why_in_pieces(config: Config) -> str | None:
+    """Return why the trained model's layers are not computed by `model.recomputed` on a GPU, as far
+    as config.json and the configuration tell; None where they are."""
     model = config.model
     parallelism = config.parallelism
-    return (
-        shape(model).get("type") in TYPES_IN_ONE_PIECE
-        and model.compile is not False
-        and model.dtype != "float32"
-        and model.lora_rank is None
-        and not parallelism.shard
-        and world_size(parallelism) == parallelism.data_parallel
-    )
+    kind = shape(model).get("type")
+    if kind not in TYPES_IN_ONE_PIECE:
+        return f"the model is of type {kind}"
+    if model.compile is False:
+        return "model.compile=false"
+    if model.dtype == "float32":
+        return "model.dtype=float32"
+    if model.lora_rank is not None:
+        return "adapters of LoRA are trained"
+    if parallelism.shard or world_size(parallelism) > parallelism.data_parallel:
+        return "the model is spread over ranks"
+    return None
 
 
 def computes_again(config: Config) -> bool:
     """Return whether a run computes its layers again in the backward pass, at least in its first
     step, as `model.gradient_checkpointing` says; auto: where layers can keep a part."""
     chosen = config.model.gradient_checkpointing
-    return is_fused(config) if chosen == "auto" else chosen
+    return why_in_pieces(config) is None if chosen == "auto" else chosen
 
 
 def shares_prompts(config: Config) -> AutoOrBool:

@@ -18,7 +18,7 @@ from pgtoolkit.model import recomputed
 from pgtoolkit.model.architectures import TYPES_IN_ONE_PIECE, Layer, architecture_of
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import gather_objects
-from pgtoolkit.ranks.environment import JOBS_ON_GPU
+from pgtoolkit.ranks.environment import BYTES_OF_CUDA, JOBS_ON_GPU
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.system.plain_files import JsonObject
 
@@ -161,7 +161,7 @@ def _layers_of(policy: Policy) -> list[Layer]:
 
 
 def room() -> int:
-    """Return the bytes of the GPU that this process has, or can have."""
+    """Return the bytes of the GPU that this process's tensors have, or can have."""
     free, total = torch.cuda.mem_get_info()
-    share = total // int(os.environ.get(JOBS_ON_GPU, "1"))
+    share = total // int(os.environ.get(JOBS_ON_GPU, "1")) - BYTES_OF_CUDA
     return min(free + torch.cuda.memory_reserved(), share)

@@ -134,7 +134,7 @@ class HuggingFaceModelSettings(ModelSettings):
         "(arXiv 2510.26788).",
     )
     gradient_checkpointing: AutoOrBool = key(
-        default=False,
+        default="auto",
         help="Whether to compute the layers again in the backward pass: less memory, more time; "
         "auto: on a GPU in the first step, and then as far as the memory of the GPU does not "
         "suffice to keep attention's output and the results of matrix products.",

@@ -18,6 +18,9 @@ neighbours in the last."""
 JOBS_ON_GPU = "PGTK_JOBS_ON_GPU"
 """The variable by which a launcher tells its jobs how many of them share a GPU."""
 
+BYTES_OF_CUDA = 700_000_000
+"""Bytes of a GPU that CUDA takes for each process: its context, kernels and workspaces."""
+
 
 def world_size(sizes: object) -> int:
     """Return the number of processes that share a step.

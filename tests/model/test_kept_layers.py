@@ -18,7 +18,14 @@ from builders.runs import (
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.model import compiled
-from pgtoolkit.model.kept_layers import KeepsByMemory, KeptLayers, StepMemory, can_keep, least_of
+from pgtoolkit.model.kept_layers import (
+    KeepsByMemory,
+    KeptLayers,
+    StepMemory,
+    can_keep,
+    least_of,
+    room,
+)
 from pgtoolkit.ranks.layout import ONE_PROCESS
 
 MEMORY = StepMemory(before=1_000_000, after=3_000_000, peak=5_000_000, room=0, tokens=800)
@@ -53,6 +60,18 @@ def test_attention_is_kept_before_products_in_nine_tenths_of_the_memory(room, at
     kept = keeps.fitting(replace(MEMORY, room=-(-room * 10 // 9)))
     expected = PEAK + 160_000 * attention + 512_000 * products
     assert kept == KeptLayers(attention, products, expected)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "free", "expected"), [(None, 60, 65), ("4", 60, 19.3), ("4", 3, 8), ("40", 60, 1.3)]
+)
+def test_a_job_has_its_share_of_a_gpu_less_what_cuda_takes(monkeypatch, jobs, free, expected):
+    """In GB, on a GPU of 80, of which the process has 5."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 * 10**9)
+    if jobs:
+        monkeypatch.setenv("PGTK_JOBS_ON_GPU", jobs)
+    assert room() == round(expected * 1e9)
 
 
 def test_the_rank_with_the_least_memory_decides():
