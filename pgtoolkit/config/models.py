@@ -87,11 +87,13 @@ def compilation(model: ModelSettings, on_gpu: bool) -> str:
 
 
 def why_in_pieces(config: Config) -> str | None:
-    """Return why the trained model's layers are not computed by `model.recomputed` on a GPU, as far
-    as config.json and the configuration tell; None where they are."""
+    """Return why the trained model's layers are not computed by `model.recomputed`, as far as
+    config.json and the configuration tell; None where a GPU computes them so."""
     model = config.model
     parallelism = config.parallelism
     kind = shape(model).get("type")
+    if config.trainer.device == "cpu":
+        return "trainer.device=cpu"
     if kind not in TYPES_IN_ONE_PIECE:
         return f"the model is of type {kind}"
     if model.compile is False:

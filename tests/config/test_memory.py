@@ -144,6 +144,7 @@ def test_auto_is_estimated_as_true_where_layers_can_keep_parts_and_as_false_else
         ("model.dtype=float32", "model.dtype=float32"),
         ("parallelism=fsdp", "the model is spread over ranks"),
         ("parallelism=tensor", "the model is spread over ranks"),
+        ("trainer.device=cpu", "trainer.device=cpu"),
     ):
         auto, kept = (job(tmp_path, "0.5", *LONG, f"{key}={x}", other) for x in ("auto", "false"))
         assert memory_use(auto, GPU) == memory_use(kept, GPU)
