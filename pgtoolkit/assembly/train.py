@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from pgtoolkit.assembly.build import accelerator, build
-from pgtoolkit.assembly.continuing import resume_command, sync_command
+from pgtoolkit.assembly.continuing import going_on_command, resume_command, sync_command
 from pgtoolkit.assembly.open_run import open_run
 from pgtoolkit.assembly.run_description import description_of
 from pgtoolkit.assembly.summary import run_summary
@@ -21,6 +22,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
+    ConfigError,
     DataError,
     Interrupted,
     PgtoolkitError,
@@ -28,6 +30,7 @@ from pgtoolkit.errors import (
     StorageError,
     VerifierLost,
     as_storage_error,
+    first_line,
 )
 from pgtoolkit.ranks.agreement import losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
@@ -115,6 +118,9 @@ def train(
             if not recorder.can_continue or recorder.saved_step == 0:
                 raise
             raise _with_command(error, type(error), recorder, folder) from error
+        except torch.OutOfMemoryError as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise _out_of_memory(error, config, recorder, folder) from error
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
@@ -141,6 +147,25 @@ def _with_command(
     )
     with_command.on_all_ranks = error.on_all_ranks
     return with_command
+
+
+def _out_of_memory(
+    error: torch.OutOfMemoryError, config: Config, recorder: Recorder, folder: Path
+) -> ConfigError:
+    """Return the refusal of a run that needs more memory than its GPU has left."""
+    half = {"accumulation.max_tokens": max(1, config.accumulation.max_tokens // 2)}
+    message = (
+        f"after step {recorder.step} the GPU has no memory left: {first_line(error)} Other "
+        "processes may hold some of it; nvidia-smi lists them. Use "
+        f"accumulation.max_tokens={half['accumulation.max_tokens']}, which documents have to fit; "
+        "where sampling needs it, fewer completions at a time (sampler.max_sequences); or fsdp."
+    )
+    if recorder.saved_step > 0:
+        message += (
+            f"\nSaved up to step {recorder.saved_step}. Continue with: "
+            f"{going_on_command(folder, half)}"
+        )
+    return ConfigError(message)
 
 
 def _train_steps(

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from builders.quick import with_slow_rest
 from builders.refusals import refusal
 from builders.runs import (
@@ -16,16 +17,19 @@ from builders.runs import (
     checkpoint_of,
     config_of,
     copy_as_of,
+    last_of_each_key,
     metrics_of,
     run,
 )
 
 from pgtoolkit.assembly.train import train
+from pgtoolkit.batch import MicroBatch, StepTotals
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import read_run
 from pgtoolkit.runs.records import read_provenance
+from pgtoolkit.training.module import PolicyGradientModule
 
 STEPS_OF_5 = ("trainer.max_steps=9", "accumulation.docs_per_step=5")
 STEPS_OF_12 = ("trainer.max_steps=9", "accumulation.docs_per_step=12")
@@ -376,3 +380,29 @@ def test_a_run_records_the_digests_of_the_modules_that_score_at_its_start_and_at
     assert trained_with["code of digests_helper"] == f"{first} to step 1, then {second}"
     assert trained_with["code of digests_rewards"] == before["modules"]["digests_rewards"]
     assert re.fullmatch("[0-9a-f]{8}", trained_with["contents of task.path"])
+
+
+def test_a_gpu_without_memory_is_answered_by_the_command_that_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    """The second step has no memory for its micro-batch, but for half of it."""
+    loss_of = PolicyGradientModule.micro_batch_loss
+
+    def within_memory(module: PolicyGradientModule, micro_batch: MicroBatch, totals: StepTotals):
+        if module.num_updates == 1 and len(micro_batch.tokens) > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return loss_of(module, micro_batch, totals)
+
+    monkeypatch.setattr(PolicyGradientModule, "micro_batch_loss", within_memory)
+    keys = ("accumulation.max_tokens=80", "trainer.max_steps=2", "trainer.device=cpu")
+    typed = last_of_each_key(*SHORT, *keys)
+    assert main([*typed, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    printed = capsys.readouterr().err
+    assert "after step 1 the GPU has no memory left: CUDA out of memory. Tried" in printed
+    assert "Use accumulation.max_tokens=40, which documents have to fit" in printed
+    assert "Traceback" not in printed
+    command = re.search("Saved up to step 1. Continue with: [^ ]*pgtk (.*)", printed)
+    assert command is not None
+    assert command[1].endswith(" accumulation.max_tokens=40")
+    assert main(shlex.split(command[1])) == 0
+    assert len(metrics_of(tmp_path / "run")) == 2
