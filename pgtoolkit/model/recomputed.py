@@ -327,7 +327,7 @@ class _Run:
         return self._results.pop(0) if self._results else product(x)
 
     def _norm(self, norm: Layer, *added: Tensor) -> tuple[Tensor, ...]:
-        function = rms_norm(norm.variance_epsilon, self.inputs.dtype, len(added) > 1)
+        function = rms_norm(norm.variance_epsilon, self.inputs.dtype, len(added) > 1, False)
         return function.values(*added, norm.weight.detach().expand_as(added[0]))
 
     def _to_gate_backward(self, gradient: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ class _Run:
         else:
             # The function returns its input as a second result, so that both gradients of the
             # input are added in one kernel.
-            function = rms_norm(epsilon, self.inputs.dtype, True)
+            function = rms_norm(epsilon, self.inputs.dtype, True, False)
             total, rows = function.derivative(
                 [x, weight.expand_as(x)], [by_normed, by_x], (True, True)
             )

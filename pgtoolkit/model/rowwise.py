@@ -241,9 +241,7 @@ def _of_any_number(rows: Tensor) -> Tensor:
 
 
 @functools.cache
-def rms_norm(
-    epsilon: float, dtype: torch.dtype, with_sum: bool, around_one: bool = False
-) -> Rowwise:
+def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool, around_one: bool) -> Rowwise:
     """Return a function of one or several tensors (n, H) and the weight: the norm of their sum in
     `dtype`, and with_sum also the sum.
 

@@ -210,7 +210,7 @@ def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
     assert [count - counts[0] for count in counts] == [0, 4, 8, 8, 8]
     dtype = torch.float32
     epsilon = policy.model.base_model.norm.variance_epsilon
-    functions = [rowwise.rms_norm(epsilon, dtype, both) for both in (False, True)]
+    functions = [rowwise.rms_norm(epsilon, dtype, both, False) for both in (False, True)]
     functions += [rowwise.turned_heads(8, 4, None, dtype), rowwise.gate("silu")]
     codes = [code for function in functions for code in function._compiled.values()]
     assert len(codes) == 8
