@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from pgtoolkit.assembly.build import accelerator, build
 from pgtoolkit.assembly.continuing import going_on_command, resume_command, sync_command
@@ -118,11 +117,11 @@ def train(
             if not recorder.can_continue or recorder.saved_step == 0:
                 raise
             raise _with_command(error, type(error), recorder, folder) from error
-        except torch.OutOfMemoryError as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise _out_of_memory(error, config, recorder, folder) from error
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
+            # An error of PyTorch's allocator, or of CUDA itself.
+            if isinstance(error, RuntimeError) and "out of memory" in first_line(error):
+                raise _out_of_memory(error, config, recorder, folder) from error
             raise
         finally:
             if run is not None:
@@ -150,20 +149,21 @@ def _with_command(
 
 
 def _out_of_memory(
-    error: torch.OutOfMemoryError, config: Config, recorder: Recorder, folder: Path
+    error: RuntimeError, config: Config, recorder: Recorder, folder: Path
 ) -> ConfigError:
     """Return the refusal of a run that needs more memory than its GPU has left."""
-    half = {"accumulation.max_tokens": max(1, config.accumulation.max_tokens // 2)}
+    max_tokens = max(1, config.accumulation.max_tokens // 2)
     message = (
-        f"after step {recorder.step} the GPU has no memory left: {first_line(error)} Other "
-        "processes may hold some of it; nvidia-smi lists them. Use "
-        f"accumulation.max_tokens={half['accumulation.max_tokens']}, which documents have to fit; "
-        "where sampling needs it, fewer completions at a time (sampler.max_sequences); or fsdp."
+        f"after step {recorder.step} the GPU has no memory left: "
+        f"{first_line(error).removesuffix('.')}. Other processes may hold some of it; nvidia-smi "
+        f"lists them. Use accumulation.max_tokens={max_tokens}, which documents have to fit; where "
+        "sampling needs it, fewer completions at a time (sampler.max_sequences); or "
+        "parallelism=fsdp."
     )
     if recorder.saved_step > 0:
         message += (
             f"\nSaved up to step {recorder.saved_step}. Continue with: "
-            f"{going_on_command(folder, half)}"
+            f"{going_on_command(folder, {'accumulation.max_tokens': max_tokens})}"
         )
     return ConfigError(message)
 

@@ -382,15 +382,22 @@ def test_a_run_records_the_digests_of_the_modules_that_score_at_its_start_and_at
     assert re.fullmatch("[0-9a-f]{8}", trained_with["contents of task.path"])
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later."),
+    ],
+)
 def test_a_gpu_without_memory_is_answered_by_the_command_that_goes_on(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, error
 ):
     """The second step has no memory for its micro-batch, but for half of it."""
     loss_of = PolicyGradientModule.micro_batch_loss
 
     def within_memory(module: PolicyGradientModule, micro_batch: MicroBatch, totals: StepTotals):
         if module.num_updates == 1 and len(micro_batch.tokens) > 40:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            raise error
         return loss_of(module, micro_batch, totals)
 
     monkeypatch.setattr(PolicyGradientModule, "micro_batch_loss", within_memory)
@@ -398,7 +405,8 @@ def test_a_gpu_without_memory_is_answered_by_the_command_that_goes_on(
     typed = last_of_each_key(*SHORT, *keys)
     assert main([*typed, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     printed = capsys.readouterr().err
-    assert "after step 1 the GPU has no memory left: CUDA out of memory. Tried" in printed
+    first_line = str(error).splitlines()[0].removesuffix(".")
+    assert f"after step 1 the GPU has no memory left: {first_line}. Other" in printed
     assert "Use accumulation.max_tokens=40, which documents have to fit" in printed
     assert "Traceback" not in printed
     command = re.search("Saved up to step 1. Continue with: [^ ]*pgtk (.*)", printed)
