@@ -70,16 +70,20 @@ def documented(path: str) -> str | None:
     """Return the first line of the docstring of a function or class, read from its module's file.
 
     Nothing is imported, so that `pgtk check` may ask. path: `module.name`. None where there is no
-    such line, and for modules inside of packages.
+    such line.
     """
-    module_name, _, name = path.rpartition(".")
-    spec = None
-    if module_name and "." not in module_name:
-        spec = PathFinder.find_spec(module_name, [os.getcwd(), *sys.path])
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    *package, name = path.split(".")
+    module = Path(*package)
+    files = [
+        Path(folder, file)
+        for folder in (os.getcwd(), *sys.path)
+        for file in (module / "__init__.py", Path(f"{module}.py"))
+    ]
+    file = next((file for file in files if file.is_file()), None) if package else None
+    if file is None:
         return None
     try:
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None  # importing it says what is wrong
     for node in tree.body:

@@ -2,6 +2,7 @@
 chosen. tests/system/test_functions.py trains with it."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,7 +309,11 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
         compose(["loss=mine.soft_clip"]).config
     )
     assert "l_t = as mine.centred computes it" in equation(compose(["loss=mine.centred"]).config)
-    assert "mine" not in sys.modules
+    (mine / "folder" / "inner").mkdir(parents=True)
+    shutil.copy(mine / "mine.py", mine / "folder" / "inner")
+    in_folders = compose(["loss=folder.inner.mine.soft_clip"]).config
+    assert "l_t = -softness tanh((r - 1) / softness) A" in equation(in_folders)
+    assert not {"mine", "folder"} & {*sys.modules}
 
 
 @pytest.mark.parametrize(
