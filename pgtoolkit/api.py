@@ -433,7 +433,8 @@ def step_coefficients(
             log_probs = ...  # of all documents of the step
         loss, coefficients, metrics = step_coefficients(log_probs, ..., loss=of_groups)
         for piece in pieces:
-            policy_loss(..., loss=of_groups, coefficients=coefficients[piece]).loss.backward()
+            of_piece = {"coefficients": coefficients[piece], "totals": totals}
+            policy_loss(..., loss=of_groups, **of_piece).loss.backward()
 
     log_probs: (T,) floating, of each token of the step under the policy in training.
     mask: (T,) bool, True where a token is trained; other positions are not read.

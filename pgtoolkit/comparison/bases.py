@@ -97,9 +97,10 @@ def _refuse_against(compared: Compared, against: str, is_right: bool) -> None:
     )
     if not values:
         keys_of("--against", [against], compared.keys)
+    meant = [value for value in values if value.partition("=")[2] == against] or [*values]
     raise ConfigError(
         f"--against={against} needs what a configuration has: KEY=VALUE, or KEY alone for the "
-        f"value of the first. These are {', '.join(values)}. Use --against={next(iter(values))}."
+        f"value of the first. These are {', '.join(values)}. Use --against={meant[0]}."
     )
 
 

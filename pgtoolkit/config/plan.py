@@ -56,21 +56,25 @@ def equation(config: Config) -> list[str]:
     """Return the lines that define the loss of a step, with the configuration's numbers."""
     loss = chosen(config, "loss")
     title = f"{loss}, {chosen(config, 'aggregation')}"
-    rho = ""
+    summed = "l_t"
+    penalties = [*_penalties(config)]
     correction = configured(config.correction, CORRECTIONS)
     if correction is not None:
         title += f", {correction.name}"
-        rho = "rho_t "
+        summed = "rho_t l_t"
+        if penalties:
+            summed = "(rho_t l_t + penalties)"
+            penalties[0] = f"penalties = {penalties[0].removeprefix('      + ').strip()}"
     family = family_of_config(config)
     surrogate = documented(loss) or f"as {loss} computes it"
     if family is not None:
         surrogate = family.equation
     weight, symbols, sum_of_weights = _weight(config)
     lines = [
-        f"{title}: sum over trained tokens of w_t {rho}l_t",
+        f"{title}: sum over trained tokens of w_t {summed}",
         f"l_t = {surrogate}",
         *_top_entropy(config),
-        *_penalties(config),
+        *penalties,
         f"w_t = {weight},  {symbols}",
         f"sum of w_t over a step = {sum_of_weights}",
     ]

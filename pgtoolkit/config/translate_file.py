@@ -116,6 +116,8 @@ def _given(words: list[str]) -> dict[str, object]:
         if equals or word.startswith("--"):
             name = "" if equals else key
             words_of[key] = [value] if equals else []
+        elif word == "-m":
+            name = ""  # a module follows, and no further value
         elif name and not word.endswith(".py"):
             words_of[name].append(word.strip(","))
     values: dict[str, object] = {}
@@ -141,26 +143,36 @@ def _program(content: str) -> TheirConfig:
     command in its docstring where it takes its arguments from there."""
     tree = ast.parse(content)
     calls: dict[str, list[ast.Call]] = {}
-    values_of: dict[str, ast.expr] = {}
+    values_of: dict[str, list[ast.AST]] = {}  # of names and of attributes
     bound: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            values_of[node.targets[0].id] = node.value
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                values_of.setdefault(ast.unparse(target), []).append(node.value)
+        elif isinstance(node, ast.AugAssign):
+            values_of.setdefault(ast.unparse(node.target), []).append(node)
         elif isinstance(node, ast.arg):
             bound[node.arg] += 1
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound[node.id] += 1
+    in_branches = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If | ast.For | ast.While) and "__main__" not in ast.dump(node)[:200]
+        for inner in ast.walk(node)
+    }
     if "GRPOConfig" not in calls:
         if "TrlParser" in content and "GRPOConfig" in content:
             return _script((ast.get_docstring(tree) or "").replace("`", ""))
-        others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
-        raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
+        if "GRPOTrainer" not in calls:
+            others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
+            raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
 
-    def value(node: ast.expr) -> object:
+    def value(node: ast.AST) -> object:
         if isinstance(node, ast.Name) and bound[node.id] == 1:
-            node = values_of.get(node.id, node)
+            node = values_of.get(node.id, [node])[-1]
         try:
             return ast.literal_eval(node)
         except ValueError:
@@ -171,10 +183,15 @@ def _program(content: str) -> TheirConfig:
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "peft_config." if call == "LoraConfig" else ""
         for node in calls.get(call, [])[:1]:
-            arguments = dict(zip(positional, node.args, strict=False))
+            arguments: dict[str, ast.AST] = dict(zip(positional, node.args, strict=False))
             arguments |= {keyword.arg or "": keyword.value for keyword in node.keywords}
-            if arguments.pop("", None):
+            if arguments.pop("", None) or "setattr" in calls:
                 assumed.append(f"{call} has no other arguments")
+            for target, given in values_of.items():  # what is set after the call
+                owner, _, name = target.rpartition(".")
+                if node in values_of.get(owner, []):
+                    is_known = len(given) == 1 and given[0] not in in_branches
+                    arguments[name] = given[0] if is_known else ast.Name(target)
             for name, item in arguments.items():
                 if name not in ("args", "peft_config"):
                     values[f"{section}{name}"] = value(item)

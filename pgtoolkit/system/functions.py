@@ -306,7 +306,7 @@ def blaming(function: str, kind: type[PgtoolkitError], on: str) -> Iterator[None
     try:
         yield
     except PgtoolkitError as error:
-        raise type(error)(f"{error}. It was called on {on}.") from error
+        raise type(error)(f"{str(error).removesuffix('.')}. It was called on {on}.") from error
     except BaseException as error:
         if is_interrupt(error):
             raise

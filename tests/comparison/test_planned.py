@@ -327,6 +327,7 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
             "value of the first. These are loss=cispo, loss=gspo, loss=grpo, loss=reinforce. Use "
             "--against=loss=cispo.",
         ),
+        (["--against", "grpo"], "Use --against=loss=grpo."),
         (["--against", "lag=1"], "--against=lag=1 needs what a configuration has: KEY=VALUE"),
         (["--over", "model.path"], "--over=model.path needs a key that tells the runs apart."),
         (

@@ -858,6 +858,37 @@ def test_a_name_that_is_bound_twice_is_no_constant(tmp_path):
     assert found(translated(tmp_path, "train.py", program), expected) == expected
 
 
+def test_what_a_program_sets_after_the_call_is_read(tmp_path):
+    """In a branch, and where it is set again, its value is not known."""
+    program = (
+        "if __name__ == '__main__':\n"
+        "    args = theirs = GRPOConfig(num_generations=4, learning_rate=1e-6, beta=0.1)\n"
+        "    args.learning_rate = 2e-6\n    theirs.max_grad_norm = 0.5\n    args.beta *= 2\n"
+        "    other.seed = 7\n    args.max_steps = 8\n    args.max_steps = 9\n"
+        "    if quick:\n        args.temperature = 0.5\n"
+    )
+    expected = {
+        "rollout.group_size": 4,
+        "optimizer.learning_rate": 2e-6,
+        "optimizer.max_grad_norm": 0.5,
+        "beta": "left",
+        "max_steps": "left",
+        "temperature": "left",
+    }
+    translation = translated(tmp_path, "train.py", program)
+    assert found(translation, expected | {"seed": None}) == expected | {"seed": None}
+    # TRL's own first example has no GRPOConfig.
+    translation = translated(tmp_path, "first.py", "GRPOTrainer(model='m', reward_funcs=f)\n")
+    assert found(translation, {"model.path": "m"}) == {"model.path": "m"}
+
+
+def test_a_module_is_no_value_of_the_option_before_it(tmp_path):
+    command = "accelerate launch --num_processes 4 -m trl.scripts.grpo --num_generations 4 "
+    command += "--per_device_train_batch_size 4\n"
+    expected = {"accumulation.docs_per_step": 16, "rollout.group_size": 4}
+    assert found(translated(tmp_path, "run.sh", command), expected) == expected
+
+
 def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
     program = (
         "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\nGRPOTrainer('m', my.reward)\n"

@@ -18,6 +18,8 @@ from keys.step import sampled_documents
 from losses.formulas import of_log_probs as of_family
 
 from pgtoolkit import corrections, kl, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.plan import equation
 from pgtoolkit.errors import DataError
 from pgtoolkit.families import Reinforce
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -336,3 +338,14 @@ def test_off_policy_mask_refuses_num_splits_which_other_corrections_allow():
         loss("off_policy_mask", num_splits=2)
     masked = CORRECTIONS["product masked, V"]
     assert loss(masked, num_splits=2) == pytest.approx(loss(masked, num_splits=1), rel=1e-12)
+
+
+def test_check_says_that_a_correction_leaves_penalties_as_they_are():
+    """As the reference has it: test_losses.py compares losses that have both."""
+    both = ("correction=token_truncate", "entropy.coefficient=0.1", "kl=k3", "kl.coefficient=0.05")
+    lines = equation(compose([*both]).config)
+    assert lines[0].endswith(": sum over trained tokens of w_t (rho_t l_t + penalties)")
+    assert lines[2].startswith("penalties = 0.05 (exp(f_t - p_t) - (f_t - p_t) - 1),  f_t = ")
+    assert lines[3].startswith("      - 0.1 H_t,  ")
+    [first, *_] = equation(compose(["correction=token_truncate"]).config)
+    assert first.endswith(": sum over trained tokens of w_t rho_t l_t")
