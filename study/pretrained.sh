@@ -68,51 +68,7 @@ model() {
 }
 
 pgtk() {
-  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' # Rates of runs that are far from their sampler.
-FAR_RATES=optimizer.learning_rate=3e-6,1e-5,3e-5
-
-old_documents() {
-  local folder=$1 seconds=$2 seeds=$3 arm lanes=() runs
-  shift 3
-  for arm in grpo half_shuffled cispo -- tis icepop reinforce_centered -- ipo tis_centered; do
-    if [ $arm = -- ]; then
-      lanes+=(--)
-      continue
-    fi
-    mapfile -t runs < <(tuned old_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.lag=64 \
-      rollout.old_log_probs=sampling "$@")
-    # The control runs at the rate of grpo.
-    if [ $arm = half_shuffled ]; then
-      runs=("${runs[1]/pretrained_rates_old_half_shuffled/pretrained_rates_old_grpo}")
-    fi
-    lanes+=("${runs[@]}")
-  done
-  begin
-  in_lanes "$seconds" "${lanes[@]}"
-  pack "$folder"
-}
-
-# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents.
-passes() {
-  local folder=$1 seconds=$2 seeds=$3 arm number lanes=() runs
-  shift 3
-  for arm in grpo cispo -- reinforce -- ppo; do
-    if [ $arm = -- ]; then
-      lanes+=(--)
-      continue
-    fi
-    for number in 2 4; do
-      mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.passes=$number \
-        trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
-      lanes+=("${runs[@]}")
-    done
-  done
-  begin
-  in_lanes "$seconds" "${lanes[@]}"
-  pack "$folder"
-}
-
-"$@"
+  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' "$@"
 }
 
 begin() {
