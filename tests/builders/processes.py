@@ -10,12 +10,14 @@ per session. The function must be importable: at the top level of a module.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import logging
 import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -137,11 +139,10 @@ class World:
     def _start(self) -> None:
         context = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
-        store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, store, rank, self.size), daemon=True
+                target=_work, args=(theirs, self._folder.name, rank, self.size), daemon=True
             )
             process.start()
             theirs.close()
@@ -164,7 +165,7 @@ class World:
                     succeeded, results[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     succeeded = False
-                    results[rank] = "the process ended"
+                    results[rank] = self._end_of(rank)
                 if not succeeded:
                     failures.append(f"rank {rank} of {self.size}: {results[rank]}")
                     # The others may wait for this rank without end.
@@ -176,6 +177,18 @@ class World:
             self.stop()
             raise AssertionError("\n".join(failures))
         return results
+
+    def _end_of(self, rank: int) -> str:
+        """Say how a worker ended that has not answered, and what it was doing if it crashed."""
+        process, _ = self._workers[rank]
+        process.join(10)
+        ended = "the process ended"
+        if process.exitcode is not None and process.exitcode < 0:
+            ended += f" by {signal.Signals(-process.exitcode).name}"
+        elif process.exitcode is not None:
+            ended += f" with status {process.exitcode}"
+        crash = _crash_file(self._folder.name, rank)
+        return f"{ended}\n{crash.read_text()[:2000] if crash.exists() else ''}".rstrip()
 
 
 class ForkedProcess:
@@ -264,8 +277,14 @@ def layout(**sizes: int) -> Layout:
     return Layout.of_world("cpu", RUN_SECONDS, **sizes)
 
 
-def _work(connection: Connection, store: str, rank: int, size: int) -> None:
+def _crash_file(folder: str, rank: int) -> Path:
+    """Return the file that receives the call stacks of a worker that crashes."""
+    return Path(folder) / f"crash-{rank}"
+
+
+def _work(connection: Connection, folder: str, rank: int, size: int) -> None:
     """Call the functions that are sent, until the connection ends."""
+    faulthandler.enable(os.open(_crash_file(folder, rank), os.O_WRONLY | os.O_CREAT))
     # The fork server has loaded torch; a process that only starts workers need not.
     import torch
     import torch.distributed as dist
@@ -274,7 +293,7 @@ def _work(connection: Connection, store: str, rank: int, size: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=RUN_SECONDS)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
