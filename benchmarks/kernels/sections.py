@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -273,6 +274,12 @@ def fused_head(
             calls["cut-cross-entropy", "exact"] = peers.cut_cross_entropy(
                 hidden, weight, workload.labels, False
             )
+            calls["quack", "exponential apart"] = peers.quack_cross_entropy(
+                hidden, weight, workload.labels, False
+            )
+            calls["quack", "exponential fused"] = peers.quack_cross_entropy(
+                hidden, weight, workload.labels, True
+            )
         calls["eager PyTorch", "all logits"] = naive(peers.eager_loss(workload))
         calls = {key: call for key, call in calls.items() if call is not None}
         products = _plain_products(hidden.detach(), weight.detach(), score, total)
@@ -287,7 +294,7 @@ def fused_head(
         work = 6 * tokens * hidden_size * vocabulary
         for (name, case), call in (products | calls).items():
             extra = errors = None
-            if name != "plain products":
+            if (name, case) not in products:
                 hidden.grad = weight.grad = None
                 extra = peak_bytes(call, device)
                 kept = sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
@@ -344,6 +351,15 @@ def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor
 
         calls["plain products", "adding to float32"] = accumulating
         calls["plain products", f"{_CHUNK} rows at a time"] = in_chunks
+        if importlib.util.find_spec("quack"):
+            from quack.gemm_interface import gemm, gemm_add_inplace
+
+            def by_quack():
+                gemm(hidden, weight.T, out=logits)
+                gemm(score, weight, out=by_hidden)
+                gemm_add_inplace(score.T, hidden, total)
+
+            calls["quack's products", "adding to float32"] = by_quack
     return calls
 
 
