@@ -38,10 +38,7 @@ def beside_the_example_losses(monkeypatch):
 
 def flags(section: str, peer: str) -> dict[str, object]:
     """Return the flags that the section gives for TRL or verl, or {} if it gives none."""
-    (line,) = re.findall(
-        rf"^\* {peer}: (.*?)(?=^\* |\Z)", SECTIONS[section], flags=re.MULTILINE | re.DOTALL
-    )
-    match = re.match(r"`([^`]*=[^`]*)`", line)
+    match = re.search(rf"^\* {peer}: `([^`]*=[^`]*)`", SECTIONS[section], flags=re.MULTILINE)
     if match is None:
         return {}
     return {key: value(text) for key, text in (flag.split("=") for flag in match[1].split())}
