@@ -6,11 +6,12 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.groups import _limits, _rank, _sample
+from pgtoolkit.comparison.groups import _axes, _limit, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons
 from pgtoolkit.runs.find import Run
@@ -49,7 +50,7 @@ def comparison(table: list[Row], metric: str, base: tuple[str, ...] = ()) -> Com
 
     base: loss and aggregation of the configuration that stands first; by default the best.
     """
-    goal = Goal(metric, 0.9, "", 0.0, (64.0, 19200.0))
+    goal = Goal(metric, 0.9, "", 0.0, 64.0, (64.0, 19200.0))
     compared_groups = []
     axes = {
         axis: f"{name}_to_{metric}_0.9"
@@ -66,14 +67,24 @@ def comparison(table: list[Row], metric: str, base: tuple[str, ...] = ()) -> Com
             )
             for row in rows_of_group
         ]
-        runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
+        runs = [
+            Run(
+                "",
+                "",
+                "done",
+                config={"seed": row["seed"]},
+                columns={axis: np.array([float(row[axis])]) for axis in axes},
+            )
+            for row in rows_of_group
+        ]
         compared_groups.append(
             RunGroup(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
         )
-    limits = _limits(goal, [reached for group in compared_groups for reached in group.reached])
+    of_all = [reached for group in compared_groups for reached in group.reached]
     compared = Compared(
         goal,
-        limits,
+        _axes(goal, of_all),
+        _limit(of_all),
         ["loss", "aggregation"],
         [],
         {},
@@ -95,7 +106,7 @@ def cell(compared: Compared, *key: str) -> str:
     """Return the documents that a configuration needs, and how many of its seeds reached the
     threshold if some did not."""
     group = next(group for group in compared.groups if tuple(group.values.values()) == key)
-    num_arrived = compared.arrived(group, DOCUMENTS)
+    num_arrived = compared.arrived(group)
     num_seeds = len(group.reached)
     arrived = f" ({num_arrived} of {num_seeds})" if num_arrived < num_seeds else ""
     return text_report.spent(compared, group, DOCUMENTS) + arrived
@@ -149,8 +160,7 @@ def test_the_table_of_the_follow_up_is_that_of_its_runs():
     for group in compared.groups:
         family, aggregation = group.values.values()
         reached = (
-            f"{compared.arrived(group, DOCUMENTS)} of 6 | "
-            f"{text_report.spent(compared, group, DOCUMENTS)}"
+            f"{compared.arrived(group)} of 6 | {text_report.spent(compared, group, DOCUMENTS)}"
         )
         assert f"| `{family}` | `{aggregation}` | {reached} |" in page
     for place, first in enumerate(compared.groups):

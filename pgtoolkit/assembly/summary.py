@@ -81,7 +81,7 @@ def _held_out_lines(rows: list[JsonObject], number: str, best: JsonObject | None
         note = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
         span = None if number == "avg" else (0, 1)
         yield (
-            f"{name:<12} {values_of_set[0]:.3f} -> {values_of_set[-1]:.3f}  "
+            f"{name:<12} {values_of_set[0]:z.3f} -> {values_of_set[-1]:z.3f}  "
             f"{sparkline(values_of_set, span=span)}  ({number} of {last['prompts']} held-out "
             f"prompts, ± {last.get(f'{number}_error', 0):.3f}{note})"
         )
@@ -94,6 +94,6 @@ def _rise(name: str, metrics: Columns) -> str:
         return ""
     # A fraction is drawn between 0 and 1, or one success in a thousand would be a peak.
     bars = sparkline(series, span=(0, 1) if name == "exact_match" else None)
-    ends = f"{first(series):.3f} -> {final(series):.3f}"
+    ends = f"{first(series):z.3f} -> {final(series):z.3f}"
     label = name.replace("_", " ")
     return f"{label:<12} {ends}  {bars}  (first and last tenth of {plural(len(series), 'step')})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
 from pgtoolkit.comparison.measures import DOCUMENTS, MEASURES, Goal, Reached, is_score
 from pgtoolkit.comparison.statistics import Comparisons, mean_and_std
 from pgtoolkit.config.keys import declared, key_named, shown
@@ -75,9 +77,10 @@ class Compared:
     """All that a report shows.
 
     goal: the metric, and the threshold if there is one.
-    limits: {axis: how far the threshold is looked for}, of the axes that all counted runs have.
-        That is as far as every run has been that did not reach it, and infinite if all reached it.
-        Without a threshold it is empty.
+    axes: those in which the way to the threshold is counted, which all counted runs have. Without
+        a threshold there is none.
+    limit: documents within which the threshold is looked for. That is as far as every run has been
+        that did not reach it, and infinite if all reached it.
     keys: the varying keys that tell the groups apart, as shown.
     following: varying keys whose values follow from those.
     common: the configuration that all share.
@@ -93,7 +96,8 @@ class Compared:
     """
 
     goal: Goal
-    limits: dict[str, float]
+    axes: list[str]
+    limit: float
     keys: list[str]
     following: list[str]
     common: dict[str, object]
@@ -115,7 +119,7 @@ class Compared:
     def by_documents(self) -> bool:
         """True if groups are sorted and tested by the documents to the threshold, not by a value of
         the metric."""
-        return DOCUMENTS in self.limits
+        return DOCUMENTS in self.axes
 
     @property
     def blocks(self) -> str:
@@ -176,10 +180,39 @@ class Compared:
             return [run.mean for run in group.reached if run.mean is not None]
         return [run.final for run in group.reached]
 
-    def spent(self, group: RunGroup, axis: str) -> list[float]:
-        """Return what each counted run spent to reach the threshold, at most the axis's limit."""
-        return [min(run.to.get(axis, inf), self.limits[axis]) for run in group.reached]
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a run did not reach the threshold, so that means are lower bounds."""
+        return self.by_documents and self.limit < inf
 
-    def arrived(self, group: RunGroup, axis: str) -> int:
+    @property
+    def after_limit(self) -> float:
+        """The documents of the first measurement behind the limit: what a run counts as that did
+        not reach the threshold, so that it counts as worse than one that came to it at the limit.
+        """
+        return self.limit + self.goal.apart
+
+    def spent(self, group: RunGroup, axis: str) -> list[float]:
+        """Return what each counted run spent to reach the threshold.
+
+        Of a run that did not reach it within the limit, these are `after_limit` documents, and what
+        it had spent at the limit of all else.
+        """
+        values = []
+        for run, reached in zip(group.counted, group.reached, strict=True):
+            if self._has_arrived(reached):
+                values.append(reached.to[axis])
+            elif axis == DOCUMENTS:
+                values.append(self.after_limit)
+            else:
+                documents, column = run.columns[DOCUMENTS], run.columns[axis]
+                known = ~np.isnan(documents + column)
+                values.append(float(np.interp(self.limit, documents[known], column[known])))
+        return values
+
+    def arrived(self, group: RunGroup) -> int:
         """Return how many of the counted runs reached the threshold within the limit."""
-        return sum(run.to.get(axis, inf) <= self.limits[axis] for run in group.reached)
+        return sum(map(self._has_arrived, group.reached))
+
+    def _has_arrived(self, reached: Reached) -> bool:
+        return reached.to.get(DOCUMENTS, inf) <= self.limit

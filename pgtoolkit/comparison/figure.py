@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from math import inf
 from typing import TYPE_CHECKING
 
 from pgtoolkit.comparison.charts import (
@@ -16,8 +15,7 @@ from pgtoolkit.comparison.charts import (
     unfinished,
 )
 from pgtoolkit.comparison.compared_runs import Compared
-from pgtoolkit.comparison.measures import DOCUMENTS
-from pgtoolkit.comparison.statistics import LEVEL
+from pgtoolkit.comparison.statistics import HELD, LEVEL
 from pgtoolkit.comparison.words_in_figures import FONT_SIZE, LINE_HEIGHT, width, wrapped
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.pictures import for_notebook, own_settings
@@ -198,10 +196,13 @@ def _said(compared: Compared, panels: list[str]) -> str:
         samples = compared.comparisons.samples
         words.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
         if over != "one run":
-            words += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
-        limit = compared.limits.get(DOCUMENTS, inf)
-        if limit < inf:
-            words.append(f"a run that never came to the threshold counts as {limit:,.0f}")
+            fewest = min(len(sample.values) for sample in samples if len(sample.values) > 1)
+            narrow = f", too narrow with {fewest} runs" if fewest < max(HELD) else ""
+            words += [f"bar: its {1 - LEVEL:.0%} interval{narrow}", "stroke: a run"]
+        if compared.is_bounded:
+            words.append(
+                f"a run that never came to the threshold counts as {compared.after_limit:,.0f}"
+            )
         if len({sample.measure for sample in samples if sample.values}) > 1:
             words.append("it does not mean the same in all")
     return "; ".join(words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 
@@ -96,9 +96,11 @@ def compare(
     goal = measures.goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
         group.reached = [measures.reached(run, goal) for run in group.counted]
+    reached = [run for group in groups for run in group.reached]
     compared = Compared(
         goal=goal,
-        limits=_limits(goal, [run for group in groups for run in group.reached]),
+        axes=_axes(goal, reached),
+        limit=_limit(reached),
         keys=[*map(shown, keys), *asked],
         following=[shown(key) for key in following],
         common=common,
@@ -113,7 +115,7 @@ def compare(
         ignore_code=ignore_code,
     )
     if margin is not None:
-        _refuse_margin_of_another_unit(compared, margin)
+        _refuse_unfit_margin(compared, margin)
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         keep_best(compared, best_of)
@@ -175,14 +177,34 @@ def _metric(
     return metric, measure, threshold, notes
 
 
-def _refuse_margin_of_another_unit(compared: Compared, margin: str) -> None:
-    """Raise ConfigError for a margin below one document where documents are compared, and for one
-    that holds every difference of a share."""
+def _refuse_unfit_margin(compared: Compared, margin: str) -> None:
+    """Raise ConfigError for a margin of documents that is below one, or finer than they are known,
+    and for one that holds every difference of a share."""
+    if compared.by_documents:
+        _refuse_unfit_documents(compared, margin)
+        return
     if margin.endswith("%"):
         return
     value = measures.margin_of(margin)
     metric = compared.metric
-    if compared.by_documents and value < 1:
+    if measures.is_share(metric) and value >= 1:
+        hundredth = value / 100 if value < 100 else 0.02
+        raise ConfigError(
+            refusal(
+                setting=f"--margin={margin}",
+                needs=f"a number below 1, since {metric} is a share",
+                got=margin,
+                reason="Every difference would be equal within it.",
+                use=f"--margin={hundredth:g}",
+            )
+        )
+
+
+def _refuse_unfit_documents(compared: Compared, margin: str) -> None:
+    """Raise ConfigError for a margin below one document, or below the documents between two
+    measurements."""
+    metric = compared.metric
+    if not margin.endswith("%") and measures.margin_of(margin) < 1:
         raise ConfigError(
             refusal(
                 setting=f"--margin={margin}",
@@ -192,15 +214,21 @@ def _refuse_margin_of_another_unit(compared: Compared, margin: str) -> None:
                 use=f"--metric=final:{metric} for a margin of {metric}, or --margin=3%",
             )
         )
-    if not compared.by_documents and measures.is_share(metric) and value >= 1:
-        hundredth = value / 100 if value < 100 else 0.02
+    means = [
+        statistics.fmean(compared.spent(group, DOCUMENTS))
+        for group in compared.groups
+        if group.counted
+    ]
+    apart = compared.goal.apart
+    if min(measures.margin_of(margin, mean) for mean in means) < apart:
         raise ConfigError(
             refusal(
                 setting=f"--margin={margin}",
-                needs=f"a number below 1, since {metric} is a share",
+                needs=f"at least {apart:,.0f} documents",
                 got=margin,
-                reason="Every difference would be equal within it.",
-                use=f"--margin={hundredth:g}",
+                reason=f"{metric} is measured every {apart:,.0f} documents, so what it takes to "
+                "come to the threshold is known no better.",
+                use=f"--margin={ceil(apart)}, or --metric=final:{metric}",
             )
         )
 
@@ -293,15 +321,16 @@ def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
     ]
 
 
-def _limits(goal: measures.Goal, runs: list[measures.Reached]) -> dict[str, float]:
-    """Return {axis: the search limit}; see `Compared.limits`."""
+def _axes(goal: measures.Goal, runs: list[measures.Reached]) -> list[str]:
+    """Return the axes in which the way to the threshold is counted; see `Compared.axes`."""
     if goal.threshold is None:
-        return {}
-    return {
-        axis: min((run.seen[axis] for run in runs if axis not in run.to), default=inf)
-        for axis in AXES
-        if all(axis in (run.to or run.seen) for run in runs)
-    }
+        return []
+    return [axis for axis in AXES if all(axis in (run.to or run.seen) for run in runs)]
+
+
+def _limit(runs: list[measures.Reached]) -> float:
+    """Return the documents within which the threshold is looked for; see `Compared.limit`."""
+    return min((run.seen[DOCUMENTS] for run in runs if DOCUMENTS not in run.to), default=inf)
 
 
 def _rank(compared: Compared, group: RunGroup) -> tuple[float, ...]:
@@ -332,7 +361,8 @@ def _sample(
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
     blocks_of_runs = [_block(run, blocks) for run in group.counted]
     values = dict(zip(blocks_of_runs, compared.tested_values(group), strict=True))
-    return Sample(values, prompts)
+    is_bound = compared.by_documents and compared.arrived(group) < len(group.counted)
+    return Sample(values, prompts, is_bound=is_bound)
 
 
 def _measures_of(compared: Compared, blocks: Sequence[str]) -> list[str]:

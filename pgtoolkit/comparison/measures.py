@@ -41,6 +41,7 @@ class Goal:
 
     threshold: the value to reach, or None. why: how the threshold was chosen, in words.
     window: documents over which a mean must reach the threshold.
+    apart: documents between two measurements of the metric, the median over the runs.
     span: documents (first, last) that every run has seen.
     measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen
         it.
@@ -50,6 +51,7 @@ class Goal:
     threshold: float | None
     why: str
     window: float
+    apart: float
     span: tuple[float, float]
     measure: str = "final"
     chosen: bool = False
@@ -184,8 +186,25 @@ def goal_of(
     elif threshold is None and measure is None:
         threshold, why = _fitting_threshold([group for group in groups if group], metric, window)
     return Goal(
-        metric, threshold, why, window, (low, high), measure or "final", measure is not None
+        metric=metric,
+        threshold=threshold,
+        why=why,
+        window=window,
+        apart=_apart(documents),
+        span=(low, high),
+        measure=measure or "final",
+        chosen=measure is not None,
     )
+
+
+def _apart(documents: list[np.ndarray]) -> float:
+    """Return the median of the documents between two measurements, 0 if nothing was measured after
+    the start.
+
+    documents: of each run, those that it had seen at each measurement.
+    """
+    gaps = [gap for seen in documents for gap in np.diff(seen, prepend=0) if gap > 0]
+    return float(np.median(gaps)) if gaps else 0.0
 
 
 def _fitting_threshold(
@@ -194,7 +213,7 @@ def _fitting_threshold(
     """Return a threshold for all runs and how it was chosen; (None, "") if no group improves."""
     if not is_score(metric):
         return None, ""
-    share = Goal(metric, _SHARE, "", window, (0.0, 0.0))
+    share = Goal(metric, _SHARE, "", window, 0.0, (0.0, 0.0))
     if is_share(metric) and any(
         all(_reaching_row(run, share) is not None for run in group) for group in groups
     ):

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
+from pgtoolkit.comparison.measures import DOCUMENTS
 from pgtoolkit.runs.find import DROPPED, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.report import is_number, text
 
 _SCALES_APART = 2
 """A note is made where the median gradient norms of two groups differ by more than this factor."""
+
+_FEW_MEASUREMENTS = 10
+"""A note is made where a configuration came to the threshold in fewer measurements than this."""
 
 
 def notes_of(compared: Compared) -> list[str]:
@@ -25,9 +29,30 @@ def notes_of(compared: Compared) -> list[str]:
             "what changed"
         )
     notes += length_notes([run for run in counted if not run.collapsed])
+    if compared.by_documents:
+        notes += _threshold_notes(compared)
     if compared.best_of is not None:
         notes += _best_of_notes(compared, compared.best_of)
     return notes + _scale_notes(compared.groups)
+
+
+def _threshold_notes(compared: Compared) -> list[str]:
+    """Return a note if no run reached the threshold, or if it is known only roughly when."""
+    goal = compared.goal
+    if not any(compared.arrived(group) for group in compared.groups):
+        return [
+            f"no seed reached {goal.metric} {goal.threshold:g}, so documents tell nothing here: "
+            f"--metric=final:{goal.metric} compares the ends, and a lower --reach the way to it"
+        ]
+    spent = [compared.spent(group, DOCUMENTS) for group in compared.groups if group.counted]
+    if min(map(np.mean, spent)) >= _FEW_MEASUREMENTS * goal.apart:
+        return []
+    return [
+        f"{goal.metric} is measured every {goal.apart:,.0f} documents, so what it takes to come to "
+        f"{goal.threshold:g} is known to within {goal.apart:,.0f}; a smaller difference may come "
+        "from that alone. Runs that measure more often tell, and "
+        f"--metric=area:{goal.metric} depends less on it"
+    ]
 
 
 def length_notes(runs: list[Run]) -> list[str]:

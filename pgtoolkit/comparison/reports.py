@@ -16,10 +16,10 @@ from string import Template
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.figure import picture
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, reached
+from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.seed_noise import as_numbers, noise_of, noise_sentences
-from pgtoolkit.comparison.statistics import LEVEL, Comparison, mean_and_std, mean_interval
+from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.pictures import format_of, saying_why_not_drawn
 from pgtoolkit.system.report import text
@@ -91,7 +91,7 @@ def configurations(compared: Compared) -> list[ReportRow]:
             verdict = text_report.verdict(pair, compared.sign, compared.margin)
         else:
             verdict = "base" if pairs else "not compared"
-        num_reached = compared.arrived(group, DOCUMENTS) if compared.by_documents else None
+        num_reached = compared.arrived(group) if compared.by_documents else None
         rows.append(ReportRow(group, mean, interval, std, pair, verdict, num_reached))
     return rows
 
@@ -142,11 +142,8 @@ def _latex(compared: Compared, command: str) -> str:
     every_word_tells = all(group.telling_words == group.words for group in compared.groups)
     column_per_key = len(keys) > 1 and every_word_tells
 
-    def signed(value: float) -> str:
-        return f"+{write(value)}" if value > 0 else write(value)
-
     names = keys if column_per_key else ["configuration"]
-    rows = [[*names, "n", "mean", "difference", f"{1 - LEVEL:.0%} interval", "verdict"]]
+    rows = [[*names, "n", "mean", "difference", "interval", "verdict"]]
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
@@ -155,9 +152,8 @@ def _latex(compared: Compared, command: str) -> str:
         if row.pair is None or not row.pair.is_common:
             cells += ["--", "--"]
         else:
-            interval = row.pair.interval
-            cells.append(signed(row.pair.difference))
-            cells.append(f"[{', '.join(map(signed, interval))}]" if interval else "--")
+            difference, interval = text_report.difference_and_interval(row.pair, write)
+            cells += [difference, interval if row.pair.interval else "--"]
         rows.append([*cells, row.verdict])
     pairs = [pair for of_base in text_report.planned(compared) for pair in of_base]
     sentences = [
@@ -278,7 +274,7 @@ def run_rows(compared: Compared) -> list[list[object]]:
     None where the run has not reached the threshold.
     """
     goal = compared.goal
-    to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.limits}
+    to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.axes}
     mean = f"mean_{goal.metric}"
     final = f"final_{goal.metric}"
     highest = f"best_{goal.metric}"

@@ -226,7 +226,7 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
     best, worst = best_and_worst(scored, count)
     title = "Best"
     if scored and not worst:
-        title = f"All have reward {scored[0].reward:.3f}; some of them"
+        title = f"All have reward {scored[0].reward:z.3f}; some of them"
     page += _section(title, best, lines)
     page += _section("Worst", worst, lines)
     page += _section("Not scored, since scoring failed", not_scored[:count], lines)
@@ -240,7 +240,7 @@ def _section(title: str, rows: list[CompletionRow], lines: int) -> list[str]:
         return []
     page = ["", title]
     for row in rows:
-        reward = "  -  " if row.reward is None else f"{row.reward:.3f}"
+        reward = "  -  " if row.reward is None else f"{row.reward:z.3f}"
         page += folded(f"{reward}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
         page += _texts(row, {"completion": row}, lines)
     return page
@@ -262,7 +262,7 @@ def _changes(shown: Samples, lines: int) -> list[str]:
     page = ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means
-        page.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
+        page.append(f"  {before:z.3f} -> {after:z.3f}  {legible(change.after.name)}"[:WIDTH])
         labelled = {f"step {row.step}": row for row in (change.before, change.after)}
         page += _texts(change.after, labelled, lines)
     return page
@@ -275,9 +275,9 @@ def _heading(shown: Samples, run: str) -> list[str]:
     if not rewards:
         means = "none of these was scored"
     elif not_scored:
-        means = f"{not_scored} of these not scored, mean reward of the others {mean(rewards):.3f}"
+        means = f"{not_scored} of these not scored, mean reward of the others {mean(rewards):z.3f}"
     else:
-        means = f"mean reward of these {mean(rewards):.3f}"
+        means = f"mean reward of these {mean(rewards):z.3f}"
     completions = plural(len(shown.rows), "completion")
     prompts = plural(len({row.name for row in shown.rows}), "prompt")
     return folded(
@@ -319,7 +319,7 @@ def facts(row: CompletionRow) -> str:
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
     if row.advantage is not None:
-        parts.append(f"advantage {row.advantage:+.3f}")
+        parts.append(f"advantage {row.advantage:+z.3f}")
     is_cut_off = row.finish_reason == "length"
     parts += [
         plural(row.tokens, "token"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from math import inf
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.no_verdict import without_verdict
 from pgtoolkit.comparison.seed_noise import noise_of, noise_sentences
 from pgtoolkit.comparison.statistics import (
+    HELD,
     LEVEL,
     MOST_SEEDS,
     POWER,
@@ -157,7 +157,7 @@ def definitions(compared: Compared) -> list[str]:
         sentences.append(
             f"IQM: of the {'mean' if goal.measure == 'area' else 'final'} values, without the "
             f"lowest and the highest quarter of the runs; its interval, {1 - LEVEL:.0%}, by the "
-            "bootstrap over seeds (arXiv 2108.13264)."
+            "bootstrap over seeds, is too narrow with few of them (arXiv 2108.13264)."
         )
     sentences.append(f"mean: of {metric} {_area(compared)}. final: {_end(metric)}.")
     return sentences
@@ -203,22 +203,19 @@ def _end(metric: str) -> str:
 def _threshold(compared: Compared) -> str:
     """Return the threshold, how a run comes to it, how far it is looked for, and why it is this."""
     goal = compared.goal
-    limit = compared.limits[DOCUMENTS]
     window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
-    within = f", within {limit:,.0f} documents" if limit < inf else ""
+    within = f", within {compared.limit:,.0f} documents" if compared.is_bounded else ""
     return f"{goal.metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}"
 
 
 def _definition_of_a_bound(compared: Compared) -> list[str]:
     """Return the sentence on means of which a seed never reached the threshold; [] without one."""
-    if all(limit == inf for limit in compared.limits.values()):
+    if not compared.is_bounded:
         return []
-    limits = ", ".join(
-        f"{short_count(limit)} {AXES[axis]}" for axis, limit in compared.limits.items()
-    )
     return [
-        f"≥: a seed that never reached it counts as the search limit ({limits}), so the mean is a "
-        "lower bound (restricted mean, Royston and Parmar 2013)."
+        f"≥: a seed that did not reach it counts as if it did so at the next measurement, at "
+        f"{compared.after_limit:,.0f} documents, with what it had spent until the limit. So the "
+        "mean is a lower bound (restricted mean, Royston and Parmar 2013)."
     ]
 
 
@@ -293,6 +290,8 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
             f"equal: p of the test that the difference is within {compared.margin}, of two "
             f"one-sided t-tests (Schuirmann 1987); below {LEVEL} it is shown to be."
         )
+    if compared.margin is not None and compared.is_bounded:
+        sentences.append("A mean with ≥ is never shown to be equal to another.")
     sentences += without_noise(pairs)
     unplanned = len(compared.comparisons) - len(
         compared.comparisons.primary or compared.comparisons
@@ -309,14 +308,19 @@ def worth_of_intervals(pairs: list[Comparison]) -> list[str]:
     tested = [pair for pair in pairs if pair.interval]
     if not tested:
         return []
-    few_seeds = ""
-    if min(min(pair.counts) for pair in tested) <= 10:
-        few_seeds = (
-            ". It knows these few seeds alone and is too narrow: with 3 it holds the true "
-            "difference in about 75 of 100 cases, with 5 in 85, with 10 in 90"
-        )
+    made_for = f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds"
+    fewest = min(min(pair.counts) for pair in tested)
+    if fewest > max(HELD):
+        return [f"{made_for}."]
+    shares = [f"with {seeds} in {share}" for seeds, share in HELD.items() if seeds > fewest]
+    known = max(seeds for seeds in HELD if seeds <= fewest)
+    from_to = ", from the lowest to the highest that was seen," if fewest == 2 else ""
+    first = (
+        f"with {known}{from_to} it holds the true difference in about {HELD[known]} of 100 cases"
+    )
     return [
-        f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few_seeds}."
+        f"{made_for}. It knows these few seeds alone and is too narrow: "
+        f"{', '.join([first, *shares])}. The verdict does not use it."
     ]
 
 
@@ -379,9 +383,6 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
     write = short_count if compared.by_documents else number_format(compared)
     margin = compared.margin
 
-    def signed(value: float) -> str:
-        return f"+{write(value)}" if value > 0 else write(value)
-
     if not pair.is_common:
         missing = ["-"] * (len(difference_rows(compared, [])[0]) - 3)
         return [str(pair.counts[1]), *missing, verdict(pair)]
@@ -394,8 +395,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
         better = 1 - better
     return [
         str(pair.counts[1]),
-        signed(pair.difference),
-        f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-",
+        *difference_and_interval(pair, write),
         p_value(pair.adjusted_p) or "-",
         seeds,
         "-" if better is None else f"{better:.2f}",
@@ -403,6 +403,22 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
         "paired" if pair.paired else "Welch",
         verdict(pair, compared.sign, margin),
     ]
+
+
+def difference_and_interval(
+    pair: Comparison, write: Callable[[float | None], str]
+) -> tuple[str, str]:
+    """Return the difference of a pair and its interval, with the sign of what is not written as 0.
+
+    The interval is a dash where there is none. write: see `number_format`.
+    """
+
+    def signed(value: float) -> str:
+        written = write(value)
+        return f"+{written}" if value > 0 and written != write(0) else written
+
+    interval = f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-"
+    return signed(pair.difference), interval
 
 
 def p_value(p: float | None) -> str:
@@ -421,7 +437,7 @@ def number_format(compared: Compared) -> Callable[[float | None], str]:
     """Return a function that writes values of the metric, all in the format that suits the largest
     final value.
 
-    The function writes a dash for None and NaN.
+    The function writes a dash for None and NaN, and no minus before a zero.
     """
     largest = max(
         (abs(reached.final) for group in compared.groups for reached in group.reached), default=0
@@ -432,7 +448,7 @@ def number_format(compared: Compared) -> Callable[[float | None], str]:
         form = ".3f"
     else:
         form = ".2e"
-    return lambda value: "-" if value is None or value != value else f"{value:{form}}"
+    return lambda value: "-" if value is None or value != value else f"{value:z{form}}"
 
 
 def short_count(value: float | None) -> str:
@@ -440,7 +456,7 @@ def short_count(value: float | None) -> str:
     if value is None or value != value:
         return "-"
     if abs(value) < 99_999.5:
-        return f"{value:,.0f}"
+        return f"{value:z,.0f}"
     size, unit = (1e3, "k") if abs(value) < 999_500 else (1e6, "M")
     return f"{value / size:.3g}{unit}"
 
@@ -456,7 +472,7 @@ def spent(compared: Compared, group: RunGroup, axis: str) -> str:
     seed did not."""
     values = compared.spent(group, axis)
     mean, std = mean_and_std(values)
-    if compared.arrived(group, axis) < len(values):
+    if compared.arrived(group) < len(values):
         return f"≥{short_count(mean)}"
     return _mean_and_spread(mean, std if axis == DOCUMENTS else None, short_count)
 
@@ -467,7 +483,7 @@ def group_rows(compared: Compared) -> list[list[str]]:
     write = number_format(compared)
     header = list(compared.keys)
     if compared.by_documents:
-        header += ["reached", *(AXES[axis] for axis in compared.limits)]
+        header += ["reached", *(AXES[axis] for axis in compared.axes)]
     else:
         header.append("seeds")
     if compared.goal.chosen:
@@ -476,8 +492,8 @@ def group_rows(compared: Compared) -> list[list[str]]:
     for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
         count = len(group.counted)
         if compared.by_documents:
-            cells = [f"{compared.arrived(group, DOCUMENTS)} of {count}"]
-            cells += [spent(compared, group, axis) for axis in compared.limits]
+            cells = [f"{compared.arrived(group)} of {count}"]
+            cells += [spent(compared, group, axis) for axis in compared.axes]
         else:
             cells = [str(count)]
         if compared.goal.chosen:

@@ -30,8 +30,8 @@ OF_COMPARISONS = (
     Word("configuration", "all keys of a run but its seed and those that change nothing learned"),
     Word(
         "verdict",
-        "what the tests say of two configurations: better or worse, equal within a margin, equal "
-        "to the bit, or unknown",
+        "what the tests say of two configurations: better or worse (higher or lower), equal within "
+        "a margin, equal to the bit, or unknown",
         see=_SURE,
     ),
     Word(
@@ -55,7 +55,12 @@ OF_COMPARISONS = (
         "of prompts that training does not ask: those of `evaluation.sets`",
         see="evaluation.md",
     ),
-    Word("reached", "how many seeds came to the threshold that is compared", see="comparing.md"),
+    Word(
+        "reached",
+        "how many seeds came to the threshold that is compared; a seed that did not counts as one "
+        "measurement later than the limit",
+        see="comparing.md#what-is-compared",
+    ),
     Word(
         "area under the curve",
         "the mean of a metric over the documents that all runs have seen: `--metric area:NAME`",
@@ -64,7 +69,8 @@ OF_COMPARISONS = (
     Word("curve", "a metric over the documents that were seen", see="comparing.md"),
     Word(
         "final",
-        "the mean of a metric over the last tenth of a run's steps: `--metric final:NAME`",
+        "the mean of a metric over the last tenth of a run's steps, of a held-out one over the "
+        "last three evaluations: `--metric final:NAME`",
         see="comparing.md",
     ),
     Word("IQM", "the interquartile mean, that of the middle half of all runs", see=_PLANNED),
@@ -72,15 +78,20 @@ OF_COMPARISONS = (
     Word("p", "how often chance alone would show such a difference, as a share", see=_SURE),
     Word("p-value", "how often chance alone would show such a difference: p", see=_SURE),
     Word("t-test", "whether two means differ by more than their spread shows by chance", see=_SURE),
-    Word("Welch", "Welch's t-test, of configurations that have no seeds in common", see=_SURE),
+    Word("Welch", "Welch's t-test, of configurations whose seeds or prompts differ", see=_SURE),
     Word("Holm", "Holm's method, which raises p where several pairs are tested", see=_SURE),
     Word(
         "paired",
-        "both configurations have the same seeds: the difference of each is tested",
+        "both configurations have the same seeds and prompts: the difference of each is tested",
         see=_SURE,
     ),
     Word("bootstrap", "an interval from means of runs that are drawn anew", see=_SURE),
-    Word("confidence interval", "the interval of a difference or a mean, of 95 %", see=_SURE),
+    Word(
+        "confidence interval",
+        "the interval of a difference or a mean, of 95 % and with few seeds too narrow, by a "
+        "bootstrap; no verdict uses it",
+        see=_SURE,
+    ),
     Word(
         "seed noise",
         "how far runs that differ in their seed alone end apart; `pgtk check --find` and the "
@@ -92,7 +103,16 @@ OF_COMPARISONS = (
         "runs that are paired with each other: a seed, and the keys of `--over`",
         see=_PLANNED,
     ),
-    Word("base", "the configuration that others are compared with: `--against`", see=_PLANNED),
+    Word(
+        "base",
+        "the configuration that others are compared with: `--against`, else the sweep's first",
+        see=_PLANNED,
+    ),
+    Word(
+        "exploratory",
+        "a verdict on a pair that `--against` did not plan: its p is not adjusted",
+        see=_PLANNED,
+    ),
     Word("arm", "a configuration of a study with all of its seeds", see="study.md"),
     Word(
         "control",
@@ -100,7 +120,11 @@ OF_COMPARISONS = (
         "the advantages shuffled",
         see="study.md",
     ),
-    Word("counted", "a finished run, which averages include", see=_COUNT),
+    Word(
+        "counted",
+        "a run that averages include: a finished or collapsed one, of repeats the newest",
+        see=_COUNT,
+    ),
 )
 """The words of `pgtk compare` and of docs/study.md."""
 

@@ -41,7 +41,10 @@ def _compare(parser: ArgumentParser) -> None:
     )
     measure = parser.add_mutually_exclusive_group()
     measure.add_argument(
-        "--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)"
+        "--metric",
+        metavar="NAME",
+        help="what is compared: documents until NAME is at a threshold, or without one its end; "
+        "final:NAME its end, area:NAME the area under its curve (default: held-out, else training)",
     )
     measure.add_argument(
         "--reach",
@@ -49,25 +52,33 @@ def _compare(parser: ArgumentParser) -> None:
         help="compare the documents it takes until METRIC is X or more",
     )
     parser.add_argument(
-        "--best-of", metavar="KEY", help="of runs that differ in this key alone, keep the best"
+        "--best-of",
+        metavar="KEY",
+        help="of configurations that differ in this key alone, keep the best",
     )
     parser.add_argument(
-        "--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is"
+        "--over",
+        metavar="KEYS",
+        help="keys that make a block with the seed, such as model.path: runs are paired by block",
     )
     parser.add_argument(
         "--against",
         nargs="?",
         const="",
         metavar="KEY=VALUE",
-        help="the base of the planned contrasts; KEY or nothing: the first of the sweep's values",
+        help="the base of the planned pairs: each configuration is compared with the one that "
+        "differs in KEY alone and has VALUE; KEY alone: the first of the sweep's values; nothing: "
+        "its first configuration",
     )
     parser.add_argument(
-        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"
+        "--margin",
+        metavar="X",
+        help="differences within it are equal: 0.02, or 3%% of the base",
     )
     parser.add_argument(
         "--ignore",
         choices=("code",),
-        help="code: runs that differ only in the user's own modules count as seeds of one",
+        help="code: runs that differ only in your own modules count as seeds of one configuration",
     )
     parser.add_argument(
         "--label",

@@ -268,7 +268,7 @@ def _translate(args: argparse.Namespace, parser: _Parser) -> None:
 
 REPORTS = {
     "compare": (
-        "RUN_DIR...",
+        "RUN...",
         "what runs reached over seeds, and whether it differs; --html FILE",
         _compare,
     ),

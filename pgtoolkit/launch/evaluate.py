@@ -331,4 +331,4 @@ def _cell(row: JsonObject, name: str) -> str:
         return ""
     if isinstance(value, int):
         return str(value)
-    return f"{value:.4g}" if error is None else f"{value:.4f} ± {error:.4f}"
+    return f"{value:.4g}" if error is None else f"{value:z.4f} ± {error:.4f}"

@@ -43,7 +43,7 @@ def ended(job: PlannedRun, folder: Path, number: int, count: int, seconds: float
     if job.status == "done":
         metric = number_of(job.config)
         value = final_value(folder / job.directory, metric)
-        return line + (f"  {_short(metric)} {value:.3f}" if value is not None else "")
+        return line + (f"  {_short(metric)} {value:z.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
 
@@ -70,7 +70,7 @@ def table(sweep: Sweep) -> str:
     ]
     for job in sweep.jobs.values():
         value = final_value(sweep.folder / job.directory, metric)
-        value_text = "" if value is None else f"{value:.3f}"
+        value_text = "" if value is None else f"{value:z.3f}"
         seconds = f"{job.seconds:.0f}" if job.seconds else ""
         lines.append(
             f"{job.status:<12}{job.step:>6}{seconds:>9}{value_text:>{width}}  {job.directory}"
@@ -155,7 +155,7 @@ def best(sweep: Sweep) -> str | None:
     overrides = max(means, key=lambda each: means[each])
     seeds = jobs_of[overrides]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
-    return f"best: {_short(metric)} {means[overrides]:.3f}{of_seeds}: {_train(sweep, seeds)}"
+    return f"best: {_short(metric)} {means[overrides]:z.3f}{of_seeds}: {_train(sweep, seeds)}"
 
 
 def rates_that_learn(sweep: Sweep) -> list[str]:
@@ -188,7 +188,7 @@ def rates_that_learn(sweep: Sweep) -> list[str]:
     return [
         f"learns: {_RATE} from {text(rates[low])} to {text(rates[high])}, {largest}. "
         f"{_short(metric)} rises there by at least half as much as with {text(rates[best])}: "
-        f"{max(rises):.3f}"
+        f"{max(rises):z.3f}"
     ]
 
 

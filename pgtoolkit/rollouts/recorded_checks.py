@@ -72,7 +72,7 @@ class Plausibility:
             or correlations[best] <= second + _MIN_LEAD
         ):
             return None
-        values = ", ".join(f"{correlation:.3f}" for correlation in correlations.values())
+        values = ", ".join(f"{correlation:z.3f}" for correlation in correlations.values())
         return (
             f"that {_PLACES[best]}: correlations with old_log_probs at places -1, 0, +1 are "
             f"{values}"

@@ -126,7 +126,7 @@ class Run:
             text += f" of {self.config['trainer.max_steps']}"
         values_so_far = self.values(metric)
         if values_so_far:
-            text += f", {metric} {final(values_so_far):.3f} so far"
+            text += f", {metric} {final(values_so_far):z.3f} so far"
         if self.reason:
             text += f": {' '.join(self.reason.split())}"
         return text

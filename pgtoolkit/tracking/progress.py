@@ -28,19 +28,19 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 # The format of each metric's field. All fields have fixed widths, so that the lines of a run align.
 _FIELDS = {
-    "loss": "loss {:6.0e}",
+    "loss": "loss {:z6.0e}",
     "ratio_new_old": "ratio {:6.4f}",
     "kl_new_old": "kl {:5.0e}",
     "clipped_ratio_fraction": "clip {:4.0%}",
-    "reward": "reward {:4.2f}",
+    "reward": "reward {:z4.2f}",
     "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
 
 # The fields on a terminal, the most important first, since a narrow one has no room for all.
 _RENEWED_FIELDS = {
-    "loss": "loss {:9.2e}",
-    "reward": "reward {:4.2f}",
+    "loss": "loss {:z9.2e}",
+    "reward": "reward {:z4.2f}",
     "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
@@ -142,7 +142,7 @@ def _fields(formats: dict[str, str], metrics: dict[str, float]) -> list[str]:
             fields.append(field_format.format(shown))
         if name == "reward":
             fields += [
-                f"{metric.removeprefix('reward/')} {value:4.2f}"
+                f"{metric.removeprefix('reward/')} {value:z4.2f}"
                 for metric, value in metrics.items()
                 if metric.startswith("reward/")
             ]
@@ -167,7 +167,7 @@ def evaluation_line(row: JsonObject, max_steps: int, is_best: bool) -> str:
 
 def _with_error(name: str, row: JsonObject) -> str:
     error = row.get(f"{name}_error")
-    return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
+    return f"{name} {row[name]:z.3f}" + ("" if error is None else f"±{error:.3f}")
 
 
 def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | None = None) -> str:

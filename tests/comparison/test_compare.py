@@ -21,7 +21,13 @@ from pgtoolkit.comparison.charts import COLORS, mean_curve, style
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.figure import figure_of, picture
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.text_report import short_count, tried_rows
+from pgtoolkit.comparison.statistics import Comparison
+from pgtoolkit.comparison.text_report import (
+    difference_and_interval,
+    number_format,
+    short_count,
+    tried_rows,
+)
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
@@ -114,6 +120,7 @@ def test_a_run_whose_configuration_lacks_a_key_is_left_out(sweep, capsys):
     ("count", "shown"),
     [
         (0.4, "0"),
+        (-0.4, "0"),
         (12345.6, "12,346"),
         (99_999.4, "99,999"),
         (99_999.6, "100k"),
@@ -127,6 +134,13 @@ def test_counts_from_100_000_on_are_shown_in_thousands_or_millions(count, shown)
     assert short_count(count) == shown
 
 
+def test_no_number_that_is_written_as_0_has_a_sign(sweep):
+    compared = compare(find_runs([str(sweep)]), "reward")
+    pair = Comparison(0, 1, (3, 3), True, -0.0004, (-0.0006, 0.0004))
+    assert difference_and_interval(pair, number_format(compared)) == ("0.000", "[-0.001, 0.000]")
+    assert difference_and_interval(pair, short_count) == ("0", "[0, 0]")
+
+
 def test_runs_that_differ_only_in_the_seed_are_one_group(sweep):
     compared = compare(find_runs([str(sweep)]), "reward")
     assert compared.keys == ["loss"]
@@ -136,15 +150,15 @@ def test_runs_that_differ_only_in_the_seed_are_one_group(sweep):
     grpo, gspo = compared.groups
     assert gspo.final == (pytest.approx(0.94), pytest.approx(0.04))
     assert grpo.final == (pytest.approx(0.74), pytest.approx(0.29461839725))
-    # The last run never reaches the threshold, and counts with all 160 documents that it saw.
+    # The last run never reaches the threshold in its 160 documents, and is measured every 8.
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
-        [104, 120, 160],
+        [104, 120, 168],
         [72, 88, 104],
     ]
     (pair,) = compared.comparisons
-    assert (pair.paired, pair.difference) == (True, -40)
-    # The differences are 32, 32 and 56: t = 40 / 8 = 5 with 2 degrees of freedom.
-    assert pair.p == pytest.approx(1 - 5 / 27**0.5)
+    assert (pair.paired, pair.difference) == (True, pytest.approx(-128 / 3))
+    # The differences are 32, 32 and 64: t = (128 / 3) / (32 / 3) = 4 with 2 degrees of freedom.
+    assert pair.p == pytest.approx(1 - 4 / 18**0.5)
 
 
 def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of_the_sweep(
@@ -158,7 +172,7 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
     assert lines[2].startswith(
         "loss  reached  documents  tokens  seconds  mean           final          curve"
     )
-    assert lines[3].startswith("grpo  2 of 3   ≥128       ≥800    ")
+    assert lines[3].startswith("grpo  2 of 3   ≥131       ≥800    ")
     assert lines[4].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[4]
     words = " ".join(text.split())
@@ -167,15 +181,18 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
         "nine tenths of the way from 0, the mean start, to 0.9, as high as a configuration ends "
         "with"
     ) in words
-    assert "counts as the search limit (160 documents, 1,000 tokens, " in words
+    assert (
+        "≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
+        "documents, with what it had spent until the limit. So the mean is a lower bound"
+    ) in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
-        "against grpo (n = 3) n difference interval p seeds better test verdict gspo 3 -40" in words
+        "against grpo (n = 3) n difference interval p seeds better test verdict gspo 3 -43" in words
     )
     # Of the nine pairs of runs gspo is better in eight; the ninth, 104 and 104, counts half. So
     # it is better in 8.5 / 9 = 0.94.
-    assert "-40 [-56, -32] 0.038 4 0.94 paired better" in words
-    assert "with 3 it holds the true difference in about 75 of 100 cases" in words
+    assert "-43 [-64, -32] 0.057 4 0.94 paired unknown" in words
+    assert "with 3 it holds the true difference in about 75 of 100 cases, with 5 in 85" in words
     assert max(map(len, lines)) <= WIDTH
 
 
@@ -203,8 +220,8 @@ def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, cap
 
 def test_reach_sets_the_threshold(sweep, capsys):
     lines = page(capsys, sweep, "--reach=reward=0.93").splitlines()
-    assert lines[3].startswith("grpo  0 of 3   ≥160")
-    assert lines[4].startswith("gspo  2 of 3   ≥117")  # (160 + 88 + 104) / 3
+    assert lines[3].startswith("grpo  0 of 3   ≥168")
+    assert lines[4].startswith("gspo  2 of 3   ≥120")  # (168 + 88 + 104) / 3
 
 
 def test_excluded_runs_are_named_with_the_reason_on_the_page_and_in_the_table_of_runs(
@@ -297,7 +314,7 @@ def test_html_report_loads_nothing_and_has_the_numbers_of_the_page(sweep, capsys
     assert "#000000" not in text
     assert "7-&lt;b&gt;&amp;: interrupted at step 9 of 20" in text
     cells = re.findall("<td>(.*?)</td>", text)
-    assert {"0.940 ± 0.040", "2 of 3", "≥128", "-40", "[-56, -32]", "0.038", "paired"} <= set(cells)
+    assert {"0.940 ± 0.040", "2 of 3", "≥131", "-43", "[-64, -32]", "0.057", "paired"} <= set(cells)
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -343,7 +360,7 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
     assert table == [
         r"\begin{tabular}{lrrrrl}",
         r"\toprule",
-        r"configuration & n & mean & difference & 95\% interval & verdict \\",
+        r"configuration & n & mean & difference & interval & verdict \\",
         r"\midrule",
         r"gspo & 3 & 0.940 & -- & -- & base \\",
         r"grpo & 3 & 0.740 & $-$0.200 & [$-$0.580, 0.000] & unknown \\",
@@ -352,13 +369,13 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
     ]
     page(capsys, sweep, "--latex", sweep / "r.tex")
     by_documents = (sweep / "r.tex").read_text()
-    assert r"grpo & 3 & $\geq$128 & " in by_documents  # as on the page, since a seed came to no end
+    assert r"grpo & 3 & $\geq$131 & " in by_documents  # as on the page, since a seed came to no end
     (mean,) = re.findall("^% mean: .*", by_documents, re.MULTILINE)
     assert mean.startswith(
         "% mean: over seeds, of the documents that it took to come to reward 0.81,"
     )
     assert (
-        "% ≥: a seed that never reached it counts as the search limit (160 documents,"
+        "% ≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
         in by_documents
     )
 
@@ -444,8 +461,11 @@ def test_a_figure_is_a_column_or_a_page_wide_and_its_words_overlap_nowhere(
     assert said.count("gspo, prompt_mean, optimizer ") == count
     # On average gspo ends at 0.94, and nine tenths of the way to its worst run is 0.81.
     if panels == "means":
-        assert "dot: mean over 3 runs; bar: its 95% interval; stroke: a run; " in said
-        assert said.count("a run that never came to the threshold counts as 160") == 1
+        assert (
+            "dot: mean over 3 runs; bar: its 95% interval, too narrow with 3 runs; stroke: a run; "
+            in said
+        )
+        assert said.count("a run that never came to the threshold counts as 168") == 1
     else:
         assert "line: mean over 3 runs; band: from the lowest to the highest; dotted: the" in said
     assert {text.get_fontsize() for text in texts} == {8}

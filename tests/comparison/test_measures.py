@@ -15,7 +15,8 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.headline import chosen_metric
 from pgtoolkit.comparison.measures import Goal, goal_of, reached
 from pgtoolkit.comparison.notes import length_notes
-from pgtoolkit.comparison.text_report import render_comparison
+from pgtoolkit.comparison.text_report import difference_rows, group_rows, render_comparison
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
 from pgtoolkit.runs.records import best_of
@@ -52,12 +53,12 @@ def test_several_passes_over_the_same_documents_are_one_point_of_a_curve():
     assert run.points("documents_seen", "kl_new_old").tolist() == [[4, 8, 12, 16], [1, 3, 5, 7]]
     assert run.points("step", "kl_new_old").tolist() == [[*range(1, 9)], [*range(1, 9)]]
     assert run.points("documents_seen", HELD_OUT).tolist() == [[8, 8, 16, 16], [0.1, 0.3, 0.5, 0.7]]
-    found = reached(run, Goal("kl_new_old", 3.0, "", 0.0, (4.0, 16.0)))
+    found = reached(run, Goal("kl_new_old", 3.0, "", 0.0, 0.0, (4.0, 16.0)))
     assert found.to == {"documents_seen": 8, "tokens_seen": 12, "seconds": 0.0}
     assert found.mean == 4
-    found = reached(run, Goal(HELD_OUT, 0.3, "", 0.0, (8.0, 16.0)))
+    found = reached(run, Goal(HELD_OUT, 0.3, "", 0.0, 0.0, (8.0, 16.0)))
     assert found.to == {"documents_seen": 8, "tokens_seen": 12, "seconds": 0.0}
-    found = reached(run, Goal(HELD_OUT, 0.5, "", 0.0, (8.0, 16.0)))
+    found = reached(run, Goal(HELD_OUT, 0.5, "", 0.0, 0.0, (8.0, 16.0)))
     assert found.to == {"documents_seen": 16, "tokens_seen": 18, "seconds": 0.0}
 
 
@@ -98,7 +99,7 @@ def test_a_threshold_is_reached_by_the_mean_over_the_last_documents(window):
     draw = random.Random(window)
     for _ in range(20):
         values = [draw.random() * n / 30 for n in range(30)]
-        measured = reached(run_of(values), Goal("exact_match", 0.5, "", window, (10, 300)))
+        measured = reached(run_of(values), Goal("exact_match", 0.5, "", window, 0.0, (10, 300)))
         step = first_reaching_step(values, 10, window, 0.5)
         if step is None:
             assert measured.to == {}
@@ -110,12 +111,12 @@ def test_a_threshold_is_reached_by_the_mean_over_the_last_documents(window):
 
 def test_the_mean_is_the_area_over_the_goal_s_documents_and_none_for_a_shorter_run():
     run = run_of([0.0, 0.1, 0.5, 0.7, 0.9])
-    goal = Goal("exact_match", None, "", 0, (15, 40))
+    goal = Goal("exact_match", None, "", 0, 0, (15, 40))
     # Trapezoids from document 15 to 40:
     # (0.05 + 0.1) / 2 * 5, (0.1 + 0.5) / 2 * 10 and (0.5 + 0.7) / 2 * 10.
     assert reached(run, goal).mean == pytest.approx((0.375 + 3 + 6) / 25)
     assert reached(run_of([0.0, 0.1, 0.5]), goal).mean is None
-    assert reached(run, Goal("exact_match", None, "", 0, (50, 50))).mean == pytest.approx(0.9)
+    assert reached(run, Goal("exact_match", None, "", 0, 0, (50, 50))).mean == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
@@ -166,19 +167,21 @@ def two_groups(
     ]
 
 
-def test_a_run_that_never_reaches_the_threshold_counts_with_all_its_documents():
+def test_a_run_that_never_reaches_the_threshold_counts_one_measurement_more_than_all():
     # Values that rise to 1 after so many steps as their place in the list.
     rise = [[0.0] * n + [1.0] * (5 - n) for n in range(6)]
     compared = compare(
         two_groups([(0, rise[1]), (1, rise[3])], [(0, rise[3]), (1, rise[5])]), "exact_match"
     )
-    assert compared.limits == {"documents_seen": 50, "tokens_seen": 15, "seconds": 0.0}
+    assert (compared.limit, compared.goal.apart) == (50, 10)
+    assert compared.axes == ["documents_seen", "tokens_seen", "seconds"]
     a, b = compared.groups
     assert compared.spent(a, "documents_seen") == [20, 40]
-    assert compared.arrived(a, "documents_seen") == 2
-    assert compared.spent(b, "documents_seen") == [40, 50]
-    assert compared.arrived(b, "documents_seen") == 1
-    assert next(iter(compared.comparisons)).difference == 15
+    assert compared.arrived(a) == 2
+    assert compared.spent(b, "documents_seen") == [40, 60]
+    assert compared.spent(b, "tokens_seen") == [12, 15]
+    assert compared.arrived(b) == 1
+    assert next(iter(compared.comparisons)).difference == 20
 
 
 LATE = [0.0] * 8 + [1.0] * 2
@@ -188,24 +191,62 @@ def test_a_run_that_ended_since_it_reached_the_threshold_does_not_limit_the_othe
     compared = compare(
         two_groups([(0, [0.0, 1.0])], [(0, LATE)]), "exact_match", reach="exact_match=0.9"
     )
-    assert compared.limits["documents_seen"] == float("inf")
+    assert compared.limit == float("inf")
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[20], [90]]
 
 
-def test_a_threshold_that_is_reached_at_the_limit_itself_is_reached():
-    runs = two_groups([(0, [0.0, 0.0, 1.0])], [(0, [0.0] * 3)])
-    for run in runs:
-        del run.columns["seconds"], run.columns["tokens_seen"]
-    compared = compare(runs, None, reach="exact_match=0.9")
-    assert compared.limits == {"documents_seen": 30}  # and no limit of a column that no run has
-    assert sorted(compared.arrived(group, "documents_seen") for group in compared.groups) == [0, 1]
+def test_a_threshold_that_is_reached_at_the_limit_itself_is_better_than_never():
+    runs = two_groups([(0, [0, 0, 1]), (1, [0, 0, 1])], [(0, [0, 0, 0]), (1, [0, 0, 0])])
+    # All that reach it take longer than the others, which never do.
+    for run in runs[:2]:
+        run.columns["tokens_seen"] = 5 * run.columns["step"]
+        del run.columns["seconds"]
+    compared = compare(runs, None, reach="exact_match=0.9", margin="20")
+    assert compared.axes == ["documents_seen", "tokens_seen"]  # not one that some runs lack
+    assert [compared.arrived(group) for group in compared.groups] == [2, 0]
+    (pair,) = compared.comparisons
+    assert (pair.difference, pair.improvement, pair.p, pair.equal_p) == (10, 1, None, None)
+    reached, never = group_rows(compared)[1:]
+    assert reached[1:4] == ["2 of 2", "30 ± 0", "15"]
+    assert never[1:4] == ["0 of 2", "≥40", "≥9"]
+    assert (
+        "measured every 10 documents, so what it takes to come to 0.9 is known to within 10"
+        in (compared.notes[0])
+    )
+
+
+def test_runs_that_never_reach_the_threshold_are_not_equal_and_a_note_says_what_to_compare():
+    runs = two_groups([(0, [0, 0.1]), (1, [0, 0.2])], [(0, [0, 0.3]), (1, [0, 0.2])])
+    compared = compare(runs, None, reach="exact_match=0.9", margin="20")
+    (pair,) = compared.comparisons
+    assert (pair.difference, pair.equal_p) == (0, None)
+    assert difference_rows(compared, [pair])[1][-1] == "unknown"
+    assert compared.notes == [
+        "no seed reached exact_match 0.9, so documents tell nothing here: "
+        "--metric=final:exact_match compares the ends, and a lower --reach the way to it"
+    ]
+
+
+def test_a_margin_finer_than_the_measurements_is_refused():
+    runs = two_groups([(0, [0, 1]), (1, [0, 1])], [(0, [0.1, 1]), (1, [0.1, 1])])
+    for margin in ("9", "40%"):  # 40% of 20 documents
+        with pytest.raises(ConfigError) as error:
+            compare(runs, None, reach="exact_match=0.9", margin=margin)
+        assert str(error.value) == (
+            f"--margin={margin} needs at least 10 documents (got {margin}). exact_match is "
+            "measured every 10 documents, so what it takes to come to the threshold is known no "
+            "better. Use --margin=10, or --metric=final:exact_match."
+        )
+    compared = compare(runs, None, reach="exact_match=0.9", margin="10")
+    assert difference_rows(compared, [*compared.comparisons])[1][-1] == "equal within 10 documents"
 
 
 def test_a_run_that_ends_early_below_the_threshold_limits_the_others():
     compared = compare(two_groups([(0, [0.0, 0.5])], [(0, LATE)]), None, reach="exact_match=0.9")
-    assert compared.limits["documents_seen"] == 20
-    assert [compared.arrived(group, "documents_seen") for group in compared.groups] == [0, 0]
-    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[20], [20]]
+    assert compared.limit == 20
+    assert [compared.arrived(group) for group in compared.groups] == [0, 0]
+    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[30], [30]]
+    assert [compared.spent(group, "tokens_seen") for group in compared.groups] == [[6], [6]]
 
 
 def test_of_runs_that_never_reach_the_threshold_the_shortest_limits_all():
@@ -214,12 +255,13 @@ def test_of_runs_that_never_reach_the_threshold_the_shortest_limits_all():
     compared = compare(
         two_groups([(0, [0.0] * 3), (1, [0.0] * 5)], [(0, late)]), None, reach="exact_match=0.9"
     )
-    assert compared.limits == {"documents_seen": 30, "tokens_seen": 9, "seconds": 0.0}
+    assert compared.limit == 30
     assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
-        [30, 30],
-        [30],
+        [40, 40],
+        [40],
     ]
-    assert [compared.arrived(group, "documents_seen") for group in compared.groups] == [0, 0]
+    assert [compared.spent(group, "tokens_seen") for group in compared.groups] == [[9, 9], [9]]
+    assert [compared.arrived(group) for group in compared.groups] == [0, 0]
 
 
 def test_the_mean_is_taken_over_what_every_run_has_seen():
@@ -328,7 +370,7 @@ def test_time_of_evaluations_does_not_count_as_training(evaluated):
         axis: [compared.spent(group, axis) for group in compared.groups]
         for axis in ("documents_seen", "tokens_seen", "seconds")
     }
-    assert spent["documents_seen"] == [[32, 16], [32, 32]]
+    assert spent["documents_seen"] == [[32, 16], [48, 32]]
     assert spent["tokens_seen"] == [[100, 30], [100, 100]]
     # Seconds since the first row, without the 2 x 25 s that the evaluations after step 2 took.
     assert spent["seconds"] == [[3, 1], [3, 3]]
@@ -350,7 +392,8 @@ def test_runs_of_which_some_have_no_evaluation_are_compared_by_training(tmp_path
     assert compared.metric == "exact_match"
     assert "1 of 2 finished runs have evaluation/held_out/pass@1" in compared.notes[0]
     assert [len(group.counted) for group in compared.groups] == [1, 1]
-    assert compare(find_runs([str(tmp_path / "b0")])).notes == []
+    (note,) = compare(find_runs([str(tmp_path / "b0")])).notes
+    assert note.startswith("exact_match is measured every 8 documents")
 
 
 @pytest.fixture
@@ -447,9 +490,11 @@ def test_a_setting_of_evaluation_that_is_null_is_that_of_training(trained, num_g
 
 def test_a_single_high_step_reaches_no_threshold():
     lucky = run_of([0.0, 0.0, 0.0, 1.0, 0.0])
-    assert reached(lucky, Goal("exact_match", 0.9, "", 30, (10, 50))).to == {}
+    assert reached(lucky, Goal("exact_match", 0.9, "", 30, 0.0, (10, 50))).to == {}
 
 
 def test_rounding_of_the_mean_of_equal_values_does_not_miss_the_threshold():
     equal = run_of([0.1] * 5)
-    assert reached(equal, Goal("exact_match", 0.1, "", 30, (10, 50))).to["documents_seen"] == 30
+    assert (
+        reached(equal, Goal("exact_match", 0.1, "", 30, 0.0, (10, 50))).to["documents_seen"] == 30
+    )

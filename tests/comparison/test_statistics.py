@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 
 from pgtoolkit.comparison.statistics import (
+    HELD,
     LEVEL,
     MOST_SEEDS,
     POWER,
@@ -146,15 +147,24 @@ def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
     )
 
 
+@pytest.mark.parametrize("values", [[3.0, 5.0], [3.0, 5.0, 4.0]])
+def test_an_interval_of_two_or_three_seeds_is_all_that_was_seen(values):
+    """So the true difference is outside where all values are on the same side of it, with a
+    probability of 2 * 0.5 ** n."""
+    assert _difference_interval(np.zeros(len(values)), np.array(values), True) == (3, 5)
+    assert HELD[len(values)] == 100 * (1 - 2 * 0.5 ** len(values))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
+@pytest.mark.parametrize(("seeds", "covered"), [*HELD.items()])
 def test_an_interval_holds_the_true_difference_as_often_as_the_page_says(seeds, covered):
-    """300 comparisons of equal normal distributions are simulated, two of three paired. Their share
-    is within three standard errors."""
+    """300 comparisons of equal normal distributions are simulated, paired. Their share is within
+    three standard errors."""
+    covered /= 100
     draw = np.random.default_rng(0)
     hits = []
-    for number in range(300):
-        low, high = _difference_interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
+    for _ in range(300):
+        low, high = _difference_interval(*draw.standard_normal((2, seeds)), paired=True)
         hits.append(low <= 0 <= high)
     assert np.mean(hits) == pytest.approx(
         covered, abs=3 * math.sqrt(covered * (1 - covered) / len(hits))
