@@ -83,12 +83,12 @@ class Entry:
             condition = f", if {in_words(key.fixed_if)}" if key.fixed_if else ""
             yield f"*Kept*{condition}.", f"`pgtk resume` keeps it{condition}: {key.fixed}."
         if key.learns is not True:
-            unless = "" if key.learns is False else f", unless {in_words(key.learns)}"
+            exception = "" if key.learns is False else f", except with {in_words(key.learns)}"
             sentence = (
-                f"It does not change what is learned{unless}: a finished job of a sweep stays "
+                f"It does not change what is learned{exception}: a finished job of a sweep stays "
                 "finished."
             )
-            yield f"*Not learned*{unless}.", sentence
+            yield f"*Not learned*{exception}.", sentence
         if key.code == "function":
             sentence = (
                 "It may name code of your own, which is imported when a run starts: see "
