@@ -77,7 +77,7 @@ def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
 @pytest.mark.parametrize(
     ("typed", "first", "last"),
     [
-        ("seed=1 tracking=none seed=1", "seed=1", "seed=1"),
+        ("seed=1 tracking=none tracking=none seed=2", "seed=1", "seed=2"),
         ("+seed=1 seed=2", "+seed=1", "seed=2"),
         (
             "loss={epsilon_low:0.1} loss.epsilon_low=0.2",
@@ -96,6 +96,14 @@ def test_a_value_given_twice_is_refused(capsys, typed, first, last):
     )
     assert f"  {needs} One of the two would be ignored. Use {first}" in error
     assert error.count("the only value") == 1
+
+
+def test_a_value_typed_twice_alike_is_typed_once(capsys):
+    """Nothing is ignored: so any override may follow a command that has it."""
+    for command in (["check"], ["check", "-m", "loss=grpo,gspo"], ["check", "sweep", "loss_by_aggregation"]):
+        assert main([*command, "tracking=none", "seed=3", "seed=3", "tracking=none"]) == 0
+    assert main(["--cfg", "job", "tracking=none", "seed=3", "seed=3", "tracking=none"]) == 0
+    assert "seed: 3\n" in capsys.readouterr().out
 
 
 def test_overrides_may_change_the_values_of_a_file(capsys):

@@ -70,13 +70,13 @@ def _not_understood(message: str) -> NoReturn:
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:
-    """Return a command line as Hydra needs it: the overrides, all together, and then the flags.
+    """Return a command line as Hydra needs it: the overrides, each once, and then the flags.
 
     overrides: those of its words that are overrides.
     """
     words = [word for word in argv if word not in NO_CHOICE]
     flags = [word for word in words if word not in overrides]
-    return [*(hydra_form(word) for word in words if word in overrides), *flags]
+    return [*dict.fromkeys(hydra_form(word) for word in words if word in overrides), *flags]
 
 
 def hydra_answers(argv: list[str]) -> int:

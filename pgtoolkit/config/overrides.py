@@ -55,10 +55,10 @@ def units(words: Sequence[str]) -> list[str]:
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[Unreadable]]:
-    """Return the overrides in Hydra's grammar, and the other words."""
+    """Return the overrides in Hydra's grammar, each once, and the other words."""
     parsed = []
     unreadable = []
-    for words in units(overrides):
+    for words in dict.fromkeys(units(overrides)):
         if words not in overrides:  # several words
             unreadable.append(Unreadable(words))
             continue

@@ -84,7 +84,8 @@ def holds_secret(setting: str) -> str:
 
 
 def given_twice(parsed: list[Override]) -> list[str]:
-    """Refuse keys with two values in one command, dictionaries included: one would be ignored."""
+    """Refuse keys with two values in one command, dictionaries included: one would be ignored. An
+    override that is typed twice alike is one of `parse`."""
     problems: list[str] = []
     seen: dict[str, str] = {}
     for override in parsed:
@@ -98,7 +99,7 @@ def given_twice(parsed: list[Override]) -> list[str]:
                         needs=f"to be the only value of {key}",
                         got=f"{first} before it",
                         reason="One of the two would be ignored.",
-                        use=first if first == typed else f"{first} or {typed}",
+                        use=f"{first} or {typed}",
                     )
                 )
         seen = dict.fromkeys(_keys(override), typed) | seen

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
-from pgtoolkit.config.translate_file import TheirConfig, Unread, value_of
+from pgtoolkit.config.translate_file import TheirConfig, value_of
+from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
@@ -34,11 +35,34 @@ def _num_rows(path: object) -> int:
     return count_rows(str(files[0]), "task.path") or 0
 
 
+def _dotted_paths(functions: Any) -> list[str]:
+    """Return the dotted paths of reward functions, empty unless each has one."""
+    named = functions if isinstance(functions, list) else [functions or ""]
+    paths = [f"trl.rewards.{name}" if name in _REWARDS else name for name in named]
+    return paths if all(type(path) is str and is_dotted_path(path) for path in paths) else []
+
+
+_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+"""What `trl grpo` takes by these names."""
+
+
+def _verifiers(paths: list[str], weights: list[float] | None) -> dict[str, dict[str, object]]:
+    """Return `task.verifiers`; raises ValueError where two have one name, or one no weight."""
+    verifiers = {
+        path.rpartition(".")[2]: {"verifier": path, "weight": weight}
+        for path, weight in zip(paths, weights or [1] * len(paths), strict=True)
+    }
+    if len(verifiers) < len(paths):
+        raise ValueError(paths)
+    return verifiers
+
+
 Overrides = dict[str, tuple[object, Theirs | None]]
 """Our key -> its value, and the row that it follows from."""
 
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
+_FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "verifiers": _verifiers}
 
 
 class TheirValues:
@@ -79,6 +103,13 @@ class TheirValues:
         result = eval(code, scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 
+    def may_be(self, condition: str) -> bool:
+        """Return whether a condition is true, or is not known."""
+        try:
+            return self.evaluated(condition)
+        except NameError:
+            return True
+
     def case(self, row: Theirs) -> str:
         """Return what is to be typed for a key; raises LookupError where its value has no equal."""
         for condition, here in row.cases:
@@ -103,6 +134,12 @@ class TheirValues:
         """Return what is to be typed; a key alone takes the value of the row's."""
         overrides = {}
         for key, written in OVERRIDE.findall(typed):
-            filled = FORMULA.sub(lambda match: text(self.evaluated(match[1])), written)
-            overrides[key] = (filled if row is None or written else self.evaluated(row.name), row)
+            formula = FORMULA.fullmatch(written)
+            if formula is not None:
+                value = self.evaluated(formula[1])
+            elif row is not None and not written:
+                value = self.evaluated(row.name)
+            else:
+                value = FORMULA.sub(lambda match: text(self.evaluated(match[1])), written)
+            overrides[key] = (value, row)
         return overrides

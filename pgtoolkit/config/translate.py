@@ -34,8 +34,11 @@ class Translation:
         self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
         self._values = TheirValues(theirs)
-        if self._values.names.get("processes") == 1 and "num_processes" not in theirs.values:
+        names = self._values.names
+        if names.get("processes") == 1 and not names["launched"]:
             theirs.assumed.append("1 process trains: --processes N says another number")
+        elif "processes" in theirs.table.content["words"] and "processes" not in names:
+            theirs.assumed.append("how many processes train is not known: --processes N says it")
         self._first = self._values.overrides(theirs.table.content["first"])
         self.typed = dict(self._first)
         self.behind: dict[str, list[str]] = {}
@@ -43,7 +46,8 @@ class Translation:
         for name in theirs.values:
             row = theirs.table.row(name)
             if row is not None and row.cases and row.name != name:
-                self._leave(row, [name], row.reason or f"it has no equal beside {row.name}")
+                reason = self._values.filled(row.reason) or f"it has no equal beside {row.name}"
+                self._leave(row, [name], reason)
             elif row is not None:
                 names_of.setdefault(row.see or row.name, []).append(name)
         for row in theirs.table.rows.values():
@@ -51,9 +55,10 @@ class Translation:
 
     def _translate(self, row: Theirs, names: list[str]) -> None:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
+        reason = self._values.filled(row.reason)
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
-                self._leave(row, names, row.reason or _IDLE, True)
+                self._leave(row, names, reason or _IDLE, True)
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
@@ -62,13 +67,13 @@ class Translation:
             self.behind[row.name] = [name for name in names if name not in idle]
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():
-                if self._values.evaluated(condition):
+                if self._values.may_be(condition):
                     self.differing.append(f"{shown}: {sentence}")
         except NameError:
-            reason = "what it follows from is known when their program runs"
-            self._leave(row, names or [row.name], reason)
+            unknown = "what it follows from is known when their program runs"
+            self._leave(row, names or [row.name], unknown)
         except NO_VALUE:
-            self._leave(row, names or [row.name], row.reason or "it has no such value")
+            self._leave(row, names or [row.name], reason or "it has no such value")
 
     def _is_idle(self, row: Theirs, name: str, typed: Overrides) -> bool:
         """Return whether a key is not read beside a row's other keys: with another value, also one
@@ -87,7 +92,7 @@ class Translation:
         for name in names:
             default = self._values.resolved(name, defaults.get(name))
             if not changed or text(self._values.of[name]) != text(default):
-                self.left.append((self.shown(name), self._values.filled(reason), row))
+                self.left.append((self.shown(name), reason, row))
 
     def shown(self, name: str) -> str:
         shown = f"{name}={text(self._values.of[name])}"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Table, flat, tables
+from pgtoolkit.config.translate_program import Program, Unread
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import near_path, refusal
 from pgtoolkit.system.yaml_text import plain_yaml
-
-
-class Unread(str):
-    """The text of a value that is made when a program runs."""
 
 
 @dataclass
@@ -43,7 +38,7 @@ def read(path: Path) -> TheirConfig:
             content = "\n".join("".join(cell["source"]) for cell in cells)
             content = re.sub(r"^\s*[%!].*", "", content, flags=re.M)
         if path.suffix in (".py", ".ipynb"):
-            return _program(content)
+            return _program(content, path.stem if path.suffix == ".py" else "")
         if path.suffix == ".sh" or content.startswith("#!"):
             return _script(content)
         return _keys(plain_yaml(content.encode()))
@@ -74,6 +69,8 @@ def _keys(values: object) -> TheirConfig:
         values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
     if any(name.partition(".")[0] == "actor_rollout_ref" for name in values):
         return _config("verl", values)
+    if isinstance(values.get("datasets"), list) and len(values["datasets"]) == 1:
+        values = values | {"train_dataset": {"split": "train"} | values.pop("datasets")[0]}
     for trainer, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
             raise ValueError(trainer)
@@ -97,7 +94,7 @@ def _script(content: str) -> TheirConfig:
         if started[0] in tables()["verl"].content["modules"]:
             configs.append(_config("verl", _given(started)))
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
-            configs.append(_config("TRL", _given(words)))
+            configs.append(_config("TRL", _launched(words)))
         elif started is not words or words[0] == "trl":
             others.append(" ".join(started[: 1 + (started is words)]))
     if not configs:
@@ -105,6 +102,17 @@ def _script(content: str) -> TheirConfig:
     if len(configs) > 1:
         configs[0].assumed.append(f"the first of its {len(configs)} commands is meant")
     return configs[0]
+
+
+def _launched(words: list[str]) -> dict[str, object]:
+    """Return what a command sets, with the options of what starts its program in a section."""
+    programs = [at for at, word in enumerate(words, 1) if word.endswith(".py")]
+    program = programs[0] if programs else words.index("-m") if "-m" in words else 0
+    of_launcher = _given(words[:program])
+    values = _given(words[program:])
+    rows = tables()["TRL"].rows  # `trl grpo` takes the options of both
+    of_launcher |= {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
+    return values | {f"launch.{name}": value for name, value in of_launcher.items()}
 
 
 def _given(words: list[str]) -> dict[str, object]:
@@ -138,65 +146,32 @@ def value_of(text: str) -> object:
         return text
 
 
-def _program(content: str) -> TheirConfig:
-    """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, or of the
+def _program(content: str, module: str) -> TheirConfig:
+    """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, and of the
     command in its docstring where it takes its arguments from there."""
-    tree = ast.parse(content)
-    calls: dict[str, list[ast.Call]] = {}
-    values_of: dict[str, list[ast.AST]] = {}  # of names and of attributes
-    bound: Counter[str] = Counter()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                values_of.setdefault(ast.unparse(target), []).append(node.value)
-        elif isinstance(node, ast.AugAssign):
-            values_of.setdefault(ast.unparse(node.target), []).append(node)
-        elif isinstance(node, ast.arg):
-            bound[node.arg] += 1
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound[node.id] += 1
-    in_branches = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If | ast.For | ast.While) and "__main__" not in ast.dump(node)[:200]
-        for inner in ast.walk(node)
-    }
-    if "GRPOConfig" not in calls:
-        if "TrlParser" in content and "GRPOConfig" in content:
-            return _script((ast.get_docstring(tree) or "").replace("`", ""))
-        if "GRPOTrainer" not in calls:
-            others = [name for name in calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
-            raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
-
-    def value(node: ast.AST) -> object:
-        if isinstance(node, ast.Name) and bound[node.id] == 1:
-            node = values_of.get(node.id, [node])[-1]
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            return Unread(ast.unparse(node))
-
-    values: dict[str, object] = {"peft_config": True} if "LoraConfig" in calls else {}
-    assumed = []
+    program = Program(content, module)
+    values: dict[str, object] = {}
+    if "GRPOConfig" not in program.calls and "TrlParser" in content and "GRPOConfig" in content:
+        if not program.docstring:
+            raise ValueError("its options come from a command or a YAML: translate that")
+        values = _script(program.docstring.replace("`", "")).values
+        program.options = values
+    elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
+        others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
+        raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
+    elif "LoraConfig" in program.calls:
+        values = {"peft_config": True}
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "peft_config." if call == "LoraConfig" else ""
-        for node in calls.get(call, [])[:1]:
-            arguments: dict[str, ast.AST] = dict(zip(positional, node.args, strict=False))
-            arguments |= {keyword.arg or "": keyword.value for keyword in node.keywords}
-            if arguments.pop("", None) or "setattr" in calls:
-                assumed.append(f"{call} has no other arguments")
-            for target, given in values_of.items():  # what is set after the call
-                owner, _, name = target.rpartition(".")
-                if node in values_of.get(owner, []):
-                    is_known = len(given) == 1 and given[0] not in in_branches
-                    arguments[name] = given[0] if is_known else ast.Name(target)
-            for name, item in arguments.items():
-                if name not in ("args", "peft_config"):
-                    values[f"{section}{name}"] = value(item)
-        if len(calls.get(call, [])) > 1:
-            assumed.append(f"the first {call} of {len(calls[call])} is meant")
+        for name, node in program.given(call, positional).items():
+            if name == "model":
+                values |= program.model(node)
+            elif name == "train_dataset":
+                values[name] = program.rows(node)
+            elif name == "reward_funcs":
+                values[name] = program.rewards(node)
+            elif name not in ("args", "peft_config"):
+                values[f"{section}{name}"] = program.value(node)
     config = _config("TRL", values)
-    config.assumed += assumed
+    config.assumed += dict.fromkeys(program.assumed)
     return config

@@ -17,7 +17,7 @@ def translate(path: Path, processes: int | None) -> str:
     """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
     file says."""
     theirs = read(path)
-    theirs.values |= {"num_processes": processes} if processes else {}
+    theirs.values |= {"launch.num_processes": processes} if processes else {}
     translation = Translation(theirs)
     translation.check()
     return "\n".join(_page(translation, path))

@@ -241,7 +241,41 @@ TRL = [
         {"reward_funcs": ["accuracy_reward"]},
         {"task.verifier": "trl.rewards.accuracy_reward"},
     ),
-    ({"reward_funcs": ["my.reward", "my.other"]}, {"reward_funcs": "left"}),
+    (
+        {"reward_funcs": ["my.reward", "think_format_reward"], "reward_weights": [1.0, 0.5]},
+        {
+            "task.verifiers": {
+                "reward": {"verifier": "my.reward", "weight": 1.0},
+                "think_format_reward": {
+                    "verifier": "trl.rewards.think_format_reward",
+                    "weight": 0.5,
+                },
+            },
+            "reward_funcs": None,
+            "reward_weights": None,
+        },
+    ),
+    # A weight is missing, two have one name, and one is no function.
+    (
+        {"reward_funcs": ["my.reward", "my.other"], "reward_weights": [1]},
+        {"reward_funcs": "left", "reward_weights": "left", "task.verifiers": None},
+    ),
+    ({"reward_funcs": ["my.reward", "other.reward"]}, {"reward_funcs": "left"}),
+    ({"reward_funcs": ["my.reward", "get_soft_overlong_punishment"]}, {"reward_funcs": "left"}),
+    ({"reward_funcs": ["my.reward"], "reward_weights": [2]}, {"task.verifier": None}),
+    # A mixture of one data set is that one; of two, or of a part, it has no equal.
+    (
+        {"datasets": [{"path": "org/set", "name": "main"}]},
+        {"task.path": "org/set", "task.config": "main", "task.split": "train"}
+        | {"train_dataset.path": "near"},
+    ),
+    ({"datasets": [{"path": "json", "data_files": ["a.jsonl"]}]}, {"task.path": "a.jsonl"}),
+    ({"datasets": [{"path": "json", "data_files": ["a", "b"]}]}, {"train_dataset.path": "left"}),
+    (
+        {"datasets": [{"path": "org/set", "split": "train[:5%]"}]},
+        {"train_dataset.path": "left", "train_dataset.split": "left", "task.split": None},
+    ),
+    ({"datasets": [{"path": "org/set"}, {"path": "org/other"}]}, {"datasets": "left"}),
     (
         {"dataset_name": "trl-lib/DeepMath-103K"},
         {"task.path": "trl-lib/DeepMath-103K", "task.split": "train"},
@@ -889,13 +923,211 @@ def test_a_module_is_no_value_of_the_option_before_it(tmp_path):
     assert found(translated(tmp_path, "run.sh", command), expected) == expected
 
 
+LITERALS = """
+import argparse, torch, scores as s
+from trl import GRPOConfig
+from rewards import digits as figures
+PEAK: float = float("3e-6")
+PEAK: float = float("3e-6")
+BATCH, NAME = 2 * 4, "run"
+common = {"beta": 0.01 / 4, "max_steps": 10 ** 3}
+more = dict(weight_decay=-1 + 1.25, adam_beta2=[0.9, 0.95][1])
+changed = {"seed": 3}
+changed["seed"] = 4
+extended = [1]
+extended.append(2)
+parser = argparse.ArgumentParser()
+parser.add_argument("-s", "--save-steps", type=int, default="25")
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--top_k", required=True)
+cli = parser.parse_args()
+def numbers(completions, **others):
+    return [0.0 for _ in completions]
+def main():
+    args = GRPOConfig(
+        f"{NAME}-out", learning_rate=PEAK * 2, num_generations=BATCH, run_name=f"{NAME}-{BATCH}",
+        save_steps=cli.save_steps, fp16=cli.fp16, top_k=cli.top_k, epsilon=2 ** -2, delta=6 // 1,
+        max_completion_length=9 ** 999, model_init_kwargs={"dtype": torch.float16},
+        reward_weights=extended, **common, **more, **changed, **vars(cli),
+    )
+    GRPOTrainer(model="m", args=args, reward_funcs=[figures, s.words, numbers])
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_literals_of_a_program_are_computed_and_nothing_is_run(tmp_path):
+    """Neither what changes a list or a dictionary, nor a function, is followed."""
+    expected = {
+        "optimizer.learning_rate": 6e-6,
+        "rollout.group_size": 8,
+        "tracking.run_name": "run-8",
+        "kl.coefficient": 0.0025,
+        "trainer.max_steps": 1000,
+        "optimizer.weight_decay": 0.25,
+        "optimizer.beta2": 0.95,
+        "loss.epsilon_low": 0.25,
+        "loss.dual_clip": 6,
+        "trainer.checkpoint_every": 25,
+        "model.dtype": "bfloat16",
+        "top_k": "left",
+        "max_completion_length": "left",
+        "model_init_kwargs.dtype": "left",
+        "seed": None,
+    }
+    program = LITERALS.replace("reward_weights=extended, ", "")
+    translation = translated(tmp_path, "train.py", program)
+    assert found(translation, expected) == expected
+    assert translation.theirs.assumed[:4] == [
+        "GRPOConfig gets nothing by **changed, known when it runs",
+        "GRPOConfig gets nothing by **vars(cli), known when it runs",
+        "cli.save_steps=25, the default of its option",
+        "cli.fp16=false, the default of its option",
+    ]
+    verifiers = {
+        name: {"verifier": path, "weight": 1}
+        for name, path in {
+            "digits": "rewards.digits",
+            "words": "scores.words",
+            "numbers": "train.numbers",
+        }.items()
+    }
+    assert translation.typed["task.verifiers"][0] == verifiers
+    rewards = {"reward_funcs": "left", "task.verifiers": None}
+    # A program that trains when it is imported, one that no other can import, a list that grows.
+    for name, content in (
+        ("train.py", program.replace('if __name__ == "__main__":\n    main', "main")),
+        ("grpo-train.py", program),
+        ("train.py", LITERALS),
+    ):
+        assert found(translated(tmp_path, name, content), rewards) == rewards
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            'data = load_dataset("json", data_files="a.jsonl", split="train").shuffle(seed=1)',
+            {"task.path": "a.jsonl", "task.split": None, "train_dataset.split": None},
+        ),
+        (
+            'files = {"train": "a.parquet", "test": "b.parquet"}\n'
+            'data = datasets.load_dataset("parquet", data_files=files)["test"]',
+            {"task.path": "b.parquet", "task.split": None},
+        ),
+        (
+            'data = load_dataset("org/set", "main")\n'
+            'data = data.rename_column("question", "prompt")\ndata = data["train"]',
+            {"task.path": "org/set", "task.config": "main", "task.split": "train"}
+            | {"task.prompt_field": "question"},
+        ),
+        ('data = load_from_disk("folder")', {"task.path": "folder", "task.split": None}),
+        (
+            'data = load_dataset("org/set", split="train")\n'
+            'data = data.rename_column("text", "reference")',
+            {"task.path": "org/set", "train_dataset.columns.reference": "left"},
+        ),
+        # Other rows than those of the file or the split.
+        *(
+            (f"data = {code}", {"task.path": "PROMPTS", "train_dataset.path": "left"})
+            for code in (
+                'load_dataset("org/set", split="train[:100]")',
+                'load_dataset("org/set", split="train").map(ask)',
+                'load_dataset("org/set", split="train").select(range(9))',
+                'load_dataset("json", data_files=["a.jsonl", "b.jsonl"])',
+                'load_dataset("json", data_files="https://host/a.jsonl")',
+                'load_dataset("csv", data_files="a.csv", split="train")',
+                'load_dataset("org/set", data_files="a.jsonl")',
+            )
+        ),
+        *(
+            (code, {"task.path": "PROMPTS", "train_dataset": "left"})
+            for code in (
+                "data = rows()",
+                'data = load_dataset(name or "org/set", split="train")',
+                'data = load_dataset("org/set")\nif quick:\n    data = data["test"]',
+                'data, test = load_dataset("org/set", split=["train", "test"])',
+                "data = data",
+            )
+        ),
+    ],
+)
+def test_the_rows_of_a_program_are_those_of_a_file_or_a_split(tmp_path, lines, expected):
+    program = f"{lines}\nGRPOTrainer('m', reward, args=GRPOConfig(), train_dataset=data)\n"
+    assert found(translated(tmp_path, "train.py", program), expected) == expected
+
+
+def test_a_model_that_a_program_loads_is_its_folder_with_what_it_is_loaded_with(tmp_path):
+    """`from_pretrained` takes the number type of the folder unless it is told another."""
+    program = "model = AutoModelForCausalLM.from_pretrained({})\nGRPOTrainer(model=model)\n"
+    for arguments, dtype in (("'org/m'", "auto"), ("'org/m', torch_dtype=torch.bfloat16", None)):
+        translation = translated(tmp_path, "train.py", program.format(arguments))
+        expected = {"model.path": "org/m", "model_init_kwargs.dtype": "left"}
+        assert found(translation, expected) == expected
+        assert dtype is None or translation.theirs.values["model_init_kwargs.dtype"] == dtype
+    translation = translated(
+        tmp_path, "train.py", program.format("'m', torch_dtype=torch.float32, load_in_4bit=True")
+    )
+    expected = {"model_init_kwargs.dtype": None, "model_init_kwargs.load_in_4bit": "left"}
+    assert found(translation, expected) == expected
+
+
+def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_docstring(tmp_path):
+    command = "accelerate launch grpo.py --num_generations 4 --dataset_name org/set"
+    program = (
+        f'"""\n{command}\n"""\nfrom trl.rewards import accuracy_reward\n'
+        "s, c, m = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config()\n"
+        "data = load_dataset(s.dataset_name, split=s.dataset_train_split)\n"
+        "GRPOTrainer(args=c, reward_funcs=accuracy_reward, train_dataset=data)\n"
+    )
+    expected = {"rollout.group_size": 4, "task.path": "org/set"}
+    expected |= {"task.verifier": "trl.rewards.accuracy_reward"}
+    assert found(translated(tmp_path, "grpo.py", program), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("torchrun --nproc_per_node=4 --nnodes 2 grpo.py", {"accumulation.docs_per_step": 64}),
+        ("deepspeed --num_gpus 2 --num_nodes 3 grpo.py", {"accumulation.docs_per_step": 48}),
+        (
+            "torchrun --nproc-per-node $GPUS --master_port 29500 grpo.py",
+            {"accumulation.docs_per_step": None, "launch.nproc_per_node": "left"}
+            | {"launch.master_port": "left"},
+        ),
+        ("torchrun --nproc_per_node gpu grpo.py", {"launch.nproc_per_node": "left"}),
+        # A number type of the launcher's holds where TRL's own two are off.
+        (
+            "accelerate launch --mixed_precision fp16 grpo.py --bf16 false",
+            {"model.dtype": "float16", "launch.mixed_precision": None},
+        ),
+        (
+            "accelerate launch --mixed_precision fp16 --config_file zero3.yaml grpo.py",
+            {"model.dtype": "bfloat16", "launch.mixed_precision": "left"}
+            | {"launch.config_file": "left"},
+        ),
+        (
+            "accelerate launch --gradient_accumulation_steps 4 grpo.py",
+            {"accumulation.docs_per_step": 8, "launch.gradient_accumulation_steps": "left"},
+        ),
+        (
+            "trl grpo --num_processes 4 --accelerate_config zero3",
+            {"accumulation.docs_per_step": 32, "launch.accelerate_config": "left"},
+        ),
+    ],
+)
+def test_options_of_what_starts_the_processes_are_read_or_left_out(tmp_path, command, expected):
+    translation = translated(tmp_path, "run.sh", f"{command} --num_generations 8\n")
+    assert found(translation, expected) == expected
+
+
 def test_what_was_assumed_of_a_program_or_a_script_is_said(tmp_path):
     program = (
         "GRPOConfig(num_generations=4, **more)\nGRPOConfig(beta=1)\nGRPOTrainer('m', my.reward)\n"
     )
     translation = translated(tmp_path, "train.py", program)
     assert translation.theirs.assumed == [
-        "GRPOConfig has no other arguments",
+        "GRPOConfig gets nothing by **more, known when it runs",
         "the first GRPOConfig of 2 is meant",
         "1 process trains: --processes N says another number",
     ]
@@ -988,6 +1220,7 @@ def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, value
         ("sft.py", "SFTTrainer(args=SFTConfig(max_length=3))\n", "SFTConfig, SFTTrainer"),
         ("bad.py", "GRPOConfig(\n", "was never closed"),
         ("nothing.py", "print(1)\n", "no GRPOConfig"),
+        ("parser.py", "TrlParser((GRPOConfig,))\n", "its options come from a command or a YAML"),
     ],
 )
 def test_what_is_no_configuration_of_theirs_is_refused(tmp_path, capsys, name, content, says):

@@ -1,0 +1,303 @@
+"""Reads what a Python program gives to TRL's GRPO trainer, without running anything of it.
+
+Literals, arithmetic with them, and names that are bound once to them have a value. All else is left
+as it is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import operator
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from pgtoolkit.system.report import text
+
+
+class Unread(str):
+    """The text of a value that is made when a program runs."""
+
+
+_ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_Code = ast.expr | ast.stmt
+_CONVERSIONS = {"float": float, "int": int, "str": str}
+_NO_LITERAL = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+_LOADERS = {
+    "load_dataset": ["path", "name", "data_dir", "data_files", "split"],
+    "load_from_disk": ["path"],
+}
+_KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
+"""Methods of a data set after which it has the same prompts, in whatever order."""
+
+
+class Program:
+    """A program. calls: the last name of what is called -> its calls. assumed: sentences on how it
+    was read. options: the values of its command line, where these are known."""
+
+    def __init__(self, content: str, module: str):
+        self.calls: dict[str, list[ast.Call]] = {}
+        self.assumed: list[str] = []
+        self.options: dict[str, object] = {}
+        self._module = module
+        self._values: dict[str, list[_Code]] = {}  # of names and of attributes
+        self._bound: Counter[str] = Counter()
+        self._imports: dict[str, str] = {}
+        self._changed: set[str] = set()  # names of what may have other items later
+        self._in_branches: set[ast.AST] = set()
+        tree = ast.parse(content)
+        self.docstring = ast.get_docstring(tree) or ""
+        for node in ast.walk(tree):
+            self._note(node)
+        self._functions: list[str] = []  # those that can be imported without training
+        if module.isidentifier() and any(map(_is_guard, tree.body)):
+            self._functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+    def _note(self, node: ast.AST) -> None:
+        """Note what a node calls, binds and changes."""
+        match node:
+            case ast.Call():
+                self.calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
+                self._changed |= {item.id for item in node.args if isinstance(item, ast.Name)}
+            case ast.Assign():
+                for target in node.targets:
+                    self._assign(target, node.value)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self._assign(node.target, value)
+            case ast.AugAssign():
+                self._assign(node.target, node)
+            case ast.Import() | ast.ImportFrom():
+                module = getattr(node, "module", None)
+                for name in node.names:
+                    path = f"{module}.{name.name}" if module else name.name
+                    bound = name.asname or name.name.partition(".")[0]
+                    self._imports[bound] = path if name.asname or module else bound
+            case ast.Attribute(value=ast.Name(id=name)):
+                self._changed.add(name)
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+                self._changed.add(name)
+            case ast.If() | ast.For() | ast.While() if not _is_guard(node):
+                self._in_branches |= {*ast.walk(node)}
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                self._bound[name] += 1
+
+    def _assign(self, target: ast.expr, value: _Code) -> None:
+        """Note a value of a name or of an attribute, or one for each of several."""
+        match target, value:
+            case ast.Tuple(), ast.Tuple() if len(target.elts) == len(value.elts):
+                for name, item in zip(target.elts, value.elts, strict=True):
+                    self._assign(name, item)
+            case _:
+                self._values.setdefault(ast.unparse(target), []).append(value)
+
+    def given(self, call: str, positional: Sequence[str]) -> dict[str, _Code]:
+        """Return the arguments of the first call of a function or a class, and what is set on it
+        after the call. positional: the names of arguments without a name."""
+        arguments: dict[str, _Code] = {}
+        calls = self.calls.get(call, [])
+        for node in calls[:1]:
+            arguments = self._arguments(node, positional)
+            if "setattr" in self.calls and call != "GRPOTrainer":
+                self.assumed.append(f"{call} has no other arguments")
+            for target, values in self._values.items():
+                owner, _, name = target.rpartition(".")
+                if node in self._values.get(owner, []):
+                    is_known = len(values) == 1 and values[0] not in self._in_branches
+                    arguments[name] = values[0] if is_known else ast.Name(target)
+        if len(calls) > 1:
+            self.assumed.append(f"the first {call} of {len(calls)} is meant")
+        return arguments
+
+    def _arguments(self, node: ast.Call, positional: Sequence[str] = ()) -> dict[str, _Code]:
+        """Return the arguments of a call by their names, those of dictionaries included."""
+        arguments: dict[str, _Code] = dict(zip(positional, node.args, strict=False))
+        for keyword in node.keywords:
+            if keyword.arg:
+                arguments[keyword.arg] = keyword.value
+                continue
+            values = self.value(keyword.value)
+            if isinstance(values, dict):
+                arguments |= {name: ast.Constant(value) for name, value in values.items()}
+            else:
+                code = ast.unparse(node.func)
+                self.assumed.append(f"{code} gets nothing by **{values}, known when it runs")
+        return arguments
+
+    def value(self, node: ast.AST) -> object:
+        """Return what an expression stands for, else its code."""
+        known = len(self.assumed)
+        try:
+            return self._literal(node)
+        except _NO_LITERAL:
+            del self.assumed[known:]
+            return Unread(ast.unparse(node))
+
+    def _literal(self, node: ast.AST) -> Any:
+        """Return what an expression stands for; raises one of _NO_LITERAL where a literal is
+        missing."""
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.List() | ast.Tuple() | ast.Set():
+                return [self._literal(item) for item in node.elts]
+            case ast.Dict():
+                items: dict[Any, Any] = {}
+                for key, value in zip(node.keys, node.values, strict=True):
+                    literal = self._literal(value)
+                    items |= literal if key is None else {self._literal(key): literal}
+                return items
+            case ast.Call(func=ast.Name(id="dict"), args=[]):
+                return {key: self._literal(item) for key, item in self._arguments(node).items()}
+            case ast.Call(func=ast.Name(id=name), args=[argument]):
+                return _CONVERSIONS[name](self._literal(argument))
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._literal(node.operand)
+            case ast.BinOp():
+                return self._computed(node)
+            case ast.JoinedStr():
+                return "".join(str(self._literal(part)) for part in node.values)
+            case ast.FormattedValue(conversion=-1, format_spec=None):
+                return self._literal(node.value)
+            case ast.Subscript():
+                return self._literal(node.value)[self._literal(node.slice)]
+            case ast.Name():
+                value = self._literal(self._bound_once(node))
+                if isinstance(value, list | dict) and node.id in self._changed:
+                    raise ValueError(node.id)
+                return value
+            case ast.Attribute(value=ast.Name(id="torch")):
+                return f"torch.{node.attr}"
+            case ast.Attribute(value=ast.Name()):
+                return self._option(node)
+        raise ValueError(node)
+
+    def _bound_once(self, node: ast.Name) -> _Code:
+        """Return what a name is bound to; raises ValueError or LookupError where that is not always
+        the same expression."""
+        values = self._values[node.id]
+        if self._bound[node.id] != len(values) or len({*map(ast.dump, values)}) > 1:
+            raise ValueError(node.id)
+        return values[0]
+
+    def _computed(self, node: ast.BinOp) -> object:
+        """Return a sum, a product and the like of two numbers, or the sum of two texts."""
+        left = self._literal(node.left)
+        right = self._literal(node.right)
+        is_text = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
+        if not is_text and not (isinstance(left, int | float) and isinstance(right, int | float)):
+            raise TypeError(node)
+        if isinstance(node.op, ast.Pow):
+            power = float(left) ** float(right)  # in integers it could take for ever
+            return int(power) if isinstance(left, int) and power.is_integer() else power
+        return _ARITHMETIC[type(node.op)](left, right)
+
+    def _option(self, node: ast.Attribute) -> Any:
+        """Return an option of the program's own: as its command has it, else its default, which is
+        then said."""
+        if node.attr in self.options:
+            return self.options[node.attr]
+        code = ast.unparse(node)
+        (option,) = [
+            {keyword.arg: keyword.value for keyword in call.keywords}
+            for call in self.calls["add_argument"]
+            for name in call.args
+            if ast.unparse(name).strip("'-").replace("-", "_") == node.attr
+        ]
+        if code in self._values or "required" in option:
+            raise LookupError(code)
+        flag = ast.unparse(option["action"]) if "action" in option else ""
+        default: Any = {"'store_true'": False, "'store_false'": True}.get(flag)
+        if "default" in option:
+            default = self._literal(option["default"])
+        if isinstance(default, str) and "type" in option:
+            default = _CONVERSIONS[ast.unparse(option["type"])](default)
+        self.assumed.append(f"{code}={text(default)}, the default of its option")
+        return default
+
+    def model(self, node: ast.AST) -> dict[str, object]:
+        """Return the name or the folder of a model, with what `from_pretrained` gets beside it."""
+        loaded = self._followed(node)
+        if not (isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith("_pretrained")):
+            return {"model": self.value(node)}
+        arguments = self._arguments(loaded, ["pretrained_model_name_or_path"])
+        path = arguments.pop("pretrained_model_name_or_path", loaded)
+        dtype = arguments.pop("torch_dtype", ast.Constant("auto"))
+        arguments = {"dtype": dtype} | arguments
+        beside = {f"model_init_kwargs.{name}": self.value(arguments[name]) for name in arguments}
+        return {"model": self.value(path)} | beside
+
+    def _followed(self, node: ast.AST) -> ast.AST:
+        """Return the expression that a name stands for, and others as they are."""
+        with contextlib.suppress(*_NO_LITERAL):
+            return self._bound_once(node) if isinstance(node, ast.Name) else node
+        return node
+
+    def rewards(self, node: ast.AST) -> list[str]:
+        """Return the dotted paths of reward functions, and the code of those without one."""
+        node = self._followed(node)
+        return [self._path(item) for item in getattr(node, "elts", [node])]
+
+    def _path(self, node: ast.AST) -> str:
+        """Return the dotted path of a function that is imported, or that this program defines and
+        another one can import."""
+        code = ast.unparse(node)
+        first, dot, rest = code.partition(".")
+        if re.fullmatch(r"[\w.]+", code) and not self._bound[first]:
+            if first in self._imports:
+                return f"{self._imports[first]}{dot}{rest}"
+            if code in self._functions:
+                return f"{self._module}.{code}"
+        return str(node.value) if isinstance(node, ast.Constant) else Unread(code)
+
+    def rows(self, node: ast.AST) -> dict[str, object] | Unread:
+        """Return how a data set is loaded, by the names of load_dataset's arguments; the code where
+        that is not known.
+
+        columns: those that the program renames, by their new names. changed: the methods that
+        make other rows.
+        """
+        try:
+            rows = self._rows(node)
+            if isinstance(rows.get("data_files"), dict):
+                rows["data_files"] = rows["data_files"][rows.get("split", "train")]
+            return rows
+        except _NO_LITERAL:
+            return Unread(ast.unparse(node))
+
+    def _rows(self, node: ast.AST) -> dict[str, Any]:
+        match node:
+            case ast.Name(id=name):
+                values = self._values[name]
+                if self._bound[name] != len(values) or self._in_branches & {*values}:
+                    raise LookupError(name)
+                before = [value for value in values if (value.end_lineno or 0) < node.lineno]
+                return self._rows(max(before, key=lambda value: value.lineno))
+            case ast.Subscript():
+                return {"split": self._literal(node.slice)} | self._rows(node.value)
+            case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method not in _LOADERS:
+                rows = self._rows(inner)
+                columns = dict(rows.get("columns", {}))
+                if method == "rename_column":
+                    old, new = map(self._literal, node.args)
+                    return rows | {"columns": columns | {new: columns.get(old, old)}}
+                kept = method in _KEEPS_ROWS
+                return rows if kept else rows | {"changed": [*rows.get("changed", []), method]}
+            case ast.Call():
+                loader = ast.unparse(node.func).rpartition(".")[2]
+                arguments = self._arguments(node, _LOADERS[loader])
+                return {name: self._literal(item) for name, item in arguments.items()}
+        raise ValueError(node)
+
+
+def _is_guard(node: ast.AST) -> bool:
+    """Return whether a node is `if __name__ == "__main__":`."""
+    return isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
