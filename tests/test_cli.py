@@ -100,8 +100,8 @@ def test_a_value_given_twice_is_refused(capsys, typed, first, last):
 
 def test_a_value_typed_twice_alike_is_typed_once(capsys):
     """Nothing is ignored: so any override may follow a command that has it."""
-    for command in (["check"], ["check", "-m", "loss=grpo,gspo"], ["check", "sweep", "loss_by_aggregation"]):
-        assert main([*command, "tracking=none", "seed=3", "seed=3", "tracking=none"]) == 0
+    for command in ("check", "check -m loss=grpo,gspo", "check sweep loss_by_aggregation"):
+        assert main([*command.split(), "tracking=none", "seed=3", "seed=3", "tracking=none"]) == 0
     assert main(["--cfg", "job", "tracking=none", "seed=3", "seed=3", "tracking=none"]) == 0
     assert "seed: 3\n" in capsys.readouterr().out
 

@@ -209,7 +209,7 @@ class Program:
         (option,) = [
             {keyword.arg: keyword.value for keyword in call.keywords}
             for call in self.calls["add_argument"]
-            for name in call.args
+            for name in [*call.args, *(word.value for word in call.keywords if word.arg == "dest")]
             if ast.unparse(name).strip("'-").replace("-", "_") == node.attr
         ]
         if code in self._values or "required" in option:
@@ -226,6 +226,8 @@ class Program:
     def model(self, node: ast.AST) -> dict[str, object]:
         """Return the name or the folder of a model, with what `from_pretrained` gets beside it."""
         loaded = self._followed(node)
+        while isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith((".to", ".cuda")):
+            loaded = getattr(loaded.func, "value", None)  # what is moved to a device
         if not (isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith("_pretrained")):
             return {"model": self.value(node)}
         arguments = self._arguments(loaded, ["pretrained_model_name_or_path"])

@@ -938,7 +938,7 @@ extended = [1]
 extended.append(2)
 parser = argparse.ArgumentParser()
 parser.add_argument("-s", "--save-steps", type=int, default="25")
-parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--half", dest="fp16", action="store_true")
 parser.add_argument("--top_k", required=True)
 cli = parser.parse_args()
 def numbers(completions, **others):
@@ -1059,7 +1059,7 @@ def test_the_rows_of_a_program_are_those_of_a_file_or_a_split(tmp_path, lines, e
 
 def test_a_model_that_a_program_loads_is_its_folder_with_what_it_is_loaded_with(tmp_path):
     """`from_pretrained` takes the number type of the folder unless it is told another."""
-    program = "model = AutoModelForCausalLM.from_pretrained({})\nGRPOTrainer(model=model)\n"
+    program = "model = Auto.from_pretrained({}).to('cuda')\nGRPOTrainer(model=model)\n"
     for arguments, dtype in (("'org/m'", "auto"), ("'org/m', torch_dtype=torch.bfloat16", None)):
         translation = translated(tmp_path, "train.py", program.format(arguments))
         expected = {"model.path": "org/m", "model_init_kwargs.dtype": "left"}
