@@ -4,7 +4,7 @@ batch, how early a batch is sampled, and by how many processes."""
 from __future__ import annotations
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of_batch
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.settings import GeneratedTaskSettings
@@ -58,12 +58,16 @@ def documents_sampled(config: Config) -> int:
     documents = documents_per_step(config)
     steps = config.trainer.max_steps
     rollout = config.rollout
-    if isinstance(rollout, PolicyRolloutSettings) and rollout.passes > 1 and documents:
-        per_batch = steps_of_batch(rollout, config.accumulation)
-        batches, rest = divmod(steps, per_batch)
-        per_pass = per_batch // rollout.passes
-        steps = batches * per_pass + min(rest, per_pass)
-    return steps * documents
+    accumulation = config.accumulation
+    if not documents or accumulation.last_step == "carry":
+        return steps * documents
+    if not isinstance(rollout, PolicyRolloutSettings):
+        return steps * documents
+    of_batch = rollout.prompts_per_batch * rollout.group_size
+    per_pass = steps_of(of_batch, accumulation)
+    of_pass = min(of_batch, per_pass * documents)
+    batches, rest = divmod(steps, rollout.passes * per_pass)
+    return batches * of_pass + min(rest * documents, of_pass)
 
 
 def samples_async(config: Config) -> bool:

@@ -302,7 +302,8 @@ def _step(config: Config, longest: int | None) -> Iterator[str]:
         steps_per_batch = rollout.prompts_per_batch * rollout.group_size / documents
         if accumulation.last_step != "carry":
             steps_per_batch = steps_of_batch(rollout, accumulation)
-        line += f"; {steps_per_batch:g} steps per batch of rollouts"
+        noun = "step" if steps_per_batch == 1 else "steps"
+        line += f"; {steps_per_batch:g} {noun} per batch of rollouts"
     if passes > 1:
         line += f", in {passes} passes over it"
     yield line
