@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from pgtoolkit.config.counts import limits_of_documents
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling
-from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.models import has_tokenizer, measures_prompts, vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.schema import Config, Model
@@ -148,7 +149,7 @@ def check_models(config: Config, report: Report, may_import: bool) -> None:
         difference = _other_vocabulary(config.model, config.task, config.seed, path)
         if difference is not None:
             report.problems.append(refused(*difference))
-    if config.rollout.name != "policy":
+    if config.rollout.name != "policy" or measures_prompts(config):
         return
     positions = _positions(config.model)
     length = config.rollout.max_completion_length
@@ -172,7 +173,7 @@ def _other_vocabulary(
     """
     from pgtoolkit.model.weight_files import vocabularies_differ
 
-    if not (_has_tokenizer(model) and model_folder.local_folder(path)):
+    if not (has_tokenizer(model) and model_folder.local_folder(path)):
         return None
     tokenizer, _ = _tokenizer_and_ends(model, task, seed)
     rows = vocabulary_size(model, task) or len(tokenizer)
@@ -181,13 +182,6 @@ def _other_vocabulary(
     return vocabularies_differ(
         rows, tokenizer, other_rows if is_whole(other_rows) else rows, other_tokenizer
     )
-
-
-def _has_tokenizer(model: Model) -> bool:
-    """Return whether the tokens of a model are known here."""
-    if isinstance(model, TinyModelSettings):
-        return True
-    return model_folder.local_folder(model.path) is not None
 
 
 def _positions(model: Model) -> int | None:
@@ -332,20 +326,21 @@ def _check_texts(config: Config, report: Report) -> None:
     Of a model on the hub there is only config.json yet, so nothing is said of its tokens.
     """
     groups = ("model", "kl", "task", "evaluation", "rollout", "accumulation")
-    if report.concerns(*groups) or not _has_tokenizer(config.model):
+    if report.concerns(*groups) or not has_tokenizer(config.model):
         return
     is_tiny = isinstance(config.model, TinyModelSettings)
     problem_of = functools.partial(_problem_of_task, config.model, config.task, config.seed)
     stop = list(getattr(config.rollout, "stop", []))
     template = config.kl.reference_prompt
-    longest_document = config.accumulation.max_tokens
-    positions = _positions(config.model) or longest_document
+    positions = _positions(config.model)
     if config.rollout.name == "policy":
         # The tokens of generated problems are characters that the tiny model has.
         is_read = not is_tiny or isinstance(config.task, PromptsTaskSettings)
         if stop or template or is_read:
             assert config.rollout.max_completion_length is not None
-            room = _Room(min(longest_document, positions), config.rollout.max_completion_length)
+            room = _Room(
+                limits_of_documents(config, positions), config.rollout.max_completion_length
+            )
             problem = problem_of(config.task, config.seed, stop, template, room)
             if problem:
                 report.problems.append(problem)
@@ -353,11 +348,10 @@ def _check_texts(config: Config, report: Report) -> None:
         # The tiny model's tokens are the characters of the task that it is trained on.
         if is_tiny and not stop and held_out.task == config.task:
             continue
-        if config.sampler.name == "vllm":
-            positions = min(longest_document, positions)
         longest = sampling(config).max_completion_length
         assert longest is not None
-        room = _Room(positions, longest, is_held_out=True)
+        limits = limits_of_documents(config, positions, is_trained=False)
+        room = _Room(limits, longest, is_held_out=True)
         problem = problem_of(held_out.task, held_out.seed, stop, None, room)
         if problem:
             place = _place_of_set(held_out.name, config.evaluation)
@@ -370,11 +364,11 @@ def _check_texts(config: Config, report: Report) -> None:
 class _Room:
     """The tokens that there is room for.
 
-    document: with its prompt. completion: of these. is_held_out: whether prompts are those of an
-        evaluation.
+    document: what bounds it, see `limits_of_documents`. completion: of the document's tokens.
+    is_held_out: whether prompts are those of an evaluation.
     """
 
-    document: int
+    document: dict[str, int]
     completion: int
     is_held_out: bool = False
 

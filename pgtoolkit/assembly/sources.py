@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from pgtoolkit.assembly.loss import penalty_on_rewards
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
 from pgtoolkit.assembly.recorded_rollouts import estimator_of, recorded_rollouts
+from pgtoolkit.config.counts import POSITIONS, limits_of_documents
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError
@@ -88,7 +90,6 @@ def source_of(
             config.rollout,
             task,
             module,
-            longest_document,
             resume,
             run_dir or Path(),
             share_prompts,
@@ -117,7 +118,6 @@ def _sampled_rollouts(
     rollout: PolicyRolloutSettings,
     task: Task,
     module: PolicyGradientModule,
-    longest_document: int,
     resume: bool,
     run_dir: Path,
     share_prompts: AutoOrBool,
@@ -127,8 +127,10 @@ def _sampled_rollouts(
     if rollout.save_path and module.layout.rank == 0:
         folder = recording_folder(rollout.save_path, resume)
     with failing_together(module.layout):
+        limits = limits_of_documents(config, module.policy.max_positions)
         if module.reference is not None:
-            longest_document = min(longest_document, module.reference.max_positions)
+            words = "a kl.reference with max_position_embeddings >= "
+            limits[words] = module.reference.max_positions
         tokenized = _tokenized_task(
             _Asked(
                 rollout.sampling,
@@ -139,7 +141,7 @@ def _sampled_rollouts(
             config.task,
             task,
             module,
-            longest_document,
+            limits,
             config.kl.reference_prompt,
         )
         notes = notes_on_ends(tokenized.ends, module.policy.vocabulary_size, rollout.stop)
@@ -152,6 +154,7 @@ def _sampled_rollouts(
         _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
     )
     sampling = replace(rollout.sampling, keep_top=config.sampler.keep_top)
+    longest_document = min(limits.values())
     sampler = make_sampler(sampling, module, tokenized, longest_document, run_dir, is_async)
     ignored = ignored_settings(module.policy, rollout.sampling)
     if ignored and isinstance(config.model, HuggingFaceModelSettings):
@@ -202,9 +205,7 @@ def evaluator_of(
         config.model.name,
         config.trainer.max_steps,
     )
-    longest_document = module.policy.max_positions
-    if config.sampler.name == "vllm":
-        longest_document = min(longest_document, config.accumulation.max_tokens)
+    limits = limits_of_documents(config, module.policy.max_positions, is_trained=False)
     with failing_together(module.layout):
         sets = [
             _prompt_set(
@@ -212,7 +213,7 @@ def evaluator_of(
                 f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task",
                 held_out,
                 module,
-                longest_document,
+                limits,
             )
             for held_out in held_out_sets(config)
         ]
@@ -227,6 +228,7 @@ def evaluator_of(
         make_sampler = functools.partial(
             _sampler, config.sampler, config.seed, config.trainer.device != "cpu"
         )
+        longest_document = min(limits.values())
         sampler = make_sampler(rollout.sampling, module, sets[0].task, longest_document, run_dir)
     return Evaluator(
         sets,
@@ -273,9 +275,12 @@ def _prompt_set(
     place: str,
     held_out: HeldOut,
     module: PolicyGradientModule,
-    longest_document: int,
+    limits: Mapping[str, int],
 ) -> PromptSet:
-    """Return an evaluation set with its tokens. place: the key below which it has its task."""
+    """Return an evaluation set with its tokens.
+
+    place: the key below which it has its task. limits: see `limits_of_documents`.
+    """
 
     def with_keys_of_set(message: str) -> str:
         message = message.replace("task.", f"{place}.")
@@ -284,7 +289,7 @@ def _prompt_set(
     once = functools.partial(read_once, module.layout)
     try:
         task = make_task(held_out.task, held_out.seed, once, held_out=True)
-        tokenized = _tokenized_task(asked, held_out.task, task, module, longest_document)
+        tokenized = _tokenized_task(asked, held_out.task, task, module, limits)
     except (ConfigError, DataError) as error:
         problem = with_keys_of_set(str(error))
         raise type(error)(f"evaluation set {held_out.name}: {problem}") from error
@@ -299,12 +304,13 @@ def _tokenized_task(
     task_config: TaskSettings,
     task: Task,
     module: PolicyGradientModule,
-    longest_document: int,
+    limits: Mapping[str, int],
     template: str | None = None,
 ) -> TokenizedTask:
     """Return a task with the policy's tokenizer, once the lengths of its prompts are checked.
 
-    template: of the prompts that the reference reads, if they are other ones.
+    limits: see `limits_of_documents`. template: of the prompts that the reference reads, if they
+        are other ones.
     Raises ConfigError or DataError for prompts that are too long, or conversations that the model
     has no tokens for.
     """
@@ -324,20 +330,18 @@ def _tokenized_task(
         asked.max_steps,
     )
     unscaled = module.policy.unscaled_positions
-    if asked.by_transformers and unscaled < longest_document:
+    if asked.by_transformers and unscaled < min(limits.values()):
         # Sampled token by token, the first tokens would have other positions than in training.
         log.warning(
             f"note: documents have at most {unscaled} tokens. In a longer one the model's rotary "
             "positions (longrope) change for all tokens, so sampling token by token would not "
             "agree with training."
         )
-        longest_document = unscaled
+        limits = {**limits, POSITIONS[asked.model]: unscaled}
     skips_long_prompts = getattr(task_config, "too_long", None) == TooLong.skip
     longest_prompt = getattr(task_config, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
-    tokenized.check_lengths(
-        longest_document, longest_completion, skips_long_prompts, longest_prompt, once
-    )
+    tokenized.check_lengths(limits, longest_completion, skips_long_prompts, longest_prompt, once)
     check_turns(tokenized, task_config, asked.model)
     return tokenized
 

@@ -9,6 +9,13 @@ from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.sampling.settings import TransformersSamplerSettings
 from pgtoolkit.tasks.settings import GeneratedTaskSettings
 
+POSITIONS = {
+    "tiny": "model.max_positions=",
+    "huggingface": "a model.path with max_position_embeddings >= ",
+}
+"""Option of the group `model` -> what gives it positions for longer documents, see
+`limits_of_documents`."""
+
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:
     """Return the tokens (of the prompt, of the completion) of the longest document.
@@ -43,6 +50,22 @@ def tokens_at_least(config: Config) -> int:
     return (prompt or 1) + (completion or 1)
 
 
+def limits_of_documents(
+    config: Config, positions: int | None, is_trained: bool = True
+) -> dict[str, int]:
+    """Return what bounds the tokens of a document, in words that a number completes to what raises
+    it -> its tokens.
+
+    positions: those of the model; None where it does not say. is_trained: or only sampled.
+    """
+    limits = {}
+    if positions is not None:
+        limits[POSITIONS[config.model.name]] = positions
+    if is_trained or positions is None or config.sampler.name == "vllm":
+        limits["accumulation.max_tokens="] = config.accumulation.max_tokens
+    return limits
+
+
 def documents_per_step(config: Config) -> int:
     """Return the most documents of a step; 0 where a step is a number of micro-batches."""
     docs_per_step = config.accumulation.docs_per_step
@@ -66,7 +89,8 @@ def documents_sampled(config: Config) -> int:
     of_batch = rollout.prompts_per_batch * rollout.group_size
     per_pass = steps_of(of_batch, accumulation)
     of_pass = min(of_batch, per_pass * documents)
-    batches, rest = divmod(steps, rollout.passes * per_pass)
+    # With last_step=drop a batch below docs_per_step makes no step, which is refused elsewhere.
+    batches, rest = divmod(steps, max(1, rollout.passes * per_pass))
     return batches * of_pass + min(rest * documents, of_pass)
 
 

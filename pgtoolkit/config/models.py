@@ -11,10 +11,10 @@ from pgtoolkit.model.misfits import cannot_share
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, TinyModelSettings
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.declared import AutoOrBool
-from pgtoolkit.system.model_folder import model_settings
+from pgtoolkit.system.model_folder import local_folder, model_settings
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.report import Report, is_whole
-from pgtoolkit.tasks.settings import GeneratedTaskSettings, TaskSettings
+from pgtoolkit.tasks.settings import GeneratedTaskSettings, PromptsTaskSettings, TaskSettings
 
 _KEYS_OF_SHAPE = {
     "type": ("model_type",),
@@ -29,6 +29,24 @@ _TIED_BY_DEFAULT = ("gemma3_text", "gpt2")
 
 _TINY_VOCABULARY_OF_TEXTS = 97
 """Entries of the tiny model's vocabulary for texts of reasoning-gym."""
+
+
+def has_tokenizer(model: ModelSettings) -> bool:
+    """Return whether the tokens of a model are known here."""
+    if isinstance(model, HuggingFaceModelSettings):
+        return local_folder(model.path) is not None
+    return True
+
+
+def measures_prompts(config: Config) -> bool:
+    """Return whether the tokens of the longest document are known once its prompts are read, which
+    is before a run starts. What it needs is said then."""
+    return (
+        config.rollout.name == "policy"
+        and isinstance(config.task, PromptsTaskSettings)
+        and config.task.max_prompt_length is None
+        and has_tokenizer(config.model)
+    )
 
 
 def shape(model: ModelSettings) -> dict[str, object]:

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.system.report import listed, refusal
+from pgtoolkit.system.report import listed, plural, refusal
 from pgtoolkit.tasks.between_turns import BetweenTurns
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.conversation import ConversationTask
@@ -232,7 +232,7 @@ class TokenizedTask:
 
     def check_lengths(
         self,
-        longest_document: int,
+        limits: Mapping[str, int],
         longest_completion: int,
         skip: bool,
         longest_prompt: int | None = None,
@@ -244,16 +244,21 @@ class TokenizedTask:
 
         All lengths are in tokens. longest_prompt: None for as many as leave room for a completion.
         Of a task without end, a few of its longest prompts are measured.
-        first: the number of prompts to measure at most, only to see whether they would be refused;
-            None: all.
+        limits: what bounds a document, in words that a number completes to what raises it, such as
+            `model.max_positions=` -> its tokens.
+        first: the number of prompts to measure at most, only to see whether they would be refused,
+            which takes the lengths of all; None: all.
         """
         task = self.task
+        longest_document = min(limits.values())
         room = max(0, longest_document - longest_completion)
         room = min(longest_prompt or room, room)
         num_prompts, misfits = once(functools.partial(self._misfits, room, first))
         can_skip = task.num_prompts is not None and len(misfits) < task.num_prompts
         if not misfits or (first is not None and skip and can_skip):
             return
+        if first is not None:
+            num_prompts, misfits = self._misfits(room, None)
         of = "the longest " if task.num_prompts is None else ""
         if task.num_prompts is not None and num_prompts < task.num_prompts:
             of = "the first "
@@ -261,17 +266,20 @@ class TokenizedTask:
         if self.reference_prompt:
             subject += ", or what kl.reference_prompt makes of them,"
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
-        verb = f"do not have 1 to {room} tokens" if room else "have no room"
+        longest = max(length for _, length in misfits)
+        verb = f"do not fit into {plural(room, 'token')}" if room else "have no room"
+        is_empty = not all(length for _, length in misfits)
+        if is_empty:
+            verb = f"{verb}, or have none" if longest else "have no token"
         problem = f"{verb}: {lengths}"
         if skip and can_skip:
             log.warning(f"note: task.too_long=skip leaves out {subject}, which {problem}.")
             task.drop({prompt.index for prompt, _ in misfits})
             return
-        longest = max(length for _, length in misfits)
         ways = ["task.too_long=skip"] if can_skip else []
-        if longest_prompt is not None:
-            ways.append(f"task.max_prompt_length={longest}")
-        ways += _ways_to_make_room(longest, longest_completion, longest_document)
+        if not is_empty:
+            ways += _ways_to_make_room(longest, longest_completion, longest_prompt, limits)
+        ways.append("other prompts")
         raise DataError(
             f"{subject} {problem}. A document of at most {longest_document} tokens holds a prompt "
             f"and a completion of up to rollout.max_completion_length={longest_completion}. Use "
@@ -303,20 +311,26 @@ class TokenizedTask:
         return num_prompts, misfits
 
 
-def _ways_to_make_room(longest: int, longest_completion: int, longest_document: int) -> list[str]:
+def _ways_to_make_room(
+    longest: int, longest_completion: int, longest_prompt: int | None, limits: Mapping[str, int]
+) -> list[str]:
     """Return the settings by which the longest prompt would fit a document.
 
-    All lengths are in tokens.
+    All lengths are in tokens. longest_prompt, limits: see `TokenizedTask.check_lengths`.
     """
-    ways = []
+    in_all = []
+    if longest_prompt is not None and longest_prompt < longest:
+        in_all = [f"task.max_prompt_length={longest}"]
+    longest_document = min(limits.values())
     tokens = longest + longest_completion
-    if tokens > longest_document > longest:
-        ways.append(f"rollout.max_completion_length={longest_document - longest}")
-    if tokens > longest_document:
-        ways.append(
-            f"a model of {tokens} positions, in training with accumulation.max_tokens={tokens}"
-        )
-    return [*ways, "other prompts"]
+    if tokens <= longest_document:
+        return [" and ".join(in_all)]
+    ways = []
+    if longest < longest_document:
+        ways.append([*in_all, f"rollout.max_completion_length={longest_document - longest}"])
+    raised = [f"{words}{tokens}" for words, limit in limits.items() if limit < tokens]
+    ways.append([*in_all, *raised])
+    return [" and ".join(way) for way in ways]
 
 
 def check_turns(tokenized: TokenizedTask, settings: TaskSettings, model_name: str) -> None:

@@ -140,13 +140,26 @@ def test_reasoning_gym_makes_prompts_by_seed_and_scores_them():
             make_task(config, 0)
 
 
-def check_lengths(task: Task, max_tokens: int, max_completion_length: int, skip: bool) -> None:
+def check_lengths(
+    task: Task,
+    max_tokens: int,
+    max_completion_length: int,
+    skip: bool,
+    longest_prompt: int | None = None,
+    first: int | None = None,
+) -> None:
     """Check lengths with one token for each character, and one for the beginning."""
 
     def tokenize(texts: Sequence[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[99, *map(ord, text)] for text in texts]}
 
-    TokenizedTask(task, tokenize, ends=[]).check_lengths(max_tokens, max_completion_length, skip)
+    TokenizedTask(task, tokenize, ends=[]).check_lengths(
+        {"model.max_positions=": max_tokens, "accumulation.max_tokens=": 20},
+        max_completion_length,
+        skip,
+        longest_prompt,
+        first=first,
+    )
 
 
 def task_of_lengths(path: Path, lengths: Sequence[int]) -> Task:
@@ -164,13 +177,25 @@ def test_prompts_that_are_too_long_are_refused_before_sampling(tmp_path):
     with pytest.raises(DataError) as error:
         check_lengths(task, 17, 8, skip=False)
     assert str(error.value) == (
-        "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A "
+        "2 of 1505 prompts do not fit into 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A "
         "document of at most 17 tokens holds a prompt and a completion of up to "
         "rollout.max_completion_length=8. Use task.too_long=skip, or "
-        "rollout.max_completion_length=4, or a model of 21 positions, in training with "
+        "rollout.max_completion_length=4, or model.max_positions=21 and "
         "accumulation.max_tokens=21, or other prompts."
     )
-    assert task.num_prompts == 1505
+    # What check tries first is enough to see it; what is proposed fits all.
+    task = task_of_lengths(tmp_path / "p.jsonl", [3, 9, 12])
+    with pytest.raises(DataError) as error:
+        check_lengths(task, 19, 7, skip=False, longest_prompt=5, first=2)
+    assert str(error.value) == (
+        "2 of 3 prompts do not fit into 5 tokens: p.jsonl:2 has 10, p.jsonl:3 has 13. A document of at "
+        "most 19 tokens holds a prompt and a completion of up to rollout.max_completion_length=7. "
+        "Use task.too_long=skip, or task.max_prompt_length=13 and rollout.max_completion_length=6, "
+        "or task.max_prompt_length=13 and model.max_positions=20, or other prompts."
+    )
+    in_words = "Use task.too_long=skip, or task.max_prompt_length=13, or other prompts"
+    with pytest.raises(DataError, match=in_words):
+        check_lengths(task, 20, 7, skip=False, longest_prompt=5)
 
 
 def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog):
@@ -178,7 +203,7 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
     task = task_of_lengths(tmp_path / "p.jsonl", lengths)
     check_lengths(task, 17, 8, skip=True)
     assert caplog.messages == [
-        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: "
+        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not fit into 9 tokens: "
         "p.jsonl:2 has 10, p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 "
         "and 1 more."
     ]
@@ -192,17 +217,19 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
             (6, "p.jsonl:10"),
         ]
     room = (
-        r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or a "
-        r"model of 15 positions"
+        r"4 of 4 prompts do not fit into 1 token: .* Use rollout.max_completion_length=2, or "
+        r"model.max_positions=15, or other prompts.$"
     )
     with pytest.raises(DataError, match=room):
         check_lengths(task, 9, 8, skip=True)
+    with pytest.raises(DataError, match=r"4 of 4 prompts have no room: .* Use rollout.max_comp"):
+        check_lengths(task, 9, 9, skip=True)
 
 
 def test_the_length_of_generated_prompts_is_checked_by_the_longest():
     check_lengths(reverse(num_digits=6), 16, 8, skip=False)
     with pytest.raises(
-        DataError, match=r"64 of the longest 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
+        DataError, match=r"64 of the longest 64 prompts do not fit into 7 tokens: prompt 0 has 8"
     ) as error:
         check_lengths(reverse(num_digits=6), 15, 8, skip=False)
     assert "too_long" not in str(error.value)

@@ -128,7 +128,7 @@ PROMPTS = ("task=prompts", "task.path=prompts.jsonl", "rollout.max_completion_le
         (["task.path=long.jsonl"], "long.jsonl:1 has 30. A document of at most 32 tokens"),
         (
             ["evaluation.every=1", "evaluation.sets={a: {path: ends.jsonl}}"],
-            "evaluation set a: 1 of 1 prompts do not have 1 to 28 tokens: ends.jsonl:1 has 0",
+            "evaluation set a: 1 of 1 prompts have no token: ends.jsonl:1 has 0",
         ),
     ],
 )
@@ -144,3 +144,16 @@ def test_check_and_the_run_refuse_tokens_in_the_same_words(
     with pytest.raises(PgtoolkitError) as refused:
         train(checked.named_config, tmp_path / "run")
     assert str(refused.value).replace(f"{models}/", "") == problem
+
+
+def test_check_proposes_the_positions_that_the_longest_prompt_needs(capsys, current_folder):
+    """Of 35 characters each, with completions of 64 tokens, which alone are as many as the tiny
+    model has positions, and more than a micro-batch of 60 holds."""
+    (current_folder / "own.jsonl").write_text(json.dumps({"prompt": "1" * 35, "answer": "3"}))
+    settings = ["task=prompts", "task.path=own.jsonl", "rollout.max_completion_length=64"]
+    assert main(["check", *settings, "accumulation.max_tokens=60"]) == 2
+    assert (
+        "Use model.max_positions=99 and accumulation.max_tokens=99, or other prompts."
+    ) in capsys.readouterr().out
+    assert main(["check", *settings, "accumulation.max_tokens=99", "model.max_positions=99"]) == 0
+    assert "longest document" in capsys.readouterr().out

@@ -297,7 +297,7 @@ def test_the_prompt_of_the_teacher_counts_in_the_limits_of_tokens(tmp_path):
     too_few_tokens = ("accumulation.max_tokens=11", "kl.reference=initial")
     with pytest.raises(
         DataError,
-        match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens",
+        match=r"prompts, or what kl\.reference_prompt makes of them, do not fit into 7 tokens",
     ):
         module_and_loader(
             *[setting for setting in WITHOUT_AGGREGATION if "max_tokens" not in setting],
@@ -307,7 +307,7 @@ def test_the_prompt_of_the_teacher_counts_in_the_limits_of_tokens(tmp_path):
     problems = validate(config_of(*SHORT, *PROMPTED, *too_few_tokens))[1].problems
     assert problems[0].startswith("accumulation.max_tokens=11 needs")
     teacher = llama(tmp_path / "teacher", max_position_embeddings=11)
-    with pytest.raises(DataError, match="of them, do not have 1 to 7 tokens"):
+    with pytest.raises(DataError, match="of them, do not fit into 7 tokens"):
         module_and_loader(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
 
 

@@ -6,7 +6,7 @@ import re
 
 from pgtoolkit.config.counts import tokens_at_least
 from pgtoolkit.config.evaluation_sets import needs_sampler
-from pgtoolkit.config.models import shape
+from pgtoolkit.config.models import measures_prompts, shape
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
@@ -149,7 +149,8 @@ def _tiny(c: Config, model: TinyModelSettings, report: Report) -> None:
             reason="Every head takes an equal share of the width.",
             better=width + -width % heads,
         )
-    room_for(c, tokens_at_least(c), "the longest document", report)
+    if not measures_prompts(c):
+        room_for(c, tokens_at_least(c), "the longest document", report)
 
 
 def _huggingface(model: HuggingFaceModelSettings, report: Report) -> None:

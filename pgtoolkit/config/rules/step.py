@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pgtoolkit.config.counts import tokens_at_least
-from pgtoolkit.config.models import shape, vocabulary_size
+from pgtoolkit.config.models import measures_prompts, shape, vocabulary_size
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -19,7 +19,7 @@ from pgtoolkit.system.report import Report
 def accumulation(c: Config, report: Report) -> None:
     _size_of_step(c, report)
     longest = tokens_at_least(c)
-    if longest > c.accumulation.max_tokens:
+    if longest > c.accumulation.max_tokens and not measures_prompts(c):
         report.refuse_value(
             key="accumulation.max_tokens",
             value=c.accumulation.max_tokens,
