@@ -188,8 +188,9 @@ def test_prompts_that_are_too_long_are_refused_before_sampling(tmp_path):
     with pytest.raises(DataError) as error:
         check_lengths(task, 19, 7, skip=False, longest_prompt=5, first=2)
     assert str(error.value) == (
-        "2 of 3 prompts do not fit into 5 tokens: p.jsonl:2 has 10, p.jsonl:3 has 13. A document of at "
-        "most 19 tokens holds a prompt and a completion of up to rollout.max_completion_length=7. "
+        "2 of 3 prompts do not fit into 5 tokens: p.jsonl:2 has 10, p.jsonl:3 has 13. A document "
+        "of at most 19 tokens holds a prompt and a completion of up to "
+        "rollout.max_completion_length=7. "
         "Use task.too_long=skip, or task.max_prompt_length=13 and rollout.max_completion_length=6, "
         "or task.max_prompt_length=13 and model.max_positions=20, or other prompts."
     )

@@ -146,14 +146,16 @@ def test_check_and_the_run_refuse_tokens_in_the_same_words(
     assert str(refused.value).replace(f"{models}/", "") == problem
 
 
-def test_check_proposes_the_positions_that_the_longest_prompt_needs(capsys, current_folder):
+def test_check_proposes_the_positions_that_the_longest_prompt_needs(capsys, tmp_path):
     """Of 35 characters each, with completions of 64 tokens, which alone are as many as the tiny
     model has positions, and more than a micro-batch of 60 holds."""
-    (current_folder / "own.jsonl").write_text(json.dumps({"prompt": "1" * 35, "answer": "3"}))
-    settings = ["task=prompts", "task.path=own.jsonl", "rollout.max_completion_length=64"]
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps({"prompt": "1" * 35, "answer": "3"}))
+    settings = ["task=prompts", f"task.path={file}", "rollout.max_completion_length=64"]
     assert main(["check", *settings, "accumulation.max_tokens=60"]) == 2
     assert (
-        "Use model.max_positions=99 and accumulation.max_tokens=99, or other prompts."
+        "Use rollout.max_completion_length=25, or model.max_positions=99 and "
+        "accumulation.max_tokens=99, or other prompts."
     ) in capsys.readouterr().out
     assert main(["check", *settings, "accumulation.max_tokens=99", "model.max_positions=99"]) == 0
     assert "longest document" in capsys.readouterr().out
