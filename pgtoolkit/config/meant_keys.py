@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from omegaconf import DictConfig
 
-from pgtoolkit.config.conditions import holds, singles
+from pgtoolkit.config.conditions import holds, parts, singles
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as, option_called
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.files import OPTIONAL
@@ -93,12 +93,14 @@ def with_value(config: DictConfig, key: Key, value: object) -> str:
         quoted = f"'{key.name}={several}'" if "(" in several else f"{key.name}={several}"
         return " ".join(["pgtk -m", *_needed(config, key), quoted])
     better = value_meant(key, value, default)
-    parts = []
+    overrides = []
     if key_named(key.name, config) is None:
-        parts.append(with_required(key.schema.replace("/", "="), key.name))
+        overrides.append(with_required(key.schema.replace("/", "="), key.name))
     if better not in (None, default):
-        parts += _needed(config, key)
-    return " ".join([*parts, typed(key.name, better)])
+        overrides += _needed(config, key)
+    if key.type == "Dictionary" and key.example and better == default:
+        return " ".join([*overrides, f"'{key.name}={key.example}'"])
+    return " ".join([*overrides, typed(key.name, better)])
 
 
 def _needed(config: DictConfig, key: Key) -> list[str]:
@@ -110,9 +112,20 @@ def _needed(config: DictConfig, key: Key) -> list[str]:
     needed = [
         remedy
         for single, remedy in zip(conditions, remedies, strict=False)
-        if not holds(single, config)
+        if not (holds(single, config) or _comes_with(key, single, config))
     ]
     return [_SWITCHED_ON["kl"] if remedy == "kl=k3" else with_required(remedy) for remedy in needed]
+
+
+def _comes_with(key: Key, single: str, config: DictConfig) -> bool:
+    """Return whether a condition on one key holds by the defaults of the option that the key is of,
+    which is not chosen yet."""
+    name, operator, expected = parts(single)
+    return key_named(name, config) is None and any(
+        other.name == name and other.schema == key.schema and text(other.default) == expected
+        for other in KEYS
+        if operator == "="
+    )
 
 
 def overrides_meant(

@@ -110,7 +110,7 @@ class Key:
     beyond rounding, or the condition under which it does. Such a key may differ where a step is
     repeated, and where a run goes on."""
     example: str = ""
-    """What to type for a key that is REQUIRED."""
+    """What to type for a key that is REQUIRED, or a dictionary."""
     stands_for: str = ""
     """The option that a dotted path in place of an option chooses, with the path as this key's
     value: `loss=my_module.MyFamily` chooses `custom`. Empty for other keys."""

@@ -358,6 +358,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         "reward is the sum of weight x score. The first of them decides whether a completion "
         "counts as an exact match.",
         free=True,
+        example="{answer: {verifier: exact_match}}",
         code="function",
         alters=Alters.scores,
     )

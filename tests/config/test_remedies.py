@@ -65,6 +65,18 @@ def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("rollout.stop='</answer>'", "", "'rollout.stop=[\"</answer>\"]'"),
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
+        ("task.verifier=regex", PROMPTS, "task.verifier=regular_expression"),
+        (
+            "task.verifiers={answer: exact_match}",
+            PROMPTS,
+            "'task.verifiers={answer: {verifier: exact_match}, number: {verifier: last_number, "
+            "weight: 0.1}}'",
+        ),
+        (
+            "task.verifiers=exact_match",
+            PROMPTS,
+            "'task.verifiers={answer: {verifier: exact_match}}'",
+        ),
         ("aggregation=my_verifier.weight", "", "aggregation=my_verifier.weights"),
         (
             "rollout.prompts_per_batch=1000000",
@@ -141,6 +153,7 @@ def test_a_function_with_other_parameters_is_refused_with_those_that_it_needs(
         ("loss=glob(x*)", "loss=gspo"),
         ("loss.path=my_verifier.Mine", "loss=my_verifier.Mine"),
         ("rollout.chat=true", "rollout=recorded rollout.path=rollouts.parquet rollout.chat=auto"),
+        ("task.verifier=score", "task=prompts task.path=prompts.jsonl task.verifier=score."),
         ("rollout.epochs=2", "rollout=recorded rollout.path=rollouts.parquet rollout.epochs=2"),
         ("epsilon=0.1", "loss.epsilon_low=0.1 loss.epsilon_high=0.1"),
         ("ppo_mini_batch_size=3", "pgtk explain ppo_mini_batch_size"),
@@ -149,6 +162,16 @@ def test_a_function_with_other_parameters_is_refused_with_those_that_it_needs(
 def test_a_spelling_of_another_kind_is_answered_with_ours(typed, use):
     (problem, *_) = compose([typed]).problems
     assert f"Use {use}" in problem
+
+
+def test_a_verifier_of_an_unknown_name_is_answered_with_ours_or_the_path_of_a_function(capsys):
+    Path("my_module.py").write_text(MODULE)
+    assert problems(capsys, *PROMPTS.split(), "task.verifier=score").endswith(
+        "Use task.verifier=exact_match, or task.verifier=my_module.score for a function score in "
+        "my_module.py."
+    )
+    for use in ("exact_match", "my_module.score"):
+        assert compose([*PROMPTS.split(), f"task.verifier={use}"]).problems == []
 
 
 def test_a_path_with_a_comma_is_answered_with_quotes(tmp_path):

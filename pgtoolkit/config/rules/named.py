@@ -35,18 +35,21 @@ def importable(
 ) -> None:
     """Refuse a text that is not a dotted path; importing it is tried before the start.
 
-    options: the other values that the key has.
+    options: the other values that the key has, the first of them for a name that is near to none.
     """
     if is_dotted_path(path):
         return
     alternatives = f"one of {', '.join(options)}, or " if options else ""
-    better = nearest(path, options, 0) or f"package.module.{kind_of(key)}"
+    near = nearest(path, options, 0.4)
+    use = f"{key}={near or [*options, f'package.module.{kind_of(key)}'][0]}"
+    if options and near is None and path.isidentifier():
+        use += f", or {key}=my_module.{path} for a {kind_of(key)} {path} in my_module.py"
     report.refuse(
         setting=f"{key}={path}",
         needs=f"{alternatives}a dotted path to a {kind_of(key)}",
         got=path,
         reason=reason,
-        use=f"{key}={better}",
+        use=use,
     )
 
 

@@ -37,7 +37,7 @@ _VERIFIER_KEYS = ("verifier", "weight", "pattern")
 _LEAST_WEIGHT = 1e-6
 
 _VERIFIERS_EXAMPLE = (
-    "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, "
+    "'task.verifiers={answer: {verifier: exact_match}, number: {verifier: last_number, "
     "weight: 0.1}}'"
 )
 
