@@ -65,7 +65,7 @@ def problems(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("rollout.stop='</answer>'", "", "'rollout.stop=[\"</answer>\"]'"),
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
-        ("task.verifier=regex", PROMPTS, "task.verifier=regular_expression"),
+        ("task.verifier=last", PROMPTS, "task.verifier=last_number"),
         (
             "task.verifiers={answer: exact_match}",
             PROMPTS,
