@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import near_path, refusal
 from pgtoolkit.system.yaml_text import plain_yaml
+
+_UNKNOWN = re.compile(r"\$(?!\{?[@*\d])").match
+"""Matches a word that stands for settings, but for what is typed behind a script's name."""
 
 
 @dataclass
@@ -95,8 +99,13 @@ def _script(content: str) -> TheirConfig:
             configs.append(_config("verl", _given(started)))
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
             configs.append(_config("TRL", _launched(words)))
-        elif started is not words or words[0] == "trl":
-            others.append(" ".join(started[: 1 + (started is words)]))
+        else:
+            if started is not words or words[0] == "trl":
+                others.append(" ".join(started[: 1 + (started is words)]))
+            continue
+        pairs = itertools.pairwise(started)
+        unknown = [word for before, word in pairs if _UNKNOWN(word) and before[:2] != "--"]
+        configs[-1].assumed += dict.fromkeys(f"{word} sets nothing" for word in unknown)
     if not configs:
         raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
     if len(configs) > 1:

@@ -56,13 +56,25 @@ class Script:
                 words = []
 
     def _assign(self, name: str, words: list[str], depth: int) -> None:
-        """Set or extend a variable. name: with its sign, `=` or `+=`."""
+        """Set or extend a variable. name: with its sign, `=` or `+=`.
+
+        In a branch or a loop only what it is set to before as well is certain; else a setting
+        keeps its key, and its value is the variable's name.
+        """
         values = self._expanded(words)
         adds = name.endswith("+=")
         name = name.rstrip("+=")
-        if depth:
-            values = [re.sub("^(.*?=)?.*", rf"\1${name}", word, flags=re.S) for word in values]
-        self._values[name] = [*self._values.get(name, []), *values] if adds else values
+        before = self._values.get(name, [])
+        if depth:  # what held before may hold as well
+            certain = {*" ".join(before).split()} & {*" ".join(values).split()}
+
+            def known(part: re.Match[str]) -> str:
+                return part[0] if part[0] in certain else f"{part[1] or ''}${name}"
+
+            words = values if adds else [*before, *values]
+            known_words = [re.sub(r"(\S+?=)?\S+", known, word) or f"${name}" for word in words]
+            values = [*dict.fromkeys(known_words)]
+        self._values[name] = [*before, *values] if adds else values
 
     def _expanded(self, words: list[str]) -> list[str]:
         """Return words without their quotes, with the values of variables."""

@@ -796,6 +796,42 @@ def test_a_shell_script_is_read_as_bash_expands_it(tmp_path):
     assert found(translation, expected) == expected
 
 
+def test_of_what_a_branch_sets_each_key_is_known_and_the_value_that_it_had_before(tmp_path):
+    """As verl's examples of SAPO and of Megatron have it; what a branch empties may hold, too."""
+    script = """
+ACTOR="
+  actor_rollout_ref.actor.optim.lr=2e-6 \\
+  actor_rollout_ref.actor.policy_loss.loss_mode=sapo"
+CHANGED="actor_rollout_ref.actor.tau_pos=2 actor_rollout_ref.actor.tau_neg=3"
+KL="algorithm.use_kl_in_reward=True"
+SIZES=(actor_rollout_ref.rollout.n=4)
+if [ $x = y ]; then
+  ACTOR="$ACTOR trainer.save_freq=5"
+  CHANGED="actor_rollout_ref.actor.tau_pos=2 actor_rollout_ref.actor.tau_neg=4"
+  KL=""
+  SIZES=(data.train_batch_size=64)
+  BEHIND="$OTHERS"
+fi
+MAIN=verl.trainer.main_ppo
+python -m $MAIN $ACTOR $CHANGED $KL "${SIZES[@]}" $BEHIND $@ data.max_prompt_length=99
+"""
+    expected = {
+        "optimizer.learning_rate": 2e-6,
+        "loss": "sapo",
+        "loss.temperature_positive": 2,
+        "actor_rollout_ref.actor.tau_neg": "left",
+        "loss.temperature_negative": None,
+        "algorithm.use_kl_in_reward": "left",
+        "actor_rollout_ref.rollout.n": "left",
+        "data.train_batch_size": "left",
+        "trainer.save_freq": "left",
+        "task.max_prompt_length": 99,
+    }
+    translation = translated(tmp_path, "run.sh", script)
+    assert found(translation, expected) == expected
+    assert translation.theirs.assumed == ["$KL sets nothing", "$BEHIND sets nothing"]
+
+
 def test_words_are_those_that_bash_gives_to_the_command(tmp_path):
     script = r"""
 one='a b'; both="${one} $(( (2 + 3) * 4 ))"
