@@ -30,12 +30,11 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.model import fixed_order, flash_attention
-from pgtoolkit.model.architectures import MODEL_TYPES
+from pgtoolkit.model.architectures import MODEL_TYPES, has_experts
 from pgtoolkit.model.attention import use_packed_attention
 from pgtoolkit.model.kept_layers import KeepsByMemory, can_keep
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.misfits import cannot_serve, cannot_share, unknown_parts
-from pgtoolkit.model.mixture import has_experts
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import HuggingFaceModelSettings, ModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy, prepare_torch
@@ -153,9 +152,10 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout) -> Policy:
     on_gpu = accelerator(config.trainer.device, config.kernel) == "gpu"
     compiles = on_gpu if config.model.compile is None else config.model.compile
     policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
-    problem = unknown_parts(config.model, policy.model.config.model_type)
+    kind = policy.model.config.model_type
+    problem = unknown_parts(config.model, kind)
     if problem is None and config.sampler.name == "vllm" and needs_sampler(config):
-        problem = cannot_serve(has_experts(policy.model))
+        problem = cannot_serve(kind, has_experts(policy.model))
     if problem:
         raise ConfigError(problem)
     return policy

@@ -30,6 +30,7 @@ from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model.lora import merge
+from pgtoolkit.model.mixture import save_published
 from pgtoolkit.model.settings import (
     HuggingFaceModelSettings,
     ModelSettings,
@@ -305,7 +306,7 @@ def _write_model(settings: ModelSettings, state: dict, folder: Path) -> None:
             f"the checkpoint {checkpoint} is damaged: transformers cannot load it "
             f"({first_line(error)}). Delete it to export the one before."
         ) from error
-    model.save_pretrained(folder)
+    save_published(model, folder)
     for name, data in settings_of(checkpoint).items():
         if not (folder / name).exists() and name != ADAPTER_SETTINGS:
             (folder / name).parent.mkdir(exist_ok=True)

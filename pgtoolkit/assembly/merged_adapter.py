@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.model.mixture import save_published
 from pgtoolkit.model.settings import HuggingFaceModelSettings, NumberType
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_tokenizer, settings_in
@@ -75,7 +76,7 @@ def write_merged(use: str, adapter: Path, folder: Path) -> None:
     model: PreTrainedModel = policy.model
     for name, (a, b) in _pairs(use, adapter).items():
         _add(use, model, name, _scale(a.shape[0], settings) * (b @ a))
-    model.save_pretrained(folder)
+    save_published(model, folder)
     _tokenizer(adapter, base).save_pretrained(folder)
 
 

@@ -125,6 +125,25 @@ def why_in_pieces(config: Config) -> str | None:
     return None
 
 
+def trains_experts(config: Config) -> bool:
+    """Return whether experts of a mixture are trained, or their adapters, as far as config.json
+    tells."""
+    kinds = []
+    if config.model.lora_rank is None or experts_with_adapters(config.model):
+        kinds.append(shape(config.model).get("type"))
+    if config.advantage.estimator == "gae" and config.critic.path is not None:
+        kinds.append(model_settings(config.critic.path).get("model_type"))
+    return "qwen3_moe" in kinds
+
+
+def experts_with_adapters(model: ModelSettings) -> list[str]:
+    """Return the names of the experts' matrices that get adapters of LoRA in a mixture."""
+    if not isinstance(model, HuggingFaceModelSettings) or model.lora_rank is None:
+        return []
+    ends = {target.rpartition(".")[2] for target in model.lora_targets}
+    return [name for name in ("gate_up_proj", "down_proj") if name in ends]
+
+
 def computes_again(config: Config) -> bool:
     """Return whether a run computes its layers again in the backward pass, at least in its first
     step, as `model.gradient_checkpointing` says; auto: where layers can keep a part."""
@@ -176,9 +195,10 @@ class Sizes:
 
     layers, width, vocabulary: as named. head: the width of an attention head. inner: that inside an
     MLP, or inside all experts of a token. layer: weights of a layer. query: numbers of a token's
-    query. linear: inputs and outputs of a layer's matrices but experts, summed. cached: numbers of
-    a token that a layer keeps as key and value. table: weights of the embedding. tables: 2 if the
-    head has its own matrix, else 1. weights: of the model, without biases.
+    query. linear: inputs and outputs of a layer's matrices but experts, summed. experts: the same
+    of the matrices of all experts, by name. cached: numbers of a token that a layer keeps as key
+    and value. table: weights of the embedding. tables: 2 if the head has its own matrix, else 1.
+    weights: of the model, without biases. matrices: of these the ones in matrices of layers.
     """
 
     def __init__(self, settings: JsonObject):
@@ -202,14 +222,19 @@ class Sizes:
         key = (self.width, key_value_heads * self.head)
         matrices = [query, query, key, key]  # the output's matrix is as large as the query's
         experts = 0
+        self.experts: dict[str, int] = {}
         if settings["model_type"] == "qwen3_moe":
             num_experts = settings.get("num_experts") or settings["num_local_experts"]
             inner = settings["moe_intermediate_size"]
             self.inner = settings["num_experts_per_tok"] * inner
             experts = num_experts * self.width * (3 * inner + 1)  # 1 for the router
+            self.experts["gate_up_proj"] = num_experts * (self.width + 2 * inner)
+            self.experts["down_proj"] = num_experts * (self.width + inner)
         else:
             matrices += matrices_of_mlp * [(self.width, self.inner)]
-        self.layer = sum(rows * columns for rows, columns in matrices) + experts + 2 * self.width
+        of_layer = sum(rows * columns for rows, columns in matrices) + experts
+        self.matrices = self.layers * of_layer
+        self.layer = of_layer + 2 * self.width
         self.query = heads * self.head
         self.linear = sum(rows + columns for rows, columns in matrices)
         self.cached = 2 * key_value_heads * self.head

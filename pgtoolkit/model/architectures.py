@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MODEL_TYPES = ("gemma3_text", "gpt2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -112,3 +113,18 @@ def rotary_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
     settings = getattr(config, "rope_parameters", None) or {}
     by_kind = [each for each in settings.values() if isinstance(each, dict)]
     return by_kind or [settings]
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model of any type has the experts of a layer as one tensor."""
+    return bool(matrices_of_experts(model))
+
+
+def matrices_of_experts(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors (E, out, in) that hold a matrix of each of a layer's E experts, by name;
+    {} for a model without."""
+    return {
+        name: weight
+        for name, weight in model.named_parameters()
+        if ".experts." in name and weight.ndim == 3
+    }

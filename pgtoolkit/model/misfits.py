@@ -134,17 +134,32 @@ def cannot_share(kind: object) -> str | None:
     )
 
 
-def cannot_serve(has_experts: bool) -> str | None:
-    """Return the problem with a model that vLLM is to sample from; has_experts: whether it is a
-    mixture of experts."""
-    if not has_experts:
+def cannot_serve(kind: object, has_experts: bool) -> str | None:
+    """Return the problem with a model of this type that vLLM is to sample from; has_experts:
+    whether it is a mixture of experts."""
+    if not has_experts or kind in MODEL_TYPES:
         return None
     return refusal(
         setting="sampler=vllm",
-        needs="a model without a mixture of experts",
-        got="experts that are one tensor in each layer",
-        reason="vLLM reads each expert under a name of its own.",
+        needs="a model without a mixture of experts, or one of type qwen3_moe",
+        got=kind,
+        reason="vLLM reads each expert under a name of its own, which is known of this type alone.",
         use="sampler=transformers",
+    )
+
+
+def cannot_update_by_muon(trains_experts: bool) -> str | None:
+    """Return the problem with weights that Muon is to update; trains_experts: whether there are
+    experts among them, or their adapters."""
+    if not trains_experts:
+        return None
+    return refusal(
+        setting="optimizer=muon",
+        needs="matrices to train",
+        got="experts",
+        reason="The experts of a layer are one tensor, and so are their adapters: an orthogonal "
+        "update of it is none of each expert's matrix.",
+        use="optimizer=adamw",
     )
 
 

@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pgtoolkit.model.architectures import Layer, architecture_of, is_known, is_mixture
+from pgtoolkit.model import lora
+from pgtoolkit.model.architectures import (
+    Layer,
+    architecture_of,
+    has_experts,
+    is_known,
+    is_mixture,
+)
 from pgtoolkit.model.rowwise import type_of_products
 
 if TYPE_CHECKING:
@@ -53,24 +61,24 @@ def experts(module: Layer, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     """
     dtype = type_of_products(hidden, module.gate_up_proj)
     x = hidden.to(dtype)
-    gate_and_up = module.gate_up_proj.to(dtype)
-    down = module.down_proj.to(dtype)
-    waits = x.is_cuda and not _has_kernel(gate_and_up, down)
+    gate_and_up = _Matrices(module, "gate_up_proj", dtype)
+    down = _Matrices(module, "down_proj", dtype)
+    waits = x.is_cuda and not (gate_and_up.have_kernel and down.have_kernel)
     if waits and torch.cuda.is_current_stream_capturing():
         # The host would have to know how many tokens an expert has, which a graph cannot ask for.
-        every = _gated(module, x @ gate_and_up.transpose(1, 2)) @ down.transpose(1, 2)
+        every = down.of_all(_gated(module, gate_and_up.of_all(x)))
         places = chosen[..., None].expand(-1, -1, every.shape[2])
         of_token = every.transpose(0, 1).gather(1, places)
     else:
         by_expert, order = chosen.flatten().sort(stable=True)
         numbers = torch.arange(len(order), device=order.device)
         back = torch.empty_like(order).scatter_(0, order, numbers)
-        every_expert = torch.arange(len(down), device=order.device)
+        every_expert = torch.arange(len(module.down_proj), device=order.device)
         ends = torch.searchsorted(by_expert, every_expert, right=True)
         copies = x[:, None].expand(*chosen.shape, x.shape[1]).reshape(-1, x.shape[1])
         sent = _Permuted.apply(copies, order, back)
-        gated = _gated(module, _by_expert(sent, gate_and_up, ends))
-        out = _Permuted.apply(_by_expert(gated, down, ends), back, order)
+        gated = _gated(module, gate_and_up.of_own(sent, ends))
+        out = _Permuted.apply(down.of_own(gated, ends), back, order)
         of_token = out.view(*chosen.shape, -1)
     return (of_token * weights[..., None]).sum(1).to(hidden.dtype)
 
@@ -78,6 +86,43 @@ def experts(module: Layer, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
 def _gated(module: Layer, gate_and_up: Tensor) -> Tensor:
     gate, up = gate_and_up.chunk(2, -1)
     return module.act_fn(gate) * up
+
+
+class _Matrices:
+    """A matrix W of each expert, and beside it the matrices A and B of LoRA where it has them.
+
+    module: the experts of a layer. name: that of their matrix. dtype: the type of the products.
+    """
+
+    def __init__(self, module: Layer, name: str, dtype: torch.dtype):
+        self._weight = getattr(module, name).to(dtype)
+        self._adapter = None
+        layer = lora.adapters_of_experts(module).get(name)
+        if layer is not None and not layer.disable_adapters:
+            a, b, self._factor = lora.factors(layer)
+            self._adapter = (a.to(dtype), b.to(dtype).contiguous())
+
+    @property
+    def have_kernel(self) -> bool:
+        return _has_kernel(self._weight, *(self._adapter or ()))
+
+    def of_all(self, rows: Tensor) -> Tensor:
+        """Return rows (n, in), or (E, n, in), times the matrix of every expert, (E, n, out)."""
+        return self._multiplied(rows, lambda rows, weights: rows @ weights.transpose(1, 2))
+
+    def of_own(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return rows (n, in), sorted by expert, times the matrix of their own, (n, out).
+
+        ends: (E,) int64, the end of each expert's rows.
+        """
+        return self._multiplied(rows, lambda rows, weights: _by_expert(rows, weights, ends))
+
+    def _multiplied(self, rows: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        out = multiply(rows, self._weight)
+        if self._adapter is None:
+            return out
+        a, b = self._adapter
+        return out + multiply(multiply(rows, a), b) * self._factor
 
 
 def _has_kernel(*weights: Tensor) -> bool:
@@ -117,10 +162,12 @@ class _Permuted(torch.autograd.Function):
         return gradient[back], None, None
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether a model of any type has the experts of a layer as one tensor."""
-    named = model.named_parameters()
-    return any(".experts." in name and weight.ndim == 3 for name, weight in named)
+def save_published(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model of any type to a folder, its weights under the names of published models."""
+    if has_experts(model):
+        # transformers would write the names that it has read, which a checkpoint's are not.
+        vars(model).pop("_weight_conversions", None)
+    model.save_pretrained(folder)
 
 
 def routers(model: PreTrainedModel) -> list[Layer]:

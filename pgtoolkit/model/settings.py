@@ -159,7 +159,8 @@ class HuggingFaceModelSettings(ModelSettings):
     lora_targets: list[str] = key(
         default=["all-linear"],
         help="The layers that get adapters: [all-linear], all linear layers except the head, or "
-        "layers by the ends of their names: [q_proj,v_proj].",
+        "layers by the ends of their names: [q_proj,v_proj]. The experts of a qwen3_moe are no "
+        "linear layers: [q_proj,k_proj,v_proj,o_proj,gate_up_proj,down_proj] names them, too.",
         **_NEEDS_LORA,
     )
 

@@ -119,20 +119,31 @@ def _check_weights(path: str, folder: Path, model_config: PretrainedConfig) -> N
 
 
 def _by_expert(stored: Shapes) -> Shapes:
-    """Return shapes with those of each expert, as models are published, where a file has the
-    experts of a layer as one tensor, as checkpoints of runs do."""
+    """Return shapes as models are published, where a file has the experts of a layer as one tensor,
+    as checkpoints of runs do."""
     shapes: Shapes = {}
     for name, shape in stored.items():
-        owner, _, matrix = name.rpartition(".")
-        names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
-        if names is None or not owner.endswith(".experts") or len(shape) != 3:
-            shapes[name] = shape
-            continue
-        number, rows, columns = shape
-        for place in range(number):
-            for part in names:
-                shapes[f"{owner}.{place}.{part}.weight"] = (rows // len(names), columns)
+        shapes |= published(name, shape)
     return shapes
+
+
+def published(name: str, shape: tuple[int, ...]) -> Shapes:
+    """Return the shapes of the parts of a weight under the names that models are published with, in
+    the order in which they lie in memory.
+
+    The experts of a layer are one tensor in transformers, and many in files. Any other weight is
+    one part.
+    """
+    owner, _, matrix = name.rpartition(".")
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix)
+    if names is None or not owner.endswith(".experts") or len(shape) != 3:
+        return {name: shape}
+    number, rows, columns = shape
+    return {
+        f"{owner}.{place}.{part}.weight": (rows // len(names), columns)
+        for place in range(number)
+        for part in names
+    }
 
 
 def _lacks(stored: Shapes, needed: Shapes) -> list[str]:

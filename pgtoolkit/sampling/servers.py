@@ -110,7 +110,9 @@ class ServerSampler:
         self._proof = Proof(trained, prompts, room, settings.tolerance, dtype)
         self.tolerance = self._proof.tolerance
         parent = None if settings.weights_folder is None else Path(settings.weights_folder)
-        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, dtype, bool(settings.urls))
+        self._folder = WeightsFolder.of_ranks(
+            layout, parent, run_dir, dtype, for_others=bool(settings.urls), published=True
+        )
         number_type = str(dtype).removeprefix("torch.")
         self._plan = plan_servers(
             settings,

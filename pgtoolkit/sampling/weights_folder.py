@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.model.weight_files import Shapes, published
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.ranks.layout import Layout
@@ -53,6 +55,10 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 _SECONDS_TO_DELETE = 15
 
 
+_Kinds = dict[str, tuple[torch.dtype, torch.Size]]
+"""Number type and shape of weights, by their names."""
+
+
 class _Entry(TypedDict):
     """A tensor in the header of a safetensors file."""
 
@@ -69,6 +75,7 @@ class WeightsFolder:
     dtype: of the weights in it.
     for_others: whether other users of the machine may read it, since one of them may have started
         the server.
+    published: whether weights have the names in the files that models are published with.
     number, count: this is process `number` of the `count` that write a file each; one with another
         number writes none. Process 0 makes the folder, and the others get its `path`.
 
@@ -84,6 +91,7 @@ class WeightsFolder:
         fallback: Path,
         dtype: torch.dtype,
         for_others: bool = False,
+        published: bool = False,
         number: int = 0,
         count: int = 1,
     ):
@@ -93,6 +101,7 @@ class WeightsFolder:
         self._number = number
         self._count = count
         self._more_rights = 0o055 if for_others else 0
+        self._published = published
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}  # the mapped memory of each weight in this file
         self._known_at: int | None = None  # the address of memory that CUDA knows
@@ -107,6 +116,7 @@ class WeightsFolder:
         fallback: Path,
         dtype: torch.dtype,
         for_others: bool = False,
+        published: bool = False,
     ) -> WeightsFolder:
         """Return the folder that the ranks of rank 0's node write together.
 
@@ -119,7 +129,7 @@ class WeightsFolder:
         else:
             number = writers.rank()
             count = writers.size()
-        return cls(parent, fallback, dtype, for_others, number, count)
+        return cls(parent, fallback, dtype, for_others, published, number, count)
 
     def write(
         self, weights: Mapping[str, Tensor], layout: Layout, write_settings: Callable[[Path], None]
@@ -160,7 +170,7 @@ class WeightsFolder:
 
         Raises StorageError where the disk, or the memory, is full.
         """
-        shares: list[dict[str, tuple[torch.dtype, torch.Size]]] = [{} for _ in range(self._count)]
+        shares: list[_Kinds] = [{} for _ in range(self._count)]
         sizes = [0] * self._count
         for name, tensor in weights.items():
             dtype = self._type_of(tensor)
@@ -169,13 +179,17 @@ class WeightsFolder:
             sizes[smallest] += tensor.shape.numel() * dtype.itemsize
         if self._number >= self._count:
             return
-        header = _header(shares[self._number])
+        entries = _entries(shares[self._number], self._parts)
+        header = _header(entries)
         if header == self._header:
             return
-        self._map(header)
+        self._map(header, entries, shares[self._number])
         if self._number == 0 and self._count > 1:
             files = {
-                name: self._file(number) for number, share in enumerate(shares) for name in share
+                part: self._file(number)
+                for number, share in enumerate(shares)
+                for name, (_, shape) in share.items()
+                for part in self._parts(name, shape)
             }
             content = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
             with _refusing(self._folder / "model.safetensors.index.json") as index:
@@ -223,10 +237,14 @@ class WeightsFolder:
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.dtype.is_floating_point else tensor.dtype
 
-    def _map(self, header: bytes) -> None:
-        """Make the file with this header, and map the numbers of each tensor in it."""
+    def _parts(self, name: str, shape: torch.Size) -> Shapes:
+        """Return the shapes of a weight's parts by their names in a file, in the order in which
+        they lie in memory."""
+        return published(name, tuple(shape)) if self._published else {name: tuple(shape)}
+
+    def _map(self, header: bytes, entries: dict[str, _Entry], kinds: _Kinds) -> None:
+        """Make the file with this header, and map the numbers of each weight in it."""
         self._unmap()
-        entries: dict[str, _Entry] = json.loads(header[8:])
         ends = [entry["data_offsets"][1] for entry in entries.values()]
         size = len(header) + max(ends, default=0)
         with _refusing(self._folder / self._file(self._number)) as file:
@@ -238,10 +256,11 @@ class WeightsFolder:
                 opened.write(header)
             file.chmod(0o644)
         content = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
-        types = {name: dtype for dtype, name in _TYPE_NAMES.items()}
-        for name, entry in entries.items():
-            first, end = (len(header) + offset for offset in entry["data_offsets"])
-            self._rooms[name] = content[first:end].view(types[entry["dtype"]])
+        for name, (dtype, shape) in kinds.items():
+            parts = [*self._parts(name, shape)]
+            first = len(header) + entries[parts[0]]["data_offsets"][0]
+            end = len(header) + entries[parts[-1]]["data_offsets"][1]
+            self._rooms[name] = content[first:end].view(dtype)
         self._header = header
         if torch.cuda.is_initialized() and file.is_relative_to(_SHARED_MEMORY):
             self._known_at = content.data_ptr() if _lock_pages(content) else None
@@ -269,22 +288,28 @@ def _lock_pages(content: Tensor) -> bool:
     return done
 
 
-def _header(kinds: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """Return the header of a safetensors file (https://huggingface.co/docs/safetensors).
+def _entries(kinds: _Kinds, parts_of: Callable[[str, torch.Size], Shapes]) -> dict[str, _Entry]:
+    """Return the entries of a safetensors file. Those of wide numbers come first, so that all are
+    aligned.
 
-    kinds: number type and shape of each tensor, by its name. Those of wide numbers come first, so
-        that all are aligned.
+    parts_of: gives the parts of a weight in the file.
     """
     entries: dict[str, _Entry] = {}
     offset = 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
-        end = offset + shape.numel() * dtype.itemsize
-        entries[name] = {
-            "dtype": _TYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        for part, shape_of_part in parts_of(name, shape).items():
+            end = offset + math.prod(shape_of_part) * dtype.itemsize
+            entries[part] = {
+                "dtype": _TYPE_NAMES[dtype],
+                "shape": list(shape_of_part),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+    return entries
+
+
+def _header(entries: dict[str, _Entry]) -> bytes:
+    """Return the header of a safetensors file (https://huggingface.co/docs/safetensors)."""
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

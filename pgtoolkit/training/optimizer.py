@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.lora import trains_experts
+from pgtoolkit.model.misfits import cannot_update_by_muon
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.training.own_optimizer import Groups, own_optimizer
@@ -111,7 +114,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def make_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return the optimizer of the trained parameters of a model.
 
-    Those with fewer than two dimensions (norms, biases) have no weight decay.
+    Those with fewer than two dimensions (norms, biases) have no weight decay. Raises ConfigError
+    for weights that the optimizer cannot update.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if settings.name == OptimizerName.adamw:
@@ -119,6 +123,9 @@ def make_optimizer(model: PreTrainedModel, settings: OptimizerSettings) -> torch
         return _adamw(parameters, settings, betas=betas, eps=settings.epsilon)
     if settings.name == OptimizerName.custom:
         return own_optimizer(_groups(parameters, settings), settings)
+    problem = cannot_update_by_muon(trains_experts(model))
+    if problem:
+        raise ConfigError(problem)
     matrices = _hidden_matrices(model)
     of_muon = [p for p in parameters if id(p) in matrices]
     others = _adamw([p for p in parameters if id(p) not in matrices], settings)

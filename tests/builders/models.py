@@ -87,7 +87,10 @@ def small_policy(kind: str) -> Policy:
     model = _gpt2("_tied" in kind) if kind.startswith("gpt2") else _decoder(kind)
     digest = None
     if "_lora" in kind:
-        digest = lora.add_adapters(model, model_config("", lora_rank=3, lora_alpha=4.0))
+        has_experts = kind.startswith("mixture")
+        targets = ["q_proj", "gate_up_proj", "down_proj"] if has_experts else ["all-linear"]
+        changes = {"lora_rank": 3, "lora_alpha": 4.0, "lora_targets": targets}
+        digest = lora.add_adapters(model, model_config("", **changes))
     # Biases and norms, and LoRA's B, would otherwise be constants.
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape)

@@ -1,9 +1,11 @@
 """Adapters of LoRA have the gradient of their plain formulation, merge into the model's weights,
 and leave the frozen weights as they are."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,14 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from pgtoolkit.document import Document
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
+from pgtoolkit.model import mixture
+from pgtoolkit.model.lora import (
+    adapted_layers,
+    adapter_weights,
+    merge,
+    settings,
+    without_adapters,
+)
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.settings import NumberType
 from pgtoolkit.model.setup import build_policy
@@ -27,12 +36,14 @@ RANK = 3
 ALPHA = 4.0
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "mixture"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small model whose head is its embedding. GPT-2 stores its matrices
-    transposed."""
+    transposed, a mixture those of all experts of a layer as one tensor."""
     if request.param == "llama":
         model = small_llama(num_hidden_layers=2, tie_word_embeddings=True)
+    elif request.param == "mixture":
+        model = models.small_policy("mixture_tied").model.float()
     else:
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
         model = GPT2LMHeadModel(
@@ -43,11 +54,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_with_tokenizer(model, tmp_path_factory.mktemp(request.param))
 
 
+def targets_in(folder: Path) -> list[str]:
+    """Return the layers of the folder's model that get adapters."""
+    is_mixture = folder.name.startswith("mixture")
+    return ["q_proj", "gate_up_proj", "down_proj"] if is_mixture else ["all-linear"]
+
+
+def adapters_in(folder: Path, rank: int) -> list[str]:
+    """Return the settings of adapters of the folder's model."""
+    return [f"model.lora_rank={rank}", f"model.lora_targets=[{','.join(targets_in(folder))}]"]
+
+
 def adapted_policy(folder: Path, **changes: object) -> Policy:
     """Return a policy whose adapters change its logits."""
-    policy = build_policy(
-        model_config(folder, lora_rank=RANK, lora_alpha=ALPHA, **changes), None, False
-    )
+    settings = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets_in(folder)}
+    policy = build_policy(model_config(folder, **settings, **changes), None, False)
     draw_adapters(policy.model, std=0.1)
     return policy
 
@@ -57,6 +78,24 @@ def draw_adapters(model: nn.Module, std: float) -> None:
     for name, weight in adapter_weights(model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=std)
+
+
+def adapted_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen weights that have an adapter, by their names in the plain model."""
+    weights = {}
+    for name, layer in adapted_layers(model).items():
+        part = getattr(layer, "parameter_name", "weight")
+        owner = name.removesuffix(".base_layer")
+        weights[f"{owner}.{part}"] = getattr(layer.get_base_layer(), part)
+    return weights
+
+
+def plain_model(folder: Path) -> nn.Module:
+    """Return transformers' model, with its loop over experts."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if folder.name.startswith("mixture"):
+        model.set_experts_implementation("eager")
+    return model
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -71,38 +110,49 @@ TOKENS = torch.tensor([[1, 2, 3, 10, 3, 2, 1, 11], [4, 4, 4, 4, 9, 0, 7, 2]])
     [
         ("gpt2_tied_lora", "gspo", "sample_mean"),
         ("qwen2_checkpointed_lora", "grpo", "token_mean"),
+        ("mixture_checkpointed_experts_lora", "grpo", "sample_mean"),
     ],
 )
 def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
     """By the chain rule from the gradient of W + alpha / rank B A in the place of each W, in
-    float64."""
+    float64; of experts in transformers' loop over them."""
     transposed = "gpt2" in kind
     policy = models.small_policy(kind)
     objective = {"loss": loss, "aggregation": aggregation}
     step = spread.step(policy, ONE_PROCESS, **objective)
-    plain = models.small_policy(kind.replace("_lora", "").replace("_checkpointed", ""))
+    plain = models.small_policy(kind.partition("_")[0] + "_tied" * ("_tied" in kind))
     scale = 4.0 / 3
-    weights = {
-        name.replace(".base_layer", ""): weight.detach()
-        for name, weight in policy.model.named_parameters()
+    adapted = dict(policy.model.named_parameters())
+    frozen = {
+        name.replace(".base_layer", ""): weight.detach().clone()
+        for name, weight in adapted.items()
+        if "lora_" not in name
     }
+    with_adapter = adapted_weights(policy.model).keys()
     pairs = {}
     for name, weight in plain.model.named_parameters():
-        layer = name.removesuffix(".weight")
-        weight.data = weights[name]
-        if layer in adapted_layers(policy.model):
-            name_a = f"{layer}.lora_A.default.weight"
-            name_b = f"{layer}.lora_B.default.weight"
-            pairs[name] = (name_a, name_b)
-            change = scale * weights[name_b] @ weights[name_a]
-            weight.data = weight.data + (change.T if transposed else change)
+        weight.data = frozen[name]
+        if name in with_adapter:
+            pairs[name] = names_of_adapter(name)
+            a, b = (adapted[adapter] for adapter in pairs[name])
+            for place, own_a, own_b in own_matrices(weight, a, b):
+                change = scale * own_b @ own_a
+                weight.data[place] += change.T if transposed else change
+    assert len(pairs) == len(with_adapter) == (6 if "mixture" in kind else 8 if transposed else 14)
     plain_step = spread.step(plain, ONE_PROCESS, **objective)
     expected = {}
     for name, (name_a, name_b) in pairs.items():
         gradient = plain_step[name] / clip_factor(plain_step["norm"])
         gradient = gradient.T if transposed else gradient
-        expected[name_a] = scale * weights[name_b].T @ gradient
-        expected[name_b] = scale * gradient @ weights[name_a].T
+        a, b = adapted[name_a].detach(), adapted[name_b].detach()
+        expected[name_a] = torch.empty_like(a)
+        expected[name_b] = torch.empty_like(b)
+        of_matrices = own_matrices(gradient, expected[name_a], expected[name_b])
+        for (place, own_a, own_b), (_, to_a, to_b) in zip(
+            own_matrices(gradient, a, b), of_matrices, strict=True
+        ):
+            to_a.copy_(scale * own_b.T @ gradient[place])
+            to_b.copy_(scale * gradient[place] @ own_a.T)
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     torch.testing.assert_close(step["loss"], plain_step["loss"], rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(step["norm"], norm, rtol=1e-9, atol=1e-12)
@@ -110,6 +160,23 @@ def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
         clipped = clip_factor(norm) * gradient
         torch.testing.assert_close(step[name], clipped, rtol=1e-9, atol=1e-12)
         assert gradient.abs().max() > 1e-5
+
+
+def names_of_adapter(weight: str) -> tuple[str, str]:
+    """Return the names of A and B. peft's layer of an experts' matrix is around that of another."""
+    owner, _, part = weight.rpartition(".")
+    owner += ".base_layer" if part == "gate_up_proj" else ""
+    return f"{owner}.lora_A.default.weight", f"{owner}.lora_B.default.weight"
+
+
+def own_matrices(weight: Tensor, a: Tensor, b: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Yield the place of each matrix in a weight, with its own part of A and B: of experts the next
+    rows of A, and the columns of B that are as far apart as there are experts."""
+    if weight.ndim == 2:
+        yield ..., a, b
+        return
+    for expert in range(len(weight)):
+        yield expert, a[3 * expert : 3 * expert + 3], b[:, expert :: len(weight)]
 
 
 def clip_factor(norm: Tensor) -> float:
@@ -120,19 +187,24 @@ def clip_factor(norm: Tensor) -> float:
 @torch.no_grad()
 def test_the_merged_weights_are_the_policy(folder):
     policy = adapted_policy(folder)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain = plain_model(folder)
     base_logits = logits(plain, TOKENS)
     policy_logits = logits(policy.model, TOKENS)
     weights = policy.weights()
-    assert weights.keys() == {name for name, _ in plain.named_parameters()}
-    saved = load_file(folder / "model.safetensors")
+    saved = dict(plain.named_parameters())
+    assert weights.keys() == saved.keys()
     changed = {name for name, weight in weights.items() if not torch.equal(weight, saved[name])}
-    assert changed == {f"{name}.weight" for name in adapted_layers(policy.model)}
+    assert changed == adapted_weights(policy.model).keys()
+    assert len(changed) == (6 if "mixture" in folder.name else 14 if "llama" in folder.name else 8)
     assert not any(weight.requires_grad for weight in weights.values())
     plain.load_state_dict(weights, strict=False)
     torch.testing.assert_close(logits(plain, TOKENS), policy_logits, rtol=1e-5, atol=1e-5)
     assert (policy_logits - base_logits).abs().max() > 0.01
+    with without_adapters(policy.model):
+        torch.testing.assert_close(logits(policy.model, TOKENS), base_logits, rtol=1e-5, atol=1e-5)
     merge(policy.model)
+    if "mixture" in folder.name:
+        plain.set_experts_implementation(mixture.NAME)  # as in the other model
     assert policy.model.state_dict().keys() == plain.state_dict().keys()
     assert torch.equal(logits(policy.model, TOKENS), logits(plain, TOKENS))
 
@@ -146,7 +218,7 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
     rounded = {name: weight.bfloat16().float() for name, weight in wide.weights().items()}
     for name, weight in half.weights().items():
         assert weight.dtype == torch.bfloat16
-        if name.removesuffix(".weight") not in adapted_layers(half.model):
+        if name not in adapted_weights(half.model):
             assert torch.equal(weight.float(), rounded[name])
         torch.testing.assert_close(weight.float(), rounded[name], rtol=2**-7, atol=2**-9)
 
@@ -156,7 +228,7 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
 def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache):
     """The sampler computes with the adapters beside the weights, and keeps the log-probs."""
     overrides = (
-        f"model.lora_rank={RANK}",
+        *adapters_in(folder, RANK),
         f"model.lora_alpha={ALPHA}",
         "rollout.old_log_probs=sampling",
         f"sampler.static_cache={static_cache}",
@@ -164,7 +236,7 @@ def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache
     module, loader = module_and_loader(*with_model(folder, *overrides))
     draw_adapters(module.model, std=0.3)
     documents = next(iter(loader)).documents
-    plain = AutoModelForCausalLM.from_pretrained(folder).double()
+    plain = plain_model(folder).double()
     base = [log_probs_of(plain, document) for document in documents]
     plain.load_state_dict(module.policy.weights(), strict=False)
     merged = [log_probs_of(plain, document) for document in documents]
@@ -176,7 +248,7 @@ def test_completions_have_the_log_probs_of_the_merged_model(folder, static_cache
 
 def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     """The copy has no adapters. Its log-probs differ from those of training by rounding."""
-    overrides = ("model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling")
+    overrides = [*adapters_in(folder, 2), "model.dtype=bfloat16", "rollout.old_log_probs=sampling"]
     module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
     draw_adapters(module.model, std=0.05)
     step = next(iter(loader))
@@ -200,7 +272,7 @@ def log_probs_of(model: nn.Module, document: Document) -> Tensor:
 
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder):
     """Seen in the bytes of weights, gradients and moments. Steps change the adapters alone."""
-    overrides = ("model.lora_rank=2", "model.dtype=bfloat16", "optimizer.learning_rate=0.01")
+    overrides = [*adapters_in(folder, 2), "model.dtype=bfloat16", "optimizer.learning_rate=0.01"]
     module, loader = module_and_loader(*with_model(folder, *overrides), dtype=None)
     saved = load_file(folder / "model.safetensors")
     before = {name: weight.clone() for name, weight in module.model.named_parameters()}
@@ -209,9 +281,8 @@ def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_mom
         module.training_step(next(steps), 0)
     trained = adapter_weights(module.model).values()
     base = [weight for weight in module.model.parameters() if not weight.requires_grad]
-    count = sum(
-        2 * sum(layer.base_layer.weight.shape) for layer in adapted_layers(module.model).values()
-    )
+    shapes = [weight.shape for weight in adapted_weights(module.model).values()]
+    count = sum(2 * math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     assert bytes_by_type(base) == {
         torch.bfloat16: 2 * sum(weight.numel() for weight in saved.values())
     }

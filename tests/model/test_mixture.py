@@ -6,21 +6,41 @@ import re
 import pytest
 import torch
 from builders.models import model_config, save_with_tokenizer, small_policy
-from builders.runs import config_of, sampler_of, with_model
+from builders.runs import (
+    assert_equal,
+    checkpoint_of,
+    config_of,
+    copy_as_of,
+    metrics_of,
+    module_and_loader,
+    sampler_of,
+    with_model,
+)
 from model.test_decoding import PROMPTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from pgtoolkit.assembly.build import build, policy_of
+from pgtoolkit.assembly.train import train
+from pgtoolkit.cli import main
 from pgtoolkit.completion import Request
 from pgtoolkit.config.models import Sizes
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import has_experts
 from pgtoolkit.model.decoding import Routing
-from pgtoolkit.model.mixture import has_experts, num_others
+from pgtoolkit.model.mixture import num_others
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.model.weight_files import open_model
 from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.training.checkpoint import load_newest
+from pgtoolkit.training.state import load_weights
 
 
 @torch.no_grad()
@@ -131,24 +151,104 @@ def test_a_checkpoint_with_the_experts_of_a_layer_as_one_tensor_is_a_model_folde
         open_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("target", ["down_proj", "experts", "gate"])
-def test_adapters_for_experts_are_refused(folder, target):
+FULL = ("model.gradient_checkpointing=true", "optimizer.learning_rate=0.01")
+ADAPTERS = (
+    "model.lora_rank=2",
+    "model.lora_targets=[q_proj,gate_up_proj,down_proj]",
+    "optimizer.learning_rate=0.05",
+)
+
+
+@pytest.mark.parametrize("settings", [FULL, ADAPTERS])
+@torch.no_grad()
+def test_a_resumed_run_is_bit_equal_and_its_export_is_the_trained_model(folder, tmp_path, settings):
+    """transformers loads what was exported, from the names of published models."""
+    config = config_of(*with_model(folder, *settings, "trainer.max_steps=2"))
+    train(config, tmp_path / "run")
+    resumed = copy_as_of(tmp_path / "run", 1, tmp_path / "resumed")
+    train(config, resumed, resume=True)
+    assert metrics_of(resumed) == metrics_of(tmp_path / "run")
+    first, last = (checkpoint_of(tmp_path / "run", step)["model"] for step in (1, 2))
+    assert_equal(checkpoint_of(resumed, 2)["model"], last)
+    of_experts = [name for name in last if ".experts." in name]
+    assert len(of_experts) == 2 * (2 if settings != ADAPTERS else 4)
+    assert all((first[name] - last[name]).abs().max() > 1e-7 for name in of_experts)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "model")]) == 0
+    names = load_file(tmp_path / "model" / "model.safetensors").keys()
+    assert names == load_file(folder / "model.safetensors").keys()
+    policy = build_policy(config.model, None, on_gpu=False)
+    text = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    before = policy.model(text).logits
+    load_weights(policy, load_newest(tmp_path / "run" / "checkpoints"))
+    expected = policy.model(text).logits
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    torch.testing.assert_close(exported(text).logits, expected, rtol=0, atol=3e-6)
+    assert (before - expected).abs().max() > 1e-4
+
+
+MIXTRAL = {
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "known", "others"),
+    [
+        ("qwen3_moe", "experts", "down_proj, gate_up_proj, k_proj, ", " and routers"),
+        ("qwen3_moe", "gate", "down_proj, gate_up_proj, k_proj, ", " and routers"),
+        ("mixtral", "down_proj", "k_proj, ", ", routers and experts"),
+    ],
+)
+def test_adapters_for_what_has_no_matrices_of_its_own_are_refused(
+    folder, tmp_path, kind, target, known, others
+):
+    if kind == "mixtral":
+        folder = save_with_tokenizer(MixtralForCausalLM(MixtralConfig(**MIXTRAL)), tmp_path)
     message = (
-        rf"\(got {target}\)\. It has k_proj, o_proj, q_proj, v_proj; its head, routers and experts "
-        r"are not adapted\. Use model.lora_targets=\[all-linear\]"
+        rf"\(got {target}\)\. It has {known}o_proj, q_proj, v_proj; its head{others} are not "
+        r"adapted\. Use model.lora_targets=\[all-linear\]"
     )
     with pytest.raises(ConfigError, match=message):
         build_policy(model_config(folder, lora_rank=2, lora_targets=[target]), None, False)
 
 
-def test_experts_are_not_sampled_by_vllm(folder):
+def test_vllm_samples_from_no_mixture_whose_published_names_are_unknown(tmp_path):
+    folder = save_with_tokenizer(MixtralForCausalLM(MixtralConfig(**MIXTRAL)), tmp_path)
     config = config_of(*with_model(folder, "sampler=vllm"))
-    with pytest.raises(ConfigError, match=r"sampler=vllm needs a model without .*sampler=transf"):
+    message = (
+        r"sampler=vllm needs .*, or one of type qwen3_moe \(got mixtral\)\. vLLM reads each expert "
+        r"under a name of its own.*Use sampler=transformers\."
+    )
+    with pytest.raises(ConfigError, match=message):
         policy_of(config, None, ONE_PROCESS)
-    sizes = {"vocab_size": 5, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    assert has_experts(MixtralForCausalLM(MixtralConfig(**sizes, **heads)))
     assert not has_experts(small_policy("qwen3").model)
+
+
+MUON = r"optimizer=muon needs matrices to train \(got experts\).*Use optimizer=adamw\."
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", ()),
+        ("qwen3_moe", ("model.lora_rank=2", "model.lora_targets=[q_proj,experts.down_proj]")),
+        ("mixtral", ()),
+    ],
+)
+def test_experts_are_not_updated_by_muon(folder, tmp_path, kind, settings):
+    """`check` knows qwen3_moe, and the run every type."""
+    if kind == "mixtral":
+        folder = save_with_tokenizer(MixtralForCausalLM(MixtralConfig(**MIXTRAL)), tmp_path)
+    settings = with_model(folder, "optimizer=muon", *settings)
+    (problem,) = validate(config_of(*settings))[1].problems or [""]
+    assert bool(re.search(MUON, problem)) == (kind == "qwen3_moe")
+    with pytest.raises(ConfigError, match=MUON):
+        module_and_loader(*settings, dtype=None)
 
 
 def test_the_weights_of_a_published_mixture_are_counted():

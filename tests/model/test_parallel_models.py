@@ -34,7 +34,8 @@ COMPILED = (("qwen3_checkpointed_compiled", GRPO),) if models.HAS_COMPILER else 
 WINDOWED = ("mistral", LOSS_ONLY)
 MIXTURE = ("mixture_experts", LOSS_ONLY)
 GEMMA3 = ("gemma3_tied_checkpointed", LOSS_ONLY)
-ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
+ADAPTED_EXPERTS = ("mixture_experts_lora", LOSS_ONLY)
+ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO), ADAPTED_EXPERTS)
 TP = "tensor_parallel"
 SDP = "sequence_data_parallel"
 DP = "data_parallel"
@@ -68,7 +69,13 @@ CUTS = {
     "pipeline": (
         {PP: 2},
         "",
-        (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), ("gemma3", LOSS_ONLY), MIXTURE, BY_DOCUMENT),
+        (
+            ("gpt2", LOSS_ONLY),
+            ("qwen2", LOSS_ONLY),
+            ("gemma3", LOSS_ONLY),
+            ADAPTED_EXPERTS,
+            BY_DOCUMENT,
+        ),
     ),
     "tensor 4": ({TP: 4}, "", (("gpt2", GSPO), ("qwen3", LOSS_ONLY))),
     "sequence 4": ({TP: 4}, "sequence", (("qwen2", GRPO),)),

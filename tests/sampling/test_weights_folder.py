@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from builders.models import save_with_tokenizer, small_llama
+from builders.models import save_with_tokenizer, small_llama, small_policy
 from builders.processes import layout, world
 from builders.runs import config_of, with_model
 from builders.vllm_servers import COMMAND
@@ -62,6 +62,25 @@ def test_only_floating_point_numbers_are_written_in_the_folders_type(tmp_path):
     for name, numbers in expected.items():
         assert written[name].dtype == numbers.dtype
         assert torch.equal(written[name], numbers)
+    folder.remove()
+
+
+def test_experts_have_the_names_in_a_file_that_models_are_published_with(tmp_path):
+    """vLLM passes over tensors with other names. The numbers are those of transformers' file."""
+    model = small_policy("mixture").model.float()
+    folder = WeightsFolder(tmp_path, tmp_path, torch.float32, published=True)
+    path = folder.make(1, lambda _: None)
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "model")
+        published = load_file(tmp_path / "model" / "model.safetensors")
+        folder.make_room(model.state_dict())
+        folder.fill(model.state_dict())
+        written = load_file(path / "model.safetensors")
+        assert written.keys() == published.keys()
+        assert all(torch.equal(written[name], weight) for name, weight in published.items())
+        for weight in model.parameters():
+            weight.data += 1
+    assert len([name for name in written if ".experts." in name]) == 2 * 5 * 3
     folder.remove()
 
 
@@ -133,19 +152,22 @@ def write_on_ranks(config: Config, sizes: dict[str, int]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "more"),
+    ("kind", "sizes", "more"),
     [
-        ({"data_parallel": 2}, ["parallelism.shard=true"]),
-        ({"data_parallel": 2}, ["model.lora_rank=2"]),
-        ({"tensor_parallel": 2}, []),
-        ({"pipeline_parallel": 2}, ["metrics=none"]),
+        ("mixture", {"data_parallel": 2}, ["parallelism.shard=true"]),
+        ("llama", {"data_parallel": 2}, ["model.lora_rank=2"]),
+        ("llama", {"tensor_parallel": 2}, []),
+        ("llama", {"pipeline_parallel": 2}, ["metrics=none"]),
     ],
     ids=["fsdp", "ddp with LoRA", "tensor", "pipeline"],
 )
 def test_ranks_write_a_file_each_that_together_are_the_weights_of_one_process(
-    tmp_path, sizes, more
+    tmp_path, kind, sizes, more
 ):
-    model = save_with_tokenizer(small_llama(5, num_hidden_layers=3), tmp_path / "model")
+    model = small_llama(5, num_hidden_layers=3)
+    if kind == "mixture":
+        model = small_policy("mixture").model.float()
+    model = save_with_tokenizer(model, tmp_path / "model")
     sampler = [
         "sampler=vllm",
         f"sampler.executable={COMMAND}",
@@ -162,6 +184,7 @@ def test_ranks_write_a_file_each_that_together_are_the_weights_of_one_process(
     assert 0.3 < files[0].stat().st_size / files[1].stat().st_size < 3
     index = json.loads((folders[0] / "model.safetensors.index.json").read_text())["weight_map"]
     assert index == {name: file.name for file in files for name in load_file(file)}
+    assert ("model.layers.0.mlp.experts.4.up_proj.weight" in index) == (kind == "mixture")
     loaded = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
     alone = [setting for setting in settings if not setting.startswith("parallelism.")]
     module, _ = build(config_of(*alone), run_dir=tmp_path)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 from pgtoolkit.config.counts import tokens_at_least
-from pgtoolkit.config.evaluation_sets import needs_sampler
-from pgtoolkit.config.models import measures_prompts, shape
+from pgtoolkit.config.models import measures_prompts, shape, trains_experts
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
-from pgtoolkit.model.misfits import cannot_serve, cannot_share, unknown_parts
+from pgtoolkit.model.misfits import cannot_share, cannot_update_by_muon, unknown_parts
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.batch_counts import steps_of_batch
 from pgtoolkit.rollouts.recorded_folder import batches_in
@@ -132,8 +131,8 @@ def model(c: Config, report: Report) -> None:
     problems = [unknown_parts(c.model, kind)]
     if c.model.share_prompts is True:
         problems.append(cannot_share(kind))
-    if needs_sampler(c) and c.sampler.name == "vllm":
-        problems.append(cannot_serve(kind == "qwen3_moe"))
+    if c.optimizer.name == "muon":
+        problems.append(cannot_update_by_muon(trains_experts(c)))
     report.problems += [problem for problem in problems if problem is not None]
     _note_rounded_logits(c, report)
 
