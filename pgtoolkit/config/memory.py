@@ -17,6 +17,8 @@ from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import (
     Sizes,
     computes_again,
+    experts_with_adapters,
+    shares_prompts,
     sizes,
     sizes_of,
     tiny_sizes,
@@ -26,13 +28,13 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.environment import BYTES_OF_CUDA, world_size
+from pgtoolkit.rollouts.batch_counts import saves_a_tenth, tokens_of_group
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.settings import ChatTaskSettings, PromptsTaskSettings, SumsTaskSettings
 
-_TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
-"""Bytes for each trained weight, in float32; AdamW has two moments."""
-
-_BYTES_TRAINED = sum(_TRAINED.values())
+_TRAINED = {"weights": 4, "gradients": 4}
+"""Bytes for each trained weight, in float32."""
 
 _TOKENS_OF_TEMPLATE = 28
 """Tokens that a chat template writes around a prompt, with a short system message of its own."""
@@ -113,12 +115,17 @@ def _always(config: Config, model_sizes: Sizes, number_size: int) -> dict[str, f
     """
     ranks = _ranks_per_model(config)
     rank = config.model.lora_rank
+    bytes_each = sum(_TRAINED.values())
     if rank is None:
         always = {name: size * model_sizes.weights / ranks for name, size in _TRAINED.items()}
+        always["moments"] = _moments(config, model_sizes.matrices, model_sizes.weights) / ranks
     else:
-        adapters = rank * model_sizes.linear * model_sizes.layers * _BYTES_TRAINED
+        adapted = experts_with_adapters(config.model)
+        of_experts = sum(size for name, size in model_sizes.experts.items() if name in adapted)
+        adapters = rank * (model_sizes.linear + of_experts) * model_sizes.layers
         frozen = number_size * model_sizes.weights
-        always = {"frozen weights": frozen / ranks, "adapters": adapters / ranks}
+        trained = bytes_each * adapters + _moments(config, adapters, adapters)
+        always = {"frozen weights": frozen / ranks, "adapters": trained / ranks}
     is_initial = config.kl.reference == "initial"
     if config.kl.needs_model and not (rank and is_initial):
         reference_sizes = (None if is_initial else sizes_of(config.kl.reference)) or model_sizes
@@ -128,8 +135,19 @@ def _always(config: Config, model_sizes: Sizes, number_size: int) -> dict[str, f
         body = (sizes_of(config.critic.path) if config.critic.path else None) or model_sizes
         # One value takes the place of a head with its own matrix.
         weights = body.weights - body.table * (body.tables - 1)
-        always["critic"] = _BYTES_TRAINED * weights / ranks
+        moments = _moments(config, body.matrices, weights)
+        always["critic"] = (bytes_each * weights + moments) / ranks
     return always
+
+
+def _moments(config: Config, matrices: float, weights: float) -> float:
+    """Return the bytes of the optimizer's moments of trained weights.
+
+    AdamW has two in float32, and Muon one of the matrices between embedding and head.
+    matrices: how many of the weights are in such matrices.
+    """
+    one_moment = matrices if config.optimizer.name == "muon" else 0
+    return 8 * weights - 4 * one_moment
 
 
 def _sampling(config: Config, model_sizes: Sizes, number_size: int) -> dict[str, float]:
@@ -166,26 +184,21 @@ def _update(
     parallelism = config.parallelism
     tensor_parallel = parallelism.tensor_parallel
     has_adapters = config.model.lora_rank is not None
-    tokens = config.accumulation.max_tokens
-    prompt = _likely_prompt(config)
-    completion = longest_document(config)[1]
-    if config.accumulation.docs_per_step and prompt and completion:
-        documents = math.ceil(config.accumulation.docs_per_step / parallelism.data_parallel)
-        tokens = min(tokens, documents * (prompt + completion))
-    tokens /= parallelism.sequence_data_parallel
+    tokens, keys = _largest_micro_batch(config)
+    further_keys = number_size * (keys - tokens) * model_sizes.cached
     inner = model_sizes.inner / tensor_parallel
     width = model_sizes.width / (tensor_parallel if parallelism.sequence_parallel else 1)
-    kept_of_token = number_size * (5 * inner + 12 * width)
+    kept = tokens * number_size * (5 * inner + 12 * width) + further_keys
     if computes_again(config):
-        kept_of_token = (number_size if has_adapters else 4) * width
+        kept = tokens * (number_size if has_adapters else 4) * width
     elif why_in_pieces(config) is None:
         results = 2 * model_sizes.query + model_sizes.cached + width + 2 * inner
-        kept_of_token = 4 * width + number_size * results
+        kept = tokens * (4 * width + number_size * results)
     logits = (config.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
     logits = min(logits, 4 * tokens * model_sizes.vocabulary / tensor_parallel)
     layers = model_sizes.layers / parallelism.pipeline_parallel
-    update = {"hidden states": tokens * kept_of_token * layers}
-    a_layer = tokens * number_size * (8 * inner + 10 * width)
+    update = {"hidden states": kept * layers}
+    a_layer = tokens * number_size * (8 * inner + 10 * width) + 2 * further_keys
     update["a layer or logits"] = max(a_layer, logits)
     if config.model.dtype == "float16" and not has_adapters and not parallelism.shard:
         # The gradient of a scaled loss is not added in place.
@@ -198,6 +211,38 @@ def _update(
         bytes_gathered = (number_size if has_adapters else 4) * gathered
         update["gathered weights"] = bytes_gathered / tensor_parallel
     return update
+
+
+def _largest_micro_batch(config: Config) -> tuple[float, float]:
+    """Return the tokens that a rank computes of the largest micro-batch, and the keys that they
+    see, which are more where completions share their prompt."""
+    tokens = config.accumulation.max_tokens
+    prompt = _likely_prompt(config)
+    completion = longest_document(config)[1]
+    keys_of_token = 1.0
+    if prompt and completion:
+        size = _completions_that_share(config, prompt, completion)
+        shared, alone = tokens_of_group(size, prompt, completion)
+        keys_of_token = alone / shared
+        if config.accumulation.docs_per_step:
+            ranks = config.parallelism.data_parallel
+            documents = math.ceil(config.accumulation.docs_per_step / ranks)
+            of_step = math.ceil(documents / size) * prompt + documents * completion
+            tokens = min(tokens, of_step)
+    here = tokens / config.parallelism.sequence_data_parallel
+    return here, here * keys_of_token
+
+
+def _completions_that_share(config: Config, prompt: int, completion: int) -> int:
+    """Return how many completions share a prompt in training, if all have these lengths."""
+    share = shares_prompts(config)
+    if share is False or not isinstance(config.rollout, PolicyRolloutSettings):
+        return 1
+    size = config.rollout.group_size
+    if share == "auto":
+        in_half = config.trainer.device != "cpu" and config.model.dtype != "float32"
+        share = in_half and saves_a_tenth(*tokens_of_group(size, prompt, completion))
+    return size if share else 1
 
 
 def _likely_prompt(config: Config) -> int | None:

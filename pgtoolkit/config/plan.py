@@ -22,6 +22,7 @@ from pgtoolkit.rollouts.batch_counts import (
     saves_a_tenth,
     steps_ahead,
     steps_of_batch,
+    tokens_of_group,
 )
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
@@ -228,12 +229,13 @@ def _shared_prompts(config: Config, prompt: int | None, completion: int | None) 
     share = shares_prompts(config)
     if share is False:
         return "no; model.share_prompts=true would be refused with the reason"
+    if share == "auto" and config.model.dtype == "float32":
+        return "no, since the model computes in float32; model.share_prompts=true shares them"
     rollout = config.rollout
     if not (isinstance(rollout, PolicyRolloutSettings) and prompt and completion):
         return "what they save is known once the data is read"
     size = rollout.group_size
-    alone = size * (prompt + completion)
-    shared = prompt + size * completion
+    shared, alone = tokens_of_group(size, prompt, completion)
     line = (
         f"{prompt} + {size} x {completion} = {shared} tokens for a prompt with its completions in "
         f"place of {alone}, if all are of the greatest length"

@@ -83,6 +83,12 @@ def powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
+def tokens_of_group(size: int, prompt: int, completion: int) -> tuple[int, int]:
+    """Return the tokens that are computed of a prompt with `size` completions, all of these
+    lengths: where they share the prompt, and where each has its own."""
+    return prompt + size * completion, size * (prompt + completion)
+
+
 def saves_a_tenth(shared: int, alone: int) -> bool:
     """Return whether a tenth or more of the tokens of documents need not be computed, so that
     model.share_prompts=auto shares them.

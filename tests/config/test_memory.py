@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from builders.runs import config_of
+from builders.runs import config_of, last_of_each_key
 
 from benchmarks.sweep_throughput import GPU as TINY
 from pgtoolkit.config.memory import (
@@ -95,8 +95,9 @@ def small_job(folder: Path, *more: str) -> Config:
     """Return the configuration of a job of SmolLM2-135M, whose chat template makes prompts of 46
     tokens."""
     (folder / "config.json").write_text(json.dumps(SMOLLM2))
-    # Layers were transformers' own when this was measured.
-    return config_of("experiment=sums", f"model.path={folder}", "model.compile=false", *more)
+    # Layers were transformers' own, and each completion had its prompt, when this was measured.
+    measured_so = ("model.compile=false", "model.share_prompts=false")
+    return config_of("experiment=sums", f"model.path={folder}", *measured_so, *more)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,103 @@ def test_auto_is_estimated_as_true_where_layers_can_keep_parts_and_as_false_else
         assert memory_use(auto, GPU) == memory_use(kept, GPU)
         told = [line for line in memory_lines(auto, GPU) if line not in memory_lines(kept, GPU)]
         assert told == [f"model.gradient_checkpointing=auto is false here, since {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("more", "share", "is_shared"),
+    [
+        ((), "auto", True),
+        (("model.dtype=float32",), "auto", False),
+        (("trainer.device=cpu",), "auto", False),
+        (("rollout.group_size=1", "rollout.prompts_per_batch=512"), "auto", False),
+        (("model.dtype=float32",), "true", True),
+        ((), "false", False),
+    ],
+)
+def test_prompts_that_are_shared_are_counted_once_and_their_keys_for_each_completion(
+    tmp_path, more, share, is_shared
+):
+    """A step of 64 documents of 8 prompts, of 1000 + 24 tokens each. But for keys and values 8
+    prompts and 64 completions are computed, 9536 tokens in place of 65536. A layer keeps the keys
+    and values of all 65536, 2 x 2 x 64 numbers for each."""
+    settings = (
+        *("task=prompts", "task.path=prompts.jsonl", "task.max_prompt_length=1000"),
+        *("rollout.max_completion_length=24", "accumulation.docs_per_step=64"),
+        *("model.gradient_checkpointing=false", "model.compile=false"),
+        *(f"model.share_prompts={share}", "rollout.group_size=8", "rollout.prompts_per_batch=64"),
+    )
+    config = job(tmp_path, "0.5", *last_of_each_key(*settings, *more))
+    update = memory_use(config, GPU).update
+    size = 4 if "model.dtype=float32" in more else 2
+    tokens = 8 * 1000 + 64 * 24 if is_shared else 65536
+    further = size * 2 * 2 * 64 * (65536 - tokens)
+    kept = size * (5 * 4864 + 12 * 896) * tokens + further
+    assert update["hidden states"] == pytest.approx(24 * kept)
+    a_layer = size * (8 * 4864 + 10 * 896) * tokens + 2 * further
+    assert update["a layer or logits"] == pytest.approx(max(a_layer, GPU / 64))
+
+
+def test_a_group_that_is_cut_fills_its_micro_batch_and_sees_keys_of_its_whole_prompt(tmp_path):
+    """8192 tokens are computed either way. 8 documents of 1000 + 1000 tokens have 16 / 9 as many
+    keys as the 9000 tokens that are computed of them; an update has each twice, with a gradient."""
+    settings = (
+        *("task=prompts", "task.path=prompts.jsonl", "task.max_prompt_length=1000"),
+        *("rollout.max_completion_length=1000", "rollout.group_size=8"),
+        *("accumulation.docs_per_step=64", "accumulation.max_tokens=8192"),
+        *("kernel.logits_memory_mb=1",),
+    )
+    whole, shared = (
+        memory_use(job(tmp_path, "0.5", *settings, f"model.share_prompts={share}"), GPU).update
+        for share in ("false", "auto")
+    )
+    assert shared["hidden states"] == whole["hidden states"]
+    more = shared["a layer or logits"] - whole["a layer or logits"]
+    assert more == pytest.approx(2 * (2 * 2 * 2 * 64) * 8192 * (16 / 9 - 1))
+
+
+def test_muon_keeps_one_moment_of_matrices_and_adamw_two_of_all(tmp_path):
+    """A Qwen2 with 2 layers of width 16 (2 heads, 1 of keys; MLP of 32), its head apart, and 10
+    tokens: a layer has 2 x 16 x 16 + 2 x 16 x 8 + 3 x 16 x 32 weights in matrices, and 32 in norms,
+    and embedding and head have 2 x 160."""
+    sizes = dict(zip(NAMES, (16, 32, 2, 2, 1), strict=True))
+    config = {"model_type": "qwen2", **sizes, "vocab_size": 10, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("model=huggingface", f"model.path={tmp_path}", "parallelism=single")
+
+    def always(*more: str) -> dict[str, float]:
+        plan = memory_use(config_of(*model, "advantage=gae", "loss=grpo", *more))
+        return plan.always
+
+    matrices = 2 * (512 + 256 + 1536)
+    others = 2 * 32 + 320
+    assert always()["moments"] == 8 * (matrices + others)
+    assert always()["critic"] == 16 * (matrices + others - 160)
+    assert always("optimizer=muon")["moments"] == 4 * matrices + 8 * others
+    assert always("optimizer=muon")["critic"] == 12 * matrices + 16 * (others - 160)
+    adapters = 2 * 3 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32))
+    plain, muon = (
+        memory_use(config_of(*model, "model.lora_rank=3", *more)).always["adapters"]
+        for more in ((), ("optimizer=muon",))
+    )
+    assert (plain, muon) == (16 * adapters, 12 * adapters)
+
+
+def test_adapters_of_experts_are_counted_where_their_names_are_targets(tmp_path):
+    """5 experts of width 8 in each of 2 layers: A and B of rank 3 have 3 x 5 x (16 + 16) numbers
+    for gate and up, 3 x 5 x (8 + 16) for down. Attention has 3 x (2 x (16 + 16) + 2 x (16 + 8)).
+    """
+    sizes = dict(zip(NAMES, (16, 32, 2, 2, 1), strict=True))
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = {"model_type": "qwen3_moe", **sizes, **experts, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ("model=huggingface", f"model.path={tmp_path}", "model.lora_rank=3")
+    for targets, numbers in (
+        ("all-linear", 0),
+        ("q_proj,down_proj", 24),
+        ("mlp.experts.gate_up_proj,experts.down_proj", 24 + 32),
+    ):
+        plan = memory_use(config_of(*model, f"model.lora_targets=[{targets}]"))
+        assert plan.always["adapters"] == 16 * 2 * 3 * (2 * 32 + 2 * 24 + 5 * numbers)
 
 
 def test_a_step_that_does_not_fill_its_micro_batch_takes_no_more_for_a_larger_one(tmp_path):

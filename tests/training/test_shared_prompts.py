@@ -199,6 +199,12 @@ def test_models_that_cannot_share_are_refused_and_auto_is_off():
     assert sharing("auto", policy) == "auto"
 
 
+FOLDER = "model=huggingface model.path=folder"
+PROMPTS_OF_7 = (
+    "task=prompts task.path=prompts.jsonl task.max_prompt_length=7 rollout.max_completion_length=7"
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "shown"),
     [
@@ -208,16 +214,20 @@ def test_models_that_cannot_share_are_refused_and_auto_is_off():
             "of the greatest length",
         ),
         (
-            "model.share_prompts=auto rollout.group_size=1",
+            f"{FOLDER} rollout.group_size=1 {PROMPTS_OF_7}",
             "on a GPU 7 + 1 x 7 = 14 tokens for a prompt with its completions in place of 14, if "
             "all are of the greatest length; not shared then, since that is less than a tenth",
+        ),
+        (
+            "model.share_prompts=auto",
+            "no, since the model computes in float32; model.share_prompts=true shares them",
         ),
         (
             "model.share_prompts=auto parallelism=tensor",
             "no; model.share_prompts=true would be refused with the reason",
         ),
         (
-            "model.share_prompts=auto rollout=recorded rollout.path=rollouts.jsonl",
+            f"{FOLDER} rollout=recorded rollout.path=rollouts.jsonl",
             "what they save is known once the data is read",
         ),
         ("model.share_prompts=false", None),
