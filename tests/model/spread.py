@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from builders.documents import document_of
 from builders.losses import PARAMETERS
 from builders.models import small_policy
 from builders.runs import CLOCK_COLUMNS
+from builders.uncompiled import uncompiled_functions
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors, pack
@@ -147,7 +149,12 @@ def spread_policy(
 
 
 def step_of_one_process(kind: str, **objective) -> dict[str, torch.Tensor]:
-    return step(small_policy(kind), ONE_PROCESS, **objective)
+    with _compiling(kind):
+        return step(small_policy(kind), ONE_PROCESS, **objective)
+
+
+def _compiling(kind: str) -> contextlib.AbstractContextManager[None]:
+    return uncompiled_functions() if "_compiled" in kind else contextlib.nullcontext()
 
 
 def spread_steps(
@@ -156,6 +163,7 @@ def spread_steps(
     """Return this rank's results of the step of each (kind of model, objective)."""
     results = []
     for kind, objective in cases:
-        policy, layout = spread_policy(kind, cut, shard, sequence_parallel)
-        results.append(step(policy, layout, **objective))
+        with _compiling(kind):
+            policy, layout = spread_policy(kind, cut, shard, sequence_parallel)
+            results.append(step(policy, layout, **objective))
     return results

@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from builders.documents import document_of
 from builders.models import HAS_COMPILER, VOCABULARY, save_with_tokenizer, small_llama, small_policy
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
+from builders.uncompiled import uncompiled_functions
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -81,15 +83,37 @@ def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
 )
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """They differ by rounding in float32, and are in bfloat16 as near to float32 as transformers'.
-    Other lengths compile nothing new. On a CPU, where compiling takes longest, only a single kind
-    is tested in bfloat16."""
-    in_bfloat16 = device == "cuda" or "lora" in kind
+    Other lengths compile nothing new. On a CPU, where compiling takes longest, only the kind with
+    the fewest functions is compiled for bfloat16."""
+    before = counters["stats"]["unique_graphs"]
+    counts = []
+
+    def count() -> None:
+        counts.append(counters["stats"]["unique_graphs"] - before)
+
+    in_bfloat16 = device == "cuda" or kind == "gpt2"
+    assert_states_are_those_of_transformers(kind, device, in_bfloat16, count)
+    assert counts[0] > 0
+    assert set(counts) == {counts[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["qwen3_checkpointed_lora_by_document", "gemma3_checkpointed_by_document"]
+)
+def test_functions_round_where_transformers_does_before_they_are_compiled(kind):
+    with uncompiled_functions():
+        assert_states_are_those_of_transformers(kind, "cpu", True, lambda: None)
+
+
+def assert_states_are_those_of_transformers(
+    kind: str, device: str, in_bfloat16: bool, after_each: Callable[[], None]
+) -> None:
     exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
     compiled.switch_on(model)
     model = copy.deepcopy(model)  # a reference is such a copy, and a rank's part of the model
-    graphs = []
     for lengths in LENGTHS:
         expected_tensors = states_and_gradient(exact, lengths)
         tensors = states_and_gradient(replace(exact, model=model), lengths)
@@ -101,9 +125,47 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
             errors_of_transformers = distances(rounded, expected_tensors)
             for error, error_of_transformers in zip(errors, errors_of_transformers, strict=True):
                 assert 0 < error < 1.5 * error_of_transformers, lengths
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0
-    assert set(graphs) == {graphs[0]}
+        after_each()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_each_function_of_recomputed_layers_is_compiled_once_with_its_derivative():
+    """States and gradients are those of transformers. The backward pass runs in a thread of its
+    own, as on a GPU, where it does not see the forward pass's autocast."""
+    for function in (rowwise.rms_norm, rowwise.gate, rowwise.turned_heads):
+        function.cache_clear()
+    policy = small_policy("qwen2_checkpointed_by_document")
+    plain = replace(policy, model=copy.deepcopy(policy.model.float()))
+    compiled.switch_on(policy.model)
+    counts = []
+    for lengths in ((5, 7, 3), (2, 9)):
+        counts.append(counters["stats"]["unique_graphs"])
+        hidden = policy.hidden_states(packed(lengths))
+        loss = hidden.square().sum()
+        counts.append(counters["stats"]["unique_graphs"])
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        expected_hidden = plain.hidden_states(packed(lengths))
+        expected_hidden.square().sum().backward()
+        assert distances([hidden.detach()], [expected_hidden.detach()])[0] < 2e-6
+    counts.append(counters["stats"]["unique_graphs"])
+    vectors = [
+        torch.cat([p.grad.flatten() for p in each.model.parameters() if p.grad is not None])
+        for each in (policy, plain)
+    ]
+    assert distances(vectors[:1], vectors[1:])[0] < 2e-6
+    # A norm, a norm of a sum, the heads and the gate. The derivatives of the heads, the gate, the
+    # last norm, and a norm that also returns its input.
+    assert [count - counts[0] for count in counts] == [0, 4, 8, 8, 8]
+    dtype = torch.float32
+    epsilon = policy.model.base_model.norm.variance_epsilon
+    functions = [rowwise.rms_norm(epsilon, dtype, both, False) for both in (False, True)]
+    functions += [rowwise.turned_heads(8, 4, None, dtype), rowwise.gate("silu")]
+    codes = [code for function in functions for code in function._compiled.values()]
+    assert len(codes) == 8
+    assert all(code.direct is not None for code in codes)
 
 
 @pytest.mark.gpu
@@ -191,20 +253,21 @@ def test_a_run_resumes_bit_equal_and_does_not_depend_on_its_cuts(folder, tmp_pat
         "kl.reference=initial",
         "sampler.static_cache=true",
     )
-    train(config(folder, *settings), tmp_path / "whole")
-    rows = metrics_of(tmp_path / "whole")
-    resumed = copy_as_of(tmp_path / "whole", 2, tmp_path / "resumed")
-    train(config(folder, *settings), resumed, resume=True)
-    assert metrics_of(resumed) == rows
-    assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
-    for name, changed in (
-        ("cut", ["accumulation.max_tokens=12"]),
-        ("plain", ["model.compile=false"]),
-    ):
-        train(config(folder, *settings, *changed), tmp_path / name)
-        for row, changed_row in zip(rows, metrics_of(tmp_path / name), strict=True):
-            assert row["loss"] == pytest.approx(changed_row["loss"], rel=1e-4, abs=1e-6), name
-            assert row["grad_norm"] == pytest.approx(changed_row["grad_norm"], rel=1e-4), name
+    with uncompiled_functions():
+        train(config(folder, *settings), tmp_path / "whole")
+        rows = metrics_of(tmp_path / "whole")
+        resumed = copy_as_of(tmp_path / "whole", 2, tmp_path / "resumed")
+        train(config(folder, *settings), resumed, resume=True)
+        assert metrics_of(resumed) == rows
+        assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
+        for name, changed in (
+            ("cut", ["accumulation.max_tokens=12"]),
+            ("plain", ["model.compile=false"]),
+        ):
+            train(config(folder, *settings, *changed), tmp_path / name)
+            for row, changed_row in zip(rows, metrics_of(tmp_path / name), strict=True):
+                assert row["loss"] == pytest.approx(changed_row["loss"], rel=1e-4, abs=1e-6), name
+                assert row["grad_norm"] == pytest.approx(changed_row["grad_norm"], rel=1e-4), name
 
 
 def num_replaced(policy: Policy) -> int:

@@ -15,7 +15,7 @@ from builders.documents import document_of
 from builders.models import model_config, small_policy
 from builders.runs import SHORT, assert_equal, module_and_loader
 from model.parallel_gpu import build as build_on
-from model.test_compiled import needs_compiler, packed
+from model.test_compiled import packed
 from model.test_packed_attention import result_and_gradients
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -217,17 +217,19 @@ def test_kernels_are_tried_before_they_are_taken(install, dtype, fault, problem)
         ("", (), 2),
         ("_checkpointed", (), 4),
         *(
-            pytest.param("_compiled", kept, calls, marks=[pytest.mark.slow, needs_compiler])
+            pytest.param("_compiled", kept, calls, marks=pytest.mark.slow)
             for kept, calls in (((False, False), 4), ((True, False), 2), ((True, True), 2))
         ),
     ],
 )
 def test_a_model_tries_them_in_its_first_pass_and_takes_them_in_each(
-    install, monkeypatch, options, kept, calls
+    request, install, monkeypatch, options, kept, calls
 ):
     """The first pass is one with gradients. Of two layers each calls the kernels for its long
     documents once, and once more where it computes attention again. The kernels here compute what
     PyTorch does for a document, so states and gradients have the bits of a model without them."""
+    if options == "_compiled":
+        request.getfixturevalue("uncompiled")
     policy = small_policy(f"qwen2{options}_by_document")
     policy = replace(policy, model=policy.model.float(), compute_dtype=torch.bfloat16)
     if kept:

@@ -1,12 +1,13 @@
 """How many layers keep how much is decided by the memory of a first step, and kept by a resume."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 import torch
-from builders.models import HAS_COMPILER, save_with_tokenizer, small_llama, small_policy
-from builders.parallel_runs import run_on_ranks
+from builders.models import save_with_tokenizer, small_llama, small_policy
+from builders.processes import layout, world
 from builders.runs import (
     assert_equal,
     checkpoint_of,
@@ -15,8 +16,10 @@ from builders.runs import (
     metrics_of,
     with_model,
 )
+from builders.uncompiled import uncompiled_functions
 
 from pgtoolkit.assembly.train import train
+from pgtoolkit.config.schema import Config
 from pgtoolkit.model import compiled
 from pgtoolkit.model.kept_layers import (
     KeepsByMemory,
@@ -98,8 +101,12 @@ def folder(tmp_path_factory):
     return save_with_tokenizer(model, tmp_path_factory.mktemp("llama"))
 
 
+def train_on_rank(config: Config, folder: Path) -> None:
+    with uncompiled_functions():
+        train(config, folder, layout=layout(data_parallel=2))
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_with_ddp_on_a_cpu_a_run_is_the_same_to_the_bit_whatever_is_kept(folder, tmp_path):
     """Layers are computed as on a GPU, since completions share their prompts."""
     settings = (
@@ -107,12 +114,14 @@ def test_with_ddp_on_a_cpu_a_run_is_the_same_to_the_bit_whatever_is_kept(folder,
         "trainer.device=cpu",
         "model.compile=true",
         "model.share_prompts=true",
+        "parallelism.data_parallel=2",
     )
     results = []
     for value in ("true", "auto"):
         key = f"model.gradient_checkpointing={value}"
-        overrides = with_model(folder, *settings, key)
-        run = run_on_ranks(tmp_path / value, overrides, seconds=300, data_parallel=2)
+        config = config_of(*with_model(folder, *settings, key))
+        run = tmp_path / value
+        world(2).run(train_on_rank, config, run)
         results.append([metrics_of(run), checkpoint_of(run, 2)])
     assert_equal(results[1], results[0])
 

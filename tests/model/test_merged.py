@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.losses import DEVICE
-from builders.models import HAS_COMPILER, small_policy
+from builders.models import small_policy
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected, likeliest
 
 from pgtoolkit.kernels import triton_attention
 from pgtoolkit.model import compiled, decoding, merged
 from pgtoolkit.model.policy import Policy
 
-needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def policy_and_merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
@@ -66,7 +66,6 @@ def test_only_a_compiled_copy_with_products_of_a_common_input_merges_them():
 
 
 @pytest.mark.slow
-@needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "kind", ["qwen2_tied_checkpointed", "qwen3", "mistral", "gemma3_tied", "mixture_experts"]
@@ -100,7 +99,6 @@ def test_greedy_completions_of_a_merged_copy_are_those_of_generate(kind, device)
 
 
 @pytest.mark.slow
-@needs_compiler
 def test_queries_and_keys_that_the_kernel_rotates_give_the_completions_of_pytorchs(monkeypatch):
     """Without a GPU the kernel runs under Triton's interpreter."""
     _, sampled = policy_and_merged_copy("mistral", DEVICE)

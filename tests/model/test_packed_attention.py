@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from builders.documents import document_of
-from builders.models import HAS_COMPILER
 from builders.models import small_policy as small_model
 from builders.runs import SHORT, assert_equal, config_of, sampler_of
 from model.parallel_gpu import build as build_on
@@ -257,17 +256,12 @@ def states_and_gradients(policy: Policy, shares: bool, scale: int = 1) -> list[t
         ("qwen3", 1e-5),
         ("mistral", 1e-5),
         ("qwen2_lora", 1e-5),
-        pytest.param(
-            "qwen3_checkpointed_compiled",
-            1e-5,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
-            ],
-        ),
+        pytest.param("qwen3_checkpointed_compiled", 1e-5, marks=pytest.mark.slow),
     ],
 )
-def test_documents_that_share_have_the_states_and_gradients_of_whole_ones(kind, tolerance):
+def test_documents_that_share_have_the_states_and_gradients_of_whole_ones(request, kind, tolerance):
+    if "compiled" in kind:
+        request.getfixturevalue("uncompiled")
     shared, *gradients = states_and_gradients(small_model(f"{kind}_by_document"), True)
     expected, *expected_gradients = states_and_gradients(small_model(kind), False)
     torch.testing.assert_close(shared, expected, rtol=1e-12, atol=1e-12)

@@ -30,7 +30,7 @@ LOSS_ONLY = {"loss": "gspo", "aggregation": "token_mean", "metrics": "none"}
 EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
 CHECKPOINTED = ("qwen2_checkpointed", GSPO)
 BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
-COMPILED = (("qwen3_checkpointed_compiled", GRPO),) if models.HAS_COMPILER else ()
+COMPILED = ("qwen3_checkpointed_compiled", GRPO)
 WINDOWED = ("mistral", LOSS_ONLY)
 MIXTURE = ("mixture_experts", LOSS_ONLY)
 GEMMA3 = ("gemma3_tied_checkpointed", LOSS_ONLY)
@@ -95,7 +95,7 @@ CUTS = {
     "data x sequence, fully sharded": (
         {DP: 2, TP: 2},
         "shard sequence",
-        (("gpt2", GSPO), CHECKPOINTED, *COMPILED),
+        (("gpt2", GSPO), CHECKPOINTED, COMPILED),
     ),
     "sequence-data x tensor": ({SDP: 2, TP: 2}, "", (("qwen2", GRPO),)),
     "sequence-data x sequence": ({SDP: 2, TP: 2}, "sequence", (("gpt2", GSPO), CHECKPOINTED)),

@@ -3,25 +3,23 @@ under autograd."""
 
 import copy
 import itertools
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from builders.models import HAS_COMPILER, VOCABULARY, small_llama, small_policy
+from builders.models import VOCABULARY, small_llama, small_policy
 from builders.runs import assert_equal
 from model.test_compiled import LENGTHS, distances, packed, states_and_gradient
 from model.test_decoding import DEVICES
 from model.test_packed_attention import states_and_gradients
-from torch._dynamo.utils import counters
 from transformers.activations import ACT2FN
 
 from pgtoolkit.kernels import triton_layer
-from pgtoolkit.model import attention, compiled, fixed_order, recomputed, rowwise
+from pgtoolkit.model import attention, compiled, fixed_order, recomputed
 from pgtoolkit.model.policy import Policy
 
 pytestmark = [
-    pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
+    pytest.mark.usefixtures("uncompiled"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script"),
 ]
 
@@ -32,8 +30,8 @@ pytestmark = [
     "kind", ["qwen2_checkpointed", "qwen3_checkpointed", "mistral_checkpointed"]
 )
 def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind, device):
-    """They differ by rounding; in bfloat16 they are as near to float32 as those. On a CPU, where
-    compiling takes longest, only a single kind is tested in bfloat16."""
+    """They differ by rounding; in bfloat16 they are as near to float32 as those. On a CPU only a
+    single kind is tested in bfloat16."""
     in_bfloat16 = device == "cuda" or "qwen3" in kind
     kind += "_by_document"
     exact = replace(small_policy(kind), model=small_policy(kind).model.float().to(device))
@@ -185,36 +183,6 @@ def test_the_kernels_compute_the_gradients_of_compiled_code(monkeypatch, kind, a
     layers = len(policy.model.base_model.layers)
     assert calls.count("rms_norm_backward") == 2 * layers
     assert calls.count("gate_backward") == (layers if activation == "silu" else 0)
-
-
-@pytest.mark.slow
-def test_each_function_and_its_derivative_is_compiled_once_for_all_lengths():
-    """The backward pass runs in a thread of its own, as on a GPU, where it does not see the forward
-    pass's autocast."""
-    for function in (rowwise.rms_norm, rowwise.gate, rowwise.turned_heads):
-        function.cache_clear()
-    policy = small_policy("qwen2_checkpointed_by_document")
-    policy.model.float()
-    compiled.switch_on(policy.model)
-    counts = []
-    for lengths in ((5, 7, 3), (2, 9)):
-        counts.append(counters["stats"]["unique_graphs"])
-        loss = policy.hidden_states(packed(lengths)).square().sum()
-        counts.append(counters["stats"]["unique_graphs"])
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-    counts.append(counters["stats"]["unique_graphs"])
-    # A norm, a norm of a sum, the heads and the gate. The derivatives of the heads, the gate, the
-    # last norm, and a norm that also returns its input.
-    assert [count - counts[0] for count in counts] == [0, 4, 8, 8, 8]
-    dtype = torch.float32
-    epsilon = policy.model.base_model.norm.variance_epsilon
-    functions = [rowwise.rms_norm(epsilon, dtype, both, False) for both in (False, True)]
-    functions += [rowwise.turned_heads(8, 4, None, dtype), rowwise.gate("silu")]
-    codes = [code for function in functions for code in function._compiled.values()]
-    assert len(codes) == 8
-    assert all(code.direct is not None for code in codes)
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from builders.commands import ENVIRONMENT, PGTK
+from builders.commands import ENVIRONMENT
+from builders.runs import copy_as_of
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -58,53 +59,65 @@ SMALL = (
 )
 
 
-def pgtk(folder: Path, *arguments: str) -> str:
-    """Return what a command prints."""
-    result = subprocess.run(
-        [PGTK, *arguments], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result.stdout + result.stderr
-
-
 SERVER = """
 import json, os, sys
-import builders.forked_from  # and Lightning, with torchmetrics, since the command is not loaded
-import pgtoolkit.cli
+from pgtoolkit import cli
 from builders.forked import become, forked_children
+from builders.quickened import PICTURES, quicken_hydra
 
-def run():
-    with forked_children():
-        pgtoolkit.cli.run()
+def run_here(folder, words):
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    return int(cli.main(words))
 
-for line in sys.stdin:
-    folder, sys.argv = json.loads(line)
+def run_in_fork(folder, words):
+    from pgtoolkit.assembly import train
+
+    quicken_hydra()
+    train.plot_curves = PICTURES.plot_curves
+
+    def run():
+        with forked_children():
+            cli.run()
+
     pid = os.fork()
     if pid == 0:
-        log = os.open(f"{folder}/printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        sys.argv = ["pgtk", *words]
         become([-1, log, log], folder, None, "pgtk", run)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+answers = os.fdopen(os.dup(1), "w")
+for line in sys.stdin:
+    folder, words = json.loads(line)
+    log = os.open(f"{folder}/printed", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    run = run_in_fork if "lightning" in sys.modules else run_here
+    print(run(folder, words), file=answers, flush=True)
+    os.close(log)
 """
-"""Runs commands in forks of a process that has Lightning imported, with torchmetrics."""
+"""Runs the first command itself, which imports what a command with callbacks imports, and the
+others in forks, which have those imports."""
 
 
 @pytest.fixture(scope="module")
-def forked_pgtk() -> Iterator[Callable[..., None]]:
-    """Return a function that runs a command in a folder, in a process of `SERVER`, or in several
-    for a run of several ranks."""
+def pgtk() -> Iterator[Callable[..., str]]:
+    """Return a function that runs a command in a folder, in the process of `SERVER`, and returns
+    what it prints."""
     tests = Path(__file__).parents[1]
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER],
-        env=ENVIRONMENT | {"PYTHONPATH": f"{tests}{os.pathsep}{tests}{os.pathsep}{tests.parent}"},
+        env=ENVIRONMENT | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
 
-    def run(folder: Path, *arguments: str) -> None:
-        print(json.dumps([str(folder), ["pgtk", *arguments]]), file=server.stdin, flush=True)
+    def run(folder: Path, *arguments: str) -> str:
+        print(json.dumps([str(folder), arguments]), file=server.stdin, flush=True)
         status = server.stdout.readline()
-        assert status == "0\n", (folder / "printed").read_text()
+        printed = (folder / "printed").read_text()
+        assert status == "0\n", printed
+        return printed
 
     yield run
     server.stdin.close()
@@ -122,7 +135,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch(folder):
+def test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch(folder, pgtk):
     early = "lightning.pytorch.callbacks.EarlyStopping"
     (folder / "conf" / "callbacks").mkdir(parents=True)
     (folder / "conf" / "callbacks" / "all.yaml").write_text(
@@ -162,26 +175,25 @@ def test_early_stopping_ends_a_run_of_constant_rewards_at_its_fourth_batch(folde
 
 
 @pytest.mark.slow
-def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(
-    folder, forked_pgtk
-):
+def test_a_callback_of_the_users_own_sees_epochs_of_batches_and_keeps_its_state(folder, pgtk):
     tell = ("callbacks.tell._target_=mine.Tell", "callbacks.tell.file=told")
-    forked_pgtk(folder, "hydra.run.dir=whole", *SMALL, *tell, "trainer.max_steps=12")
-    whole = (folder / "told").read_text()
-    assert [json.loads(line) for line in whole.splitlines()] == [[1, 0, 4], [2, 1, 8], [3, 2, 12]]
+    saved = ("trainer.checkpoint_every=4", "trainer.keep_checkpoints=99")
+    pgtk(folder, "hydra.run.dir=whole", *SMALL, *tell, *saved, "trainer.max_steps=12")
+    whole = (folder / "told").read_text().splitlines()
+    assert [json.loads(line) for line in whole] == [[1, 0, 4], [2, 1, 8], [3, 2, 12]]
     (folder / "told").unlink()
-    command = ("hydra.run.dir=run", *SMALL, *tell, "trainer.max_steps=4")
-    forked_pgtk(folder, *command)
-    forked_pgtk(folder, "resume", "run", "trainer.max_steps=12")
-    assert (folder / "told").read_text() == whole
+    copy_as_of(folder / "whole", 4, folder / "run")
+    pgtk(folder, "resume", "run")
+    assert (folder / "told").read_text().splitlines() == whole[1:]
     rows = [(folder / run / "metrics.jsonl").read_text().splitlines() for run in ("whole", "run")]
     losses = [[json.loads(row)["loss"] for row in of_run] for of_run in rows]
+    assert len(losses[0]) == 12
     assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
-def test_each_of_two_ranks_has_the_callbacks_and_the_first_the_loggers(folder, forked_pgtk):
-    forked_pgtk(
+def test_each_of_two_ranks_has_the_callbacks_and_the_first_the_loggers(folder, pgtk):
+    pgtk(
         folder,
         "hydra.run.dir=run",
         *SMALL,
