@@ -78,7 +78,7 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along one of AXES."""
-        return 1 if self.mesh is None else self.mesh[axis].size()
+        return 1 if self.mesh is None else self.mesh.size(AXES.index(axis))
 
     def rank_in(self, axis: str) -> int:
         """Return this process's place along one of AXES."""

@@ -1,7 +1,7 @@
 """A small server with as much of vLLM's protocol as pgtk uses, around a real model, with faults.
 
-    python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT
-    [options of vLLM]
+    python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] [--together COUNT] serve
+    FOLDER --port PORT [options of vLLM]
 
 pgtk starts this program as it starts vLLM (`sampler.executable`). It is as strict as vLLM: it
 refuses, in vLLM's words, unknown options, a folder without config.json, weights that are missing or
@@ -9,8 +9,9 @@ that the model does not have, and requests longer than the model's context. Like
 process, whose process id it prints.
 
 --marks: the file in which it notes how it was started, and each call; PORT in the name stands for
-its port. --fault begins after --after calls for completions. `POST /fault {"name": ..., "after":
-...}` sets another one.
+its port. --together: it is up once this file has the starts of so many servers, or of a multiple of
+that. --fault begins after --after calls for completions. `POST /fault {"name": ..., "after": ...}`
+sets another one.
 """
 
 from __future__ import annotations
@@ -409,11 +410,17 @@ def mark(options: argparse.Namespace, line: str) -> None:
             file.write(f"{line}\n")
 
 
+def num_started(options: argparse.Namespace) -> int:
+    lines = Path(options.marks).read_text().splitlines()
+    return sum(line.startswith("start ") for line in lines)
+
+
 def main(handler: type[Handler] = Handler) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault")
     parser.add_argument("--after", type=int, default=0)
     parser.add_argument("--marks")
+    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("command", choices=["serve"])
     parser.add_argument("folder")
     parser.add_argument("--port", type=int)
@@ -454,6 +461,8 @@ def main(handler: type[Handler] = Handler) -> None:
     engine = Engine(options)
     server = ThreadingHTTPServer(("127.0.0.1", options.port), handler)
     server.engine = engine
+    while options.together > 1 and num_started(options) % options.together:
+        time.sleep(0.02)
     mark(options, "up")
     server.serve_forever()
 

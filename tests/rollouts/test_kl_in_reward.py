@@ -188,7 +188,11 @@ def test_the_distance_of_the_policy_from_itself_is_exactly_0(more):
 def test_the_penalty_is_the_same_on_two_ranks(tmp_path, models):
     policy_path, reference_path = models
     settings = with_model(
-        policy_path, *IN_REWARD, f"kl.reference={reference_path}", "trainer.max_steps=3"
+        policy_path,
+        *IN_REWARD,
+        f"kl.reference={reference_path}",
+        "trainer.max_steps=3",
+        "trainer.checkpoint_every=3",
     )
     sharded = [*settings, "parallelism.shard=true"]
     two_ranks = run_on_ranks(tmp_path / "two ranks", sharded, data_parallel=2)

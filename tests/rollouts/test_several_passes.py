@@ -563,6 +563,7 @@ def test_a_loss_of_groups_is_that_of_loops_in_each_pass(loss, formula):
 )
 def test_ranks_make_the_same_passes(tmp_path, settings):
     passes = ("rollout.passes=3", "rollout.pass_order=shuffled", "optimizer.learning_rate=0.02")
+    passes += ("trainer.checkpoint_every=6",)
     runs = [
         run_on_ranks(tmp_path / f"on {ranks}", [*SHORT, *passes, *settings], **sizes)
         for ranks, sizes in ((1, {}), (2, {"data_parallel": 2}))

@@ -210,7 +210,7 @@ def test_the_gradient_of_sampled_completions_is_that_of_the_finished_ones():
 
 
 def test_two_ranks_mask_the_same_completions_as_one(tmp_path):
-    settings = [*SHORT, "loss=gspo", MASK, "trainer.max_steps=3"]
+    settings = [*SHORT, "loss=gspo", MASK, "trainer.max_steps=3", "trainer.checkpoint_every=3"]
     single = metrics_of(run_on_ranks(tmp_path / "single", settings))
     two_ranks = metrics_of(run_on_ranks(tmp_path / "two ranks", settings, data_parallel=2))
     for row, expected in zip(two_ranks, single, strict=True):

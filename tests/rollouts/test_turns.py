@@ -365,7 +365,7 @@ def test_pgtk_tokens_makes_a_step_of_conversations_again(run_of):
 def test_ranks_train_conversations_as_one_process_does(
     run_of, tmp_path, overrides, ranks, of_ranks
 ):
-    settings = [*CONVERSATION, *overrides, *of_ranks]
+    settings = [*CONVERSATION, *overrides, *of_ranks, "trainer.checkpoint_every=2"]
     on_ranks = run_on_ranks(tmp_path / "run", settings, **ranks)
     single = run_of(*overrides)
     assert_runs_close(on_ranks, single, 1e-6)

@@ -167,8 +167,9 @@ def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
 
 @pytest.mark.slow
 def test_each_rank_has_its_own_process(tmp_path):
+    once = "trainer.checkpoint_every=6"
     for name, settings in (("lag", LAG), ("copy", (*COPY, "sampler.processes=2"))):
-        run_on_ranks(tmp_path / name, [*SHORT, *settings], data_parallel=2)
+        run_on_ranks(tmp_path / name, [*SHORT, *settings, once], data_parallel=2)
     assert len([*(tmp_path / "copy").glob("sampler*.log")]) == 2
     assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
 

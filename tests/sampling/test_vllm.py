@@ -465,14 +465,14 @@ def test_a_server_is_started_with_the_options_and_variables_of_the_configuration
 
 
 @pytest.mark.slow
-@pytest.mark.starts_python  # a forked one is up before the next one starts
 def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
-    """A server of vLLM counts all memory that is taken while it measures its need. A variable that
-    the user has set keeps its value."""
+    """A server of vLLM counts all memory that is taken while it measures its need. Here a server is
+    up once that of the other GPU has started, too. A variable that the user has set keeps its
+    value."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     overrides = (
-        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        f"sampler.executable={COMMAND} --marks {tmp_path}/marks --together 2",
         "sampler.gpus=[1,2]",
         "sampler.servers_per_gpu=2",
     )

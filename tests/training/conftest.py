@@ -22,7 +22,8 @@ def copied(short, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory) -> list[str]:
-    """Record the rollouts of a short run, and return settings to train on them."""
+    """Record the rollouts of a short run, and return settings to train three steps on them, with a
+    checkpoint at the end."""
     folder = tmp_path_factory.mktemp("recorded")
     run(folder / "run", f"rollout.save_path={folder / 'rollouts'}", "trainer.max_steps=4")
     return [
@@ -30,4 +31,5 @@ def recorded(tmp_path_factory) -> list[str]:
         "rollout=recorded",
         f"rollout.path={folder / 'rollouts'}",
         "trainer.max_steps=3",
+        "trainer.checkpoint_every=3",
     ]

@@ -403,8 +403,9 @@ def test_ranks_train_the_critic_as_one_process_does_and_resume(tmp_path):
         *with_model(path, *GAE, "trainer.max_steps=3", "critic.learning_rate=0.01")
     )
     sharded = [*settings, "parallelism.shard=true"]
+    once = "trainer.checkpoint_every=3"
     on_ranks = run_on_ranks(tmp_path / "ranks", sharded, data_parallel=2)
-    in_one_process = run_on_ranks(tmp_path / "one", settings)
+    in_one_process = run_on_ranks(tmp_path / "one", [*settings, once])
     assert_runs_close(on_ranks, in_one_process, 2e-5)
     expected = checkpoint_of(in_one_process, 3)["critic"]
     divided = checkpoint_of(on_ranks, 3)["critic"]

@@ -253,16 +253,23 @@ def test_ranks_train_adapters_as_one_process_does_and_continue_its_run(
     """Three steps on recorded rollouts, and the last two of them from the checkpoint of one
     process."""
     settings = with_model(
-        base, "aggregation=constant", "aggregation.divisor=4", *LORA, *changes, of=recorded
+        base,
+        "aggregation=constant",
+        "aggregation.divisor=4",
+        "trainer.checkpoint_every=1",
+        *LORA,
+        *changes,
+        of=recorded,
     )
     of_one_process = [setting for setting in settings if "shard" not in setting]
     in_one_process = run_on_ranks(tmp_path / "one", of_one_process)
     assert [row["grad_norm"] > 1e-4 for row in metrics_of(in_one_process)] == [True] * 3
     tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4
-    on_ranks = run_on_ranks(tmp_path / "ranks", settings, **sizes)
+    ends = "trainer.checkpoint_every=3"
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, ends], **sizes)
     assert_runs_close(on_ranks, in_one_process, tolerance)
     resumed = copy_as_of(in_one_process, 1, tmp_path / "resumed")
-    run_on_ranks(resumed, settings, resume=True, **sizes)
+    run_on_ranks(resumed, [*settings, ends], resume=True, **sizes)
     assert_runs_close(resumed, in_one_process, tolerance)
 
     before = checkpoint_of(resumed, 3)

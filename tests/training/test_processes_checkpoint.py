@@ -38,7 +38,7 @@ from pgtoolkit.training.checkpoint import (
 
 pytestmark = pytest.mark.slow  # ranks are processes
 
-SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
+SETTINGS = ["aggregation=constant", "aggregation.divisor=4", "trainer.checkpoint_every=1"]
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.training.checkpoint import list_checkpoints, read_checkpoint
 
 pytestmark = pytest.mark.slow  # ranks are processes
 
@@ -72,6 +73,7 @@ STAGES = (
 )
 SMALLER = [*SHORT, "model.num_layers=1", "trainer.max_steps=4"]
 """Two batches of two steps."""
+EACH_BATCH = "trainer.checkpoint_every=2"
 REQUESTS = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
 
 
@@ -155,7 +157,7 @@ def run_of_one_process(tmp_path_factory) -> Callable[..., Path]:
 
     @functools.cache
     def run(*settings: str) -> Path:
-        settings = last_of_each_key(*SMALLER, *settings)
+        settings = last_of_each_key(*SMALLER, *settings, EACH_BATCH)
         return run_on_ranks(tmp_path_factory.mktemp("one") / "run", settings)
 
     return run
@@ -168,11 +170,8 @@ def evaluations_without_clock(folder: Path) -> list[dict]:
 def sampled_batches(folder: Path) -> list[list]:
     """Return the tokens of the documents of each checkpoint, in use and sampled ahead."""
     return [
-        [
-            document["tokens"]
-            for document in checkpoint_of(folder, row["step"])["data"]["source"]["documents"]
-        ]
-        for row in metrics_of(folder)
+        [document["tokens"] for document in read_checkpoint(path)["data"]["source"]["documents"]]
+        for path in list_checkpoints(folder / "checkpoints")
     ]
 
 
@@ -204,7 +203,7 @@ RUNS = {
 def test_any_number_of_ranks_makes_the_run_of_one_process(
     tmp_path, run_of_one_process, sizes, division, settings
 ):
-    divided = last_of_each_key(*SMALLER, *settings, *division)
+    divided = last_of_each_key(*SMALLER, *settings, *division, EACH_BATCH)
     on_ranks = run_on_ranks(tmp_path / "run", divided, **sizes)
     assert_drawn_alike(on_ranks, run_of_one_process(*settings))
 

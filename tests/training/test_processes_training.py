@@ -73,6 +73,7 @@ def test_ranks_whose_completions_share_prompts_train_as_one_process_without(tmp_
         *SHORT,
         *("trainer.max_steps=3", "advantage=gae", "rollout.passes=2", "kl=k3"),
         *("kl.place=reward", "kl.reference=initial", "kl.coefficient=0.1"),
+        "trainer.checkpoint_every=3",
     ]
     sharing = ["model.share_prompts=true", f"parallelism.shard={shard}"]
     on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *sharing], data_parallel=2)

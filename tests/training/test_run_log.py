@@ -2,17 +2,17 @@
 does not take the log hides no error."""
 
 import contextlib
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+from builders.processes import ForkedProcess
 
 from pgtoolkit.errors import StorageError
 from pgtoolkit.training.run_log import log, logging_to
 
 SCRIPT = """
-import io, logging, logging.config, os, sys
+import io, logging, logging.config, os, sys, warnings
 from pathlib import Path
 from pgtoolkit.system.report import say
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
@@ -51,6 +51,8 @@ CHANGES = {
     "closed stderr": lambda: close(sys.stderr),
     "all closed": lambda: close(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__),
 }
+# From Python 3.12 on a fork beside threads, of which PyTorch has some, is warned of.
+warnings.simplefilter("ignore", DeprecationWarning)
 for name, change in CHANGES.items():
     if os.fork() == 0:
         os.dup2(os.open(f"{name}.out", os.O_CREAT | os.O_WRONLY), 1)
@@ -67,7 +69,7 @@ for name, change in CHANGES.items():
             os.write(1, b"written\\n")
         flush_streams()
         os._exit(0)
-    print(name, os.waitstatus_to_exitcode(os.wait()[1]))
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
@@ -76,13 +78,11 @@ def outcomes(tmp_path_factory) -> tuple:
     """Return the folder in which each change of SCRIPT has left what it printed, and the statuses
     of their processes."""
     folder = tmp_path_factory.mktemp("changes")
-    # From Python 3.12 on a fork beside threads, of which PyTorch has some, is warned of.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stderr == ""
-    return folder, done.stdout.splitlines()
+    (folder / "script.py").write_text(SCRIPT)
+    log = folder / "statuses"
+    process = ForkedProcess([], folder, dict(os.environ), log, str(folder / "script.py"))
+    assert process.wait(120) == 0, log.read_text()
+    return folder, log.read_text().splitlines()
 
 
 def test_no_change_of_logging_or_streams_makes_a_run_mute(outcomes):
