@@ -20,6 +20,7 @@ from builders.quickened import (
     quicken_hydra,
     quicken_interpreter,
     quicken_processes,
+    quicken_stores,
 )
 
 import pgtoolkit.launch  # noqa: F401  (Lightning is then imported as for the command)
@@ -32,6 +33,7 @@ quicken_processes()
 quicken_git()
 quicken_hydra()
 quicken_compositions()
+quicken_stores()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     quicken_interpreter()

@@ -23,7 +23,12 @@ from pgtoolkit.config import hydra_keys, refusals, refused_keys
 from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
-from pgtoolkit.config.hydra_files import compose_choices, compose_files, register
+from pgtoolkit.config.hydra_files import (
+    compose_choices,
+    compose_files,
+    hydra_without_files,
+    register,
+)
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named, switched_off
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.meant_keys import option_meant
@@ -362,9 +367,9 @@ def _compose_files(
     """
     try:
         config, problems = compose_files(choices, sweep_file)
-        hydra_without_files = None
+        without_files = None
         if own_folder() or sweep_file:
-            hydra_without_files = compose_choices(_hydra_choices(config, choices)).hydra
+            without_files = hydra_without_files(_hydra_choices(config, choices))
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]
     except RefusedFilesError as error:
@@ -378,7 +383,7 @@ def _compose_files(
     incomplete = refusals.incomplete(config)
     if incomplete:
         return None, problems or incomplete
-    return config, [*problems, *hydra_keys.set_by_files(config.hydra, hydra_without_files)]
+    return config, [*problems, *hydra_keys.set_by_files(config.hydra, without_files)]
 
 
 def _hydra_choices(config: DictConfig, choices: list[str]) -> list[str]:

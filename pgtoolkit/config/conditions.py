@@ -24,9 +24,15 @@ def holds(condition: str, config: object) -> bool:
     and ` or `, of which ` and ` binds more tightly.
     """
     return any(
-        all(_holds(single, config) for single in alternative.split(" and "))
-        for alternative in condition.split(" or ")
+        all(_holds(single, config) for single in alternative)
+        for alternative in _alternatives(condition)
     )
+
+
+@functools.cache
+def _alternatives(condition: str) -> list[list[str]]:
+    """Return the parts that ` or ` joins, each as those that ` and ` joins."""
+    return [alternative.split(" and ") for alternative in condition.split(" or ")]
 
 
 def singles(condition: str) -> list[str]:

@@ -70,6 +70,14 @@ def compose_files(
     return copy.deepcopy(_compose_declared(tuple(choices))), []
 
 
+def hydra_without_files(choices: list[str]) -> DictConfig:
+    """Return the node `hydra` of our options alone, which nobody changes.
+
+    choices: of Hydra's own groups.
+    """
+    return _compose_declared(tuple(choices)).hydra
+
+
 def forget_files() -> None:
     """Read all files anew from here on that are written by hand: in a process that lives long they
     may have changed."""

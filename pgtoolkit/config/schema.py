@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -214,6 +215,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
 `Config`."""
 
 
+@functools.cache
 def default_options() -> dict[str, str]:
     """Return the default option of each group, in the order of `Config`."""
     return {

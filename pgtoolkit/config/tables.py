@@ -5,6 +5,7 @@ A mark is a pair of comments, `<!-- NAME -->` and `<!-- end -->`, with the table
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -36,6 +37,7 @@ Table = list[Sequence[str]]
 """Rows of cells; the first row has the heads of the columns."""
 
 
+@functools.cache
 def tables() -> dict[str, Table]:
     """Return every table by its mark."""
     return {
@@ -198,13 +200,11 @@ def _without_equal(block: JsonObject, of_all: Iterable[str]) -> str:
     """
     names = [_short(name) for name, _ in flat(block.get("keys", {}))]
     others = {_short(name) for name in of_all}.difference(names)
+    incomplete = {section for name in others for section in _sections(name)}
     parts = [f"`{_short(section)}`" for section in block.get("sections", [])]
     leaves: dict[str, list[str]] = {}
     for name in names:
-        sections = [name[: dot.start()] for dot in re.finditer(r"\.", name)]
-        complete = [
-            part for part in sections if not any(key.startswith(f"{part}.") for key in others)
-        ]
+        complete = [section for section in _sections(name) if section not in incomplete]
         if complete:
             parts.append(f"`{complete[0]}.*`")
         else:
@@ -222,6 +222,11 @@ def _without_equal(block: JsonObject, of_all: Iterable[str]) -> str:
             listed = ", ".join(f"`{section}`" for section in sections)
             parts.append(f"{listed}: {', '.join(of)}")
     return "; ".join(dict.fromkeys(parts))
+
+
+def _sections(name: str) -> list[str]:
+    """Return the sections that a key lies in, the outermost first."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def _short(name: str) -> str:

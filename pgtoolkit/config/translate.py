@@ -88,9 +88,9 @@ class Translation:
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:
         """List keys with a reason. changed: only those with another value than their default."""
-        defaults = {name: other.default for name, other in self.theirs.table.rows.items()}
+        rows = self.theirs.table.rows
         for name in names:
-            default = self._values.resolved(name, defaults.get(name))
+            default = self._values.resolved(name, rows[name].default if name in rows else None)
             if not changed or text(self._values.of[name]) != text(default):
                 self.left.append((self.shown(name), reason, row))
 

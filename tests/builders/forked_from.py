@@ -17,6 +17,7 @@ from builders.quickened import (
     quicken_git,
     quicken_hydra,
     quicken_processes,
+    quicken_stores,
 )
 from pgtoolkit.assembly import train
 from pgtoolkit.config.files import options
@@ -29,6 +30,7 @@ quicken_processes()
 quicken_git()
 quicken_hydra()
 quicken_compositions()
+quicken_stores()
 for name in options()["advantage"]:  # the group with the most options: all compositions are made
     compose_choices([f"advantage={name}"])
 provenance._packages()

@@ -4,11 +4,14 @@ tests/conftest.py calls these functions, and so does the server that forks proce
 where they do nothing if it is a fork of that process itself.
 """
 
+import contextlib
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import os
+import sqlite3
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import tqdm
 
 from pgtoolkit.runs import provenance
 from pgtoolkit.system.plain_files import replacing
-from pgtoolkit.tracking import curves
+from pgtoolkit.tracking import curves, store
 
 
 @functools.cache
@@ -69,13 +72,16 @@ def quicken_git():
 
 @functools.cache
 def quicken_hydra():
-    """Parse the files of conf/ once, not at every composition, which is half of its time.
+    """Parse the files of conf/ and of Hydra once, not at every composition, which is half of its
+    time, and make our schemas once.
 
-    Interpolations are parsed once, too. The map for interpolations is made only where a default has
-    an interpolation. Nodes, and what is known of them, are copied by their fields.
+    Interpolations are parsed once, too, and what a package has is looked up once. The map for
+    interpolations is made only where a default has an interpolation. Nodes, and what is known of
+    them, are copied by their fields.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
+    from hydra._internal.core_plugins import importlib_resources_config_source as of_packages
     from omegaconf import DictConfig, ListConfig, ValueNode, base, grammar_parser
     from omegaconf.base import Box, Metadata
 
@@ -125,9 +131,11 @@ def quicken_hydra():
 
     def load_config(repository, config_path):
         source = repository._find_object_source(config_path, ObjectType.CONFIG)
-        is_shipped = source is not None and source.path == shipped
+        place = None if source is None else source.path
+        is_schema = place == "" and "schema" in config_path
         # What experiments set is compared with the chosen options as they are read.
-        if not is_shipped or config_path.startswith(("experiment/", "debug/")):
+        is_shipped = place == shipped and not config_path.startswith(("experiment/", "debug/"))
+        if not (is_schema or is_shipped or place == "hydra.conf"):
             return load(repository, config_path)
         if config_path not in parsed:
             parsed[config_path] = load(repository, config_path)
@@ -138,6 +146,19 @@ def quicken_hydra():
             return make_map(overrides, defaults, self_added)
         return None
 
+    def looked_up_once(look_up):
+        found = functools.cache(lambda place, name: look_up(sources[place], name))
+        sources = {}
+
+        def answer(source, config_path):
+            sources[source.path] = source
+            return found(source.path, config_path)
+
+        return answer
+
+    packages = of_packages.ImportlibResourcesConfigSource
+    packages.is_config = looked_up_once(packages.is_config)
+    packages.is_group = looked_up_once(packages.is_group)
     Metadata.__deepcopy__ = copied_metadata
     for kind in ValueNode.__subclasses__():
         kind.__deepcopy__ = copied_node
@@ -185,6 +206,42 @@ def quicken_compositions():
         return compose(tuple(choices))
 
     hydra_files._compose_declared = compose_together
+
+
+@functools.cache
+def quicken_stores():
+    """Have MLflow make its tables only once in a process, and copy them into each further store of
+    SQLite: it makes old ones and changes them in dozens of steps, which takes half a second."""
+    importing = store.importing_mlflow
+    tables = []
+
+    def make_tables(engine, make, is_empty):
+        if engine.dialect.name != "sqlite" or not is_empty(engine):
+            make(engine)
+            return
+        if not tables:
+            make(engine)
+        with contextlib.closing(engine.raw_connection()) as connection:
+            if not tables:
+                tables.append(connection.driver_connection.serialize())
+                return
+            with contextlib.closing(sqlite3.connect(":memory:")) as made:
+                made.deserialize(tables[0])
+                made.backup(connection.driver_connection)
+
+    @functools.cache
+    def replace_in(utils):
+        utils._initialize_tables = functools.partial(
+            make_tables, make=utils._initialize_tables, is_empty=utils._is_empty_database
+        )
+
+    @contextlib.contextmanager
+    def importing_mlflow():
+        with importing():
+            replace_in(importlib.import_module("mlflow.store.db.utils"))
+            yield
+
+    store.importing_mlflow = importing_mlflow
 
 
 class Pictures:

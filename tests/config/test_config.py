@@ -229,9 +229,10 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path, monkeypatch):
 
 
 def test_conf_and_tables_of_docs_are_written_from_declarations():
-    for file, text in files().items():
+    texts = files()
+    for file, text in texts.items():
         assert file.read_text() == text, f"{file}: python -m pgtoolkit.config.pages writes it anew"
-    written = {file for file in files() if file.suffix == ".yaml"}
+    written = {file for file in texts if file.suffix == ".yaml"}
     by_hand = {
         file
         for group in ("experiment", "debug")

@@ -71,6 +71,7 @@ def ray_head() -> Iterator[psutil.Process]:
         "--num-cpus=2",
     ]
     command += ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
+    command += ["--no-monitor", "--include-log-monitor=false"]  # each is a further Python
     lock = (Path(tempfile.gettempdir()) / "pgtk-tests-ray.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)  # "auto" would find the head of another worker of pytest
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -7,8 +7,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 
 import pytest
 from builders.commands import ENVIRONMENT, wait_until
@@ -120,10 +118,20 @@ def test_continue_changes_nothing_of_a_run_that_is_done_or_has_another_configura
 
 
 DISK_FILLED_AT_STEP_2 = """
-import sys
+import ctypes, os, subprocess, sys
 from pathlib import Path
 from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
+
+folder, *words = sys.argv[1:]
+user = os.getuid()
+# Namespaces of its own for users and file systems, in which this process may mount one.
+if ctypes.CDLL(None).unshare(0x10020000) != 0:
+    sys.exit(77)
+Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder]).returncode:
+    sys.exit(77)
+os.chdir(folder)
 
 written = RunDirectory.append_metrics
 
@@ -139,31 +147,29 @@ def append_metrics(self, step, metrics):
                 pass
 
 RunDirectory.append_metrics = append_metrics
-sys.exit(main(sys.argv[1:]))
+status = main(words)
+print(Path("run/status.json").read_text())
+sys.exit(status)
 """
 
 
 @pytest.mark.slow
 def test_the_status_of_a_run_on_a_full_disk_is_failed(tmp_path):
-    mount = f"mount -t tmpfs -o size=3m none {tmp_path} && cd {tmp_path} && "
-    if subprocess.run(
-        ["unshare", "-rm", "sh", "-c", f"{mount} true"], capture_output=True
-    ).returncode:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(DISK_FILLED_AT_STEP_2)
+    printed = tmp_path / "printed"
+    overrides = last_of_each_key(*SHORT, "trainer.keep_checkpoints=1")
+    words = [str(disk), *overrides, "hydra.run.dir=run"]
+    exit_status = ForkedProcess(words, tmp_path, ENVIRONMENT, printed, str(program)).wait(120)
+    if exit_status == 77:
         pytest.skip("no file system can be mounted here")
-    train = [
-        sys.executable,
-        "-c",
-        DISK_FILLED_AT_STEP_2,
-        *last_of_each_key(*SHORT, "trainer.keep_checkpoints=1"),
-        "hydra.run.dir=run",
-    ]
-    script = f'{mount} "$@"; status=$?; cat run/status.json; exit $status'
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script, "sh", *train], capture_output=True, text=True
-    )
-    assert done.returncode == 6, done.stderr
-    assert "No space left on device" in done.stderr
-    status = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
+    shown = printed.read_text()
+    assert exit_status == 6, shown
+    assert "pgtk: error: " in shown
+    assert "No space left on device" in shown
+    status = json.loads(shown[shown.rindex("\n{\n") :])
     assert status["state"] == "failed"
     assert "No space left on device" in status["reason"]
 

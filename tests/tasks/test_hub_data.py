@@ -5,24 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("datasets")
 NAME = "openai/gsm8k"
-WRITE = """
-import datasets, sys
-for config in ("main", "socratic"):
-    datasets.load_dataset(sys.argv[1], config)
-"""
 
 
-@pytest.fixture(scope="module")
-def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return variables that name a cache of two configurations, each with two splits, and a hub
-    that does not answer."""
-    folder = tmp_path_factory.mktemp("hub")
-    source = folder / "gsm8k"
+def write_source(source: Path) -> None:
+    """Write the files of a data set of two configurations, each with two splits."""
     header = ["---", "configs:"]
     for config in ("main", "socratic"):
         (source / config).mkdir(parents=True)
@@ -40,22 +32,15 @@ def cache_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
             )
             header += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
     (source / "README.md").write_text("\n".join([*header, "---", ""]))
-    environment = os.environ | {
-        "HF_DATASETS_CACHE": str(folder / "cache"),
-        "HF_HOME": str(folder / "home"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-    }
-    subprocess.run(
-        [sys.executable, "-c", WRITE, str(source)], env=environment, check=True, capture_output=True
-    )
-    # The folder of a data set of the hub differs only in its name.
-    (folder / "cache" / "gsm8k").rename(folder / "cache" / "openai___gsm8k")
-    return environment
 
 
 PROGRAM = """
-import json, sys, time
+import datasets, json, os, sys, time
+for name in ("main", "socratic"):
+    datasets.load_dataset(sys.argv[2], name)
+# The folder of a data set of the hub differs only in its name.
+cache = os.environ["HF_DATASETS_CACHE"]
+os.rename(f"{cache}/gsm8k", f"{cache}/openai___gsm8k")
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import PgtoolkitError
@@ -133,18 +118,25 @@ def overrides_of(config: str, split: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    cache_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, ...], list]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], list]:
     """Return (path, problems, rows) for all cases, by their overrides.
 
-    One process reads them all, from an empty directory, without the network and with the cache.
+    One process writes the cache, and reads them all from an empty directory, with a hub that does
+    not answer.
     """
+    folder = tmp_path_factory.mktemp("hub")
+    write_source(folder / "gsm8k")
+    environment = os.environ | {
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
     cases = [overrides_of(config, split) for config, split, _ in READ]
     cases += [overrides for overrides, _ in REFUSED]
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(cases)],
-        env=cache_environment,
+        [sys.executable, "-c", PROGRAM, json.dumps(cases), str(folder / "gsm8k")],
+        env=environment,
         cwd=tmp_path_factory.mktemp("empty"),
         capture_output=True,
         text=True,

@@ -103,7 +103,7 @@ def test_a_further_question_does_not_end_a_working_process(make_verifiers):
 @pytest.mark.slow
 def test_a_verifier_that_hangs_gives_no_score(make_verifiers):
     late = Failure(TIMEOUT, "gave no answer within task.verifier_seconds=2")
-    answers = make_verifiers(1, 2.0).answers(questions("a", "spin", "b", "spin", "c"))
+    answers = make_verifiers(1, 2.0).answers(questions("a", "block", "b", "block", "c"))
     assert answers == [1.0, late, 1.0, late, 1.0]
 
 
@@ -118,14 +118,14 @@ def test_a_verifier_that_ends_its_process_gives_no_score(make_verifiers, verb, s
 def test_the_first_call_of_a_process_has_the_time_of_a_start(make_verifiers, monkeypatch):
     """It may import large modules; beyond the time of a start it is a failure too."""
     verifiers = make_verifiers(1, 0.5)
-    assert verifiers.answers(questions("cold 2", "cold 2", "spin", "cold 2")) == [
+    assert verifiers.answers(questions("cold 2", "cold 2", "block", "cold 2")) == [
         1.0,
         1.0,
         Failure(TIMEOUT, "gave no answer within task.verifier_seconds=0.5"),
         1.0,  # from a new process, whose first call this is
     ]
     monkeypatch.setattr(process_pool, "START_SECONDS", 4)
-    assert make_verifiers(1, 0.5).answers(questions("spin")) == [
+    assert make_verifiers(1, 0.5).answers(questions("block")) == [
         Failure(TIMEOUT, "gave no answer within the 4 seconds that the first call of a process has")
     ]
 
@@ -215,7 +215,7 @@ texts = (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")
 verifiers.answers([Question(0, text, "", "it") for text in texts])
 print(*(worker.process.pid for worker in verifiers._workers), flush=True)
 if sys.argv[1].startswith("busy"):
-    texts = ("spin", f"child {sys.argv[2]}", "sleep 600")
+    texts = ("block", f"child {sys.argv[2]}", "sleep 600")
     verifiers.answers([Question(0, text, "", "it") for text in texts])
 """
 
@@ -225,7 +225,7 @@ if sys.argv[1].startswith("busy"):
     [("busy", 9), ("busy", 2), ("idle", None)],  # None: it ends by itself
 )
 def test_no_process_outlives_the_training_process(tmp_path, state, number):
-    """Also if it is killed while verifiers spin in C and have child processes."""
+    """Also if it is killed while verifiers block in C and have child processes."""
     arguments = [
         sys.executable,
         "-c",

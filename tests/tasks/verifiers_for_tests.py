@@ -27,6 +27,18 @@ def silent(completion: str, answer: str) -> None:
     return None
 
 
+def block() -> None:
+    """Wait in C without end, with the interpreter's lock held, so that no signal handler and no
+    other thread runs.
+
+    It locks a mutex twice, since a signal would end a sleep.
+    """
+    mutex = ctypes.create_string_buffer(64)  # of zeros, as PTHREAD_MUTEX_INITIALIZER
+    library = ctypes.PyDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
 is_warm = False
 
 
@@ -42,9 +54,8 @@ def scripted(completion: str, answer: str) -> float | None:
         return None
     elif verb == "nan":
         return float("nan")
-    elif verb == "spin":
-        # In C with the interpreter's lock held: no signal handler and no other thread runs.
-        sum(range(10**12))
+    elif verb == "block":
+        block()
     elif verb == "crash":
         ctypes.string_at(0)
     elif verb == "exit":
@@ -61,7 +72,7 @@ def scripted(completion: str, answer: str) -> float | None:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(rest, "w") as file:
             file.write(f"{os.getpid()} {child.pid}")
-        sum(range(10**12))
+        block()
     elif verb == "leave":
         # A process in a new session, whose parent has ended.
         started = "setsid sleep 600 > /dev/null 2>&1 & echo $!"

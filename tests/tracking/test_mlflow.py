@@ -356,25 +356,63 @@ def start_server(store: str, port: int) -> subprocess.Popen:
     raise AssertionError("mlflow server did not come up")
 
 
-def kill_server(server: subprocess.Popen) -> None:
-    os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
+class Way:
+    """The way to a server: its own port, which nobody listens to while the way is closed.
+
+    It stands for the start of a further server after each outage, which would take seconds.
+    """
+
+    def __init__(self, port_of_server: int):
+        self.port = free_port()
+        self._port_of_server = port_of_server
+        self.open()
+
+    def open(self) -> None:
+        self._clients: list[socket.socket] = []
+        self._listening = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse connections from here on, and end those that there are."""
+        self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+        self._listening.close()
+        for client in self._clients:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listening.accept()
+                self._clients.append(client)
+                server = socket.create_connection(("127.0.0.1", self._port_of_server))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, sender: socket.socket, receiver: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := sender.recv(1 << 16):
+                receiver.sendall(data)
+        with contextlib.suppress(OSError):
+            receiver.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.slow
 def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, caplog):
     open_store(uri, "tests")  # by this process, so that artifacts do not pass through the server
-    port = free_port()
-    server = start_server(uri, port)
+    port_of_server = free_port()
+    server = start_server(uri, port_of_server)
+    way = Way(port_of_server)
+    port = way.port
     try:
         append_steps(run, 1, 300)  # more than MLflow takes in one call
         tracker = start_tracker(f"http://127.0.0.1:{port}", run)
         append_steps(run, 301, 310, pause=0.1)
-        kill_server(server)
+        way.close()
         began = time.monotonic()
         append_steps(run, 311, 320, pause=0.2)
         assert time.monotonic() - began < 5
-        server = start_server(uri, port)
+        way.open()
         append_steps(run, 321, 330)
         tracker.finish("done")
         assert metric_history(uri, tracker.info["run_id"]) == [
@@ -385,7 +423,9 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
         tracker = start_tracker(f"http://127.0.0.1:{port}", run)
         append_steps(run, 331, 332)
     finally:
-        kill_server(server)
+        way.close()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
     assert tracker.finish("interrupted") == ["metrics", "the end of the run"]
     run.set_status("interrupted", 332, "SIGTERM")
     run.close()

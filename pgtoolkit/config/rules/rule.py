@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
@@ -45,6 +46,7 @@ class Rule:
         )
 
 
+@functools.cache
 def _by_keys(condition: str) -> str:
     """Return a condition with the keys that name options in the place of their groups."""
     words = ""
