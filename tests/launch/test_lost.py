@@ -124,11 +124,13 @@ from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
 
 folder, *words = sys.argv[1:]
-user = os.getuid()
+user, group = os.getuid(), os.getgid()
 # Namespaces of its own for users and file systems, in which this process may mount one.
 if ctypes.CDLL(None).unshare(0x10020000) != 0:
     sys.exit(77)
+Path("/proc/self/setgroups").write_text("deny")
 Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder]).returncode:
     sys.exit(77)
 os.chdir(folder)

@@ -5,14 +5,15 @@ import contextlib
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed.run
 from builders.commands import ENVIRONMENT
 from builders.parallel_runs import run_on_ranks
-from builders.processes import ForkedProcess, free_port
+from builders.processes import free_port
 from builders.runs import last_of_each_key, metrics_of, with_model
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND
@@ -25,6 +26,9 @@ PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
 def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
     """Train with two launchers of torchrun, one for each node, with a rank each."""
     command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
         "--nnodes=2",
         "--nproc-per-node=1",
         "--rdzv-backend=c10d",
@@ -37,14 +41,10 @@ def train_on_two_nodes(folder: Path, *overrides: str) -> Path:
         *last_of_each_key(*overrides, "parallelism.data_parallel=2"),
         f"hydra.run.dir={folder}/run",
     ]
-    logs = [folder / f"node-{number}" for number in range(2)]
-    nodes = [
-        ForkedProcess(command, folder, ENVIRONMENT, log, torch.distributed.run.__file__)
-        for log in logs
-    ]
-    statuses = [node.wait(240) for node in nodes]
-    shown = [log.read_text() for log in logs]
-    assert statuses == [0, 0], shown
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
+    shown = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], shown
     lines = [text.count("step 3/3") for text in shown]
     assert sorted(lines) == [0, 1], shown  # rank 0 alone writes them
     return folder / "run"
