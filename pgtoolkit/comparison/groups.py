@@ -162,17 +162,18 @@ def _metric(
 
     Raises ConfigError for a metric that no run has recorded.
     """
-    option = "--metric"
+    option = "--metric={}"
     measure = None
     threshold = None
     notes = []
     if reach is not None:
-        option = "--reach"
         metric, threshold = measures.parse_reach(reach)
+        option = f"--reach={{}}={threshold:g}"
     elif metric is None:
         metric, notes = chosen_metric([group.runs for group in groups], ignore_code)
     else:
         measure, metric = measures.parse_metric(metric)
+        option = f"--metric={measure}:{{}}" if measure else option
     _refuse_unknown([run for group in groups for run in group.runs], metric, option)
     return metric, measure, threshold, notes
 
@@ -204,6 +205,13 @@ def _refuse_unfit_documents(compared: Compared, margin: str) -> None:
     """Raise ConfigError for a margin below one document, or below the documents between two
     measurements."""
     metric = compared.metric
+    means = [
+        statistics.fmean(compared.spent(group, DOCUMENTS))
+        for group in compared.groups
+        if group.counted
+    ]
+    apart = max(1, ceil(compared.goal.apart))
+    use = "--margin=3%" if 0.03 * min(means) >= apart else f"--margin={apart}"
     if not margin.endswith("%") and measures.margin_of(margin) < 1:
         raise ConfigError(
             refusal(
@@ -211,24 +219,18 @@ def _refuse_unfit_documents(compared: Compared, margin: str) -> None:
                 needs="a number of documents, at least 1, or a share of the base such as 3%",
                 got=margin,
                 reason=f"What is compared is: {compared.measured}.",
-                use=f"--metric=final:{metric} for a margin of {metric}, or --margin=3%",
+                use=f"--metric=final:{metric} for a margin of {metric}, or {use}",
             )
         )
-    means = [
-        statistics.fmean(compared.spent(group, DOCUMENTS))
-        for group in compared.groups
-        if group.counted
-    ]
-    apart = compared.goal.apart
     if min(measures.margin_of(margin, mean) for mean in means) < apart:
         raise ConfigError(
             refusal(
                 setting=f"--margin={margin}",
-                needs=f"at least {apart:,.0f} documents",
+                needs=f"at least {apart:,} documents",
                 got=margin,
-                reason=f"{metric} is measured every {apart:,.0f} documents, so what it takes to "
+                reason=f"{metric} is measured every {apart:,} documents, so what it takes to "
                 "come to the threshold is known no better.",
-                use=f"--margin={ceil(apart)}, or --metric=final:{metric}",
+                use=f"{use}, or --metric=final:{metric}",
             )
         )
 
@@ -454,19 +456,22 @@ def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Ru
 
 
 def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
-    """Raise ConfigError for a metric that no run has recorded, with the nearest."""
+    """Raise ConfigError for a metric that no run has recorded, with the nearest.
+
+    option: as it is typed, with `{}` in the place of the metric.
+    """
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
     if not known:
         files = ", ".join(f"{run.path}/metrics.jsonl" for run in runs[:3])
         raise ConfigError(
-            f"{option}={metric} needs a run that has finished a step (got none). Their files of "
-            f"metrics are empty or missing: {files}. Put them back, from a backup, or "
+            f"{option.format(metric)} needs a run that has finished a step (got none). Their files "
+            f"of metrics are empty or missing: {files}. Put them back, from a backup, or "
             "use pgtk resume to train."
         )
     if metric not in known:
         near = nearest(metric, known, 0)
         raise ConfigError(
-            f"{option}={metric} needs one of {', '.join(known)}. No run has recorded it. Use "
-            f"{option}={near}."
+            f"{option.format(metric)} needs one of {', '.join(known)}. No run has recorded it. Use "
+            f"{option.format(near)}."
         )

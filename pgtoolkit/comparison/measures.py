@@ -126,13 +126,25 @@ def runs_with(metric: str | None, reach: str | None, paths: Sequence[str]) -> li
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:
-    """Return (a name in MEASURES or None, metric) of --metric=NAME, area:NAME or final:NAME."""
+    """Return (a name in MEASURES or None, metric) of --metric=NAME, area:NAME or final:NAME.
+
+    Raises ConfigError for area or final without a name.
+    """
     measure, _, name = text.partition(":")
+    if measure in MEASURES and not name:
+        needs = "the name of a metric"
+        reason = f"{measure} says what of it is compared."
+        raise ConfigError(
+            refusal(f"--metric={text}", needs, "none", reason, f"--metric={measure}:reward")
+        )
     return (measure, name) if measure in MEASURES else (None, text)
 
 
 def parse_reach(text: str) -> tuple[str, float]:
-    """Return (metric, threshold) of --reach=METRIC=VALUE. Raises ConfigError for any other text."""
+    """Return (metric, threshold) of --reach=METRIC=VALUE.
+
+    Raises ConfigError for any other text, and for a share that is always or never reached.
+    """
     metric, _, value = text.rpartition("=")
     try:
         threshold = float(value)
@@ -142,6 +154,17 @@ def parse_reach(text: str) -> tuple[str, float]:
         reason = "It is reached where the metric is at least that high."
         raise ConfigError(
             f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9."
+        )
+    if is_share(metric) and not 0 < threshold <= 1:
+        meant = threshold / 100 if 1 < threshold <= 100 else 0.9
+        raise ConfigError(
+            refusal(
+                setting=f"--reach={text}",
+                needs="a number above 0 and at most 1",
+                got=f"{threshold:g}",
+                reason=f"{metric} is a share.",
+                use=f"--reach={metric}={meant:g}",
+            )
         )
     return metric, threshold
 

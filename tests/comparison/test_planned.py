@@ -341,14 +341,25 @@ def test_page_of_a_planned_comparison_has_tests_of_difference_and_of_equality(
             ["--margin", "0.02"],
             "--margin=0.02 needs a number of documents, at least 1, or a share of the base such as "
             f"3% (got 0.02). What is compared is: Documents to {PASS} 0.612. Use "
-            f"--metric=final:{PASS} for a margin of {PASS}, or --margin=3%.",
+            f"--metric=final:{PASS} for a margin of {PASS}, or --margin=8.",
         ),
         (
             ["--margin=2", f"--metric=final:{PASS}"],
             f"--margin=2 needs a number below 1, since {PASS} is a share (got 2). Every difference "
             "would be equal within it. Use --margin=0.02.",
         ),
-        (["--metric", "area:rewrd"], "Use --metric=reward."),
+        (["--metric", "area:rewrd"], "Use --metric=area:reward."),
+        (
+            ["--metric", "final"],
+            "--metric=final needs the name of a metric (got none). final says what of it is "
+            "compared. Use --metric=final:reward.",
+        ),
+        (["--reach", "rewrd=0.5"], "Use --reach=reward=0.5."),
+        (
+            ["--reach", f"{PASS}=90"],
+            f"--reach={PASS}=90 needs a number above 0 and at most 1 (got 90). {PASS} is a share. "
+            f"Use --reach={PASS}=0.9.",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(study, capsys, arguments, expected):
