@@ -622,6 +622,23 @@ VERL = [
     ),
     ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}, {"aggregation": "sample_mean"}),
     ({f"{ACTOR}.policy_loss.loss_mode": "gpg"}, {"loss": "reinforce"}),
+    # The file of a function that the current directory has is a module.
+    (
+        {"custom_reward_function.path": "recipe/own/reward.py"},
+        {"task.verifier": "recipe.own.reward.compute_score"},
+    ),
+    (
+        {"reward.custom_reward_function.path": "own.py"}
+        | {"reward.custom_reward_function.name": "score"}
+        | {"reward.custom_reward_function.reward_kwargs.weight": 2},
+        {"task.verifier": "own.score"}
+        | {"reward.custom_reward_function.reward_kwargs.weight": "left"},
+    ),
+    (
+        {"custom_reward_function.path": "/shared/own.py"},
+        {"task.verifier": None, "custom_reward_function.path": "left"},
+    ),
+    ({}, {"task.verifier": "verl.utils.reward_score.default_compute_score"}),
     ({"algorithm.adv_estimator": "rloo"}, {"advantage": "rloo"}),
     ({"algorithm.adv_estimator": "opo"}, {"advantage": "opo"}),
     ({"algorithm.adv_estimator": "grpo_vectorized"}, {"advantage": "grpo"}),
