@@ -128,8 +128,9 @@ class Program:
             if isinstance(values, dict):
                 arguments |= {name: ast.Constant(value) for name, value in values.items()}
             else:
+                unread = ast.unparse(keyword.value)
                 code = ast.unparse(node.func)
-                self.assumed.append(f"{code} gets nothing by **{values}, known when it runs")
+                self.assumed.append(f"{code} gets nothing by **{unread}, known when it runs")
         return arguments
 
     def value(self, node: ast.AST) -> object:
@@ -139,7 +140,7 @@ class Program:
             return self._literal(node)
         except _NO_LITERAL:
             del self.assumed[known:]
-            return Unread(ast.unparse(node))
+            return Unread(ast.unparse(self._followed(node)))
 
     def _literal(self, node: ast.AST) -> Any:
         """Return what an expression stands for; raises one of _NO_LITERAL where a literal is
@@ -273,7 +274,7 @@ class Program:
                 rows["data_files"] = rows["data_files"][rows.get("split", "train")]
             return rows
         except _NO_LITERAL:
-            return Unread(ast.unparse(node))
+            return Unread(ast.unparse(self._followed(node)))
 
     def _rows(self, node: ast.AST) -> dict[str, Any]:
         match node:

@@ -249,11 +249,11 @@ args = GRPOConfig("out", per_device_train_batch_size=size(), scale_rewards="none
 GRPOTrainer(model=made, reward_funcs=my_reward, args=args, train_dataset=dataset)
 """
     side = side_of_text(tmp_path, "train.py", program.replace("EPSILON", "epsilon=0.1"))
-    (note,) = side.notes
+    of_sizes, note = side.notes
+    assert of_sizes.startswith("TRL 1.16.0: loss_type=dapo (their default): a step is divided by")
     assert note == (
         "TRL 1.16.0: made when the program runs, and no number of this step depends on it: "
-        "model=made, per_device_train_batch_size=size(), reward_funcs=my_reward, "
-        "train_dataset=load('prompts')"
+        "model=made, per_device_train_batch_size=size(), train_dataset=load('prompts')"
     )
     step = recorded()
     apart = differences(side.numbers(step), OurSide(side.as_ours, "ours").numbers(step))
