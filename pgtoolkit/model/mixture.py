@@ -207,9 +207,10 @@ def choices(model: PreTrainedModel, compute: Callable[[], object]) -> Tensor:
 
 
 def num_others(chosen: Tensor, others: Tensor) -> int:
-    """Return how many experts of `chosen` are not among `others` of the same token.
+    """Return how many choices of experts are other ones than those of the same token and router, in
+    whatever order.
 
     Both: (..., k).
     """
     is_there = (chosen[..., None] == others[..., None, :]).any(-1)
-    return int((~is_there).sum())
+    return int((~is_there).any(-1).sum())

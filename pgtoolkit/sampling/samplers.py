@@ -32,6 +32,10 @@ log = logging.getLogger("pgtoolkit")
 _ROUTED = 8
 """Completions of a run's first batch whose experts in sampling and training are compared."""
 
+_MANY_OTHERS = 0.1
+"""Share of choices of experts from which on a run warns; Qwen3-30B-A3B had it, sampled by SGLang
+and trained by Megatron (arXiv 2510.11370)."""
+
 
 class Sampler(Protocol):
     """Writes completions with the weights that were published last.
@@ -325,7 +329,7 @@ class TransformersSampler:
     def _compare_routing(
         self, prompts: list[list[int]], completions: list[Completion], routing: Routing
     ) -> None:
-        """Log how many experts of the first completions are others in training."""
+        """Log how many choices of experts for the first completions are others in training."""
         num_others_in_training = 0
         num_all = 0
         pairs = zip(prompts[:_ROUTED], completions[:_ROUTED], strict=True)
@@ -338,12 +342,18 @@ class TransformersSampler:
             compute = functools.partial(self._live.hidden_states, micro_batch)
             sampled = routing.chosen[:, row, : len(tokens)]
             num_others_in_training += num_others(sampled, choices(self._live.model, compute))
-            num_all += sampled.numel()
+            num_all += sampled.shape[:2].numel()
+        share = num_others_in_training / num_all
         log.info(
-            f"routing      {num_others_in_training / num_all:.2%} of the experts that sampling "
-            f"chose are others in training ({num_others_in_training} of {num_all}, in the first "
-            "completions)"
+            f"routing      {share:.2%} of the choices of experts are others in training than in "
+            f"sampling ({num_others_in_training} of {num_all}, in the first completions)"
         )
+        if share >= _MANY_OTHERS:
+            log.warning(
+                "note: a tenth or more of the choices of experts are others in training, as where "
+                "it became unstable in arXiv 2510.11370. Use correction=token_truncate, unless "
+                "there is a correction already: it weighs tokens by how their log-probs differ."
+            )
 
     @property
     def _drawn_by_kernel(self) -> bool:
