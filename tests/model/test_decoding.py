@@ -32,7 +32,7 @@ KINDS = {
     "qwen3": 90,
     "mistral": 90,
     "gemma3": 90,
-    "mixture_experts": 90,
+    "mixture_experts_lora": 90,
 }
 """Models, with the longest completion that is tested."""
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from builders.losses import DEVICE
 from builders.models import model_config, save_with_tokenizer, small_policy
 from builders.runs import (
     assert_equal,
@@ -33,6 +34,7 @@ from pgtoolkit.completion import Request
 from pgtoolkit.config.models import Sizes
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model import lora
 from pgtoolkit.model.architectures import has_experts
 from pgtoolkit.model.decoding import Routing
 from pgtoolkit.model.mixture import num_others
@@ -296,3 +298,31 @@ def test_on_a_gpu_experts_repeat_to_the_bit_and_are_as_near_to_float32_as_transf
     ):
         errors = [float((x.double() - exact.double()).norm()) for x in (ours, eager)]
         assert errors[0] < 1.3 * errors[1] + 1e-3 * float(exact.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [3, 8])
+def test_on_a_gpu_adapters_of_experts_repeat_to_the_bit_and_are_near_to_float32(rank):
+    """Rank 8 has the products of all experts as one kernel, rank 3 has not."""
+    torch.manual_seed(0)
+    model = small_policy("mixture_experts").model.float()
+    targets = ["gate_up_proj", "down_proj"]
+    lora.add_adapters(model, model_config("", lora_rank=rank, lora_alpha=4.0, lora_targets=targets))
+    experts = model.model.layers[0].mlp.experts.to(DEVICE)
+    for weight in experts.parameters():
+        weight.data += 0.2 * torch.randn_like(weight)
+    tokens = torch.randn(3000, 16, device=DEVICE)
+    choice = torch.rand(3000, 5, device=DEVICE).topk(2)
+    results = {}
+    for kind in ("bfloat16", "again", "float32"):
+        x = tokens.clone().requires_grad_()
+        experts.zero_grad()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=kind != "float32"):
+            out = experts(x, choice.indices, choice.values)
+        (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out)).sum().backward()
+        gradients = [x.grad, *(p.grad for p in experts.parameters() if p.requires_grad)]
+        results[kind] = [out.detach().clone(), *(gradient.clone() for gradient in gradients)]
+    assert len(results["float32"]) == 2 + 4
+    assert all(map(torch.equal, results["bfloat16"], results["again"]))
+    for half, exact in zip(results["bfloat16"], results["float32"], strict=True):
+        assert float((half.double() - exact.double()).norm()) < 0.02 * float(exact.double().norm())
