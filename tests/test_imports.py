@@ -87,6 +87,7 @@ def is_light(name: str) -> bool:
     return room(name) in {*LIGHT, "launch"} or name in ALSO_LIGHT
 
 
+@functools.cache
 def imports(file: Path, module_level_only: bool = False) -> set[str]:
     """Return the dotted names that a file imports."""
     tree = parsed(file)

@@ -23,10 +23,23 @@ def succeed(*command, **options) -> str:
     return done.stdout
 
 
-def build(folder: Path, *options: str) -> dict[str, bytes]:
-    """Return the files of the wheel that is built into `folder`."""
-    command = [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", folder]
-    succeed(*command, REPOSITORY)
+BUILD = """
+import importlib, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    backend = tomllib.load(file)["build-system"]["build-backend"]
+getattr(importlib.import_module(backend), sys.argv[1])(sys.argv[2])
+"""
+"""What `python -m build` does, which starts a process for each of several questions."""
+
+
+def build(project: Path, what: str, folder: Path) -> None:
+    """Build a wheel ("build_wheel") or a source archive ("build_sdist") of a project into
+    `folder`."""
+    succeed(sys.executable, "-c", BUILD, what, folder, cwd=project)
+
+
+def files_of_wheel(folder: Path) -> dict[str, bytes]:
+    """Return the files of the only wheel in a folder."""
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -39,7 +52,8 @@ def dist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(dist):
-    return build(dist, "--wheel")
+    build(REPOSITORY, "build_wheel", dist)
+    return files_of_wheel(dist)
 
 
 def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
@@ -76,10 +90,14 @@ def test_the_page_of_the_wheel_names_all_extras_and_has_only_full_links(wheel):
 
 
 def test_a_wheel_built_from_the_source_archive_is_the_same(wheel, tmp_path):
-    assert build(tmp_path) == wheel
+    build(REPOSITORY, "build_sdist", tmp_path)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         tops = {Path(name).parts[1] for name in source.getnames()}
+        source.extractall(tmp_path, filter="data")
+    (project,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    build(project, "build_wheel", tmp_path)
+    assert files_of_wheel(tmp_path) == wheel
     assert {
         "pgtoolkit",
         "conf",
@@ -110,24 +128,28 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     ]
     succeed(*pip, "--target", target, file)
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
-    script = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
-    paths = succeed(sys.executable, "-c", script, **options).split()
-    assert paths == [
+    words = ["check sweep metrics_cost", "explain gspo", "explain trajectory", "--help"]
+    script = (
+        "import pgtoolkit.cli, pgtoolkit.config.files as files\n"
+        "print(files.__file__, files.config_directory())\n"
+        f"print([pgtoolkit.cli.main(typed.split()) for typed in {words}])"
+    )
+    page = succeed(sys.executable, "-c", script, **options)
+    assert page.splitlines()[0].split() == [
         str(target / "pgtoolkit" / "config" / "files.py"),
         str(target / "pgtoolkit" / "conf"),
     ]
+    assert page.endswith("\n[0, 0, 0, 0]\n")
+    for shown in (
+        "Sweep of 3 runs",
+        "one ratio per document",
+        "a column of recorded rollouts",
+        "experiment",
+    ):
+        assert shown in page
     page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)
     assert "gspo" in page
     assert "constant" in page
-    page = succeed(target / "bin" / "pgtk", "check", "sweep", "metrics_cost", **options)
-    assert "Sweep of 3 runs" in page
-    assert "one ratio per document" in succeed(
-        target / "bin" / "pgtk", "explain", "gspo", **options
-    )
-    assert "a column of recorded rollouts" in succeed(
-        target / "bin" / "pgtk", "explain", "trajectory", **options
-    )
-    assert "experiment" in succeed(target / "bin" / "pgtk", "--help", **options)
     assert succeed(target / "bin" / "pgtk", "--version", **options) == "pgtk 0.1.0\n"
     assert list(elsewhere.iterdir()) == []
 

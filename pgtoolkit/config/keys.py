@@ -343,8 +343,9 @@ def switched_off(
     """
     values = {}
     for key in keys_of(config):
-        is_typed = any(is_inside(name, key.name) for name in typed)
-        if is_typed or key.option or not key.only_if or holds(key.only_if, config):
+        if key.option or not key.only_if or holds(key.only_if, config):
+            continue
+        if any(is_inside(name, key.name) for name in typed):
             continue
         failing = {parts(single)[0] for single in singles(key.only_if) if not holds(single, config)}
         of_choices = default(config, key.name, choices)

@@ -259,8 +259,9 @@ def quicken_compositions():
             return compose(choices)
         config = copy.deepcopy(compose_together(()))
         for group, option in chosen:
-            place = names[group].index(option)
-            config[group] = options_at(place)[group]
+            values = copy.deepcopy(options_at(names[group].index(option))._get_node(group))
+            values._set_parent(config)
+            vars(config)["_content"][group] = values
             config.hydra.runtime.choices[group] = option
         config.hydra.overrides.task = [*choices]
         config.hydra.job.override_dirname = ",".join(sorted(choices))
