@@ -1,6 +1,7 @@
 """A mixture's experts in sampling are compared with those in training; what knows no experts
 refuses them."""
 
+import functools
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from builders.runs import (
     with_model,
 )
 from model.test_decoding import PROMPTS
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -163,7 +165,8 @@ ADAPTERS = (
 @pytest.mark.parametrize("settings", [FULL, ADAPTERS])
 @torch.no_grad()
 def test_a_resumed_run_is_bit_equal_and_its_export_is_the_trained_model(folder, tmp_path, settings):
-    """transformers loads what was exported, from the names of published models."""
+    """transformers loads what was exported, from the names of published models, and a checkpoint of
+    adapters as peft does."""
     config = config_of(*with_model(folder, *settings, "trainer.max_steps=2"))
     train(config, tmp_path / "run")
     resumed = copy_as_of(tmp_path / "run", 1, tmp_path / "resumed")
@@ -182,8 +185,14 @@ def test_a_resumed_run_is_bit_equal_and_its_export_is_the_trained_model(folder, 
     before = policy.model(text).logits
     load_weights(policy, load_newest(tmp_path / "run" / "checkpoints"))
     expected = policy.model(text).logits
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    torch.testing.assert_close(exported(text).logits, expected, rtol=0, atol=3e-6)
+    of_transformers = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    loaded = [of_transformers(tmp_path / "model")]
+    if settings == ADAPTERS:
+        checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+        loaded.append(of_transformers(checkpoint))
+        loaded.append(PeftModel.from_pretrained(of_transformers(folder), checkpoint))
+    for model in loaded:
+        torch.testing.assert_close(model(text).logits, expected, rtol=0, atol=3e-6)
     assert (before - expected).abs().max() > 1e-4
 
 
