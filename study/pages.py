@@ -26,7 +26,7 @@ import numpy as np
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared
-from pgtoolkit.comparison.groups import _rank, compare
+from pgtoolkit.comparison.groups import _ranked, compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.reports import write
 from pgtoolkit.comparison.statistics import Comparisons, Sample
@@ -166,12 +166,14 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
 
 def _sort_by_rank(compared: Compared) -> None:
     """Put the best configuration first: of a sweep that tunes, none is a base."""
-    order = sorted(
-        range(len(compared.groups)), key=lambda place: _rank(compared, compared.groups[place])
+    samples = {
+        id(group): sample
+        for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True)
+    }
+    compared.groups = _ranked(compared)
+    compared.comparisons = Comparisons(
+        [samples[id(group)] for group in compared.groups], compared.comparisons.margin
     )
-    samples = [compared.comparisons.samples[place] for place in order]
-    compared.groups = [compared.groups[place] for place in order]
-    compared.comparisons = Comparisons(samples, compared.comparisons.margin)
 
 
 def _parts(compared: Compared, expected: dict) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
-from pgtoolkit.comparison.groups import _axes, _limit, _rank, _sample
+from pgtoolkit.comparison.groups import _axes, _limit, _ranked, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons
 from pgtoolkit.runs.find import Run
@@ -94,11 +94,10 @@ def comparison(table: list[Row], metric: str, base: tuple[str, ...] = ()) -> Com
         [],
         [],
     )
-    compared_groups.sort(
-        key=lambda group: (tuple(group.values.values()) != base, _rank(compared, group))
-    )
+    ranked = _ranked(compared)
+    compared.groups = sorted(ranked, key=lambda group: tuple(group.values.values()) != base)
     compared.name_groups()
-    compared.comparisons = Comparisons([_sample(compared, group, []) for group in compared_groups])
+    compared.comparisons = Comparisons([_sample(compared, group, []) for group in compared.groups])
     return compared
 
 

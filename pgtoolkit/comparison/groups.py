@@ -34,7 +34,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
-from pgtoolkit.runs.series import final
+from pgtoolkit.runs.series import final, ranks
 from pgtoolkit.system.report import nearest, refusal, text
 
 
@@ -116,7 +116,7 @@ def compare(
     )
     if margin is not None:
         _refuse_unfit_margin(compared, margin)
-    groups.sort(key=lambda group: _rank(compared, group))
+    compared.groups = _ranked(compared)
     if best_of is not None:
         keep_best(compared, best_of)
         _, following_best, _ = _varying([run for group in compared.groups for run in group.runs])
@@ -335,19 +335,22 @@ def _limit(runs: list[measures.Reached]) -> float:
     return min((run.seen[DOCUMENTS] for run in runs if DOCUMENTS not in run.to), default=inf)
 
 
-def _rank(compared: Compared, group: RunGroup) -> tuple[float, ...]:
-    """Return the sorting key of a group, the best first and groups without a counted run last.
+def _ranked(compared: Compared) -> list[RunGroup]:
+    """Return the groups, the best first, those without a counted run last, equal ones as they are.
 
-    Groups are sorted by the documents to the threshold, then by the area under the curve; without a
+    They are sorted by the documents to the threshold, then by the area under the curve; without a
     threshold by the measure that is compared.
     """
-    if not group.reached:
-        return (1,)
-    value = group.mean[0] if compared.goal.measure == "area" else group.final[0]
-    assert value is not None  # as there is a counted run
-    if not compared.by_documents:
-        return 0, -value
-    return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), -value
+    counted = [group for group in compared.groups if group.reached]
+    areas = ranks([-(group.mean[0] or 0.0) for group in counted])
+    keys = [ranks([-(group.final[0] or 0.0) for group in counted])]
+    if compared.goal.measure == "area":
+        keys = [areas]
+    if compared.by_documents:
+        spent = [statistics.fmean(compared.spent(group, DOCUMENTS)) for group in counted]
+        keys = [ranks(spent), areas, *keys]
+    places = {id(group): place for group, *place in zip(counted, *keys, strict=True)}
+    return sorted(compared.groups, key=lambda group: places.get(id(group), [inf]))
 
 
 def _sample(

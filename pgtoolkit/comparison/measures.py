@@ -12,7 +12,7 @@ import numpy as np
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run, find_runs
-from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.runs.series import final, first, mean, without_rounding
 from pgtoolkit.system.report import refusal
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
@@ -243,7 +243,7 @@ def _fitting_threshold(
         return _SHARE, "the default for a share that a configuration reaches with every seed"
     start = mean([first(run.values(metric)) for group in groups for run in group])
     top = max(min(end_of(run, metric) for run in group) for group in groups)
-    if not top > start:
+    if without_rounding(top - start, max(abs(top), abs(start))) <= 0:
         return None, ""
     threshold = _rounded(start + _SHARE * (top - start), (top - start) / 100)
     return threshold, (
@@ -292,8 +292,8 @@ def _reaching_row(run: Run, goal: Goal) -> int | None:
     ends = np.arange(1, x.size + 1)
     begins = np.minimum(np.searchsorted(x, x - goal.window, side="right"), ends - 1)
     means = (sums[ends] - sums[begins]) / (ends - begins)
-    # Rounding may leave the mean of values that equal the threshold a last digit below it.
-    places = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
+    is_reached = without_rounding(means - goal.threshold, abs(y).max()) >= 0
+    places = np.flatnonzero(is_reached & (x >= goal.window))
     if not places.size:
         return None
     rows = np.flatnonzero(~np.isnan(run.columns[DOCUMENTS] + run.columns[goal.metric]))

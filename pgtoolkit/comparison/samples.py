@@ -19,7 +19,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs import completion_files
 from pgtoolkit.runs.completion_files import CompletionFile, CompletionRow
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.series import mean
+from pgtoolkit.runs.series import mean, without_rounding
 from pgtoolkit.system.report import plural
 from pgtoolkit.system.safe_text import legible, lines_of, shortened
 from pgtoolkit.tracking.progress import WIDTH
@@ -148,9 +148,13 @@ def samples(
         earlier = [known for known in steps if known < step]
         _check_step("--since", since, earlier, step, kept.set)
     repeated = _rewards_of_repeated(kept.entries, since, step)
-    rises = {
-        name: mean(by_step[max(by_step)]) - mean(by_step[min(by_step)])
+    means = {
+        name: (mean(by_step[min(by_step)]), mean(by_step[max(by_step)]))
         for name, by_step in repeated.items()
+    }
+    rises = {
+        name: float(without_rounding(last - first, max(abs(first), abs(last))))
+        for name, (first, last) in means.items()
     }
     rising = sum(rise > 0 for rise in rises.values())
     falling = sum(rise < 0 for rise in rises.values())
@@ -159,13 +163,9 @@ def samples(
     changed = [name for name, rise in rises.items() if rise]
     changes = []
     for name in sorted(changed, key=lambda name: -abs(rises[name]))[:count]:
-        by_step = repeated[name]
-        first = min(by_step)
-        last = max(by_step)
-        means = (mean(by_step[first]), mean(by_step[last]))
-        before = _nearest(rows_at(first), name, means[0])
-        after = _nearest(rows_at(last), name, means[1])
-        changes.append(Change(means, before, after))
+        before = _nearest(rows_at(min(repeated[name])), name, means[name][0])
+        after = _nearest(rows_at(max(repeated[name])), name, means[name][1])
+        changes.append(Change(means[name], before, after))
     return Samples(kept.set, step, rows_at(step), since, counts, changes)
 
 

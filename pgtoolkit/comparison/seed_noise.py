@@ -10,7 +10,15 @@ import numpy as np
 
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.measures import MEASURES, is_share
-from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Sample, seeds_needed
+from pgtoolkit.comparison.statistics import (
+    LEVEL,
+    MOST_SEEDS,
+    POWER,
+    Sample,
+    mean_and_std,
+    seeds_needed,
+)
+from pgtoolkit.runs.series import without_rounding
 from pgtoolkit.system.report import plural
 
 DIFFERENCES = (0.01, 0.02, 0.05)
@@ -55,10 +63,11 @@ def seed_noise(samples: Sequence[Sample]) -> SeedNoise | None:
     if not groups:
         return None
     freedom = sum(len(values) - 1 for values in groups)
-    spread = sqrt(sum((len(values) - 1) * values.var(ddof=1) for values in groups) / freedom)
+    deviations = [mean_and_std(values.tolist())[1] or 0.0 for values in groups]
+    squares = zip(groups, deviations, strict=True)
+    spread = sqrt(sum((len(values) - 1) * std**2 for values, std in squares) / freedom)
     if spread == 0:
         return None
-    deviations = [float(values.std(ddof=1)) for values in groups]
     return SeedNoise(spread, freedom, (min(deviations), max(deviations)), _paired_spread(samples))
 
 
@@ -79,7 +88,7 @@ def _paired_spread(samples: Sequence[Sample]) -> float | None:
         return None
     largest = abs(values).max()
     values = values - values.mean(0) - values.mean(1, keepdims=True) + values.mean()
-    if abs(values).max() <= 1e-12 * largest:  # rounding, where configurations are equal
+    if not without_rounding(values, largest).any():
         return None
     freedom = (values.shape[0] - 1) * (values.shape[1] - 1)
     return sqrt(2 * float((values**2).sum()) / freedom)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pgtoolkit.comparison.measures import margin_of
+from pgtoolkit.runs.series import without_rounding
 
 LEVEL = 0.05
 """The level of the tests: a difference whose adjusted p is below it is called more than noise.
@@ -40,9 +41,6 @@ values that correction would be a guess."""
 
 _RESAMPLES = 9999
 """Resamples of each bootstrap."""
-
-_ROUNDING = 1e-12
-"""Values that differ by at most this share of the largest are taken as equal."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,15 @@ class Sample:
 
 
 def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
-    """Return the mean and the standard deviation (with n - 1).
+    """Return the mean and the standard deviation (with n - 1), which is 0 for values that differ by
+    rounding alone.
 
     The mean is None without a value, the deviation with fewer than two.
     """
     mean = statistics.fmean(values) if values else None
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return mean, std
+    if len(values) < 2:
+        return mean, None
+    return mean, float(without_rounding(statistics.stdev(values), max(map(abs, values))))
 
 
 def mean_interval(sample: Sample) -> tuple[float, float] | None:
@@ -249,7 +249,9 @@ class Comparisons:
     def _compare(self, first: int, second: int) -> Comparison:
         """Return the test of the samples at these places, with its interval."""
         x, y, paired = _matched(self.samples[first], self.samples[second])
-        pair = Comparison(first, second, (x.size, y.size), paired, float(y.mean() - x.mean()))
+        largest = max(abs(x).max(), abs(y).max())
+        difference = float(without_rounding(y.mean() - x.mean(), largest))
+        pair = Comparison(first, second, (x.size, y.size), paired, difference)
         pair.exploratory = not self._is_planned[first, second]
         numbers = self.samples[first].numbers
         pair.identical = numbers is not None and numbers == self.samples[second].numbers
@@ -266,8 +268,7 @@ class Comparisons:
             equal_p = float(self._equal_p[first, second])
             pair.equal_p = None if self.margin is None or np.isnan(equal_p) else equal_p
         noisy = [y - x] if paired else [x, y]
-        largest = max(abs(x).max(), abs(y).max())
-        if max(map(np.ptp, noisy)) > _ROUNDING * largest:
+        if without_rounding(max(map(np.ptp, noisy)), largest):
             pair.interval = _difference_interval(x, y, paired)
             variances = [float(values.var(ddof=1)) for values in noisy]
             pair.seeds_needed = seeds_needed(pair.difference, variances)
@@ -351,8 +352,8 @@ def _p_values(
             width = margin_of(margin, summary.mean[i]) if margin else 0
             p_within = stdtr(tests.freedom, (abs(tests.difference) - width) / standard_error)
         largest = np.maximum(summary.largest[later], summary.largest[i])
-        no_noise = tests.noise <= _ROUNDING * largest
-        equal = abs(tests.difference) <= _ROUNDING * summary.largest[i]
+        no_noise = without_rounding(tests.noise, largest) == 0
+        equal = without_rounding(tests.difference, largest) == 0
         p_different[place, tested[later]] = np.where(no_noise, np.where(equal, 1.0, np.nan), p)
         p_equal[place, tested[later]] = np.where(no_noise, np.where(equal, 0.0, np.nan), p_within)
     return p_different, p_equal
@@ -457,17 +458,17 @@ def improvement(first: Sample, second: Sample) -> float | None:
     """Return the probability that a run of the second sample has a higher value than one of the
     first.
 
-    Equal values count half. This is the mean over the strata that both samples have (arXiv
-    2108.13264); None if they have none in common.
+    Equal values count half, also those that differ by rounding alone. This is the mean over the
+    strata that both samples have (arXiv 2108.13264); None if they have none in common.
     """
     first_strata = first.strata
     second_strata = second.strata
-    shares = [
-        (1 + np.sign(second_strata[stratum][:, None] - first_strata[stratum]).mean()) / 2
-        for stratum in first_strata
-        if stratum in second_strata
-    ]
-    return float(np.mean(shares)) if shares else None
+    shares = []
+    for stratum in first_strata.keys() & second_strata:
+        x, y = first_strata[stratum], second_strata[stratum]
+        differences = without_rounding(y[:, None] - x, max(abs(x).max(), abs(y).max()))
+        shares.append((1 + np.sign(differences).mean()) / 2)
+    return statistics.fmean(shares) if shares else None
 
 
 def _difference_interval(
@@ -480,9 +481,10 @@ def _difference_interval(
     """
     from scipy.stats import bootstrap
 
+    largest = max(abs(first).max(), abs(second).max())
     resampled = bootstrap(
         (first, second),
-        lambda x, y, axis: y.mean(axis) - x.mean(axis),
+        lambda x, y, axis: without_rounding(y.mean(axis) - x.mean(axis), largest),
         paired=paired,
         vectorized=True,
         n_resamples=_RESAMPLES,

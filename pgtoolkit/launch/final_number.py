@@ -15,7 +15,7 @@ from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.runs.records import leaves, read_evaluations
-from pgtoolkit.runs.series import final, read_metrics, values
+from pgtoolkit.runs.series import final, mean, read_metrics, values
 from pgtoolkit.system.report import Report
 
 TRAINING = "reward"
@@ -77,7 +77,7 @@ def points_of(directory: Path, metric: str, max_steps: int) -> list[tuple[int, f
         rows = zip(steps, rewards, strict=False)
         between = [value for step, value in rows if begin < step <= end and math.isfinite(value)]
         if between and steps[-1] >= end:
-            points.append((end, sum(between) / len(between)))
+            points.append((end, mean(between)))
         begin = end
     return points
 

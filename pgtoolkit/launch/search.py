@@ -46,7 +46,8 @@ class Watched:
             if step <= self._last or self._why is not None:
                 continue
             self._last = step
-            self.trial.report(value, step)
+            # To 12 digits, so that a value which is the median but for rounding is not below it.
+            self.trial.report(float(f"{value:.12g}"), step)
             if self.prunes and self.trial.should_prune():
                 self._why = (
                     f"at step {step} its best number so far is below the median of the earlier "

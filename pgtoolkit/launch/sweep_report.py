@@ -17,7 +17,7 @@ from pgtoolkit.launch.final_number import (
 )
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.provenance import changed_modules
-from pgtoolkit.runs.series import mean
+from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import pgtk_command, program
 
@@ -149,10 +149,11 @@ def best(sweep: Sweep) -> str | None:
         values = [final_value(sweep.folder / job.directory, metric) for job in seeds]
         known = [value for value in values if value is not None]
         if all(job.status == "done" for job in seeds) and len(known) == len(seeds):
-            means[overrides] = sum(known) / len(known)
-    if len({*means.values()}) < 2:
+            means[overrides] = mean(known)
+    places = ranks([*means.values()])
+    if max(places, default=0) == 0:
         return None
-    overrides = max(means, key=lambda each: means[each])
+    overrides = [*means][places.index(max(places))]
     seeds = jobs_of[overrides]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
     return f"best: {_short(metric)} {means[overrides]:z.3f}{of_seeds}: {_train(sweep, seeds)}"
@@ -198,7 +199,7 @@ def _rise(sweep: Sweep, job: PlannedRun, metric: str) -> float:
     first, final = first_value(directory, metric), final_value(directory, metric)
     if job.status == "failed" or first is None or final is None:
         return 0.0
-    return final - first
+    return float(without_rounding(final - first, max(abs(final), abs(first))))
 
 
 def _without_seed(job: PlannedRun) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ _READ_BYTES = 2**16
 """Bytes that are read at a time where single lines are read; a file's last row is no longer."""
 
 _MOST_POINTS = 10_000
+
+_ROUNDING = 1e-12
+"""Numbers that differ by at most this share of the largest are equal. Those that were summed in
+another order differ by less."""
 
 
 def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
@@ -115,7 +120,33 @@ def values(columns: Columns, name: str) -> list[float]:
 
 
 def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    """Return the mean, the same in whichever order the values stand."""
+    return math.fsum(values) / len(values)
+
+
+def without_rounding(differences: float | np.ndarray, largest: float | np.ndarray) -> np.ndarray:
+    """Return the differences, with 0 in the place of those that come from rounding alone.
+
+    largest: the highest absolute value among the numbers that were subtracted.
+    """
+    import numpy as np
+
+    return np.where(np.abs(differences) <= _ROUNDING * largest, 0.0, differences)
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    """Return the rank of each value, from 0 for the lowest.
+
+    Values that are equal but for rounding have the same rank.
+    """
+    import numpy as np
+
+    order = np.argsort(values)
+    largest = max(map(abs, values), default=0.0)
+    is_higher = without_rounding(np.diff(np.asarray(values)[order]), largest) > 0
+    of_values = np.empty(len(order), int)
+    of_values[order] = np.cumsum([0, *is_higher])[: len(order)]
+    return of_values.tolist()
 
 
 def final(values: list[float]) -> float:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pgtoolkit.runs.series import mean
+from pgtoolkit.runs.series import mean, without_rounding
 from pgtoolkit.system.plain_files import JsonObject
 
 if TYPE_CHECKING:
@@ -179,7 +179,8 @@ def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | 
     cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
     means = [mean(values[start:end]) for start, end in itertools.pairwise(cuts)]
     low, high = span or (min(means, default=0), max(means, default=0))
-    heights = [(min(max(average, low), high) - low) / ((high - low) or 1) for average in means]
+    height_of_all = float(without_rounding(high - low, max(abs(low), abs(high)))) or 1
+    heights = [(min(max(average, low), high) - low) / height_of_all for average in means]
     return "".join(_BARS[round((len(_BARS) - 1) * height)] for height in heights)
 
 

@@ -675,6 +675,16 @@ def test_best_of_a_key_compares_each_configuration_at_its_best_value(two_rates):
     )
 
 
+def test_best_of_values_that_only_rounding_tells_apart_is_the_first(tmp_path):
+    for rate, end in ((1e-4, 0.11830357142857148), (1e-3, 0.1183035714285715)):
+        for loss in ("grpo", "gspo"):
+            save(tmp_path / f"{loss}-{rate}", loss, 0, end, optimizer={"learning_rate": rate})
+    runs = find_runs([str(tmp_path)])
+    compared = compare(runs, "final:reward", "optimizer.learning_rate")
+    first = runs[0].config["optimizer.learning_rate"]
+    assert {group.values["optimizer.learning_rate"] for group in compared.groups} == {first}
+
+
 def test_page_of_best_of_notes_best_values_at_the_edge_of_those_tried(two_rates, capsys):
     text = unwrapped_page(capsys, two_rates, "--best-of=optimizer.learning_rate")
     assert (

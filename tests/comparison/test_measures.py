@@ -493,8 +493,13 @@ def test_a_single_high_step_reaches_no_threshold():
     assert reached(lucky, Goal("exact_match", 0.9, "", 30, 0.0, (10, 50))).to == {}
 
 
-def test_rounding_of_the_mean_of_equal_values_does_not_miss_the_threshold():
-    equal = run_of([0.1] * 5)
-    assert (
-        reached(equal, Goal("exact_match", 0.1, "", 30, 0.0, (10, 50))).to["documents_seen"] == 30
-    )
+@pytest.mark.parametrize("value", [0.7, 1e6 + 0.2])
+def test_rounding_of_the_mean_of_equal_values_does_not_miss_the_threshold(value):
+    equal = run_of([value] * 5)
+    measured = reached(equal, Goal("exact_match", value, "", 30, 0.0, (10, 50)))
+    assert measured.to["documents_seen"] == 30
+
+
+def test_a_rise_by_rounding_alone_has_no_threshold():
+    run = run_of([0.11830357142857148] * 10 + [0.1183035714285715] * 10, "reward")
+    assert goal_of([[run]], "reward", None).threshold is None

@@ -68,7 +68,7 @@ def test_the_spread_is_pooled_and_pairs_need_the_same_seeds_and_prompts():
     assert seed_noise([one_each, Sample(other.values, "others")]).paired_spread is None
     assert seed_noise([one_each, one_each]).paired_spread is None
     assert seed_noise(samples(np.array([[1.0], [2.0]]))) is None
-    assert seed_noise(samples(np.array([[1.0, 1.0]]))) is None
+    assert seed_noise(samples(np.array([[0.11830357142857148, 0.1183035714285715]]))) is None
     # A configuration in two strata, as of two checkpoints: their difference is no noise.
     strata = Sample({("a", 0): 1.0, ("a", 1): 3.0, ("b", 0): 11.0, ("b", 1): 13.0})
     assert seed_noise([strata]).spread == pytest.approx(np.sqrt(2))

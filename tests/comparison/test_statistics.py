@@ -26,6 +26,7 @@ from pgtoolkit.comparison.statistics import (
     seeds_needed,
 )
 from pgtoolkit.comparison.text_report import verdict
+from pgtoolkit.runs.series import ranks
 
 
 def sample(*values: float, seeds: Sequence[int] | None = None, prompts: object = None) -> Sample:
@@ -97,6 +98,23 @@ def test_a_difference_without_spread_is_not_tested(first, second):
 def test_equal_samples_without_spread_do_not_differ():
     (pair,) = Comparisons([sample(1.0, 1.0), sample(1.0, 1.0)])
     assert (pair.p, verdict(pair)) == (1.0, "unknown")
+
+
+def test_values_that_only_rounding_tells_apart_are_equal():
+    """53/448, summed in two orders."""
+    low, high = 0.11830357142857148, 0.1183035714285715
+    assert low < high
+    assert improvement(sample(low, 0.2), sample(0.1, high)) == 0.125  # one tie of four, no win
+    assert improvement(sample(high, 0.2), sample(0.1, low)) == 0.125
+    assert improvement(sample(high, high), sample(low, 0.3)) == 0.75
+    (pair,) = Comparisons([sample(high, 0.25, 0.5), sample(low, 0.125, 0.25)])
+    assert (pair.interval[1], math.copysign(1, pair.interval[1])) == (0, 1)
+    (pair,) = Comparisons([sample(high, 0.25), sample(0.25, low)])
+    assert (pair.difference, pair.p) == (0, 1)
+    assert mean_and_std([low, high]) == (pytest.approx(low), 0)
+    assert ranks([0.5, high, low, 0.1]) == [2, 1, 1, 0]
+    assert ranks([1e6 + 1e-7, 1e6, -1e6]) == [1, 1, 0]
+    assert ranks([]) == []
 
 
 def test_a_single_seed_has_no_standard_deviation_and_is_not_tested():

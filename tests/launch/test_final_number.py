@@ -99,6 +99,11 @@ def test_the_best_configuration_is_that_of_the_highest_mean_over_seeds(tmp_path)
     assert best(sweep) is None  # one configuration is left
 
 
+def test_configurations_that_only_rounding_tells_apart_have_no_best_one(tmp_path):
+    rewards = {"loss=grpo seed=0": 0.11830357142857148, "loss=gspo seed=0": 0.1183035714285715}
+    assert best(finished(tmp_path, rewards, "loss=grpo,gspo", "seed=0")) is None
+
+
 def test_a_sweep_over_learning_rates_says_which_of_them_learn(tmp_path):
     key = "optimizer.learning_rate"
     ends = {0.0001: 0.15, 0.001: 0.375, 0.002: 0.625, 0.01: 0.06}

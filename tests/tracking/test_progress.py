@@ -85,6 +85,7 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
 def test_sparkline_averages_and_spans_the_range():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([0.0, 2.0, 7.0, 9.0], width=2) == "▁█"
+    assert sparkline([0.11830357142857148, 0.1183035714285715]) == "▁▁"
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.01], span=(0, 1)) == "▁▁"
