@@ -173,19 +173,19 @@ class _Code:
 
 
 def _compile(function: Callable, like: list[Tensor]) -> _Code:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
     def call(*inputs: Tensor) -> tuple[Tensor, ...]:
         return function(*inputs)
 
     codes: list[OutputCode] = []
     order: list[int] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: list, **options) -> OutputCode:
-        codes.append(compile_fx_inner(graph, inputs, **options))
-        return codes[-1]
-
     def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def keep(graph: torch.fx.GraphModule, inputs: list, **options) -> OutputCode:
+            codes.append(compile_fx_inner(graph, inputs, **options))
+            return codes[-1]
+
         # The names of placeholders are made of that of call's parameter, `inputs`.
         for node in graph.graph.find_nodes(op="placeholder"):
             order.extend(int(place) for place in re.findall(r"^l_inputs_(\d+)_$", node.name))

@@ -31,10 +31,10 @@ from pgtoolkit.runs.find import read_run
 from pgtoolkit.runs.records import read_provenance
 from pgtoolkit.training.module import PolicyGradientModule
 
-STEPS_OF_5 = ("trainer.max_steps=9", "accumulation.docs_per_step=5")
+STEPS_OF_5 = ("trainer.max_steps=8", "accumulation.docs_per_step=5")
 STEPS_OF_12 = ("trainer.max_steps=9", "accumulation.docs_per_step=12")
 PROXIMAL = ("rollout.old_log_probs=proximal", "correction=token_truncate", "correction.high=1.001")
-PASSES = ("rollout.passes=3", "rollout.pass_order=shuffled", "trainer.max_steps=9")
+PASSES = ("rollout.passes=3", "rollout.pass_order=shuffled", "trainer.max_steps=8")
 """A batch makes two steps in each of three passes."""
 MOVING = ("kl.update_every=1", "kl.update_rate=0.5")
 ADAPTIVE = ("kl=k2", "kl.coefficient=0.3", "kl.target=0.05", "kl.horizon=100")
