@@ -134,9 +134,10 @@ def policy_loss(
     impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter), "auto" (by device) or
         "reference" (plain float64 loops, for tests, of complete steps on one rank).
     check_finite: refuse non-finite numbers, log-probs above 0.001 and documents outside
-        num_documents at trained positions, and totals of fewer tokens than are here; costs one
-        synchronisation on a GPU. With False, numbers that are not finite make the loss NaN,
-        infinities included.
+        num_documents at trained positions, totals of fewer tokens than are here, and a function of
+        your own whose value or slope is not finite; costs one synchronisation on a GPU, with a
+        function two. With False, numbers that are not finite make the loss NaN, infinities
+        included.
     overwrite_logits: write the gradient over the logits, which saves its memory; the loss can then
         be backpropagated once, and the logits are lost.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.checks import check_positive, check_whole, is_whole, short, shown
+from pgtoolkit.losses.checks import check_positive, check_whole, is_finite, is_whole, short, shown
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import FULL_KINDS, KL
@@ -400,7 +400,12 @@ def check_totals(
 
 
 def _check_counts_of_totals(totals: StepTotals) -> None:
-    """Raise ValueError for totals that are no counts."""
+    """Raise ValueError for totals that are no counts, or a mean that is no number."""
+    mean = totals.mean_factor
+    if not (mean is None or is_finite(mean) or (isinstance(mean, Tensor) and mean.dim() == 0)):
+        raise ValueError(
+            f"totals.mean_factor needs a finite number, a 0-dim tensor, or None (got {shown(mean)})"
+        )
     for name in ("num_documents", "num_tokens", "num_empty_documents", "num_groups"):
         value = getattr(totals, name)
         if value is None and name == "num_groups":

@@ -119,6 +119,7 @@ def loss_of_logits(
     if method.check_finite:
         vocabulary = logits.shape[1] if ranks.vocabulary is None else None
         objective.check_finite(log_probs, MadeFrom(name, tokens, vocabulary))
+        objective.check_function(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
@@ -155,9 +156,11 @@ def loss_of_hidden(
     value, log_probs, sums, not_finite = linear_loss(
         hidden, head, tokens.labels, objective, options, kept
     )
-    if method.check_finite and not_finite:
-        vocabulary = len(head.weight) if ranks.vocabulary is None else None
-        objective.check_finite(log_probs, MadeFrom(_PRODUCT, tokens, vocabulary))
+    if method.check_finite:
+        if not_finite:
+            vocabulary = len(head.weight) if ranks.vocabulary is None else None
+            objective.check_finite(log_probs, MadeFrom(_PRODUCT, tokens, vocabulary))
+        objective.check_function(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
 
 
@@ -214,6 +217,8 @@ def loss_of_log_probs(
     if check_finite:
         objective.check_finite(new, MadeFrom("log_probs", tokens, None))
     losses, coefficients = objective.losses_and_coefficients(new)
+    if check_finite:
+        objective.check_function(new)
     # The slopes come from a formula. This expression has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
     return PolicyLoss(value, new, sum_metrics(objective, loss.metrics, new, None), objective.totals)
@@ -235,6 +240,8 @@ class LossOfStep:
         if check_finite:
             objective.check_finite(self._new, MadeFrom("log_probs", tokens, None))
         self._objective = objective.at(self._new)
+        if check_finite:
+            self._objective.check_function(self._new)
         self._level = loss.metrics
 
     @torch.no_grad()

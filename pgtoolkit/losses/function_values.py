@@ -96,6 +96,38 @@ def evaluate(
     )
 
 
+def check_results(
+    name: str,
+    losses: Tensor,
+    slopes: Tensor,
+    log_ratio: Tensor,
+    document_index: Tensor | None = None,
+) -> None:
+    """Raise ValueError where a function gives a token a loss or a slope that is not finite.
+
+    losses, slopes, log_ratio: (N,), of trained tokens; slopes are the derivatives by log-probs.
+    document_index: (N,), to name the document; None where it says nothing.
+    """
+    wrong = ~torch.isfinite(losses) | ~torch.isfinite(slopes)
+    if not wrong.any():
+        return
+    at = int(wrong.nonzero()[0])
+    place = f"of log-ratio {log_ratio[at].item():g}"
+    if document_index is not None:
+        place += f" in document {int(document_index[at])}"
+    if torch.isfinite(losses[at]):
+        raise ValueError(
+            f"the loss function {name} has a slope (gradient) that is not finite for a token "
+            f"{place} (got {slopes[at].item():g}, where the loss is {losses[at].item():g}). "
+            "torch.where around the result does not mend it; its argument needs to stay off that "
+            "point, as in sqrt(x.clamp(min=1e-8))"
+        )
+    raise ValueError(
+        f"the loss function {name} returns a number that is not finite for a token {place} (got "
+        f"{losses[at].item():g}). `ratio(x)` is exp(x) without an overflow"
+    )
+
+
 def _call(family: FunctionFamily, known: Mapping[str, object]) -> tuple[Tensor, dict]:
     """Call the function with its arguments; return its loss, and its dictionary or {}.
 

@@ -72,8 +72,8 @@ def make_objective(
     if sampling_log_probs is not None and old_log_probs is not None:
         sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
     of_sampler = sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio
-    for numbers in (of_sampler, ref_log_probs):
-        if numbers is not None:  # also where they are only measured
+    for numbers in (of_sampler, ref_log_probs, tokens.coefficients):
+        if numbers is not None:  # also where they give the loss no value
             unreadable = unreadable | mask & ~torch.isfinite(numbers)
 
     def weights_of(aggregation: Aggregation) -> Tensor:
@@ -151,8 +151,22 @@ def make_objective(
         known_before=_known_before(tokens, totals_given, loss, documents, penalties.weights),
         group_index=tokens.group_index if is_whole_step else None,
         coefficients_of_step=_as_dtype(tokens.coefficients, dtype),
-        has_factors=tokens.factors is not None,
+        given_factors=_as_dtype(tokens.factors, dtype),
+        shared=() if is_complete else _shared(tokens, totals),
         centering=centering_of(tokens, family, mask, weights, old_log_probs),
+    )
+
+
+def _shared(tokens: Tokens, totals: StepTotals) -> tuple[tuple[str, Tensor, Tensor], ...]:
+    """Return `Objective.shared` of a piece of a step."""
+    pairs = {
+        "tokens_per_group": (tokens.group_index, totals.tokens_per_group),
+        "tokens_per_trajectory": (tokens.trajectory_index, totals.tokens_per_trajectory),
+    }
+    return tuple(
+        (name, places, counts)
+        for name, (places, counts) in pairs.items()
+        if places is not None and counts is not None
     )
 
 
@@ -209,24 +223,28 @@ def _known_before(
     if "position" in asked:
         known["position"] = documents.before(torch.ones_like(weights))
     if tokens.rewards is not None and asked & {"rewards", "group_rewards"}:
-        known["rewards"] = documents.broadcast(tokens.rewards.to(weights.dtype))
+        # A document of weight 0 may have no reward.
+        is_member = ~(documents.sum(weights.abs()) == 0)
+        rewards = torch.where(is_member, tokens.rewards, 0.0)
+        known["rewards"] = documents.broadcast(rewards.to(weights.dtype))
         group_rewards = tokens.group_rewards
         if group_rewards is None and tokens.group_index is not None and not is_piece:
-            is_member = documents.sum(weights.abs()) > 0
-            group_rewards = _means_of_groups(tokens.rewards, tokens.group_index, is_member)
+            group_rewards = _means_of_groups(rewards, tokens.group_index, is_member)
         if group_rewards is not None:
             known["group_rewards"] = documents.broadcast(group_rewards.to(weights.dtype))
     return known
 
 
 def _means_of_groups(rewards: Tensor, group_index: Tensor, is_member: Tensor) -> Tensor:
-    """Return (documents,), the mean reward of the members of each document's group."""
+    """Return (documents,), the mean reward of the members of each document's group.
+
+    rewards: (documents,), 0 for a document that is no member.
+    """
     groups, index = group_index.unique(return_inverse=True)
     members = is_member.double()
-    sums = rewards.double() * members
     # A product of a matrix of 0 and 1 adds in a fixed order, on a GPU as well.
     belongs = (index == torch.arange(len(groups), device=index.device)[:, None]).double()
-    return ((belongs @ sums) / (belongs @ members).clamp(min=1))[index]
+    return ((belongs @ rewards.double()) / (belongs @ members).clamp(min=1))[index]
 
 
 def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:

@@ -7,6 +7,7 @@ number for each of the T positions of the piece.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -23,7 +24,7 @@ from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
-from pgtoolkit.losses.function_values import evaluate
+from pgtoolkit.losses.function_values import check_results, evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
 from pgtoolkit.losses.top_entropy import check_fraction
@@ -162,7 +163,10 @@ class Objective:
     centering: the term of score centering, or None.
     coefficients_of_step: (T,), c_t of a loss that depends on the whole step, computed before; the
         surrogate's own value is then not computed.
-    has_factors: whether the caller gave factors, which may be 0.
+    given_factors: those of the caller, which may be 0; None without any. They are in `weights`.
+    shared: of a piece of a step, for each of group_index and trajectory_index that its totals
+        count: (the field of the totals, each document's place in it, the counts), so that a piece
+        with more tokens than these is refused.
     _last_terms: empty, or the log-probs of the last call of `token_terms`, and its result.
     """
 
@@ -184,7 +188,8 @@ class Objective:
     known_before: dict[str, Tensor] = field(default_factory=dict)
     group_index: Tensor | None = None
     coefficients_of_step: Tensor | None = None
-    has_factors: bool = False
+    given_factors: Tensor | None = None
+    shared: tuple[tuple[str, Tensor, Tensor], ...] = ()
     centering: Centering | None = None
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
@@ -446,7 +451,7 @@ class Objective:
             return None
         if self.coefficients_of_step is not None:
             return self.coefficients_of_step
-        return self.weights if self.has_factors else None
+        return None if self.given_factors is None else self.weights
 
     def informative(self) -> Tensor:
         """Return (T,) bool, False where the gradient is 0 whatever the log-probs are; with
@@ -474,6 +479,7 @@ class Objective:
             "old_log_probs",
             "sampling_log_probs",
             "coefficients_of_step",
+            "given_factors",
         )
         vectors = {name: getattr(self, name) for name in names}
         return replace(
@@ -500,7 +506,13 @@ class Objective:
         log-probs above 0, both at trained positions. Raises ValueError for totals that count fewer
         tokens than this piece has, a document_index out of range, and weights that are not finite.
         """
-        if not self.refused(log_probs).any():
+        refused = self.refused(log_probs)
+        of_data = self._log_probs_of_data()
+        if log_probs is not None and made_from is not None and made_from.name == "log_probs":
+            # Those that the caller has computed may be no log-probs, either.
+            of_data["log_probs"] = log_probs
+            refused = refused | self.mask & (log_probs > MAX_LOG_PROB)
+        if not refused.any():
             return
         tokens_here = int(self.documents.counts_here.sum())
         tokens_of_step = int(self.totals.num_tokens)
@@ -509,9 +521,18 @@ class Objective:
                 f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
                 f"this piece (got {tokens_of_step}). Totals are those of the whole step."
             )
+        for name, here, counts in self._tokens_of_shared():
+            if (here > counts).any():
+                place = int((here > counts).nonzero()[0])
+                index = "group_index" if name == "tokens_per_group" else "trajectory_index"
+                raise ValueError(
+                    f"totals.{name}[{place}] needs to count at least the {int(here[place])} "
+                    f"trained tokens of this piece (got {int(counts[place])}). Totals are those of "
+                    f"the whole step, and {index} has the same number in every piece"
+                )
         bad = self.not_finite(log_probs)
         if not bad.any():  # what `refused` has found is then a log-prob above 0
-            self._refuse_positive_log_probs()
+            self._refuse_positive(of_data)
         documents = self.documents.index[bad].unique().tolist()
         num_documents = self.documents.num_documents
         if documents[-1] == num_documents:  # which stands for any index out of range
@@ -523,13 +544,26 @@ class Objective:
         data_is_finite = torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
         if data_is_finite and not weights_are_finite:
             raise ValueError(
-                "the weight of a trained token is not finite: it comes from a reducer, a factor, "
-                "totals that count none, or with aggregation='balanced' from a document whose "
-                "tokens have different advantages"
+                "the weight of a trained token is not finite: it comes from a reducer, a "
+                "mean_factor, totals that count none, or with aggregation='balanced' from a "
+                "document whose tokens have different advantages"
             )
         sentences = [*self._data().faults(log_probs, made_from)]
         sentences = sentences or ["the inputs need a finite sum at each trained position."]
         raise DataError(f"{' '.join(sentences)} {_MASK_THEM}")
+
+    def check_function(self, log_probs: Tensor) -> None:
+        """Raise ValueError for a function of the user's own that gives a trained token a loss or a
+        slope that is not finite, though the data are.
+
+        log_probs: (T,), the new ones, for which `token_terms` keeps the results. Waits for the GPU
+        where the loss is a function.
+        """
+        if not isinstance(self.family, FunctionFamily) or self.coefficients_of_step is not None:
+            return
+        terms = self.token_terms(log_probs)
+        vectors = terms.losses, terms.slope, terms.token_log_ratio, self.documents.index
+        check_results(self.family.name, *(vector[self.mask] for vector in vectors))
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
         """Return (T,) bool, True where `check_finite` refuses the data, without waiting for a GPU.
@@ -537,10 +571,19 @@ class Objective:
         It is True everywhere if the totals are too small.
         """
         totals_too_small = self.documents.counts_here.sum() > self.totals.num_tokens
+        for _, here, counts in self._tokens_of_shared():
+            totals_too_small = totals_too_small | (here > counts).any()
         bad = self.not_finite(log_probs) | totals_too_small
         for values in self._log_probs_of_data().values():
             bad |= self.mask & (values > MAX_LOG_PROB)
         return bad
+
+    def _tokens_of_shared(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield, for each of `shared`, its name, the trained tokens here and those of the step."""
+        for name, places, counts in self.shared:
+            of_documents = self.documents.counts_here
+            here = of_documents.new_zeros(len(counts)).index_add(0, places, of_documents)
+            yield name, here, counts.to(here.device)
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
         """Return (T,) bool, True where an input or the weight of a trained token is not finite."""
@@ -549,10 +592,7 @@ class Objective:
     def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
         """Return (T,), the sum of all inputs: not finite wherever one of them is not."""
         vectors = (
-            self.old_log_probs,
-            self.advantages,
-            self.sampling_log_ratio,
-            self.penalties.ref_log_probs,
+            *self._by_keyword().values(),
             self.penalties.divergence,
             None if self.centering is None else self.centering.problems,
             log_probs,
@@ -560,17 +600,24 @@ class Objective:
         first, *others = (vector for vector in vectors if vector is not None)
         return sum(others, first)
 
-    def _data(self) -> Data:
+    def _by_keyword(self) -> dict[str, Tensor]:
+        """Return the numbers that came with the data, (T,) each, by their keywords."""
         vectors = {
             "old_log_probs": self.old_log_probs,
             "advantages": self.advantages,
             "sampling_log_probs": self.sampling_log_probs,
             "ref_log_probs": self.penalties.ref_log_probs,
+            "rewards": self.known_before.get("rewards"),
+            "factors": self.given_factors,
+            "coefficients": self.coefficients_of_step,
         }
+        return {name: values for name, values in vectors.items() if values is not None}
+
+    def _data(self) -> Data:
         return Data(
             self.mask,
             self.documents.index,
-            {name: values for name, values in vectors.items() if values is not None},
+            self._by_keyword(),
             None if self.centering is None else self.centering.problems,
             self.penalties.divergence,
         )
@@ -586,9 +633,9 @@ class Objective:
             vectors["sampling_top_log_probs"] = self.centering.largest_log_probs
         return {name: values for name, values in vectors.items() if values is not None}
 
-    def _refuse_positive_log_probs(self) -> None:
-        """Raise DataError for the first log-probs that are above 0 at trained positions."""
-        for name, values in self._log_probs_of_data().items():
+    def _refuse_positive(self, log_probs: dict[str, Tensor]) -> None:
+        """Raise DataError for the first log-probs, by name, above 0 at trained positions."""
+        for name, values in log_probs.items():
             wrong = self.mask & (values > MAX_LOG_PROB)
             if wrong.any():
                 document = int(self.documents.index[wrong][0])

@@ -25,7 +25,8 @@ same one, which float32 gives with errors that depend on how the step was cut.""
 class TopEntropy(NamedTuple):
     """The result of `top_entropy`.
 
-    factors: (T,), 1 where a token is kept, 0 elsewhere; in the dtype of the entropies.
+    factors: (T,), 1 where a token is kept, 0 elsewhere; in the dtype of the entropies. NaN where
+        the entropy of a trained token is not finite, so that a loss with these factors refuses it.
     threshold: 0-dim, the least entropy that is kept, in nats.
     """
 
@@ -52,12 +53,15 @@ def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> TopEntropy:
     if not isinstance(mask, Tensor) or mask.shape != entropy.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(entropy)} (got {shown(mask)})")
     wide = entropy.double()
-    trained = wide[mask]
+    is_readable = torch.isfinite(wide)
+    trained = wide[mask & is_readable]
     if not len(trained):
-        return TopEntropy(torch.zeros_like(entropy), wide.new_tensor(torch.nan))
+        nothing_kept = torch.zeros_like(entropy).masked_fill(mask, torch.nan)
+        return TopEntropy(nothing_kept, wide.new_tensor(torch.nan))
     threshold = quantile(trained, 1 - fraction)
     kept = mask & (wide >= threshold - TIE)
-    return TopEntropy(kept.to(entropy.dtype), threshold)
+    factors = kept.to(entropy.dtype)
+    return TopEntropy(torch.where(mask & ~is_readable, torch.nan, factors), threshold)
 
 
 def has_weight(tokens: Tokens, masks_truncated: bool) -> Tensor:

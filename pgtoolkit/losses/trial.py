@@ -18,7 +18,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import KNOWN_BEFORE, OF_DATA, FunctionFamily
-from pgtoolkit.losses.function_values import evaluate
+from pgtoolkit.losses.function_values import check_results, evaluate
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
@@ -62,11 +62,13 @@ def check_function(family: FunctionFamily) -> None:
         vectors = _vectors(generator, spread)
         made_up = _Numbers(vectors, _documents(), torch.tensor(_GROUPS))
         numbers = _of_function(family, made_up)
-        for values in numbers.values():
+        log_ratio = vectors["log_probs"] - vectors["old_log_probs"]
+        check_results(family.name, numbers["loss"], numbers["gradient"], log_ratio)
+        for name, values in numbers.items():
             if not torch.isfinite(values).all():
                 raise ValueError(
-                    f"the loss function {family.name} returns a number that is not finite where "
-                    f"log-ratios are about {spread:g}. `ratio(x)` is exp(x) without an overflow"
+                    f"the {name} of the loss function {family.name} is not finite where "
+                    f"log-ratios are about {spread:g}"
                 )
         for name, values in _of_function(family, made_up).items():
             if not _are_equal(values, numbers[name]):

@@ -159,7 +159,7 @@ def test_linear_policy_loss_refuses_a_wrong_argument_by_its_name(name, value, ot
 
 def test_numbers_of_numpy_and_torch_and_int32_indices_are_accepted():
     totals = StepTotals(
-        np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 0, 20], dtype=torch.int32)
+        np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 20, 20], dtype=torch.int32)
     )
     options = {
         "num_documents": np.int64(D),

@@ -186,7 +186,7 @@ def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
         (
             "prompt_mean",
             num_trained,
-            r"weight of a trained token is not finite: .* totals that count none",
+            r"totals.tokens_per_group\[0\] needs to count at least the \d trained tokens",
         ),
     ):
         totals = StepTotals(2, num_tokens, 2, 2, torch.tensor([0, 0]))

@@ -8,7 +8,15 @@ import torch
 from torch.testing import assert_close
 
 import pgtoolkit
-from pgtoolkit import StepTotals, policy_loss, step_coefficients
+from pgtoolkit import (
+    StepTotals,
+    linear_policy_loss,
+    log_prob_loss,
+    policy_loss,
+    step_coefficients,
+    top_entropy,
+)
+from pgtoolkit.errors import DataError
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.trial import check_function
@@ -294,6 +302,20 @@ def test_the_second_pass_in_pieces_has_the_gradient_of_the_whole_step():
             coefficients=coefficients[rows],
         )[1]
     _, derivative = by_loops(inputs, range(7))
+    # Numbers of groups that begin at 0 in a piece are not those of the totals.
+    rows = torch.isin(inputs["document_index"], torch.tensor([4, 5, 6]))
+    piece = {key: value[rows] for key, value in inputs.items() if key != "num_documents"}
+    here = int(counts[4:].sum())
+    wrong = r"totals.tokens_per_group\[2\] needs to count at least the"
+    with pytest.raises(ValueError, match=f"{wrong} {here} trained tokens of this piece"):
+        policy_loss(
+            **piece,
+            **options,
+            num_documents=7,
+            group_index=torch.full((7,), 2),
+            totals=totals,
+            coefficients=coefficients[rows],
+        )
     trained = step["mask"]
     expected = -derivative[:, None] * inputs["logits"].softmax(-1)
     expected[trained, inputs["labels"][trained]] += derivative[trained]
@@ -426,12 +448,25 @@ def overflows(log_ratio, advantages):
     return -(1000 * log_ratio.abs()).exp() * advantages
 
 
+def root_of_distance(log_ratio, advantages):
+    return log_ratio.abs().sqrt() * advantages
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (centred_by_call, "other tokens. Ask for `documents`"),
         (centred_by_documents, "other documents. Ask for `groups`"),
-        (overflows, "not finite where log-ratios are about 0.6"),
+        (overflows, r"not finite for a token of log-ratio -1\.38031 \(got inf\)\. `ratio\(x\)` is"),
+        (
+            root_of_distance,
+            r"a slope \(gradient\) that is not finite for a token of log-ratio 0 \(got nan, where "
+            r"the loss is 0\)\. torch.where around",
+        ),
+        (
+            lambda log_ratio: (-log_ratio, {"odd": torch.full_like(log_ratio, math.nan)}),
+            "the metric odd of the loss function <lambda> is not finite where log-ratios are about",
+        ),
         (doubles_what_it_is_given, "another loss when it is called again"),
         (lambda log_probs: torch.rand_like(log_probs) * log_probs, "It may draw no random numbers"),
         (lambda log_probs: -log_probs.detach(), "has a gradient of 0 for every token"),
@@ -441,6 +476,82 @@ def overflows(log_ratio, advantages):
 def test_a_function_that_cannot_train_as_it_says_is_told_why(loss, message):
     with pytest.raises(ValueError, match=message):
         check_function(FunctionLoss(loss))
+
+
+@pytest.mark.parametrize(
+    "function", ["policy_loss", "linear_policy_loss", "log_prob_loss", "step_coefficients"]
+)
+def test_a_slope_that_is_not_finite_is_refused_where_the_loss_is_computed(function):
+    def root_at_0_without_advantage(log_ratio, advantages):
+        distance = (log_ratio - log_ratio.detach()).abs()  # 0, with a gradient
+        return log_ratio * advantages + (distance + (advantages != 0)).sqrt()
+
+    inputs = data()
+    made_from = {name: value for name, value in inputs.items() if name != "logits"}
+    made_from |= {"hidden": inputs["logits"], "lm_head_weight": torch.eye(VOCABULARY).double()}
+    call, inputs = {
+        "policy_loss": (policy_loss, inputs),
+        "linear_policy_loss": (linear_policy_loss, made_from),
+        "log_prob_loss": (log_prob_loss, step_of(inputs)),
+        "step_coefficients": (step_coefficients, step_of(inputs)),
+    }[function]
+    message = (
+        r"a slope .* for a token of log-ratio .* in document 3 \(got nan, where the loss is 0\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(**inputs, loss=root_at_0_without_advantage)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_rewards_coefficients_and_factors_that_are_not_finite_are_refused(poison):
+    inputs = data()
+    rewards = REWARDS.clone()
+    rewards[3] = poison
+
+    def by_reward(log_ratio, rewards, ratio):
+        return -ratio(log_ratio) * rewards
+
+    def by_group(log_ratio, group_rewards, ratio):
+        return -ratio(log_ratio) * group_rewards
+
+    groups = {"rewards": rewards, "group_index": GROUPS}
+    of_rewards = (
+        r"^rewards needs finite numbers at trained positions \(got (nan|inf) in document 3\)"
+    )
+    for loss in (towards_rewards, "tpo", "lpo"):
+        with pytest.raises(DataError, match=of_rewards):
+            step_coefficients(**step_of(inputs), loss=loss, **groups)
+    for loss in (by_reward, by_group):
+        with pytest.raises(DataError, match=of_rewards):
+            policy_loss(**inputs, loss=loss, **groups)
+        assert policy_loss(**inputs, loss=loss, **groups, check_finite=False).loss.isnan()
+    first = int(((inputs["document_index"] == 3) & (inputs["labels"] >= 0)).nonzero()[0])
+    entropy = torch.where(inputs["document_index"] == 3, poison, 1.0)
+    factors, threshold = top_entropy(entropy, inputs["labels"] >= 0, 0.5)
+    assert threshold == 1
+    with pytest.raises(DataError, match=r"^factors needs finite numbers .*nan in document 3\)"):
+        policy_loss(**inputs, loss="grpo", factors=factors)
+    for name, loss in (("coefficients", towards_rewards), ("factors", "grpo")):
+        vector = torch.where(inputs["labels"] < 0, math.nan, 1.0)  # masked ones are not read
+        assert policy_loss(**inputs, loss=loss, **{name: vector}).loss.isfinite()
+        vector[first] = poison
+        with pytest.raises(DataError, match=rf"^{name} needs finite .* in document 3\)"):
+            policy_loss(**inputs, loss=loss, **{name: vector})
+        unchecked = policy_loss(**inputs, loss=loss, **{name: vector}, check_finite=False)
+        assert unchecked.loss.isnan()
+
+
+def test_the_reward_of_a_document_without_a_trained_token_is_not_read():
+    inputs = data()
+    inputs["labels"] = torch.where(inputs["document_index"] == 3, -1, inputs["labels"])
+    options = {"loss": towards_rewards, "group_index": GROUPS}
+    poisoned = torch.where(torch.arange(7) == 3, math.nan, REWARDS)
+    expected, found = (
+        step_coefficients(**step_of(inputs), **options, rewards=rewards).coefficients
+        for rewards in (REWARDS, poisoned)
+    )
+    assert expected.abs().sum() > 0
+    assert torch.equal(found, expected)
 
 
 def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):

@@ -119,6 +119,10 @@ def test_probabilities_and_totals_below_those_of_the_piece_are_refused(function)
         ValueError, match=r"ref_log_probs needs log-probs, which are at most 0, .* in document 3\)"
     ):
         call(old, **reference)
+    if function == "log_prob_loss":
+        log_probs = torch.where(index == 3, 0.5, old)
+        with pytest.raises(ValueError, match=r"^log_probs needs .* \(got 0.5 in document 3\)"):
+            log_prob_loss(log_probs, old, advantages, index, labels >= 0)
     assert torch.isfinite(call(old, **reference, check_finite=False).loss)
     assert torch.isfinite(call(probability, check_finite=False).loss)
     # Those of masked tokens are not read, and 0 may come from rounding.
