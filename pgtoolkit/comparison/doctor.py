@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.comparison.failures import (
@@ -14,9 +14,11 @@ from pgtoolkit.comparison.failures import (
     Elsewhere,
     Finding,
     Rule,
+    of_trained_documents,
 )
 from pgtoolkit.comparison.text_report import folded
 from pgtoolkit.runs.find import HELD_OUT, Run, read_run, run_directories
+from pgtoolkit.runs.loss_metrics import OVER_ALL_DOCUMENTS
 from pgtoolkit.system.report import shell_path
 
 
@@ -41,6 +43,7 @@ def examine(run: Run) -> Examined:
     measured = {name for name in run.columns if run.values(name)}
     if any(name.startswith(HELD_OUT) for name in measured):
         measured.add(HELD_OUT_SHARE)
+    judged = of_trained_documents(run)
     for rule in RULES:
         if not measured.issuperset(rule.metrics):
             examined.not_measured.append(rule)
@@ -49,8 +52,11 @@ def examine(run: Run) -> Examined:
         if elsewhere is not None:
             examined.elsewhere.append((rule, elsewhere))
             continue
-        finding = rule.find(run)
+        finding = rule.find(judged)
         if finding is not None:
+            if judged is not run and OVER_ALL_DOCUMENTS.intersection(rule.metrics):
+                seen = f"{finding.seen}, over the documents with a trained token"
+                finding = replace(finding, seen=seen)
             examined.failures.append((rule, finding))
     return examined
 

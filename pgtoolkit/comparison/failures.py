@@ -4,7 +4,7 @@ what to change."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from pgtoolkit.comparison.common_measure import is_scored_by_own_code
 from pgtoolkit.config.conditions import holds
 from pgtoolkit.runs.declared_metrics import METRICS, metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.loss_metrics import OVER_ALL_DOCUMENTS
 from pgtoolkit.runs.series import smooth
 
 FEWEST_STEPS = 10
@@ -100,6 +101,25 @@ class Rule:
     def elsewhere_in(self, run: Run) -> Elsewhere | None:
         """Return why the metrics of this run mean something else, or None."""
         return next((other for other in self.elsewhere if holds(other.condition, run.config)), None)
+
+
+def of_trained_documents(run: Run) -> Run:
+    """Return the run with means over documents that leave out those without a trained token, as the
+    healthy values of metrics are meant; in `columns` these documents count as 0.
+
+    A step that trains no document has no such mean, NaN.
+    """
+    empty = run.columns.get("num_empty_documents")
+    if empty is None or not (empty > 0).any():
+        return run
+    counted = run.columns["num_documents"]
+    trained = np.where(counted > empty, counted - empty, np.nan)
+    means = {
+        name: values * counted / trained
+        for name, values in run.columns.items()
+        if name in OVER_ALL_DOCUMENTS
+    }
+    return replace(run, columns=run.columns | means)
 
 
 def _points(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:

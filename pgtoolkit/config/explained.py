@@ -27,6 +27,7 @@ from pgtoolkit.config.words import KINDS
 from pgtoolkit.errors import ExitStatus
 from pgtoolkit.runs.declared_metrics import OF_STEPS
 from pgtoolkit.runs.declared_metrics import TABLES as METRICS
+from pgtoolkit.runs.loss_metrics import OVER_ALL_DOCUMENTS
 from pgtoolkit.runs.metric import Metric, declared_as
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.functions import kind_of
@@ -163,10 +164,16 @@ def _metrics() -> Explained:
 
 def page_on_metric(name: str, metric: Metric) -> Page:
     """Return the page on a metric. name: the written one, where a part of it varies."""
+    over = metric.over
+    if metric.name in OVER_ALL_DOCUMENTS:
+        over += (
+            "; one without a trained token counts as 0. With num_empty_documents > 0 the mean over "
+            "the others is the number times num_documents / (num_documents - num_empty_documents)"
+        )
     parts = {
         "": metric.help,
         "formula": metric.formula,
-        "over": metric.over,
+        "over": over,
         "measured": metric.measured(),
         "healthy": metric.healthy_in_words(),
         "see": _page_of_docs(metric.see),

@@ -77,9 +77,10 @@ def mismatch_note(
     """Return why the documents of a run's first step do not seem to come from its policy; "" if
     they do.
 
-    new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs;
-        the mean ratio would tell little, for over tokens of any other policy it is expected to be 1
-        as well. Without old log-probs there is nothing to compare.
+    new_logprobs: the metric, before any update, in which a document without a trained token counts
+        as 0. It is compared with the mean of the old log-probs; the mean ratio would tell little,
+        for over tokens of any other policy it is expected to be 1 as well. Without old log-probs
+        there is nothing to compare.
     """
     means = []
     for document in documents:
@@ -89,7 +90,9 @@ def mismatch_note(
             means.append(document.old_log_prob)
         elif document.num_trained:
             means.append(float(document.old_log_probs.double().mean()))
-    difference = new_logprobs - sum(means) / len(documents)
+    if not means:
+        return ""
+    difference = (new_logprobs * len(documents) - sum(means)) / len(means)
     if abs(difference) <= LARGE_DIFFERENCE:
         return ""
     causes = {
@@ -115,7 +118,11 @@ def sampling_note(
 
     metrics: of a step. loss: its name.
     """
-    share = metrics.get("clipped_sampling_fraction", 0.0)
+    # Both metrics count a document without a trained token as 0.
+    documents = metrics.get("num_documents", 0.0)
+    trained = documents - metrics.get("num_empty_documents", 0.0)
+    times = documents / trained if trained else 1.0
+    share = times * metrics.get("clipped_sampling_fraction", 0.0)
     # Proximal log-probs differ from the sampler's by the updates of the lag as well.
     is_proximal = (
         isinstance(rollout, PolicyRolloutSettings) and rollout.old_log_probs == OldLogProbs.proximal
@@ -131,8 +138,8 @@ def sampling_note(
         )
     return (
         "the sampler's log-probs differ from the trainer's by "
-        f"{metrics['difference_old_sampling']:.2g} a token. This gap alone would take {share:.0%} "
-        f"of the ratios out of the clip of loss={loss}, more than an update may. "
+        f"{times * metrics['difference_old_sampling']:.2g} a token. This gap alone would take "
+        f"{share:.0%} of the ratios out of the clip of loss={loss}, more than an update may. "
         f"{cause}. This note is given once; the metrics difference_old_sampling and "
         "clipped_sampling_fraction follow the gap."
     )

@@ -237,3 +237,10 @@ OF_THE_CORRECTION = (
         healthy="above 0.9",
     ),
 )
+
+OVER_ALL_DOCUMENTS = frozenset(
+    metric.name
+    for metric in (*OF_THE_LOSS, *OF_THE_SAMPLER, *OF_THE_CORRECTION)
+    if metric.over == "documents"
+)
+"""Metrics Σ u x / D: a document without a trained token counts in D, as one whose x is 0."""

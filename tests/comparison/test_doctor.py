@@ -292,6 +292,28 @@ def test_a_failure_is_named_with_the_step_since_which_it_holds(columns, name, st
         assert failures[0][1].step == step
 
 
+HALF_EMPTY = {"num_documents": 64, "num_empty_documents": 32}
+
+
+@pytest.mark.parametrize(
+    ("columns", "seen"),
+    [
+        ({"ratio_new_old": 0.5, "entropy": 0.008}, ""),  # 1 and 0.016
+        ({"ratio_new_old": 1.0}, "ratio_new_old is up to 1 away from 1, kl_new_old up to 0"),
+        ({"ratio_new_old": 0.5, "kl_old_sampling": 0.006}, "kl_old_sampling is 0.012 at the end"),
+        ({"ratio_new_old": 0.5, "clipped_ratio_fraction": 0.3}, "60% is clipped at the end"),
+        ({"ratio_new_old": 0.5, "effective_sample_size": 0.6, "truncated_fraction": 0.3}, ""),
+        # steps without any trained token, whose means are 0
+        ({"ratio_new_old": HALF, "entropy": HALF, "num_empty_documents": 64 - 64 * HALF}, ""),
+    ],
+)
+def test_documents_without_a_trained_token_neither_make_nor_hide_a_failure(columns, seen):
+    failures = examine(made_up(**HALF_EMPTY | columns)).failures
+    assert len(failures) == bool(seen)
+    for _, finding in failures:
+        assert finding.seen.endswith(f"{seen}, over the documents with a trained token")
+
+
 @pytest.mark.parametrize(("loss", "is_lost"), [("tpo", True), ("custom", True), ("grpo", False)])
 def test_without_advantages_the_reward_is_lost_where_the_loss_reads_rewards(loss, is_lost):
     columns = {"reward": 1 - HALF, "grad_norm": SPIKES, "zero_advantage_group_fraction": 1.0}

@@ -98,7 +98,12 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl_keys.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
-        ("ratio", "ratio_new_old: a metric"),
+        (
+            "ratio_new_old",
+            "over: documents; one without a trained token counts as 0. With num_empty_documents > "
+            "0 the mean over the others is the number times num_documents / (num_documents - "
+            "num_empty_documents)",
+        ),
         ("exact", "exact_match: a metric"),
         ("tok/s", "tokens_per_second: a metric"),
         ("kl", "kl_new_old: a metric"),

@@ -253,7 +253,7 @@ def test_tokens_that_do_not_count_take_no_part_in_the_backward_products(loss):
     objective = objective_of(case.tensors[1:], loss, num_documents=case.num_documents)
     counts = (torch.arange(len(case.labels)) % 3 == 0) & (case.document_index != 3)
     weights = torch.where(counts, objective.weights, 0.0)
-    plan = make_plan(replace(objective, weights=weights, has_factors=True), 4, True, False)
+    plan = make_plan(replace(objective, weights=weights, given_factors=weights), 4, True, False)
     planned = [chunk.stop - chunk.start for chunk in plan.chunks if chunk.needs_gradient]
     active = counts & (case.labels >= 0) & (case.advantages != 0)
     if loss == "gspo":
