@@ -10,8 +10,10 @@ import functools
 import gc
 import importlib
 import inspect
+import math
 import os
 import sqlite3
+import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -36,8 +38,8 @@ def quicken_processes():
 def quicken_interpreter():
     """Look up only once which functions of Triton's language its interpreter replaces, replace them
     once in a launch for the functions of each module, and not at each call of a function, make the
-    table of NumPy's types once, check the sizes of a block once, and find the type of a tuple where
-    it is asked for.
+    table of NumPy's types once, check the sizes of a block once, make the shape of a tensor once,
+    and find the type of a tuple where it is asked for.
 
     Without this it takes at least twice as long.
     """
@@ -58,15 +60,15 @@ def quicken_interpreter():
     interpreter._patch_builtin = patch_builtin
 
     patch_all = interpreter._patch_lang
-    patched = []  # the names of modules, while a kernel runs
+    patched = []  # the names of modules whose functions a kernel calls, while it runs
 
     def patch_lang(function):
         is_launch = not patched
         if any(names is function.__globals__ for names in patched):
-            return None  # for a function that a kernel calls
+            return types.SimpleNamespace(restore=lambda: None)
         scope = patch_all(function)
         patched.append(function.__globals__)
-        if is_launch:
+        if is_launch and scope is not None:  # older versions restore nothing
             restore = scope.restore
 
             def restore_all():
@@ -102,6 +104,18 @@ def quicken_interpreter():
             blocks[key] = (self.shape, self.numel, self.name)
 
     core.block_type.__init__ = begin_block
+
+    @functools.cache
+    def shape_and_size(sizes):
+        return core.tuple([*map(core.constexpr, sizes)]), core.constexpr(math.prod(sizes))
+
+    def begin_tensor(self, handle, type):
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
+        self.shape, self.numel = shape_and_size((*type.shape,) if type.is_block() else ())
+
+    core.tensor.__init__ = begin_tensor
 
     make_tuple = core.tuple.__init__
 
