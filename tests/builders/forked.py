@@ -54,17 +54,24 @@ class ForkedPython(subprocess.Popen):
         if name is None or not all(map(_only_waits, threading.enumerate())):
             super()._execute_child(args, *others)
             return
+        before_program = others[1]
         cwd = others[4]
         environment = others[5]
         pipes = others[9:15]  # both ends of standard input, output and error, or -1
         starts_session = others[-2]
+
+        def run() -> None:
+            if before_program is not None:
+                before_program()
+            run_python(args)
+
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
             if starts_session:
                 os.setsid()
-            become([pipes[0], pipes[3], pipes[5]], cwd, environment, name, lambda: run_python(args))
+            become([pipes[0], pipes[3], pipes[5]], cwd, environment, name, run)
         self._child_created = True
         self._close_pipe_fds(*pipes)
 

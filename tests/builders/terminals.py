@@ -8,11 +8,12 @@ import pty
 import re
 import select
 import struct
-import subprocess
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from builders.forked import ForkedPython
 
 
 def on_terminal(
@@ -28,7 +29,7 @@ def on_terminal(
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
+    process = ForkedPython(
         command,
         cwd=folder,
         env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", **(environment or {})},
