@@ -19,9 +19,12 @@ lies in CONFIG_DIRECTORY, so that `hydra.compose` works on it.
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -46,8 +49,9 @@ from pgtoolkit.launch.apart import call_apart
 from pgtoolkit.launch.start import in_directory, refused, start, start_or_continue
 from pgtoolkit.runs import find
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.functions import is_of_session, not_in_file
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import in_words, key_of, refusal, text
+from pgtoolkit.system.report import in_override, in_words, key_of, refusal, text
 from pgtoolkit.system.safe_text import escaped, legible
 
 __all__ = [
@@ -86,6 +90,7 @@ def _refusing_as_the_command(function: Callable[Arguments, Result]) -> Callable[
         except OSError as error:
             raise _shown_alone(as_storage_error(error)) from error
         except PgtoolkitError as error:
+            error.args = (_in_python(str(error)),)
             _shown_alone(error)
             raise
 
@@ -96,6 +101,33 @@ def _shown_alone(error: PgtoolkitError) -> PgtoolkitError:
     """Return the error, of which IPython now shows the message alone."""
     vars(error)["_render_traceback_"] = lambda: [legible(redact(in_words(error)))]
     return error
+
+
+def _in_python(message: str) -> str:
+    """Return a message of the command with overrides as Python types them where it says to use
+    several or a sweep: `"loss=gspo", "seed=1"`, and `sweep({"loss": ["grpo", "gspo"]})`."""
+
+    def literal(value: str) -> str:
+        return value if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value) else json.dumps(value)
+
+    def sweep_of(match: re.Match[str]) -> str:
+        pairs = [word.partition("=") for word in match[1].split()]
+        grid = [
+            f"{json.dumps(key)}: [{', '.join(map(literal, value.split(',')))}]"
+            for key, _, value in pairs
+            if "," in value
+        ]
+        fixed = [json.dumps(f"{key}={value}") for key, _, value in pairs if "," not in value]
+        words = ", ".join(["{" + ", ".join(grid) + "}", *fixed])
+        return f"Use sweep({words})" if grid else match[0]
+
+    def separate(match: re.Match[str]) -> str:
+        return f"Use {', '.join(map(json.dumps, match[1].split()))}"
+
+    word = r"[\w./@+~-]+=[\w./@+,-]+"
+    end = r"(?=\.(?:\n|$))"
+    message = re.sub(rf"Use pgtk -m ({word}(?: {word})*){end}", sweep_of, message)
+    return re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +245,11 @@ def check(config: Configuration | Grid | str | Path, *overrides: str) -> Checked
 
 def _checked(overrides: list[str], multirun: bool, file: Path | None) -> Checked:
     checked = checking.check(overrides, multirun, file)
-    sections = checking.page_sections(checked)
-    return Checked(sections, checking.problems(checked), checking.notes(checked))
+    problems = [*map(_in_python, checking.problems(checked))]
+    sections = [
+        (title, [*map(_in_python, lines)]) for title, lines in checking.page_sections(checked)
+    ]
+    return Checked(sections, problems, checking.notes(checked))
 
 
 @_refusing_as_the_command
@@ -292,18 +327,66 @@ def _sweep_words(
             )
         )
     if isinstance(grid, Mapping):
-        words = [f"{key}={_values(values)}" for key, values in grid.items()]
+        _refuse_no_texts(name, [*grid], f'{name}({{"seed": [0, 1, 2]}})')
+        if not grid:
+            raise ConfigError(
+                refusal(
+                    setting=name,
+                    needs="keys with their values",
+                    got=repr(grid),
+                    reason="A sweep trains every combination of their values.",
+                    use=f'{name}({{"seed": [0, 1, 2]}}); for one run, train(compose())',
+                )
+            )
+        words = [f"{key}={_values(str(key), values)}" for key, values in grid.items()]
         words += overrides
         return words, None, ["pgtk", "-m", *words]
     file = sweep_file(str(grid))
     return [*overrides], file, ["pgtk", "sweep", str(grid), *overrides]
 
 
-def _values(values: object) -> str:
-    """Return the values of a key as they stand in an override."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        return text(values)
-    return ",".join(map(text, values))
+def _values(key: str, values: object) -> str:
+    """Return the values of a key as they stand in an override. Raises ConfigError for a value that
+    no override has."""
+    is_number = getattr(values, "shape", None) == ()  # as a tensor may be
+    if isinstance(values, str | Set | Mapping) or not isinstance(values, Iterable) or is_number:
+        return _value(key, values)
+    words = [_value(key, value) for value in values]
+    if not words:
+        raise ConfigError(
+            refusal(
+                setting=key,
+                needs="one value or more",
+                got=values,
+                reason="A sweep trains every combination of the values.",
+                use=f'{{"{key}": [VALUE]}}',
+            )
+        )
+    return ",".join(words)
+
+
+def _value(key: str, value: object) -> str:
+    if isinstance(value, Path):
+        return in_override(str(value))
+    if value is None or isinstance(value, str | Real):
+        return text(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_value(key, part) for part in value)}]"
+    use = f'{{"{key}": [VALUE]}} with its number or text'
+    if callable(value) and hasattr(value, "__qualname__"):
+        path = f"{value.__module__}.{value.__qualname__}"
+        if is_of_session(path):
+            raise ConfigError(not_in_file(key, path))
+        use = f'{{"{key}": ["{path}"]}}'
+    raise ConfigError(
+        refusal(
+            setting=key,
+            needs="values that are texts, numbers, paths, True, False, None or lists of these",
+            got=f"{value!r} of type {type(value).__name__}",
+            reason="They become overrides, as they stand behind pgtk in a shell.",
+            use=use,
+        )
+    )
 
 
 @_refusing_as_the_command

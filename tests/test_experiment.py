@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import hydra
+import numpy as np
 import pytest
 from builders.runs import CLOCK_COLUMNS, SHORT, config_of, last_of_each_key, run
 from hydra.core.global_hydra import GlobalHydra
@@ -68,7 +69,26 @@ def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typ
     ("words", "problems"),
     [
         (("los=grpo", "trainer.max_steps=x"), ["Unknown key 'los'", "needs a whole number"]),
-        (("loss=grpo,gspo",), ["needs -m"]),
+        (
+            ("loss=grpo,gspo", "seed=0,1"),
+            [
+                "needs -m",
+                'Use sweep({"loss": ["grpo", "gspo"]}).\n',
+                'Use sweep({"seed": [0, 1]}).',
+            ],
+        ),
+        (
+            ("loss=gspo loss.epsilon_low=0.1",),
+            ['are words of their own. Use "loss=gspo", "loss.epsilon_low=0.1".'],
+        ),
+        (
+            ("loss=__main__.soft", "callbacks.mine.path=__main__.Mine"),
+            [
+                "loss=__main__.soft needs a function in a file (got one of a session). ",
+                " Use loss=my_code.soft.",
+                " Use callbacks.mine.path=my_code.Mine.",
+            ],
+        ),
         (("advantage=gae", "rollout=recorded"), ["advantage=gae needs"]),
         ((["loss=grpo"],), ["compose needs overrides, each a text", "compose(*overrides)"]),
     ],
@@ -190,9 +210,36 @@ def test_values_of_a_grid_become_the_words_of_the_command():
     )
     assert words == ["loss=grpo,gspo", "seed=0,1", "trainer.max_steps=3", "metrics=basic"]
     assert (file, command[:2]) == (None, ["pgtk", "-m"])
+    paths = {"model.path": [Path("a, b"), Path("c")], "task.path": Path("d"), "seed": np.int64(3)}
+    words, _, _ = experiment._sweep_words("sweep", paths, [])
+    assert words == ['model.path="a, b",c', "task.path=d", "seed=3"]
     words, file, command = experiment._sweep_words("sweep", "clip_range", ["seed=1"])
     assert (words, file.name) == (["seed=1"], "clip_range.yaml")
     assert command == ["pgtk", "sweep", "clip_range", "seed=1"]
+
+
+def defined_here(log_ratio, advantages):
+    return -log_ratio * advantages
+
+
+def test_what_no_override_says_is_refused_in_a_grid_with_what_to_type(monkeypatch):
+    needs = "loss needs values that are texts, numbers, paths"
+    for grid, problem, use in (
+        ({}, "check needs keys with their values (got {}).", "for one run, train(compose())."),
+        ({"seed": []}, "seed needs one value or more (got [])", 'Use {"seed": [VALUE]}.'),
+        ({3: [1]}, "check needs overrides, each a text (got 3)", 'Use check({"seed": [0, 1, 2]}).'),
+        ({"loss": [json.dumps, "grpo"]}, needs, 'Use {"loss": ["json.dumps"]}.'),
+        ({"loss": {"grpo"}}, f"{needs}, True, False, None or lists of these (got {{'grpo'}} ", ""),
+        ({"loss": np.ones((2, 2))}, f"{needs}, True, False, None or lists of these (got array", ""),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            experiment.check(grid)
+        assert str(refused.value).startswith(problem)
+        assert str(refused.value).endswith(use)
+    monkeypatch.setattr(defined_here, "__module__", "__main__")
+    for value in (defined_here, [defined_here, "grpo"], [[defined_here]]):
+        with pytest.raises(ConfigError, match=r"^loss=__main__.defined_here needs a function in a"):
+            experiment.sweep({"loss": value})
 
 
 class Display:

@@ -8,7 +8,16 @@ from types import MappingProxyType
 
 from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.keys import default, ignored
-from pgtoolkit.config.rules import loss_terms, run, sampler, step, table, task, tracking
+from pgtoolkit.config.rules import (
+    executed,
+    loss_terms,
+    run,
+    sampler,
+    step,
+    table,
+    task,
+    tracking,
+)
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report
 
@@ -49,6 +58,7 @@ RULES: tuple[Check, ...] = (
     task.evaluation,
     run.optimizer,
     run.callbacks,
+    executed.functions,
     ignored,
 )
 

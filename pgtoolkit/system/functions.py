@@ -57,6 +57,8 @@ def import_function(
     reads: names of parameters, of which a function for this key has one.
     Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
+    if is_of_session(path):
+        raise ConfigError(not_in_file(key, path))
     module = _import_or_refuse(key, path, options)
     function = getattr(module, path.rpartition(".")[2], None)
     if not callable(function):
@@ -64,6 +66,27 @@ def import_function(
     if arguments is not None:
         _check_call(key, path, function, arguments, keywords)
     return function
+
+
+def is_of_session(path: str) -> bool:
+    """Return whether a dotted path names what a session of Python has defined, in no file."""
+    return path.startswith("__main__.")
+
+
+def not_in_file(key: str, path: str) -> str:
+    """Refuse, as the value of a key, a function or class that a session of Python has defined."""
+    kind = kind_of(key)
+    name = path.rpartition(".")[2]
+    if not name.isidentifier():  # as of a lambda
+        name = f"my_{kind}"
+    return refusal(
+        setting=f"{key}={path}",
+        needs=f"a {kind} in a file",
+        got="one of a session",
+        reason="A run is a process of its own, and reads it there. The cell `%%writefile "
+        "my_code.py` of a notebook writes such a file.",
+        use=f"{key}=my_code.{name}",
+    )
 
 
 def documented(path: str) -> str | None:
@@ -153,7 +176,9 @@ def _not_in_module(
     names = [
         other
         for other, member in vars(module).items()
-        if callable(member) and getattr(member, "__module__", None) == module_name
+        if callable(member)
+        and getattr(member, "__module__", None) == module_name
+        and not other.startswith("_")
     ]
     reason = f"{module_name} has {', '.join(names[:8]) or f'no {kind}'}."
     spec = _spec_here(module_name) if "." not in module_name else None

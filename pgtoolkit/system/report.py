@@ -114,14 +114,15 @@ def text(value: object) -> str:
 
 def override(key: str, value: object) -> str:
     """Return an override in Hydra's grammar."""
-    return f"{key}={_in_override(value)}"
+    return f"{key}={in_override(value)}"
 
 
-def _in_override(value: object) -> str:
+def in_override(value: object) -> str:
+    """Return a value in Hydra's grammar, a text in quotes where it needs them."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}: {_in_override(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}: {in_override(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{','.join(map(_in_override, value))}]"
+        return f"[{','.join(map(in_override, value))}]"
     content = text(value)
     is_plain = re.fullmatch(r"[\w./:@+\[\]-]+", content)
     return content if is_plain else '"' + content.replace('"', '\\"') + '"'

@@ -27,6 +27,9 @@ from pgtoolkit.runs.find import find_runs
 MINE = """
 import losses.families
 
+class _Sqared:
+    pass
+
 class Squared(losses.families.Squared):
     pass
 

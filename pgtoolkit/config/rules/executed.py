@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.keys import default, keys_of, plain_value
-from pgtoolkit.config.own_code import typed_key
+from pgtoolkit.config.own_code import short_name, typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.functions import is_of_session, not_in_file
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal, say, text
+from pgtoolkit.system.report import Report, refusal, say, text
 from pgtoolkit.tracking.store_address import STORE_VARIABLE, absolute_uri
 
 
@@ -102,6 +103,13 @@ def named_functions(config: object) -> dict[str, str]:
                     if name.rpartition(".")[2] in words:
                         named[f"{key.name}.{name}"] = path
     return {key: path for key, path in named.items() if isinstance(path, str) and "." in path}
+
+
+def functions(config: Config, report: Report) -> None:
+    """Refuse functions and classes that a session of Python has defined."""
+    for key, path in named_functions(config).items():
+        if is_of_session(path):
+            report.problems.append(not_in_file(short_name(typed_key(key, config)), path))
 
 
 def before_start(config: Config) -> list[str]:
