@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from builders.forked import ForkedPython
 from builders.refusals import refusal
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
@@ -25,12 +26,13 @@ from pgtoolkit.runs.records import read_resolved
 from pgtoolkit.system.yaml_text import to_yaml
 
 
-def pgtk(*arguments, cwd, **more):
+def pgtk(*arguments, cwd):
+    """Return the exit status of the command as a process, its output and its errors."""
     command = [sys.executable, "-m", "pgtoolkit.cli", *arguments]
-    environment = os.environ | more.pop("env", {})
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **more
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with ForkedPython(command, cwd=cwd, text=True, **streams) as process:
+        printed, errors = process.communicate(timeout=120)
+    return process.returncode, printed, errors
 
 
 @pytest.mark.parametrize(
@@ -305,9 +307,9 @@ def test_help_loads_nothing(tmp_path):
 
 def test_a_wrong_configuration_exits_with_2_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    wrong = pgtk("loss.num_splits=2", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
+    status, printed, errors = pgtk("loss.num_splits=2", cwd=tmp_path)
+    assert (status, printed) == (2, "")
+    assert errors.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
     assert "Use loss=grpo." in refusal(capsys, "--cfg", "job", "loss=gpro")
     assert (
         "Overrides are written without dashes, and pgtk has no such flag. Use loss=grpo."
@@ -325,7 +327,7 @@ def test_cfg_job_prints_the_configuration(tmp_path, capsys):
     assert main(["--cfg", "job", "--resolve", "aggregation=constant"]) == 0
     assert OmegaConf.create(capsys.readouterr().out).aggregation.divisor == 7
     # which leaves a log of Hydra's open
-    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0
+    assert pgtk("--info", "defaults-tree", cwd=tmp_path)[0] == 0
 
 
 @pytest.mark.parametrize(
