@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,54 @@ from pgtoolkit.losses.families import Family, LossName, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+_TAKES = {
+    "logits": "policy_loss",
+    "hidden": "linear_policy_loss",
+    "log_probs": "log_prob_loss or step_coefficients",
+}
+"""The model's output -> the functions that take it."""
+
+_OF_LOGITS = (
+    *("temperature", "entropy_coefficient", "vocabulary_group"),
+    *("sampling_top_ids", "sampling_top_log_probs", "sampling_kept_ids"),
+)
+"""Keywords that mean something only where there are logits."""
+
+
+def _refusing_others(
+    function: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Return the function, which refuses keywords that only another function of this page has.
+
+    Python would say which argument is missing, and the family that it has no such parameter. A loss
+    function may have a parameter of such a name.
+    """
+    known = inspect.signature(function).parameters
+    name = function.__name__
+
+    @functools.wraps(function)
+    def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
+        for key in keywords.keys() - known.keys():
+            if key in _TAKES:
+                own = next(output for output in _TAKES if output in known)
+                raise ValueError(
+                    f"{name} needs {own} (got {key}). Use from_padded({own}=...), or call "
+                    f"{_TAKES[key]}"
+                )
+            if key in _OF_LOGITS and not callable(keywords.get("loss")):
+                raise ValueError(
+                    f"{name} has no {key}, which needs logits. Use policy_loss or "
+                    "linear_policy_loss"
+                )
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+@_refusing_others
 def policy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -196,6 +245,7 @@ def policy_loss(
     return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
 
 
+@_refusing_others
 def linear_policy_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -328,6 +378,7 @@ def linear_policy_loss(
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
 
+@_refusing_others
 def log_prob_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -401,6 +452,7 @@ class StepCoefficients(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+@_refusing_others
 def step_coefficients(
     log_probs: Tensor,
     old_log_probs: Tensor,

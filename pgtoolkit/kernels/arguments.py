@@ -69,7 +69,7 @@ def tokens_of(
         check_counts(counts, num_documents)
     if rewards is not None:
         needed = f"one reward per document, {num_documents}"
-        check_tensor("rewards", rewards, rows, (num_documents,), needed)
+        check_tensor("rewards", rewards, rows, (num_documents,), needed, hint="")
     top_ids, top_log_probs = top
     if top_ids is not None and top_log_probs is not None:
         _check_ids("sampling_top_ids", top_ids, rows, name)
@@ -203,7 +203,7 @@ def _check_weight_gradient(
     """Raise ValueError for a weight_gradient that cannot be added to."""
     shape = tuple(head.weight.shape)
     needed = f"the shape of lm_head_weight, {shape}"
-    check_tensor("weight_gradient", gradient, hidden, shape, needed)
+    check_tensor("weight_gradient", gradient, hidden, shape, needed, hint="")
     dtype = accumulation_dtype(hidden)
     if gradient.dtype != dtype:
         raise ValueError(f"weight_gradient needs dtype {short(dtype)} (got {shown(gradient)})")
@@ -238,10 +238,13 @@ def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:
     width = hidden.shape[1]
     tensor_of_rank(name, weight)
     fits = weight.dim() == 2 and weight.shape[1] == width
-    check_tensor(name, weight, hidden, weight.shape if fits else None, f"shape (V, {width})")
+    is_transposed = weight.dim() == 2 and weight.shape[0] == width
+    hint = f" Use {name}.T, a row for each token of the vocabulary." if is_transposed else ""
+    shape = weight.shape if fits else None
+    check_tensor(name, weight, hidden, shape, f"shape (V, {width})", hint=hint)
     if head.bias is not None:
         per_row = f"one entry per row of {name}, {len(weight)}"
-        check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row)
+        check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row, hint="")
 
 
 _WHOLE_PARAMETER = (
@@ -284,16 +287,17 @@ def check_tensor(
     shape: tuple[int, ...] | None,
     needed: str,
     is_integer: bool = False,
+    hint: str = _ONE_AXIS,
 ) -> None:
     """Raise ValueError unless value is a tensor of this shape, on the device of `like`.
 
     key: the keyword of value.
     shape: None refuses every value.
-    needed: the shape in words.
+    needed: the shape in words. hint: what follows, where the shape is another.
     """
     value = tensor_of_rank(key, value)
     if value.shape != shape:
-        raise ValueError(f"{key} needs {needed} (got {shown(value)}).{_ONE_AXIS}")
+        raise ValueError(f"{key} needs {needed} (got {shown(value)}).{hint}")
     if is_integer and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
     if not is_integer and not value.is_floating_point():
@@ -359,7 +363,7 @@ def check_totals(
     """
     for key, index in of_documents.items():
         needed = f"one entry per document, {num_documents}"
-        check_tensor(key, index, like, (num_documents,), needed, is_integer=True)
+        check_tensor(key, index, like, (num_documents,), needed, is_integer=True, hint="")
     trajectories = of_documents.get("trajectory_index")
     if trajectories is not None and not trajectories.is_cuda and num_documents:
         smallest = int(trajectories.min())

@@ -81,7 +81,8 @@ class FunctionLoss(FunctionFamily):
     """A function of the user's own.
 
     options: values of its parameters with a default that ASKED does not name.
-    Raises ValueError for a parameter that is neither, and for an option that it does not have.
+    Raises ValueError for a parameter that is neither, for an option that it does not have, and for
+    words where its default is a number.
     """
 
     function: Callable
@@ -124,6 +125,13 @@ class FunctionLoss(FunctionFamily):
                 f"{self.name} has no {', '.join(missing)}; its parameters with a default are "
                 f"{', '.join(self.defaults) or 'none'}"
             )
+
+        for name, value in self.options.items():
+            default = self.defaults[name]
+            if isinstance(value, str) and isinstance(default, int | float):
+                raise ValueError(
+                    f"{name} of {self.name} needs a number, as its default is (got {value!r})"
+                )
 
     @property
     def name(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +141,13 @@ def _call(family: FunctionFamily, known: Mapping[str, object]) -> tuple[Tensor, 
             f"the loss function {family.name} asks for {', '.join(missing)}, which these "
             "documents do not have"
         )
-    returned = family.function(**arguments, **family.options)
+    try:
+        returned = family.function(**arguments, **family.options)
+    except RuntimeError as error:
+        advice = _advice_on_sizes(str(error), known)
+        if advice:
+            error.args = (f"{error}. {advice}",)
+        raise
     if not isinstance(returned, tuple):
         return returned, {}
     if len(returned) != 2 or not isinstance(returned[1], dict):
@@ -149,6 +156,40 @@ def _call(family: FunctionFamily, known: Mapping[str, object]) -> tuple[Tensor, 
             f"dictionary of metrics (got a tuple of {len(returned)})"
         )
     return returned[0], dict(returned[1])
+
+
+def _advice_on_sizes(message: str, known: Mapping[str, object]) -> str:
+    """Return what to type where a function combines numbers of tokens, documents and groups; "" for
+    another error.
+
+    message: torch's. known: what the function may ask for.
+    """
+    sizes = re.search(
+        r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", message
+    )
+    if sizes is None:
+        return ""
+    views = {name: known[name] for name in ("documents", "groups") if known[name] is not None}
+    named = {name: len(view) for name, view in views.items() if isinstance(view, Sized)}
+    found = {int(size) for size in sizes.groups()}
+    tokens = known["log_probs"]
+    assert isinstance(tokens, Tensor)
+    if found == {named.get("documents"), len(tokens)}:
+        return (
+            "One has a number per document, the other per token. Use documents.spread(x) for the x "
+            "of documents, or documents.mean(y) or documents.first(y) for the y of tokens"
+        )
+    if found == {named.get("groups"), named.get("documents")}:
+        return (
+            "One has a number per group, the other per document. Use groups.spread(x) for the x of "
+            "groups, or groups.mean(y) for the y of documents"
+        )
+    if found == {named.get("groups"), len(tokens)}:
+        return (
+            "One has a number per group, the other per token. Use "
+            "documents.spread(groups.spread(x)) for the x of groups"
+        )
+    return ""
 
 
 def _bounds(name: str, values: Any) -> tuple[float, float] | None:
@@ -186,8 +227,11 @@ class _Spread:
             sizes["group"] = len(self._groups)
         if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in sizes.values():
             needed = " or ".join(f"per {unit}, {(size,)}" for unit, size in sizes.items())
+            got = shown(values)
+            if not isinstance(values, Tensor):
+                got = f"a {type(values).__name__}: {got}"
             raise ValueError(
-                f"{name} needs to return a tensor with one number {needed} (got {shown(values)})"
+                f"{name} needs to return a tensor with one number {needed} (got {got})"
             )
         if len(values) == self._num_tokens:
             return values

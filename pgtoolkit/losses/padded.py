@@ -35,7 +35,7 @@ def from_padded(
 
     A batch has B documents, padded to the length T. Each row is a document, also if it has no
     trained token. Arguments are tensors, or numpy arrays, which go to the device of the model's
-    output. Floating dtypes are kept.
+    output. Floating dtypes are kept; lists become float64.
 
     logits, hidden, log_probs: (B, T, V), (B, T, H) or (B, T), one of the three, as the model gives
         it, with its gradient.
@@ -46,12 +46,12 @@ def from_padded(
     advantages: (B,), a number for each document, or (B, T).
     old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
 
-    Raises ValueError where shapes do not fit together.
+    Raises ValueError for what is no array, and where shapes do not fit together.
     """
     outputs = {}
     for name, output in (("logits", logits), ("hidden", hidden), ("log_probs", log_probs)):
         if output is not None:
-            outputs[name] = torch.as_tensor(output)
+            outputs[name] = _tensor(name, output)
     if len(outputs) != 1:
         raise ValueError(
             "from_padded needs one of logits, hidden and log_probs (got "
@@ -66,7 +66,7 @@ def from_padded(
 
     def flat(key: str, values: Array) -> Tensor:
         """Return (B * T,) values; raises ValueError for another shape."""
-        value = torch.as_tensor(values).to(rows.device)
+        value = _tensor(key, values).to(rows.device)
         if key == "advantages" and value.shape == (documents,):
             value = value[:, None].expand(size)
         if value.shape != size:
@@ -91,6 +91,12 @@ def from_padded(
         "num_documents": documents,
     }
     vectors = {"old_log_probs": old_log_probs, "advantages": advantages}
+    for key, value in vectors.items():
+        if value is None:
+            raise ValueError(
+                f"from_padded needs {key} (got None). On-policy the old log-probs are those of the "
+                "policy itself, without a gradient"
+            )
     vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
     keywords |= {key: flat(key, value) for key, value in vectors.items() if value is not None}
     trained = None if mask is None else _as_bool(flat("mask", mask))
@@ -101,6 +107,23 @@ def from_padded(
     if trained is not None:
         keywords["labels"] = torch.where(trained, keywords["labels"], -1)
     return keywords
+
+
+def _tensor(key: str, values: Array) -> Tensor:
+    """Return an array as a tensor, a list of floating numbers in float64; raises ValueError for
+    what is none. key: its keyword."""
+    try:
+        value = torch.as_tensor(values)
+        if isinstance(values, list | tuple) and value.is_floating_point():
+            value = torch.as_tensor(values, dtype=torch.float64)
+        return value
+    except (TypeError, ValueError, RuntimeError) as error:
+        # A model of transformers returns an object that has the tensor.
+        fields = [name for name in ("logits", "last_hidden_state") if hasattr(values, name)]
+        use = "".join(f". Use {key}=output.{name} of this output" for name in fields[:1])
+        raise ValueError(
+            f"{key} needs a tensor or an array of numbers (got a {type(values).__name__}){use}"
+        ) from error
 
 
 def _as_bool(mask: Tensor) -> Tensor:

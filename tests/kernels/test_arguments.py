@@ -176,6 +176,13 @@ def test_numbers_of_numpy_and_torch_and_int32_indices_are_accepted():
     assert out.loss == expected.loss
 
 
+def test_a_transposed_head_is_refused_with_what_to_type():
+    narrow = HIDDEN[:, :3]
+    message = r"^lm_head_weight needs shape \(V, 3\) \(got .*\)\. Use lm_head_weight\.T, a row for"
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(narrow, WEIGHT[:, :3].T, *CASE.tensors[1:])
+
+
 def test_with_a_reducer_the_divisor_does_not_matter():
     options = {"loss": "grpo", "aggregation": "constant", "reducer": token_mean}
     with_divisor = policy_loss(*CASE.tensors, divisor=8, **options)

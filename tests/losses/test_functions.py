@@ -388,6 +388,7 @@ def without_gradient(advantages):
         (lambda log_ratio, documets=None: log_ratio, {}, "documets=None, .* fill. Use documents."),
         (without_gradient, {}, "asks for neither log_probs nor log_ratio"),
         (grpo, {"epsilon": 0.1}, "grpo has no epsilon; .* epsilon_low, epsilon_high"),
+        (grpo, {"epsilon_low": "0.2"}, "epsilon_low of grpo needs a number, .* .got '0.2'."),
         (towards_rewards, {}, "Compute its coefficients by pgtoolkit.step_coefficients"),
         (lambda log_probs: log_probs.sum(), {}, "a tensor with one number per token"),
         (lambda log_probs: (log_probs, {"bounds": 0.2}), {}, r"a pair of numbers, .*\(got 0.2\)"),
@@ -467,6 +468,20 @@ def root_of_distance(log_ratio, advantages):
             lambda log_ratio: (-log_ratio, {"odd": torch.full_like(log_ratio, math.nan)}),
             "the metric odd of the loss function <lambda> is not finite where log-ratios are about",
         ),
+        (
+            lambda log_ratio, documents: documents.mean(log_ratio) * log_ratio,
+            r"tensor a \(8\) must match .* tensor b \(36\) .* Use documents.spread\(x\) for",
+        ),
+        (
+            lambda log_ratio, documents, groups: (
+                documents.first(log_ratio) * groups.mean(documents.sum(log_ratio))
+            ),
+            r"per group, the other per document\. Use groups\.spread\(x\) for",
+        ),
+        (
+            lambda log_ratio: log_ratio.detach().numpy(),
+            r"per token, \(36,\) .*\(got a ndarray: \(36,\), float64\)",
+        ),
         (doubles_what_it_is_given, "another loss when it is called again"),
         (lambda log_probs: torch.rand_like(log_probs) * log_probs, "It may draw no random numbers"),
         (lambda log_probs: -log_probs.detach(), "has a gradient of 0 for every token"),
@@ -474,7 +489,7 @@ def root_of_distance(log_ratio, advantages):
     ],
 )
 def test_a_function_that_cannot_train_as_it_says_is_told_why(loss, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         check_function(FunctionLoss(loss))
 
 

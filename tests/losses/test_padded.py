@@ -2,6 +2,7 @@
 do not fit together."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,11 +84,58 @@ LOGITS = padded(CASE.logits, 0.0)
             {"logits": LOGITS, "labels": torch.ones(6, 11)},
             r"label t is token t \+ 1.* .got \(6, 11\)",
         ),
+        (
+            {"logits": SimpleNamespace(logits=LOGITS)},
+            r"^logits needs a tensor .* .got a SimpleNamespace.\. Use logits=output\.logits of",
+        ),
+        ({"hidden": SimpleNamespace(last_hidden_state=1)}, "Use hidden=output.last_hidden_state"),
+        ({"logits": LOGITS, "mask": "x"}, r"^mask needs a tensor or an array .* .got a str.$"),
+        (
+            {"logits": LOGITS, "old_log_probs": None},
+            "needs old_log_probs .got None.. On-policy the",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         from_padded(**padded_vectors(**changed))
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "message"),
+    [
+        (
+            policy_loss,
+            from_padded(hidden=LOGITS, **padded_vectors()),
+            r"^policy_loss needs logits \(got hidden\)\. Use from_padded\(logits=\.\.\.\), or call "
+            "linear_policy_loss$",
+        ),
+        (
+            linear_policy_loss,
+            from_padded(logits=LOGITS, **padded_vectors()),
+            r"^linear_policy_loss needs hidden \(got logits\)\. Use .*, or call policy_loss$",
+        ),
+        (
+            log_prob_loss,
+            from_padded(logits=LOGITS, **padded_vectors()),
+            r"^log_prob_loss needs log_probs \(got logits\)",
+        ),
+        (
+            log_prob_loss,
+            {"loss": "grpo", "entropy_coefficient": 0.1},
+            "^log_prob_loss has no entropy_coefficient, which needs logits. Use policy_loss or lin",
+        ),
+    ],
+)
+def test_keywords_of_another_function_are_refused_by_its_name(function, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        function(**keywords)
+
+
+def test_a_list_of_numbers_keeps_their_digits():
+    advantages = [0.1, 0.2, 0.3, 0.4, 0.5, 0.7]
+    made = from_padded(logits=LOGITS, **padded_vectors(advantages=advantages))["advantages"]
+    assert made.view(6, -1)[:, 3].tolist() == advantages
 
 
 @pytest.mark.parametrize("function", ["policy_loss", "linear_policy_loss", "log_prob_loss"])
