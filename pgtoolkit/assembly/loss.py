@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config.own_code import typed_key
+from pgtoolkit.config.own_code import chosen, typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
@@ -75,6 +75,21 @@ def loss_of(config: Config) -> Loss:
         masks_truncated=config.rollout.truncated == Truncated.mask,
         entropy_top_fraction=config.entropy.top_fraction,
         measures_penalty=config.kl.target is not None,
+    )
+
+
+def note_on_advantages(config: Config, loss: Loss) -> str | None:
+    """Return a note where advantages are made that neither the user's function nor the aggregation
+    reads."""
+    estimator = chosen(config, "advantage")
+    weights = loss.aggregation
+    is_weighed_by_them = isinstance(weights, Custom) and "advantages" in weights.asked
+    is_read = not isinstance(loss.family, FunctionFamily) or "advantages" in loss.family.asked
+    if estimator == "none" or is_read or is_weighed_by_them or weights.by_sign:
+        return None
+    return (
+        f"loss={chosen(config, 'loss')} reads no advantages: advantage={estimator} decides only "
+        "metrics, and which prompts count as uninformative. Use advantage=none."
     )
 
 

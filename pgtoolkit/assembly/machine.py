@@ -87,10 +87,13 @@ def check_machine(config: Config, report: Report) -> None:
     is_recorded = config.rollout.name == "recorded"
     has_own_code = config.aggregation.reducer is not None or config.loss.name == "custom"
     if is_recorded or has_own_code:
-        from pgtoolkit.assembly.loss import loss_of
+        from pgtoolkit.assembly.loss import loss_of, note_on_advantages
 
         with errors_added_to(report):
             loss = loss_of(config)
+            note = note_on_advantages(config, loss)
+            if note is not None:
+                report.note(note)
             if is_recorded and not report.concerns("rollout", "model"):
                 check_recorded_rollouts(config, loss, report)
 

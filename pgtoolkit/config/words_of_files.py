@@ -262,7 +262,7 @@ PARAMETERS_OF_LOSSES = (
         type="(T,)",
     ),
     Word("ref_log_probs", "f, the log-probs under the reference", type="(T,)"),
-    Word("advantages", "A", type="(T,)"),
+    Word("advantages", "A; a function without it takes `advantage=none`", type="(T,)"),
     Word("rewards", "the document's reward as estimators get it", type="(T,)"),
     Word("group_rewards", "the mean reward of the document's group", type="(T,)"),
     Word("lengths", "the trained tokens of the document", type="(T,)"),

@@ -21,7 +21,7 @@ from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.check import check, notes, problems
 from pgtoolkit.runs.find import find_runs
 
 MINE = """
@@ -305,6 +305,26 @@ def test_a_function_is_a_loss_with_keys_of_its_own(mine):
     loss = loss_of(compose(["loss=mine.soft_clip", "loss.softness=0.1"]).config)
     assert (loss.family.level, dict(loss.family.options)) == ("token", {"softness": 0.1})
     assert loss_of(compose(["loss=mine.of_groups"]).config).needs_whole_groups
+
+
+def test_advantages_that_nothing_reads_are_noted(mine):
+    def notes_of(*words):
+        checked = check([*words, "tracking=none"])
+        assert problems(checked) == []
+        return notes(checked)
+
+    (note,) = notes_of("loss=mine.of_groups")
+    assert note == (
+        "loss=mine.of_groups reads no advantages: advantage=dr_grpo decides only metrics, and "
+        "which prompts count as uninformative. Use advantage=none."
+    )
+    for words in (
+        ["loss=mine.of_groups", "advantage=none"],
+        ["loss=mine.of_groups", "aggregation=balanced"],
+        ["loss=mine.soft_clip"],
+        ["loss=mine.Squared"],
+    ):
+        assert "reads no advantages" not in " ".join(notes_of(*words))
 
 
 def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_it(mine):
