@@ -42,10 +42,10 @@ _TAKES = {
 """The model's output -> the functions that take it."""
 
 _OF_LOGITS = (
-    *("temperature", "entropy_coefficient", "vocabulary_group"),
+    *("entropy_coefficient", "vocabulary_group"),
     *("sampling_top_ids", "sampling_top_log_probs", "sampling_kept_ids"),
 )
-"""Keywords that mean something only where there are logits."""
+"""Keywords that mean something only where there are logits, and that no family has as parameters."""
 
 
 def _refusing_others(
