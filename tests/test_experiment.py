@@ -156,6 +156,7 @@ def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
     rows = [json.loads(row) for row in (loaded.path / "metrics.jsonl").open()]
     assert {*loaded.metrics.columns} == {name for row in rows for name in row}
     assert loaded.metrics["reward"].tolist() == [row["reward"] for row in rows]
+    assert [str(step) for step in loaded.metrics["step"]] == ["1", "2", "3"]
     assert len(loaded.evaluations) == 0
     assert {"step", "prompt", "completion", "reward", "set"} <= {*loaded.samples.columns}
     assert set(loaded.samples["set"]) == {"training"}

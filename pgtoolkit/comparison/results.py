@@ -74,7 +74,7 @@ class Run:
         """The rows of metrics.jsonl, one for each step."""
         import pandas
 
-        return pandas.DataFrame(read_metrics(self.path / "metrics.jsonl"))
+        return pandas.DataFrame(read_metrics(self.path / "metrics.jsonl")).astype({"step": int})
 
     @functools.cached_property
     def evaluations(self) -> pandas.DataFrame:

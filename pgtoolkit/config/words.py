@@ -16,6 +16,7 @@ from pgtoolkit.config.words_of_files import (
     PARAMETERS,
     PARAMETERS_OF_BATCHES,
     PARAMETERS_OF_LOSSES,
+    PARAMETERS_OF_REDUCERS,
     PARAMETERS_OF_VERL,
 )
 from pgtoolkit.config.words_of_reports import OF_COMPARISONS, OF_THE_FIELD, STATES
@@ -244,6 +245,7 @@ KINDS = {
         *PARAMETERS_OF_VERL,
     ),
     "a parameter of a loss function": PARAMETERS_OF_LOSSES,
+    "a parameter of a reducer": PARAMETERS_OF_REDUCERS,
     "a key of a set of held-out prompts": KEYS_OF_SETS,
     "a key of Hydra's": HYDRA,
     "a tag in MLflow": TAGS,

@@ -252,6 +252,17 @@ PARAMETERS_OF_VERL = (
 )
 """The parameters of verl's compute_score."""
 
+PARAMETERS_OF_REDUCERS = (
+    Word(
+        "document_index",
+        "the index of each token's document; untrained tokens have the one after the last",
+        type="(T,)",
+    ),
+    Word("tokens_per_document", "N_d, the trained tokens of each document", type="(D,)"),
+    Word("group_index", "the index of each document's group", type="(D,)"),
+)
+"""Parameters of a reducer of the user's own that no other word of these pages is."""
+
 PARAMETERS_OF_LOSSES = (
     Word("log_probs", "p, through which the gradient flows", type="(T,)"),
     Word("log_ratio", "p - o, not clamped, through which the gradient flows", type="(T,)"),
