@@ -45,7 +45,7 @@ _OF_LOGITS = (
     *("entropy_coefficient", "vocabulary_group"),
     *("sampling_top_ids", "sampling_top_log_probs", "sampling_kept_ids"),
 )
-"""Keywords that mean something only where there are logits, and that are parameters of no family."""
+"""Keywords that mean something only where there are logits, and that no family has."""
 
 
 def _refusing_others(
