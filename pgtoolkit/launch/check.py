@@ -301,8 +301,12 @@ def _sweep_sections(sweep: Sweep) -> list[tuple[str, list[str]]]:
     if search is not None:
         trials = search.settings["n_trials"]
         title = f"Search of {trials} trials; the plan is that of the first of {len(runs)} corners"
-    jobs = [sweep.job_of(run) for run in runs]
-    states = [job.status if job else "with problems" for job in jobs]
+    states = []
+    first_of: dict[str, int] = {}  # directory -> the number of its first run
+    for number, job in enumerate(map(sweep.job_of, runs)):
+        state = job.status if job else "with problems"
+        first = first_of.setdefault(job.directory, number) if job else number
+        states.append(state if first == number else f"the same as {first}")
     state_width = max(map(len, states))
     number_width = len(str(len(runs) - 1))
     lines = [

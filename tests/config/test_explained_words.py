@@ -20,6 +20,7 @@ from pgtoolkit.losses.function import ASKED
 from pgtoolkit.rollouts import rows
 from pgtoolkit.runs import completion_files
 from pgtoolkit.runs.directory import BELONGS_TO_A_RUN
+from pgtoolkit.system.functions import REDUCER_KEYWORDS
 from pgtoolkit.tasks import signatures
 
 REPOSITORY = Path(__file__).parents[2]
@@ -102,6 +103,7 @@ def test_declared_words_are_those_of_the_parts():
     parameters = {*signatures.SINGLE, *signatures.OF_A_BATCH, *signatures.OF_VERL}
     assert {*names["a parameter of a reward function"]} == parameters
     assert {*names["a parameter of a loss function"]} == {*ASKED}
+    assert {"mask", *names["a parameter of a reducer"]} == {*REDUCER_KEYWORDS}
     assert {*BELONGS_TO_A_RUN} <= {*names["a file of a run directory"]}
 
 

@@ -227,7 +227,9 @@ def test_a_job_of_a_sweep_in_which_another_key_varied_is_recognised(tmp_path):
 def test_equal_configurations_are_one_job():
     sweep = check_sweep(["loss.epsilon_low=3e-4,0.0003,1e-4"])
     assert len(sweep.jobs) == 2
-    assert "it is run once" in render_plan(sweep)
+    page = render_plan(sweep)
+    assert "it is run once" in page
+    assert "1  the same as 0  loss.epsilon_low=0.0003\n" in page
 
 
 def test_the_second_of_two_jobs_with_one_directory_is_refused():
