@@ -38,7 +38,7 @@ from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.saved import FORMER_TASKS
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.system.declared import Key
-from pgtoolkit.system.report import nearest, text
+from pgtoolkit.system.report import all_nearest, nearest, text
 
 OPTIONS_ALSO_CALLED = {
     "ppo": "loss=grpo",
@@ -363,7 +363,7 @@ def option_meant(
     as_path = _as_path(group, clean, names)
     if as_path is not None:
         return as_path
-    return f"{group}={nearest(short, names) or default}"
+    return " or ".join(f"{group}={name}" for name in all_nearest(short, names) or [default])
 
 
 def _own_task(path: str) -> str:

@@ -146,7 +146,12 @@ def listed(names: Sequence[str], limit: int) -> str:
 
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """Return the most similar name, if any is similar.
+    """Return the most similar name, if any is similar: the first of `all_nearest`."""
+    return next(iter(all_nearest(word, names, at_least)), None)
+
+
+def all_nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> list[str]:
+    """Return the names that are most similar, and equally so, if any is similar.
 
     Swapped letters and initials, such as lr, count as most similar.
     """
@@ -159,10 +164,9 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
         ratio = difflib.SequenceMatcher(None, word, name.lower()).ratio()
         return ratio + 0.5 if is_swapped or is_initials else ratio
 
-    best = max(names, key=similarity, default=None)
-    if best is None or similarity(best) < at_least:
-        return None
-    return best
+    similar = [(similarity(name), name) for name in names]
+    highest = max(similar, default=(0.0, ""))[0]
+    return [name for value, name in similar if value == highest >= at_least]
 
 
 def near_path(path: str | Path) -> str | None:

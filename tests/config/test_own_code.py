@@ -179,6 +179,7 @@ def test_a_parameter_that_a_class_does_not_take_is_refused_when_it_is_tried(mine
             "loss=mine.Squared",
         ),
         ("loss=mine.NoFamily", "NoFamily does not inherit from Family", None),
+        ("loss=gpo", "(got 'gpo')", "loss=gmpo or loss=grpo or loss=gspo"),
         ("loss=grp", "or the dotted path of a function of your own (got 'grp')", "loss=grpo"),
         (
             "advantage=mine.shiftd",
