@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config.own_code import chosen, typed_key
+from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
@@ -78,17 +78,16 @@ def loss_of(config: Config) -> Loss:
     )
 
 
-def note_on_advantages(config: Config, loss: Loss) -> str | None:
+def note_on_advantages(loss: Loss, path: str, estimator: str) -> str | None:
     """Return a note where advantages are made that neither the user's function nor the aggregation
-    reads."""
-    estimator = chosen(config, "advantage")
+    reads. path: of the function. estimator: of the advantages."""
     weights = loss.aggregation
     is_weighed_by_them = isinstance(weights, Custom) and "advantages" in weights.asked
     is_read = not isinstance(loss.family, FunctionFamily) or "advantages" in loss.family.asked
     if estimator == "none" or is_read or is_weighed_by_them or weights.by_sign:
         return None
     return (
-        f"loss={chosen(config, 'loss')} reads no advantages: advantage={estimator} decides only "
+        f"loss={path} reads no advantages: advantage={estimator} decides only "
         "metrics, and which prompts count as uninformative. Use advantage=none."
     )
 

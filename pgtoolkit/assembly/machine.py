@@ -19,6 +19,7 @@ from pgtoolkit.assembly.inputs import (
 )
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import has_window, sizes
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Sampler
 from pgtoolkit.model.misfits import (
@@ -91,7 +92,7 @@ def check_machine(config: Config, report: Report) -> None:
 
         with errors_added_to(report):
             loss = loss_of(config)
-            note = note_on_advantages(config, loss)
+            note = note_on_advantages(loss, chosen(config, "loss"), chosen(config, "advantage"))
             if note is not None:
                 report.note(note)
             if is_recorded and not report.concerns("rollout", "model"):
