@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.rules.run import SHORT
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.model_folder import (
@@ -63,9 +64,10 @@ def preview(
         tokens = encoding.ids
         names = encoding.tokens
         notes = []
-        if _compares_texts(settings):
+        if isinstance(settings, PromptsTaskSettings):
             first = list(itertools.islice(task.rows(), FIRST))
-            notes = _too_long(first, [len(row.answer.strip()) for row in first], longest)
+            lengths = [len(row.answer.strip()) for row in first]
+            notes = _too_long(first, lengths, longest, _compares_texts(settings))
     elif local_folder(model.path) is not None:
         tokenizer = load_tokenizer(model.path)
         ends = end_tokens(load_generation_config(model.path), tokenizer)
@@ -94,8 +96,8 @@ def notes_on_rows(tokenized: TokenizedTask, settings: TaskSettings) -> list[str]
     notes = _written_with_template(tokenized.chat, prompts)
     notes += _two_beginnings(tokenized, prompts)
     notes += _changed_prompts(tokenized, prompts)
-    if _compares_texts(settings):
-        notes += _unreachable(tokenized, prompts)
+    if isinstance(settings, PromptsTaskSettings):
+        notes += _unreachable(tokenized, prompts, _compares_texts(settings))
     return notes
 
 
@@ -170,10 +172,10 @@ def notes_on_ends(ends: Sequence[int], rows: int | None, stop: Sequence[str]) ->
     ]
 
 
-def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
+def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt], as_texts: bool) -> list[str]:
     """Return notes on answers that no completion can equal.
 
-    They are too long, or the tokenizer changes them.
+    They are too long, or the tokenizer changes them. as_texts: see `_too_long`.
     """
     lengths = []
     changed = []
@@ -187,8 +189,8 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
         text = tokenized.text(tokens).strip()
         if text != answer:
             changed.append((prompt, text))
-    notes = _too_long(prompts, lengths, tokenized.longest)
-    if changed:
+    notes = _too_long(prompts, lengths, tokenized.longest, as_texts)
+    if changed and as_texts:
         prompt, text = changed[0]
         notes.append(
             f"{len(changed)} of the first {len(prompts)} answers are texts that the model's tokens "
@@ -199,24 +201,32 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
     return notes
 
 
-def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -> list[str]:
+def _too_long(
+    prompts: Sequence[Prompt], lengths: Sequence[int], longest: int, as_texts: bool
+) -> list[str]:
     """Return a note on answers that are longer than a completion may be.
 
     lengths: of the answers, in tokens. longest: the longest completion, in tokens.
+    as_texts: whether a completion must equal its answer. Else answers may be worked solutions, and
+        are no measure of long completions.
     """
     beyond = [
         (prompt, length)
         for prompt, length in zip(prompts, lengths, strict=True)
         if length > longest
     ]
-    if not beyond:
+    if not beyond or (not as_texts and longest >= SHORT):
         return []
     prompt, length = beyond[0]
+    # With the end of the sequence.
+    use = f"rollout.max_completion_length={max(lengths) + 1}"
+    consequence = f"No completion can equal them. Use final answers alone, or {use}."
+    if not as_texts:
+        consequence = f"A completion that repeats them is cut off. Use {use}."
     return [
         f"{len(beyond)} of the first {len(prompts)} answers are longer than a completion may be "
         f"(rollout.max_completion_length={longest}), first that at {prompt.place}, of {length} "
-        f"tokens: {prompt.answer[:60]!r}. No completion can equal them. Use final answers alone, "
-        "or longer completions."
+        f"tokens: {prompt.answer[:60]!r}. {consequence}"
     ]
 
 

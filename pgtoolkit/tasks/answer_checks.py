@@ -202,7 +202,7 @@ def _tried(
     try:
         outcomes = task.outcomes(number, responses)
     except VerifierLost as error:
-        raise DataError(f"{error} The run would end so.") from error
+        raise DataError(f"{error} Without that the run would end.") from error
     except DataError as error:
         raise DataError(
             f"{verifier} must score every text, and fails on an answer as the completion. {error}"

@@ -22,3 +22,7 @@ class Retries(NamedTuple):
         """Return the seconds before each further call: each four times those before."""
         longest = max(self.seconds, _LONGEST_WAIT)
         return [min(self.seconds * 4.0 ** min(number, 20), longest) for number in range(self.count)]
+
+    def longer(self) -> Retries:
+        """Return retries that wait minutes longer for a server."""
+        return Retries(min(self.count + 4, 10_000), self.seconds or 0.5)

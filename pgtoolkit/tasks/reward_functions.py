@@ -340,7 +340,12 @@ def as_number(value: object) -> float:
 
 def is_nothing(reward: object) -> bool:
     """Return whether a value of the user's code means no score: None or NaN."""
-    return reward is None or (not isinstance(reward, str) and reward != reward)
+    if reward is None:
+        return True
+    try:
+        return not isinstance(reward, str) and bool(reward != reward)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several elements
+        return False
 
 
 def _status(error: BaseException) -> int | None:

@@ -209,24 +209,27 @@ class Scoring:
             return
         if len(questions) < _PROBES:
             answered = answered or [*self._answered[number]]
-        retries = plural(self._retries.count, "further call")
+        again = f"was made again {plural(self._retries.count, 'time')}"
         reason = f"{self._named[number]} {lost[0].reason}."
-        wait_longer = "Use task.verifier_retries and task.verifier_retry_seconds to wait longer."
+        longer = self._retries.longer()
+        ways_out = (
+            f"Start the server, or use task.verifier_retries={longer.count} and "
+            f"task.verifier_retry_seconds={longer.seconds:g} to wait for it up to "
+            f"{sum(longer.waits()):.0f} seconds."
+        )
         if stop_asked.is_set():
             raise VerifierLost(f"{reason} The run was asked to stop, so no call is made again.")
         if not answered:
-            raise VerifierLost(
-                f"{reason} After {retries} of each it scores no completion any more. {wait_longer}"
-            )
+            raise VerifierLost(f"{reason} Each call {again}, and none was answered. {ways_out}")
         (outcome,) = self._asked(number, answered[:1])
         if not self._lost(number, outcome):
             return
         probes = answered[:_PROBES]
         if all(self._lost(number, outcome) for outcome in self._asked_with_retries(number, probes)):
             raise VerifierLost(
-                f"{reason} After {retries} of each, {len(lost)} of "
-                f"{plural(len(questions), 'call')} failed, and then so did "
-                f"{plural(len(probes), 'call')} that it had answered before. {wait_longer}"
+                f"{reason} Each call {again}: {len(lost)} of {plural(len(questions), 'call')} "
+                f"failed, and then so did {plural(len(probes), 'call')} that it had answered "
+                f"before. {ways_out}"
             )
 
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:

@@ -186,8 +186,26 @@ def gives_dictionary(completion, answer):
     return {"text": "good", "score": 1.0}
 
 
-def gives_array(completion, answer):
+def gives_list(completion, answer):
     return [0.5, 0.25]
+
+
+def gives_tensor(completion, answer):
+    import torch
+
+    return torch.tensor(0.5) if completion == "scalar" else torch.ones(2)
+
+
+def gives_array(completion, answer):
+    import numpy as np
+
+    return np.ones(2)
+
+
+def gives_tensors_of_a_batch(completions, **others):
+    import torch
+
+    return torch.ones(len(completions), 2)
 
 
 def gives_coroutine(completion, answer):

@@ -222,8 +222,8 @@ def test_answers_on_which_a_function_gives_no_score_are_noted_with_what_happened
     (problem,), _ = checked(tmp_path, ["sleep 60"] * 2, f"task.verifier={function}", *processes)
     assert problem == (
         f"task.verifier={function} gave no answer within task.verifier_seconds=1, and scored none "
-        "of 2 completions. Use a larger task.verifier_seconds if it needs more time. The run would "
-        "end so."
+        "of 2 completions. Use a larger task.verifier_seconds if it needs more time. Without "
+        "that the run would end."
     )
 
 
@@ -239,9 +239,10 @@ def test_a_judge_that_is_down_is_refused_in_one_line_before_the_run(tmp_path, mo
     (problem,), _ = checked(tmp_path, ["7", "8"], "task.verifier=down_judge.judge", *retries)
     assert problem == (
         "task.verifier=down_judge.judge could not reach the server that it asks: URLError: "
-        "<urlopen error [Errno 111] Connection refused>. After 1 further call of each it scores no "
-        "completion any more. Use task.verifier_retries and task.verifier_retry_seconds to wait "
-        "longer. The run would end so."
+        "<urlopen error [Errno 111] Connection refused>. Each call was made again 1 time, and none "
+        "was answered. Start the server, or use task.verifier_retries=5 and "
+        "task.verifier_retry_seconds=0.5 to wait for it up to 102 seconds. Without that the run "
+        "would end."
     )
     import down_judge  # This test has written it.
 

@@ -95,7 +95,7 @@ def test_answers_that_no_completion_can_equal_are_noted():
     assert notes(tokenizer, rows) == [
         "1 of the first 4 answers are longer than a completion may be "
         "(rollout.max_completion_length=9), first that at p:1, of 10 tokens: '1234567890'. No "
-        "completion can equal them. Use final answers alone, or longer completions."
+        "completion can equal them. Use final answers alone, or rollout.max_completion_length=11."
     ]
     assert notes(tokenizer, rows, longest=10, verifier="regular_expression") == []
     assert notes(tokenizer, rows[1:], stop=[";"]) == [
@@ -105,7 +105,14 @@ def test_answers_that_no_completion_can_equal_are_noted():
     ]
     assert len(notes(tokenizer, rows, verifier="regular_expression")) == 1
     for verifier in ("math_verify", "mine.score"):  # They may accept other forms of an answer.
-        assert notes(tokenizer, rows, verifier=verifier) == []
+        (note,) = notes(tokenizer, rows, verifier=verifier)
+        assert note.endswith(
+            "(rollout.max_completion_length=9), first that at p:1, of 10 tokens: '1234567890'. A "
+            "completion that repeats them is cut off. Use rollout.max_completion_length=11."
+        )
+        assert notes(tokenizer, rows[1:], verifier=verifier) == []
+        long = [("?", "1" * 20)]  # perhaps a worked solution
+        assert notes(tokenizer, long, longest=16, verifier=verifier) == []
     verifiers = {"a": {"verifier": "mine.score"}, "b": {"verifier": "exact_match"}}
     assert len(notes(tokenizer, rows, verifier=None, verifiers=verifiers)) == 1
 
@@ -119,7 +126,9 @@ def test_check_and_the_start_of_a_run_print_the_notes(tmp_path, capsys, caplog):
     note = "1 of the first 2 answers are longer than a completion may be"
     for settings in (tiny, with_model(folder, of=tiny)):
         assert main(["check", *settings, *rows]) == 0
-        assert f"{note} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"{note} (rollout.max_completion_length=4), first that at" in shown
+        assert "is short for this task" not in shown
     sets = f"evaluation.sets={{a: {{path: {file}}}}}"
     evaluated = ("evaluation.every=6", "evaluation.max_completion_length=5", sets)
     module, loader = build(config_of(*with_model(folder, *rows, *evaluated, of=tiny)))

@@ -334,7 +334,7 @@ def test_a_failing_server_is_asked_again_as_often_as_the_key_says(task_of, serve
     assert rewards_of(task_of(MINE + name, rows=rows, **AT_ONCE), [text]) == [0.75]
     assert server.calls == 4
     server.failures = [500] * 2
-    with pytest.raises(VerifierLost, match="After 1 further call of each it scores no completion"):
+    with pytest.raises(VerifierLost, match="call was made again 1 time, and none was answered"):
         scores_of(task_of(MINE + name, rows=rows, verifier_retries=1, **AT_ONCE), [text])
     assert server.calls == 6
 
@@ -355,8 +355,9 @@ def test_a_server_that_fails_at_random_is_lost_once_several_answered_calls_fail_
         scores_of(task, texts)
     assert server.calls == 18
     assert str(caught.value).partition("Service Unavailable. ")[2] == (
-        "After 1 further call of each, 1 of 3 calls failed, and then so did 2 calls that it had "
-        "answered before. Use task.verifier_retries and task.verifier_retry_seconds to wait longer."
+        "Each call was made again 1 time: 1 of 3 calls failed, and then so did 2 calls that it had "
+        "answered before. Start the server, or use task.verifier_retries=5 and "
+        "task.verifier_retry_seconds=0.5 to wait for it up to 102 seconds."
     )
 
 
@@ -533,7 +534,10 @@ def test_compute_score_of_verl_runs_as_it_is(task_of):
     ("name", "advice"),
     [
         ("gives_dictionary", "return result['score']"),
-        ("gives_array", "float(value[0])"),
+        ("gives_list", "float(value[0])"),
+        ("gives_tensor", "gives_tensor returned tensor([1., 1.]); a verifier returns a bool or"),
+        ("gives_array", "gives_array returned array([1., 1.]); a verifier returns a bool or"),
+        ("gives_tensors_of_a_batch", "batch returned tensor([1., 1.]); a verifier returns a bool"),
         ("gives_coroutine", "write async def, and return await"),
         ("gives_text", "float(text)"),
         ("gives_function", "Return what it gives when it is called"),
@@ -545,6 +549,10 @@ def test_compute_score_of_verl_runs_as_it_is(task_of):
 def test_a_value_that_is_no_score_is_answered_with_what_to_write(task_of, name, advice):
     with pytest.raises(DataError, match=re.escape(advice)):
         scores_of(task_of(MINE + name), ["a", "b"])
+
+
+def test_a_tensor_of_one_element_is_a_score(task_of):
+    assert rewards_of(task_of(MINE + "gives_tensor"), ["scalar"] * 2) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

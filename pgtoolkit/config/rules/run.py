@@ -15,7 +15,7 @@ from pgtoolkit.rollouts.batch_counts import steps_of_batch
 from pgtoolkit.rollouts.recorded_folder import batches_in
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.system.report import Report, is_number, plural, refusal, text
-from pgtoolkit.tasks.settings import GeneratedTaskSettings
+from pgtoolkit.tasks.settings import GeneratedTaskSettings, PromptsTaskSettings
 
 
 def rollout(c: Config, report: Report) -> None:
@@ -45,10 +45,17 @@ def rollout(c: Config, report: Report) -> None:
     length = rollout.max_completion_length
     if isinstance(c.task, GeneratedTaskSettings):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
-    elif length < 16:
+    elif length < SHORT and not isinstance(c.task, PromptsTaskSettings):
+        # Of files, the answers say what is too short; see `assembly.preview`.
         tokens = plural(length, "token")
-        report.note(f"rollout.max_completion_length={length}: {tokens} is short for this task.")
+        report.note(
+            f"rollout.max_completion_length={length}: {tokens} is short for this task. Use "
+            f"rollout.max_completion_length={4 * SHORT}, or more."
+        )
 
+
+SHORT = 16
+"""Tokens of a completion below which even a plain answer may not fit."""
 
 _MOST_DOCUMENTS = 10**6
 """The highest accumulation.docs_per_step."""
