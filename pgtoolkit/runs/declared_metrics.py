@@ -24,7 +24,8 @@ OF_EVALUATIONS = (
     _of_prompts(
         "pass@k",
         "the unbiased estimate of the chance that one of k completions of a prompt is right, for k "
-        "= 1, 2, 4, ... up to its n completions, c of which are exact matches (arXiv 2107.03374)",
+        "= 1, 2, 4, ... up to its n completions, c of which are right, by a score of 1 or more "
+        "(arXiv 2107.03374)",
         formula="1 − C(n − c, k) / C(n, k)",
         healthy="rises",
     ),

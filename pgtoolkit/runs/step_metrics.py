@@ -86,8 +86,8 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_attempts(
         "exact_match",
-        "share of the completions that are entirely right by the verifier (by the first of "
-        "several), also if the reward is partial",
+        "share of the completions that are right: the verifier (the first of several, before its "
+        "weight) gives them a score of 1 or more",
         healthy="rises",
     ),
     _of_attempts(

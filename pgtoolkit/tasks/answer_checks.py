@@ -16,6 +16,7 @@ from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.settings import VERIFIERS
+from pgtoolkit.tasks.tasks import above_one, is_first_above_one
 from pgtoolkit.tasks.verifiers import Named, last_number
 
 FIRST = 100
@@ -171,6 +172,16 @@ def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list
     first = list(itertools.islice(task.rows(), 1 if asks_a_server else FIRST_OF_A_FUNCTION))
     outcomes = _tried(task, 0, verifier, first, has_template)
     notes = _of_failures(verifier, first, outcomes)
+    scored = [
+        (outcome, prompt)
+        for outcome, prompt in zip(outcomes, first, strict=True)
+        if isinstance(outcome, int | float)
+    ]
+    score, prompt = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    if score > 1 and prompt is not None:
+        is_first_above_one(verifier.name)  # so that the run does not say it again
+        on = f"the answer {prompt.answer[:40]!r} at {prompt.place} as the completion"
+        notes.append(above_one(str(verifier), score, on))
     rejected = _rejected(first, outcomes)
     if not rejected:
         return notes

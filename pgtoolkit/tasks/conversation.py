@@ -22,7 +22,7 @@ from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.reward_functions import as_number, is_nothing
 from pgtoolkit.tasks.settings import ConversationTaskSettings, GuessTaskSettings
-from pgtoolkit.tasks.tasks import Once, Score, Seeds, Task
+from pgtoolkit.tasks.tasks import Once, Score, Seeds, Task, above_one, is_first_above_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -331,6 +331,9 @@ class ConversationTask(Task):
         measures = conversation.measures()
         measures |= {f"environment/{name}": number for name, number in numbers.items()}
         measures |= self._environments.measures([None])
+        if reward > 1 and is_first_above_one(self._setting):
+            giver = f"score of {self._setting}"
+            log.warning(f"note: {above_one(giver, reward, str(conversation))}")
         return Score(reward, reward >= 1, measures)
 
     def _wrong_value(self, method: str, value: object, needs: str, place: str) -> DataError:

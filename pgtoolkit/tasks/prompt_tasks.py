@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,8 +19,10 @@ from pgtoolkit.tasks.reward_functions import BatchScores
 from pgtoolkit.tasks.scoring import Response, Scoring
 from pgtoolkit.tasks.settings import ConversationTaskSettings, PromptsTaskSettings
 from pgtoolkit.tasks.signatures import Signature
-from pgtoolkit.tasks.tasks import NumberedRows, Once, Score
+from pgtoolkit.tasks.tasks import NumberedRows, Once, Score, above_one, is_first_above_one
 from pgtoolkit.tasks.verifiers import Named
+
+log = logging.getLogger("pgtoolkit")
 
 
 class PromptRows(NumberedRows):
@@ -119,6 +122,7 @@ class PromptsTask(PromptRows):
             if all(outcome is None for outcome in of_response):
                 of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
         self._note_failures(responses, outcomes)
+        self._note_above_one(responses, outcomes)
         metrics = self._metrics(by_verifier)
         return [
             replace(self._score(of_response, metrics), logged=self._logged(by_verifier, place))
@@ -184,6 +188,19 @@ class PromptsTask(PromptRows):
                     failures.append((f"{verifier} {outcome.reason} on {response}", outcome))
                     break
         self._failed_scores.note(failures, len(responses))
+
+    def _note_above_one(
+        self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]
+    ) -> None:
+        """Log a note on the first completions of which the first verifier scores one above 1."""
+        scored = [
+            (of_response[0], str(response))
+            for response, of_response in zip(responses, outcomes, strict=True)
+            if isinstance(of_response[0], int | float)
+        ]
+        score, on = max(scored, key=lambda pair: pair[0], default=(0.0, ""))
+        if score > 1 and is_first_above_one(self.named[0].name):
+            log.warning(f"note: {above_one(str(self.named[0]), score, on)}")
 
     def _score(self, outcomes: list[float | Failure | None], metrics: dict[str, float]) -> Score:
         """Return the score of one completion.

@@ -339,7 +339,9 @@ class PromptsTaskSettings(ScoredTaskSettings):
         default="exact_match",
         help="How a completion is scored: exact_match, last_number, regular_expression, "
         "math_verify, or by a function of your own or for TRL (docs/data.md), given by its dotted "
-        "path `package.module.function`, in the current directory or installed.",
+        "path `package.module.function`, in the current directory or installed. A score of 1 or "
+        "more counts as right, in exact_match and pass@k: a function that scores up to 10 returns "
+        "score / 10.",
         code="function",
         only_if="task.verifiers={}",
         alters=Alters.scores,
@@ -356,7 +358,7 @@ class PromptsTaskSettings(ScoredTaskSettings):
         help="Several verifiers in place of task.verifier, by names of your choice, such as "
         "{answer: {verifier: math_verify}, boxed: {verifier: my_module.boxed, weight: 0.1}}. The "
         "reward is the sum of weight x score. The first of them decides whether a completion "
-        "counts as an exact match.",
+        "counts as right: by a score of 1 or more, before its weight.",
         free=True,
         example="{answer: {verifier: exact_match}}",
         code="function",

@@ -38,6 +38,32 @@ class Score:
     logged: dict[str, str] = field(default_factory=dict)
 
 
+def above_one(giver: str, score: float, on: str) -> str:
+    """Return a note on a score above 1, since lower ones that count as right may be meant as wrong.
+
+    giver: the setting of the user's code that gave it. on: what it is the score of.
+    """
+    return (
+        f"{giver} gives {score:g} to {on}. Every score of 1 or more counts as right, in "
+        "exact_match and pass@k. If only the highest score is right, divide by it: return score / "
+        f"{score:g}, if {score:g} is the highest."
+    )
+
+
+_above_one: set[str] = set()
+"""Functions and environments of which this process has said that they score above 1."""
+
+
+def is_first_above_one(name: str) -> bool:
+    """Return whether a score above 1 by the user's code is the first of this process.
+
+    name: its dotted path. The trial at the start, training and each evaluation set may see one.
+    """
+    is_first = name not in _above_one
+    _above_one.add(name)
+    return is_first
+
+
 class Task:
     """Endless prompts by index, a pure function of the seed and the index, and the scores of their
     completions.

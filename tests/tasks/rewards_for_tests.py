@@ -182,6 +182,10 @@ def verl_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs
     return list(map(verl, data_sources, solution_strs, ground_truths, extra_infos))
 
 
+def length(completion, answer):
+    return len(completion)
+
+
 def gives_dictionary(completion, answer):
     return {"text": "good", "score": 1.0}
 

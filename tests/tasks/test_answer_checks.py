@@ -153,6 +153,7 @@ def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monk
         "answer + '>'\n"
         "def right(completion, answer):\n    return completion == answer\n"
         "def broken(completion, answer):\n    return {}[answer]\n"
+        "def from_2_to_10(completion, answer):\n    return 10 if completion == answer else 2\n"
         "def of_a_batch(completions, answer, **others):\n    return [0.0 for _ in "
         "completions[1:]]\n"
     )
@@ -171,6 +172,15 @@ def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monk
 
     assert tried_rewards.calls == answers[:10]
     assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
+    assert checked(tmp_path, answers, "task.verifier=tried_rewards.from_2_to_10") == (
+        [],
+        [
+            "task.verifier=tried_rewards.from_2_to_10 gives 10 to the answer '0' at p.jsonl:1 as "
+            "the completion. Every score of 1 or more counts as right, in exact_match and pass@k. "
+            "If only the highest score is right, divide by it: return score / 10, if 10 is the "
+            "highest."
+        ],
+    )
     for name, failure in (
         ("broken", "KeyError: '0'"),
         ("of_a_batch", "must return a list of 10 scores"),

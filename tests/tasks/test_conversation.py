@@ -167,6 +167,15 @@ def test_return_values_of_a_wrong_form_are_refused(values, needs):
         task.score_conversations([talk(task, ["a"])])
 
 
+def test_a_reward_above_1_is_noted_with_what_to_write(caplog):
+    environment = "tasks.environments_for_tests.Odd"
+    task = task_of("task.options={values: {score: [10, {}]}}", environment=environment)
+    assert task.score_conversations([talk(task, ["a"])] * 2)[1].exact_match is True
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert note.startswith(f"note: score of task.environment={environment} gives 10 to the conv")
+    assert note.endswith("divide by it: return score / 10, if 10 is the highest.")
+
+
 def test_measures_with_other_names_than_before_are_refused():
     task = task_of(environment="tasks.environments_for_tests.Odd")
     conversation = talk(task, ["a"])

@@ -551,6 +551,24 @@ def test_a_value_that_is_no_score_is_answered_with_what_to_write(task_of, name, 
         scores_of(task_of(MINE + name), ["a", "b"])
 
 
+def test_a_score_above_1_is_noted_once_with_what_to_write(task_of, caplog):
+    verifiers = {
+        "length": {"verifier": MINE + "length", "weight": 0.1},
+        "more": {"verifier": MINE + "by_position"},
+    }
+    rows = [{"prompt": f"{number}?", "answer": "x"} for number in range(2)]
+    task = task_of("exact_match", rows=rows, verifier=None, verifiers=verifiers)
+    scores = scores_of(task, ["abc", "d"])
+    assert [score.exact_match for score in scores] == [True, True]
+    assert scores_of(task, ["abc", "d"]) == scores
+    assert [record.getMessage() for record in caplog.records] == [
+        f"note: task.verifiers.length.verifier={MINE}length gives 3 to the completion 'abc' of "
+        "the prompt at rows.jsonl:1, whose answer is 'x'. Every score of 1 or more counts as "
+        "right, in exact_match and pass@k. If only the highest score is right, divide by it: "
+        "return score / 3, if 3 is the highest."
+    ]
+
+
 def test_a_tensor_of_one_element_is_a_score(task_of):
     assert rewards_of(task_of(MINE + "gives_tensor"), ["scalar"] * 2) == [0.5, 0.5]
 
