@@ -357,6 +357,8 @@ def _check_texts(config: Config, report: Report) -> None:
             place = _place_of_set(held_out.name, config.evaluation)
             message = problem.replace("task.", f"{place}.")
             message = message.replace("rollout.max_comp", "evaluation.max_comp")
+            if message in report.problems:
+                continue  # its prompts cannot be read
             report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
 
 

@@ -63,7 +63,7 @@ class Change(NamedTuple):
     """A prompt whose completions were kept at two steps.
 
     means: of the rewards at the first and at the second step.
-    before, after: the completion of each step whose reward is nearest to the mean.
+    before, after: of the step with the lower mean the worst completion, of the other the best.
     """
 
     means: tuple[float, float]
@@ -163,8 +163,10 @@ def samples(
     changed = [name for name, rise in rises.items() if rise]
     changes = []
     for name in sorted(changed, key=lambda name: -abs(rises[name]))[:count]:
-        before = _nearest(rows_at(min(repeated[name])), name, means[name][0])
-        after = _nearest(rows_at(max(repeated[name])), name, means[name][1])
+        # The mean itself is often the reward of no completion.
+        is_better = rises[name] > 0
+        before = _extreme(rows_at(min(repeated[name])), name, not is_better)
+        after = _extreme(rows_at(max(repeated[name])), name, is_better)
         changes.append(Change(means[name], before, after))
     return Samples(kept.set, step, rows_at(step), since, counts, changes)
 
@@ -199,14 +201,15 @@ def _check_step(option: str, number: int, known: list[int], step: int, set_name:
         )
 
 
-def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionRow:
-    """Return the row of a prompt whose reward is nearest to a number, the first of equal ones."""
-    distances = [
-        (row, abs(row.reward - reward))
+def _extreme(rows: list[CompletionRow], name: str, best: bool) -> CompletionRow:
+    """Return the row of a prompt with the highest reward, or with best=False with the lowest, the
+    first of equal ones."""
+    scored = [
+        (row, row.reward if best else -row.reward)
         for row in rows
         if row.name == name and row.reward is not None
     ]
-    return min(distances, key=lambda pair: pair[1])[0]
+    return max(scored, key=lambda pair: pair[1])[0]
 
 
 def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
@@ -262,7 +265,9 @@ def _changes(shown: Samples, lines: int) -> list[str]:
     page = ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means
-        page.append(f"  {before:z.3f} -> {after:z.3f}  {legible(change.after.name)}"[:WIDTH])
+        rewards = " and ".join(f"{row.reward:z.3f}" for row in (change.before, change.after))
+        line = f"  {before:z.3f} -> {after:z.3f}  {legible(change.after.name)}"
+        page.append(f"{line}: mean rewards; these two have {rewards}"[:WIDTH])
         labelled = {f"step {row.step}": row for row in (change.before, change.after)}
         page += _texts(change.after, labelled, lines)
     return page

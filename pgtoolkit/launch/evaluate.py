@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -33,9 +34,9 @@ from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
-from pgtoolkit.system.plain_files import JsonObject, write_atomically
+from pgtoolkit.system.plain_files import JsonObject, json_object, write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import key_of, refusal, say, shell_path
+from pgtoolkit.system.report import is_whole, key_of, refusal, say, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
 
 FOLDER = Path("outputs/evaluations")
@@ -64,8 +65,12 @@ def evaluate_command(
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     trained = None if run_dir is None else saved_config(run_dir)
     chosen = _configuration(command, source, trained, overrides, on)
-    for note in _check(chosen):
-        say(f"note: {note}")
+    try:
+        notes = _check(chosen)
+    except (ConfigError, DataError) as error:
+        raise type(error)(_as_typed(str(error), on)) from error
+    for note in notes:
+        say(f"note: {_as_typed(note, on)}")
     problems = [] if trained is None else _asked_in_training(command, trained, chosen)
     if problems and not training_prompts:
         raise refused(problems)
@@ -82,14 +87,20 @@ def evaluate_command(
     write_atomically(folder / "evaluation.yaml", redact(to_yaml(plain_config(chosen))))
     try:
         rows = evaluate_policy(chosen, folder, trained, state)
-    except (ConfigError, DataError):
+    except (ConfigError, DataError) as error:
         shutil.rmtree(folder)
-        raise
+        raise type(error)(_as_typed(str(error), on)) from error
     write_atomically(folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     model = f"the initial model of model={chosen.model.name}, seed {chosen.seed}"
     if source is not None:
         model = shell_path(source) + ("" if state is None else f", step {state['step']}")
     return render_evaluation(rows, chosen, model, folder)
+
+
+def _as_typed(message: str, on: Sequence[str]) -> str:
+    """Return a message about sets with the keys that can be typed: beside `on`, which makes the
+    sets, those of the task."""
+    return re.sub(r"evaluation\.sets\.\w+\.(?!path=)", "task.", message) if on else message
 
 
 def _refuse_flags_of_runs(
@@ -124,7 +135,7 @@ def _configuration(
         composed = compose(overrides, run_dir=source, evaluate="run")
     else:
         if source is not None:
-            overrides = [*_model_overrides(command, source), *overrides]
+            overrides = [*_model_overrides(command, source, typed), *overrides]
         composed = compose(overrides, evaluate="model")
     problems = composed.problems
     if trained is not None and composed.config is not None and not on:
@@ -144,11 +155,20 @@ def _configuration(
     return absolute_paths(with_values(composed.config, measured_once))
 
 
-def _model_overrides(command: str, folder: Path) -> list[str]:
-    """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none."""
+def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
+    """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none.
+
+    Its completions are as long as its generation_config.json says, where nothing else is typed.
+    """
     if not (folder / "config.json").is_file():
         raise not_a_run(command, folder, "a run directory, or a model's Hugging Face folder")
-    return ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
+    overrides = ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
+    key = "evaluation.max_completion_length"
+    if key not in map(key_of, typed):
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # told as it is loaded
+            longest = json_object(folder / "generation_config.json").get("max_new_tokens")
+            overrides += [f"{key}={longest}"] if is_whole(longest) else []
+    return overrides
 
 
 def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> list[str]:

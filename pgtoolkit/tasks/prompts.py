@@ -267,10 +267,12 @@ class TokenizedTask:
             subject += ", or what kl.reference_prompt makes of them,"
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
         longest = max(length for _, length in misfits)
-        verb = f"do not fit into {plural(room, 'token')}" if room else "have no room"
+        verb = (
+            f"do not fit into {plural(room, 'token')}" if room else "do not fit beside a completion"
+        )
         is_empty = not all(length for _, length in misfits)
         if is_empty:
-            verb = f"{verb}, or have none" if longest else "have no token"
+            verb = f"{verb}, or have no token" if longest else "have no token"
         problem = f"{verb}: {lengths}"
         if skip and can_skip:
             log.warning(f"note: task.too_long=skip leaves out {subject}, which {problem}.")

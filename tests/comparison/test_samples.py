@@ -87,10 +87,10 @@ def test_last_step_of_held_out_is_shown_with_the_changes_since_its_first(folder)
         ("b", (0.0, 0.875)),
         ("d", (0.0, 0.625)),
     ]
-    # The first of two completions whose rewards are equally near to the mean.
+    # The worst before and the best after, where a prompt got better.
     assert [(change.before.completion, change.after.completion) for change in shown.changes] == [
         ("b at 0", "b with 1.0"),
-        ("d at 0", "d with 0.25"),
+        ("d at 0", "d with 1.0"),
     ]
 
 
@@ -148,7 +148,7 @@ def test_terminal_shows_best_worst_and_changed_completions(folder, capsys, monke
             "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of the "
             "kept completions)"
         ),
-        "  0.000 -> 0.875  b",
+        "  0.000 -> 0.875  b: mean rewards; these two have 0.000 and 1.000",
         "    prompt      b?",
         "    step 0      b at 0",
         "    step 100    b with 1.0",

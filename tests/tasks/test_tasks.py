@@ -223,7 +223,9 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
     )
     with pytest.raises(DataError, match=room):
         check_lengths(task, 9, 8, skip=True)
-    with pytest.raises(DataError, match=r"4 of 4 prompts have no room: .* Use rollout.max_comp"):
+    with pytest.raises(
+        DataError, match=r"4 prompts do not fit beside a completion: .* Use rollout.max_co"
+    ):
         check_lengths(task, 9, 9, skip=True)
 
 

@@ -236,6 +236,14 @@ def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monk
     assert f"step {best} of" in capsys.readouterr().out
     assert main(["evaluate", str(evaluated), "--best"]) == 0
     assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
+    # As long as in training, which the folder says; else that is 256 for a folder.
+    longest = json.loads(Path("folder/generation_config.json").read_text())["max_new_tokens"]
+    assert longest == OmegaConf.load(evaluated / "config.yaml").rollout.max_completion_length
+    few = ["task.num_digits=1", "evaluation.prompts_per_set=1"]
+    assert main(["evaluate", "folder", *few]) == 0
+    assert f"at most {longest} tokens, by" in capsys.readouterr().out
+    assert main(["evaluate", "folder", *few, "evaluation.max_completion_length=2"]) == 0
+    assert "at most 2 tokens, by" in capsys.readouterr().out
 
 
 def test_an_export_of_the_best_checkpoint_needs_evaluations(short, tmp_path, capsys):
@@ -400,6 +408,23 @@ def test_prompts_of_training_and_ignored_settings_of_prompts_are_refused(
     output = capsys.readouterr()
     assert message in output.err
     assert "results" not in output.out
+
+
+def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
+    folder_of_files, capsys
+):
+    row = {"question": "31=", "solution": 31}
+    (folder_of_files / "renamed.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["evaluate", "with", "--on", "renamed.jsonl"]
+    assert main(words) == 3
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        "  renamed.jsonl:1:prompt: is missing; the row has question, solution. Use "
+        "task.prompt_field=question",
+        "  renamed.jsonl:1:answer: is missing; the row has question, solution. Use "
+        "task.answer_field=solution",
+    ]
+    assert main([*words, "task.prompt_field=question", "task.answer_field=solution"]) == 0
+    assert evaluated_sets(capsys.readouterr().out) == {"renamed": (1, "renamed.jsonl")}
 
 
 def test_training_prompts_are_evaluated_with_a_warning_if_asked_for(folder_of_files, capsys):
