@@ -321,7 +321,10 @@ def test_a_decaying_rate_of_the_policy_ends_with_the_run_after_steps_of_the_crit
     [
         (
             ["trainer.max_steps=12", "critic.steps_before_policy=2"],
-            ["optimizer.warmup_steps=10 WITH: the run ends during warm-up."],
+            [
+                "optimizer.warmup_steps=10 WITH: the run ends during warm-up. Use "
+                "optimizer.warmup_steps=1."
+            ],
         ),
         (["trainer.max_steps=13", "critic.steps_before_policy=2"], []),
         (
@@ -333,7 +336,7 @@ def test_a_decaying_rate_of_the_policy_ends_with_the_run_after_steps_of_the_crit
             ],
             [
                 "optimizer.warmup_steps=7 WITH: the run ends during warm-up, and never decays "
-                "(cosine)."
+                "(cosine). Use optimizer.warmup_steps=0."
             ],
         ),
         (

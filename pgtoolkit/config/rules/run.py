@@ -278,7 +278,10 @@ def optimizer(c: Config, report: Report) -> None:
         schedule = c.optimizer.schedule.value
         never = "" if schedule == "constant" else f", and never decays ({schedule})"
         settings_of_warmup = f"optimizer.warmup_steps={warmup} {settings}"
-        report.note(f"{settings_of_warmup}: the run ends during warm-up{never}.")
+        report.note(
+            f"{settings_of_warmup}: the run ends during warm-up{never}. Use "
+            f"optimizer.warmup_steps={max(0, updates // 10)}."
+        )
     if c.kl.update_every is not None and c.kl.update_every >= updates:
         update_every = f"kl.update_every={c.kl.update_every} {settings}"
         report.note(f"{update_every}: no step has a reference that has moved.")
