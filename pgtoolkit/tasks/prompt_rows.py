@@ -277,10 +277,10 @@ def _likely(typed: str, known: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _value(row: RawRow, column: str) -> object:
-    """Return the value of a column. ValueError if the row has none."""
+    """Return the value of a column. ValueError says if the row has none."""
     value = row.get(column)
     if value is None:
-        raise ValueError("is missing")
+        raise ValueError("is null" if column in row else "is missing")
     return value
 
 

@@ -91,7 +91,7 @@ def test_bad_prompts_are_listed_together(tmp_path):
     lines = [
         '{"prompt": "a", "answer": "b"}',
         '{"prompt": "a"}',
-        '{"prompt": ["a"], "answer": "b"}',
+        '{"prompt": ["a"], "answer": null}',
         "{",
         '{"prompt": "", "answer": NaN}',
         '{"prompt": "a", "prompt": "b", "answer": "c"}',
@@ -102,9 +102,10 @@ def test_bad_prompts_are_listed_together(tmp_path):
         make_task(prompts_config(tmp_path / "p.jsonl"), 0)
     message = str(error.value)
     for part in (
-        "7 problems",
+        "8 problems",
         "p.jsonl:2:answer: is missing; the row has prompt. Use task.answer_field=COLUMN",
         "p.jsonl:3:prompt: needs a text or a list of chat messages (got ['a'])",
+        "p.jsonl:3:answer: is null; the row has prompt, answer",
         "p.jsonl:4: not JSON",
         "p.jsonl:5:prompt: needs a text or a list of chat messages (got '')",
         "p.jsonl:5:answer: needs a text (got nan)",
