@@ -28,7 +28,6 @@ from pgtoolkit.comparison.tokens import (
     composed,
     refuse_no_rollouts,
 )
-from pgtoolkit.config.compose import compose
 from pgtoolkit.config.conditions import with_values
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.overrides import overrides_to_read
@@ -279,7 +278,7 @@ def side_of(path: Path) -> Side:
     }
     translation.check()
     typed = translation.overrides
-    as_ours: Config | None = compose(typed).config
+    as_ours: Config | None = translation.composed.config
     assert as_ours is not None  # checked
     name = f"{trainer} {theirs.table.content['version']}"
     notes = [f"{name}: {line}" for line in translation.differing if line.startswith(_NOTED)]

@@ -52,6 +52,8 @@ class Translation:
                 names_of.setdefault(row.see or row.name, []).append(name)
         for row in theirs.table.rows.values():
             self._translate(row, names_of.get(row.name, []))
+        if "task.verifiers" in self.typed:
+            del self.typed["task.verifier"]
 
     def _translate(self, row: Theirs, names: list[str]) -> None:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
@@ -99,10 +101,12 @@ class Translation:
         return shown if name in self.theirs.values else f"{shown} (their default)"
 
     def check(self) -> None:
-        """Take out of the command what is our default as well, and what `pgtk check` refuses."""
+        """Take out of the command what is our default as well, and what `pgtk check` refuses; what
+        every command has stays, and the learning rate, whose default is another for each model."""
         self._compose()
         for key, (value, row) in [*self.typed.items()]:
-            if row is not None and not self.behind[row.name]:
+            always = key in self._first or key == "optimizer.learning_rate"
+            if row is not None and not self.behind[row.name] and not always:
                 known = key_named(key, self.composed.config)
                 if known and (known.learns is False or self.ours(key) == text(value)):
                     del self.typed[key]
@@ -116,15 +120,28 @@ class Translation:
             key = max(named, key=lambda key: (key in setting, len(key)))
             row = rows[key]
             value, _ = self.typed.pop(key)
-            self.typed |= {key: self._first[key]} if key in self._first else {}
+            filled_in = "task.verifier" if key == "task.verifiers" else key
+            if filled_in in self._first:
+                self.typed[filled_in] = self._first[filled_in]
             self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problems[0]}")
 
     def _compose(self) -> list[str]:
-        """Compose what is typed; return the problems with it, beside those of this machine."""
-        self.composed = compose(self.overrides)
+        """Compose what is typed; return the problems with it, beside those of this machine.
+
+        An option that is to be filled in is our default meanwhile, and a penalty k3, so that its
+        other keys are checked.
+        """
+        options = [key for key in self.to_fill if not key.endswith(".path")]
+        typed = [override(key, self.typed[key][0]) for key in self.typed if key not in options]
+        self.composed = compose([*typed, "kl=k3"] if "kl" in options else typed)
         report = validated(self.composed)[1]
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
         return [problem for problem in report.problems if problem not in report.lacking]
+
+    @property
+    def to_fill(self) -> list[str]:
+        """The keys that are to be filled in, whose value is a word in capitals."""
+        return [key for key, (value, row) in self.typed.items() if not row and str(value).isupper()]
 
     @property
     def overrides(self) -> list[str]:

@@ -29,13 +29,11 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     name = f"{table.content['trainer']} {table.content['version']}"
     yield from (f"{path}, a configuration of {name}, is here", "")
     yield f"  {shlex.join(['pgtk', *translation.overrides])}"
-    to_fill = [
-        key for key, (value, _) in translation.typed.items() if value in ("MODEL", "PROMPTS")
-    ]
     by_default = [
         f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
         for key, (value, row) in translation.typed.items()
         if row is not None and not translation.behind[row.name]
+        if text(value) != translation.ours(key)
     ]
     left: dict[str, list[str]] = {}
     for shown, reason, row in translation.left:
@@ -44,7 +42,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     sections = {
         "Assumed:": [
             *translation.theirs.assumed,
-            *(f"{key} is to be filled in" for key in to_fill),
+            *(f"{key} is to be filled in" for key in translation.to_fill),
         ],
         f"What follows from defaults of {name} that are not ours:": by_default,
         "What is not quite the same:": translation.differing,
@@ -62,6 +60,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
 def _instead(translation: Translation, row: Theirs) -> str:
     """Return the part of the command that stands for what a row types."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
+    keys = [key for key in keys if not key.startswith(tuple(translation.to_fill))]
     keys = [key for key in keys if key_named(key, translation.composed.config)]
     instead = [f"{key}={translation.ours(key)}" for key in keys]
     return f"; the command has {' '.join(instead)}" if instead else ""

@@ -111,7 +111,15 @@ TRL = [
     ({"steps_per_generation": 1}, {"steps_per_generation": None}),
     # cispo caps the ratio itself, which is 0.2 by default; with a ratio of the completion it and
     # sapo are other losses.
-    ({"loss_type": "cispo"}, {"loss_type": "left", "loss": None, "aggregation": None}),
+    (
+        {"loss_type": "cispo"},
+        {
+            "loss_type": "near",
+            "loss": "cispo",
+            "loss.epsilon_high": 1e-9,
+            "aggregation": "token_mean",
+        },
+    ),
     (
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss": "cispo", "loss.epsilon_high": 4, "aggregation": "token_mean"},
@@ -119,7 +127,7 @@ TRL = [
     ({"loss_type": "cispo", "epsilon_high": 1.28}, {"loss.epsilon_high": 0.28}),
     (
         {"loss_type": "cispo", "epsilon_high": 5, "importance_sampling_level": "sequence"},
-        {"loss_type": "left", "importance_sampling_level": "left", "loss": None},
+        {"importance_sampling_level": "left", "loss": "LOSS", "aggregation": "token_mean"},
     ),
     (
         {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
@@ -127,7 +135,7 @@ TRL = [
     ),
     (
         {"loss_type": "sapo", "importance_sampling_level": "sequence", "sapo_temperature_neg": 2},
-        {"loss_type": "left", "loss": None, "sapo_temperature_neg": "left"},
+        {"loss": "LOSS", "aggregation": "sample_mean", "sapo_temperature_neg": "left"},
     ),
     (
         {"loss_type": "dr_grpo", "max_completion_length": 300},
@@ -137,13 +145,20 @@ TRL = [
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"loss": "gspo", "loss.epsilon_low": 0.2, "aggregation.divisor": 1},
     ),
-    ({"loss_type": "bnpo", "gradient_accumulation_steps": 2}, {"loss_type": "left"}),
-    ({"loss_type": "bnpo"}, {"aggregation": "token_mean"}),
+    (
+        {"loss_type": "bnpo", "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
+        {"loss_type": "near", "loss": "grpo", "aggregation": "token_mean"},
+    ),
+    ({"loss_type": "bnpo"}, {"aggregation": "token_mean", "loss_type": None}),
     (
         {"loss_type": "bnpo", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
         {"aggregation": "sample_mean"},
     ),
-    ({"loss_type": "new_loss"}, {"loss_type": "left", "aggregation": None}),
+    (
+        {"loss_type": "new_loss", "scale_rewards": "other"},
+        {"loss_type": "left", "loss": "LOSS", "aggregation": "AGGREGATION"}
+        | {"advantage": "ADVANTAGE", "kl": "none"},
+    ),
     ({"steps_per_generation": 4}, {"aggregation": "token_mean", "loss_type": "near"}),
     ({"epsilon": 0.1}, {"loss.epsilon_low": 0.1, "loss.epsilon_high": 0.1}),
     ({"epsilon": 0.1, "epsilon_high": 0.3}, {"loss.epsilon_low": 0.1, "loss.epsilon_high": 0.3}),
@@ -153,7 +168,25 @@ TRL = [
     # The penalty is weighted by the token's ratio, or by the completion's.
     ({"beta": 0.04}, {"kl": "k3_ratio", "kl.coefficient": 0.04}),
     ({"beta": 0.04, "use_bias_correction_kl": False}, {"kl": "k3", "kl.coefficient": 0.04}),
-    ({"beta": 0.04, "importance_sampling_level": "sequence"}, {"beta": "left", "kl": None}),
+    (
+        {"beta": 0.04, "importance_sampling_level": "sequence", "sync_ref_model": True},
+        {"beta": "near", "kl": "k3_ratio", "kl.coefficient": 0.04, "kl.update_every": 512},
+    ),
+    # The kwargs of sampling come before the keys of the same names.
+    (
+        {"top_p": 0.9, "generation_kwargs": {"top_p": 0.8, "top_k": 9, "temperature": 0.5}},
+        {"rollout.top_p": 0.8, "rollout.top_k": 9, "rollout.temperature": 0.5}
+        | {"sampler.keep_top": 0, "generation_kwargs.temperature": "near"},
+    ),
+    (
+        {"generation_kwargs": {"temperature": 1.0, "stop": ["</a>"], "min_p": 0.05}},
+        {"generation_kwargs.temperature": None, "rollout.stop": ["</a>"]}
+        | {"generation_kwargs.min_p": "left"},
+    ),
+    (
+        {"use_vllm": True, "generation_kwargs": {"top_p": 0.8}},
+        {"vllm_importance_sampling_correction": "left", "rollout.top_p": 0.8},
+    ),
     (
         {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 64},
         {"kl.update_every": 64, "kl.update_rate": 0.6},
@@ -263,6 +296,7 @@ TRL = [
     ({"reward_funcs": ["my.reward", "other.reward"]}, {"reward_funcs": "left"}),
     ({"reward_funcs": ["my.reward", "get_soft_overlong_punishment"]}, {"reward_funcs": "left"}),
     ({"reward_funcs": ["my.reward"], "reward_weights": [2]}, {"task.verifier": None}),
+    ({}, {"task.verifier": "VERIFIER"}),
     # A mixture of one data set is that one; of two, or of a part, it has no equal.
     (
         {"datasets": [{"path": "org/set", "name": "main"}]},
@@ -454,7 +488,7 @@ VERL = [
         {f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.5},
         {"loss": "kimi", "loss.tau": 0.5},
     ),
-    ({f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}, {"loss": None}),
+    ({f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}, {"loss": "LOSS"}),
     # 1 / (D * L) is 1 for L = 1 / D.
     (
         {f"{ACTOR}.loss_agg_mode": "token-sum"},
@@ -476,12 +510,17 @@ VERL = [
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "mse"}, {"kl": "k2"}),
     (
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "abs"},
-        {"kl": None, "kl.coefficient": None, f"{ACTOR}.kl_loss_type": "left"},
+        {"kl": "KL", "kl.coefficient": 0.001, f"{ACTOR}.kl_loss_type": "left"},
     ),
-    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, {"kl": None}),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, {"kl": "none"}),
+    ({}, {"kl": "none"}),
+    (
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.policy_loss.loss_mode": "sapo"},
+        {"kl": "k3", f"{ACTOR}.use_kl_loss": "near"},
+    ),
     (
         {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
-        {"kl": None, f"{ACTOR}.use_kl_loss": "left", "algorithm.use_kl_in_reward": "left"},
+        {"kl": "KL", f"{ACTOR}.use_kl_loss": "left", "algorithm.use_kl_in_reward": "left"},
     ),
     (
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05},
@@ -500,12 +539,22 @@ VERL = [
         {"kl": "k1", "kl.place": "reward", "kl.target": 0.2, "kl.horizon": 10000},
     ),
     ({"algorithm.norm_adv_by_std_in_grpo": False}, {"advantage": "dr_grpo"}),
-    ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.adv_estimator": "left"}),
+    (
+        {"algorithm.adv_estimator": "grpo_passk"},
+        {"algorithm.adv_estimator": "near", "advantage": "pass_at_k"},
+    ),
+    ({"algorithm.adv_estimator": "remax"}, {"advantage": "ADVANTAGE"}),
     (
         {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
-        {"advantage": "pass_at_k"},
+        {"advantage": "pass_at_k", "algorithm.adv_estimator": None},
     ),
-    ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {"algorithm.adv_estimator": "left"}),
+    *(
+        (
+            {"algorithm.adv_estimator": name},
+            {"algorithm.adv_estimator": "near", "advantage": name},
+        )
+        for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
+    ),
     ({f"{CORRECTION}.rollout_is": "token"}, {"correction": "token_truncate"}),
     (
         {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": 5},
@@ -636,7 +685,7 @@ VERL = [
     ),
     (
         {"custom_reward_function.path": "/shared/own.py"},
-        {"task.verifier": None, "custom_reward_function.path": "left"},
+        {"task.verifier": "VERIFIER", "custom_reward_function.path": "left"},
     ),
     ({}, {"task.verifier": "verl.utils.reward_score.default_compute_score"}),
     ({"algorithm.adv_estimator": "rloo"}, {"advantage": "rloo"}),
@@ -727,14 +776,22 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     page = capsys.readouterr().out
     (command,) = re.findall(r"^  pgtk (.*)$", page, re.MULTILINE)
     _, report = validated(compose(shlex.split(command)))
+    problems = [problem for problem in report.problems if problem not in report.lacking]
+    assert [problem.partition(" ")[0] for problem in problems] == [
+        "loss=LOSS",
+        "aggregation=AGGREGATION",
+        "task.verifier=VERIFIER",
+    ]
+    filled = command.replace("LOSS", "grpo").replace("AGGREGATION", "token_mean")
+    _, report = validated(compose(shlex.split(filled.replace("VERIFIER", "exact_match"))))
     assert [problem for problem in report.problems if problem not in report.lacking] == []
     assert {"accumulation.docs_per_step=32", "optimizer.learning_rate=2e-06", "seed=3"} <= {
         *shlex.split(command)
     }
-    assert "Assumed:\n  task.path is to be filled in\n" in page
+    to_fill = ("task.path", "task.verifier", "loss", "aggregation")
+    assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
-    assert "the command has aggregation=sample_mean" in page.partition("loss_type=nonsense")[2]
     share = "a share of the steps, whose number follows from the data there; the command has "
     assert f"  warmup_ratio=0.1: {share}optimizer.warmup_steps=10\n" in page
     assert f"  save_steps=0.1: {share}trainer.checkpoint_every=100\n" in page
@@ -896,7 +953,9 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     expected = {"optimizer.learning_rate": 2e-6, "rollout.group_size": 4}
     program = {
         "beta": "left",
+        "kl": "KL",
         "reward_funcs": "left",
+        "task.verifier": "VERIFIER",
         "model.lora_rank": 4,
         "model.path": "Qwen/Qwen3-0.6B",
         "task.chat_arguments": {"a": 1},
@@ -1226,7 +1285,7 @@ algorithm: {adv_estimator: grpo}
         # One completion has no group: the check refuses advantages of one.
         (
             {"actor_rollout_ref.rollout.n": 1},
-            {"advantage": None, "algorithm.adv_estimator": "left", "optimizer.beta2": 0.999},
+            {"advantage": "ADVANTAGE", "algorithm.adv_estimator": "left"},
         ),
         ({f"{ACTOR}.clip_ratio_low": 10}, {f"{ACTOR}.clip_ratio_low": "left"}),
         ({"trainer.save_freq": 5}, {"trainer.checkpoint_every": 10, "tracking": None}),
