@@ -24,7 +24,8 @@ class Theirs:
     """A key of another trainer, as trl.yaml explains it.
 
     cases: (condition, what to type here, or that by their value), of which the first that fits
-    counts. default: None, too, for a section whose keys have no row of their own.
+    counts. default: None, too, for a section whose keys have no row of their own. learns: whether
+    what is learned depends on it although no key of ours is typed for it.
     """
 
     trainer: str
@@ -34,6 +35,7 @@ class Theirs:
     acts: str = ""
     see: str = ""
     reason: str = ""
+    learns: bool = False
     differs: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -129,12 +131,14 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
             name,
             row.get("default"),
             tuple((case.get("where", ""), _by_text(case["here"])) for case in cases),
+            learns=row.get("learns", False),
             differs=row.get("differs", {}),
             **texts,
         )
     for block in content["none"]:
         keys = [*flat(block.get("keys", {})), *((name, None) for name in block.get("sections", []))]
-        rows |= {name: Theirs(trainer, name, value, reason=block["reason"]) for name, value in keys}
+        facts = {"reason": block["reason"], "learns": block.get("learns", False)}
+        rows |= {name: Theirs(trainer, name, value, **facts) for name, value in keys}
     return rows
 
 

@@ -42,6 +42,13 @@ def _dotted_paths(functions: Any) -> list[str]:
     return paths if all(type(path) is str and is_dotted_path(path) for path in paths) else []
 
 
+def _unnamed(functions: Any) -> str:
+    """Return those reward functions that have no dotted path."""
+    named = functions if isinstance(functions, list) else [functions]
+    without = [text(function) for function in named if not _dotted_paths([function])]
+    return ", ".join(without) or "none, but two have one name, or weights do not fit"
+
+
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """What `trl grpo` takes by these names."""
 
@@ -62,7 +69,8 @@ Overrides = dict[str, tuple[object, Theirs | None]]
 
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
-_FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "verifiers": _verifiers}
+_FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "unnamed": _unnamed}
+_FUNCTIONS |= {"verifiers": _verifiers}
 
 
 class TheirValues:

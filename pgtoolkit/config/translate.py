@@ -18,7 +18,7 @@ from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import override, text
 
-_IDLE = "it does nothing beside the other keys"
+IDLE = "it does nothing beside the other keys"
 
 
 class Translation:
@@ -60,12 +60,12 @@ class Translation:
         reason = self._values.filled(row.reason)
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
-                self._leave(row, names, reason or _IDLE, True)
+                self._leave(row, names, reason or IDLE, True)
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
             idle = [name for name in names if name != row.name and self._is_idle(row, name, typed)]
-            self._leave(row, idle, _IDLE, True)
+            self._leave(row, idle, IDLE, True)
             self.behind[row.name] = [name for name in names if name not in idle]
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():

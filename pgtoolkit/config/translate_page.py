@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import key_named
-from pgtoolkit.config.translate import Translation
+from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import read
 from pgtoolkit.system.report import text
 
@@ -28,33 +28,48 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
     yield from (f"{path}, a configuration of {name}, is here", "")
-    yield f"  {shlex.join(['pgtk', *translation.overrides])}"
+    steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
+    words = [word for word in translation.overrides if word not in steps]
+    yield f"  {shlex.join(['pgtk', *words, *steps])}"
+    instead = "in place of its last word" if steps else "behind it"
+    yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.")
     by_default = [
         f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
         for key, (value, row) in translation.typed.items()
         if row is not None and not translation.behind[row.name]
         if text(value) != translation.ours(key)
     ]
-    left: dict[str, list[str]] = {}
+    left: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
     for shown, reason, row in translation.left:
-        left.setdefault(f"{reason}{_instead(translation, row)}", []).append(shown)
+        learned = reason != IDLE and _is_learned(translation, row)
+        line = f"{reason}{_instead(translation, row)}"
+        left[learned].setdefault(line, []).append(shown)
+    left_out = {
+        learned: [f"{', '.join(names)}: {line}" for line, names in left[learned].items()]
+        for learned in left
+    }
     unknown = [key for key in translation.theirs.values if table.row(key) is None]
     sections = {
+        "What changes what is learned, and is left out:": left_out[True],
         "Assumed:": [
             *translation.theirs.assumed,
             *(f"{key} is to be filled in" for key in translation.to_fill),
         ],
         f"What follows from defaults of {name} that are not ours:": by_default,
         "What is not quite the same:": translation.differing,
-        "What has no equal here, and is left out:": [
-            f"{', '.join(names)}: {reason}" for reason, names in left.items()
-        ],
+        "What else has no equal here, and is left out:": left_out[False],
         f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
         "What this machine lacks for it:": translation.lacking,
     }
     for title, lines in sections.items():
         if lines:
             yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
+
+
+def _is_learned(translation: Translation, row: Theirs) -> bool:
+    """Return whether what is learned depends on a key of theirs."""
+    keys = [key_named(key, translation.composed.config) for key in row.typed_keys]
+    return row.learns or any(key is None or key.learns is not False for key in keys)
 
 
 def _instead(translation: Translation, row: Theirs) -> str:

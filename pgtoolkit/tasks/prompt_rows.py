@@ -239,6 +239,8 @@ class _PromptReader:
             answer = _answer(_value(row, self.answer_field), self.answer_pattern)
         except ValueError as error:
             column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
+            if column == "COLUMN" and isinstance(row.get(self.prompt_field), str):
+                column = f"{self.prompt_field} where the verifier reads no answer"
             use = "" if self.answer_field in names else f". Use task.answer_field={column}"
             self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")
         if question is None or answer is None:

@@ -371,6 +371,10 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
     assert main(["translate", str(file)]) == 0
     page = capsys.readouterr().out
     assert "optimizer.warmup_steps=5" in page
+    assert (
+        " trainer.max_steps=50\n\nFor a try of two steps, type trainer.max_steps=2 in place of its "
+        "last word.\n" in page
+    )
     assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
     assert "\n  warmup_ratio=0.1: the rate is 0 at the first update there" in page
     assert "warmup_steps=0" not in page
@@ -770,7 +774,8 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     (tmp_path / "grpo.yaml").write_text(
         "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nlearning_rate: 2e-6\n"
         "seed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
-        "warmup_ratio: 0.1\nsave_steps: 0.1\n"
+        "warmup_ratio: 0.1\nsave_steps: 0.1\nmax_steps: -1\n"
+        "reward_funcs: [accuracy_reward, think, get_soft_overlong_punishment]\n"
     )
     assert main(["translate", str(tmp_path / "grpo.yaml"), "--processes", "4"]) == 0
     page = capsys.readouterr().out
@@ -788,6 +793,14 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert {"accumulation.docs_per_step=32", "optimizer.learning_rate=2e-06", "seed=3"} <= {
         *shlex.split(command)
     }
+    assert "\n\nFor a try of two steps, type trainer.max_steps=2 behind it.\n\n" in page
+    learned, _, others = page.partition("What changes what is learned, and is left out:")[
+        2
+    ].partition("Assumed:")
+    assert "\n  reward_funcs=[accuracy_reward,think,get_soft_overlong_punishment]: " in learned
+    assert "; without a path: think, get_soft_overlong_punishment\n" in learned
+    assert "loss_type=nonsense: " in learned
+    assert "save_steps=0.1" in others.partition("What else has no equal here, and is left out:")[2]
     to_fill = ("task.path", "task.verifier", "loss", "aggregation")
     assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
