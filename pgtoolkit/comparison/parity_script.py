@@ -18,8 +18,9 @@ import torch
 def main(source: str, target: str) -> None:
     with open(source, encoding="utf-8") as file:
         request = json.load(file)
+    made = made_of(request)  # where it fails there is no file
     with open(target, "w", encoding="utf-8") as file:
-        json.dump(made_of(request), file)
+        json.dump(made, file)
 
 
 def made_of(request: dict) -> dict:

@@ -35,6 +35,14 @@ def _num_rows(path: object) -> int:
     return count_rows(str(files[0]), "task.path") or 0
 
 
+def _from_here(path: object) -> str:
+    """Return a path as the current folder sees it, "" where none is set."""
+    if not path:
+        return ""
+    place = Path(str(path)).expanduser()
+    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
+
 def _dotted_paths(functions: Any) -> list[str]:
     """Return the dotted paths of reward functions, empty unless each has one."""
     named = functions if isinstance(functions, list) else [functions or ""]
@@ -70,7 +78,7 @@ Overrides = dict[str, tuple[object, Theirs | None]]
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "unnamed": _unnamed}
-_FUNCTIONS |= {"verifiers": _verifiers}
+_FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}
 
 
 class TheirValues:
@@ -107,7 +115,8 @@ class TheirValues:
     def evaluated(self, formula: str) -> Any:
         """Return the value of a formula of a table, which is never what a user wrote."""
         code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
-        scope = {**_FUNCTIONS, "given": self.theirs.values.__contains__, "__builtins__": {}}
+        given = {name.replace(".", "__") for name in self.theirs.values}.__contains__
+        scope = {**_FUNCTIONS, "given": given, "__builtins__": {}}
         result = eval(code, scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 

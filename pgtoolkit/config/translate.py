@@ -79,13 +79,18 @@ class Translation:
 
     def _is_idle(self, row: Theirs, name: str, typed: Overrides) -> bool:
         """Return whether a key is not read beside a row's other keys: with another value, also one
-        that is no number, what is typed would be the same."""
+        that is no number, what is typed would be the same, and so would what is said to differ."""
         value = self._values.of[name]
         another = not value if isinstance(value, bool) else "another"
         values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
         with contextlib.suppress(*NO_VALUE):
             acts = not row.acts or values.evaluated(row.acts)
-            return acts and values.overrides(values.case(row), row) == typed
+            differs, then = (
+                [sentence for condition, sentence in row.differs.items() if of.may_be(condition)]
+                for of in (self._values, values)
+            )
+            is_said = differs != then or (differs and not typed)
+            return acts and not is_said and values.overrides(values.case(row), row) == typed
         return False
 
     def _leave(self, row: Theirs, names: list[str], reason: str, changed: bool = False) -> None:

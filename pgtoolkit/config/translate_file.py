@@ -18,6 +18,13 @@ from pgtoolkit.system.yaml_text import plain_yaml
 _UNKNOWN = re.compile(r"\$(?!\{?[@*\d])").match
 """Matches a word that stands for settings, but for what is typed behind a script's name."""
 
+_EXPANSION = re.compile(r"\$(?:[\w@*]+|\{.*\}|\(.*\))", re.S).fullmatch
+
+_SEVERAL = re.compile(
+    r"\$\{?(?:[@*]|\w*(?:ARGS|ARGUMENTS|EXTRA|FLAGS|OPTIONS|OPTS)(?!\w))", re.I
+).match
+"""Matches a word that stands for several words, none of which is a value of the option before."""
+
 
 @dataclass
 class TheirConfig:
@@ -44,7 +51,7 @@ def read(path: Path) -> TheirConfig:
         if path.suffix in (".py", ".ipynb"):
             return _program(content, path.stem if path.suffix == ".py" else "")
         if path.suffix == ".sh" or content.startswith("#!"):
-            return _script(content)
+            return _script(content, path.parent)
         return _keys(plain_yaml(content.encode()))
     except OSError as error:
         raise as_storage_error(error) from error
@@ -88,12 +95,15 @@ def _keys(values: object) -> TheirConfig:
     return config
 
 
-def _script(content: str) -> TheirConfig:
-    """Return the configuration of the first command in a script that starts verl or TRL."""
+def _script(content: str, folder: Path | None = None) -> TheirConfig:
+    """Return the configuration of the first command in a script that starts verl or TRL.
+
+    folder: the one that the script lies in; None: it lies in none.
+    """
     signs = "|".join(tables()["TRL"].content["signs"])
     configs = []
     others = []
-    for words in Script(content).commands:
+    for words in Script(content, folder).commands:
         started = words[words.index("-m") + 1 :] if "-m" in words else words
         if started[0] in tables()["verl"].content["modules"]:
             configs.append(_config("verl", _given(started)))
@@ -104,7 +114,11 @@ def _script(content: str) -> TheirConfig:
                 others.append(" ".join(started[: 1 + (started is words)]))
             continue
         pairs = itertools.pairwise(started)
-        unknown = [word for before, word in pairs if _UNKNOWN(word) and before[:2] != "--"]
+        unknown = [
+            word
+            for before, word in pairs
+            if _UNKNOWN(word) and (before[:2] != "--" or _SEVERAL(word))
+        ]
         configs[-1].assumed += dict.fromkeys(f"{word} sets nothing" for word in unknown)
     if not configs:
         raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
@@ -126,6 +140,7 @@ def _launched(words: list[str]) -> dict[str, object]:
 
 def _given(words: list[str]) -> dict[str, object]:
     """Return what `KEY=VALUE`, `--key=value`, `--key value...` and `--flag` set in a command."""
+    lists = tables()["TRL"].content["lists"]
     words_of: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -133,15 +148,19 @@ def _given(words: list[str]) -> dict[str, object]:
         if equals or word.startswith("--"):
             name = "" if equals else key
             words_of[key] = [value] if equals else []
-        elif word == "-m":
-            name = ""  # a module follows, and no further value
+        elif word == "-m" or _SEVERAL(word):
+            name = ""  # a module or further options follow, and no further value
+        elif name and words_of[name] and name not in lists and _EXPANSION(word):
+            name = ""
         elif name and not word.endswith(".py"):
             words_of[name].append(word.strip(","))
     values: dict[str, object] = {}
     for name, items in words_of.items():
         text = f"[{','.join(items)}]" if len(items) > 1 else "".join(items)
         flag = not name.startswith("no_")
-        values[name.removeprefix("no_").replace("-", "_")] = value_of(text) if items else flag
+        value = value_of(text) if items else flag
+        is_one = name in lists and len(items) == 1 and not isinstance(value, Unread | list)
+        values[name.removeprefix("no_").replace("-", "_")] = [value] if is_one else value
     return values
 
 

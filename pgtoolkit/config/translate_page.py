@@ -42,7 +42,8 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     left: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
     for shown, reason, row in translation.left:
         learned = reason != IDLE and _is_learned(translation, row)
-        line = f"{reason}{_instead(translation, row)}"
+        instead = "" if reason == IDLE else _instead(translation, row)
+        line = f"{reason}{instead}"
         left[learned].setdefault(line, []).append(shown)
     left_out = {
         learned: [f"{', '.join(names)}: {line}" for line, names in left[learned].items()]

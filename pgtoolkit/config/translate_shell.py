@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from pathlib import Path
 
 # Possessive repetitions (`++`, `*+`), so that no text takes long.
 _CODE = r"\$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
@@ -19,6 +20,13 @@ _TOKEN = re.compile(
     rf"""|(?P<word>(?:\\.|'[^']*'|"{_INNER}"|{_EXPANDED}|[^\s;&|()<>"'\\])++)"""
 )
 _PIECE = re.compile(rf"""\\(.)|'([^']*)'|"({_INNER})"|({_EXPANDED})""")
+_ITSELF = r"\$\{?(?:0|BASH_SOURCE(?:\[0\])?)\}?"
+_DIRNAME = rf"\$\(dirname(?:--)?(?:{_ITSELF}|\$\((?:realpath|readlink-f)(?:--)?{_ITSELF}\))\)"
+_OWN_FOLDER = re.compile(
+    rf"{_DIRNAME}|\$\(cd(?:--)?{_DIRNAME}(?:[12&]?>[&>/\w]*)?&&pwd(?:-P)?\)"
+).fullmatch
+"""Matches what a script finds its own folder by, without blanks and quotes."""
+
 _NUMBERS = re.compile(r"(?:[\d+/%)-]|\*(?!\*)|(?<![\d)])\()+")
 _BEGIN = ("if", "case", "for", "while", "until", "select")
 _END = ("fi", "esac", "done")
@@ -26,11 +34,16 @@ _BEFORE_COMMANDS = ("then", "else", "do", "export", "local", "readonly", "declar
 
 
 class Script:
-    """A shell script. commands: the words of each command, expanded."""
+    """A shell script. commands: the words of each command, expanded.
 
-    def __init__(self, script: str):
+    folder: the one that the script lies in, seen from the current one; None: it is not known. The
+        script is started in the current folder.
+    """
+
+    def __init__(self, script: str, folder: Path | None = None):
         self.commands: list[list[str]] = []
-        self._values = {"HOME": ["~"]}
+        self._values = {"HOME": ["~"], "PWD": ["."]}
+        self._folder = folder
         depth = 0  # of branches and loops
         array = ""  # the name of one whose bracket is open, with its sign
         words: list[str] = []
@@ -53,6 +66,9 @@ class Script:
                         self._assign(name + sign, [value], depth)
                 else:
                     self.commands.append(self._expanded(words))
+                    if words[0] in ("cd", "pushd", "popd"):
+                        self._values.pop("PWD", None)  # no longer the current folder
+                        self._folder = None  # $0 may be seen from the folder before
                 words = []
 
     def _assign(self, name: str, words: list[str], depth: int) -> None:
@@ -103,6 +119,12 @@ class Script:
             numbers = re.sub(r"\s", "", _PIECE.sub(self._piece, numbers)).replace("/", "//")
             with contextlib.suppress(ArithmeticError, SyntaxError):
                 return str(eval(numbers)) if _NUMBERS.fullmatch(numbers) else expression
+        if expression.startswith("$("):
+            command = re.sub(r"[\s\"']", "", expression)
+            if command in ("$(pwd)", "$(pwd-P)"):
+                expression = "$PWD"
+            elif self._folder is not None and _OWN_FOLDER(command):
+                return str(self._folder)
         match = re.fullmatch(r"\$\{?(\w+)(?::?-(.*))?\}?", expression, re.S)
         if match is None:
             return expression

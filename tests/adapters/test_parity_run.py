@@ -6,10 +6,11 @@ import pytest
 from builders.parity_steps import recorded, theirs
 
 from pgtoolkit.comparison import parity_script
-from pgtoolkit.comparison.parity_run import request, with_ran
+from pgtoolkit.comparison.parity_run import request, run, with_ran
 from pgtoolkit.comparison.parity_step import RecordedStep
 from pgtoolkit.comparison.parity_switches import TheirSide, differences
 from pgtoolkit.comparison.parity_theirs import their_numbers
+from pgtoolkit.errors import ConfigError
 
 TRL = [
     {"beta": 0.1, "delta": 1.5, "epsilon_high": 0.28},
@@ -67,3 +68,20 @@ def test_our_reading_is_what_their_functions_compute(trainer, package, flags, tm
     in_float32 = as_ran(step, side, "float32").numbers(step)
     apart = differences(in_float32, their_numbers(step, side.convention))
     assert max(apart[name][1] for name in ran.ran) < 1e-6
+
+
+def test_functions_that_fail_leave_no_file_and_their_last_line_is_shown(tmp_path):
+    """A file that is there holds their numbers."""
+    step = recorded(0)
+    side = theirs(tmp_path, "verl")
+    source = tmp_path / "step.json"
+    source.write_text(json.dumps(request(step, side) | {"trainer": "neither"}))
+    with pytest.raises(KeyError, match="neither"):
+        parity_script.main(str(source), str(tmp_path / "made.json"))
+    assert not (tmp_path / "made.json").exists()
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nprintf 'first\\nImportError: no vllm\\n' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    says = r"needs the Python of an environment with verl \(got: ImportError: no vllm\)\. Its own"
+    with pytest.raises(ConfigError, match=says):
+        run(step, side, broken)

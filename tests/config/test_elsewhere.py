@@ -139,7 +139,10 @@ def test_a_section_stands_for_its_keys():
         ("min_p", "null, 0: nothing to type"),
         ("ppo_epochs", "1: nothing to type; else rollout.passes"),
         ("lam", "here: `advantage.gae_lambda`"),
-        ("kl_loss_type", "where: kl_in_loss is actor.use_kl_loss and actor.kl_loss_coef and not"),
+        (
+            "kl_loss_type",
+            "where: kl_in_loss is actor.use_kl_loss and actor.kl_loss_coef",
+        ),
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
         ("param_offload", "here: there is none nothing is offloaded to the CPU"),
         ("total_epochs", "trainer.total_epochs: a key of verl"),

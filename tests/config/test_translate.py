@@ -14,7 +14,7 @@ from builders.refusals import refusal
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import tables
-from pgtoolkit.config.translate import Translation
+from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.config.validate import validated
@@ -417,7 +417,7 @@ VERL = [
     ),
     (VALIDATION | {"data.val_max_samples": 100}, {"evaluation.every": None}),
     (VALIDATION | {"data.val_files": "[a.parquet,b.parquet]"}, {"data.val_files": "left"}),
-    ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "left"}),
+    ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "near"}),
     (
         {},
         {"rollout.prompts_per_batch": 512, "accumulation.docs_per_step": 2048, "loss": "grpo"}
@@ -523,8 +523,10 @@ VERL = [
         {"kl": "k3", f"{ACTOR}.use_kl_loss": "near"},
     ),
     (
-        {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
-        {"kl": "KL", f"{ACTOR}.use_kl_loss": "left", "algorithm.use_kl_in_reward": "left"},
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.01}
+        | {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.5},
+        {"kl": "k3", "kl.coefficient": 0.01, "algorithm.use_kl_in_reward": "left"}
+        | {f"{ACTOR}.kl_loss_coef": None, "algorithm.kl_ctrl.kl_coef": "left"},
     ),
     (
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05},
@@ -1041,6 +1043,107 @@ def test_what_a_program_sets_after_the_call_is_read(tmp_path):
     assert found(translation, {"model.path": "m"}) == {"model.path": "m"}
 
 
+def test_words_behind_an_option_are_its_values_only_where_they_can_be(tmp_path):
+    """A word for further options is none, and one word of a list is a list."""
+    command = (
+        "trl grpo --reward_funcs rewards.boxed --reward_weights 2.0 --use_peft "
+        "--lora_target_modules q_proj v_proj {} --temperature $T --bf16 $EXTRA_ARGS --top_p 0.5 $P "
+        '--seed $EXTRA_SEED --max_steps 10 "$@"'
+    )
+    for words in ('"$@"', "$*", "${@:2}", '"${ARGS[@]}"', "$TRAIN_FLAGS"):
+        theirs = translated(tmp_path, "run.sh", command.format(words)).theirs
+        assert theirs.values == {
+            "reward_funcs": ["rewards.boxed"],
+            "reward_weights": [2.0],
+            "use_peft": True,
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "temperature": "$T",
+            "bf16": True,
+            "top_p": 0.5,
+            "seed": "$EXTRA_SEED",
+            "max_steps": 10,
+        }
+        named = [f"{words.strip(chr(34))} sets nothing"] if words.strip('"')[1] not in "@*" else []
+        assert theirs.assumed[:-1] == [
+            *([] if words == "${@:2}" else named), "$EXTRA_ARGS sets nothing", "$P sets nothing"
+        ]  # fmt: skip
+    translation = translated(tmp_path, "run.sh", command.format("--lora_r 4"))
+    verifiers = {"boxed": {"verifier": "rewards.boxed", "weight": 2.0}}
+    assert translation.typed["task.verifiers"][0] == verifiers
+    one = translated(tmp_path, "run.sh", "trl grpo --use_peft --lora_target_modules q_proj")
+    assert one.typed["model.lora_targets"][0] == ["q_proj"]
+    of_list = translated(tmp_path, "run.sh", "trl grpo --reward_funcs rewards.boxed $SECOND")
+    assert of_list.theirs.values["reward_funcs"] == "[rewards.boxed,$SECOND]"
+
+
+def test_a_reward_in_a_file_is_found_however_a_script_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("jobs").mkdir()
+    script = """
+HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &> /dev/null && pwd -P)"
+REAL=$(dirname $(realpath $0))
+BELOW=$(cd $(dirname "$0")/rewards && pwd)
+%s
+python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 custom_reward_function.path=%s/mine.py
+"""
+    for before, folder, expected in (
+        ("", "$PWD", "mine.compute_score"),
+        ("", ".", "mine.compute_score"),
+        ("", "$(pwd)", "mine.compute_score"),
+        ("", "${PWD}/./rewards", "rewards.mine.compute_score"),
+        ("", str(tmp_path), "mine.compute_score"),
+        ("", '"${HERE}"', "jobs.mine.compute_score"),
+        ("", '"$(dirname "$0")"', "jobs.mine.compute_score"),
+        ("cd /elsewhere", "$REAL", "jobs.mine.compute_score"),
+        # Not known: a folder beside the script, the current one after a change, one above.
+        ("", "$BELOW", None),
+        ("cd /elsewhere", "$PWD", None),
+        ("cd /elsewhere", '"$(dirname "$0")"', None),
+        ("", "..", None),
+    ):
+        translation = translated(tmp_path / "jobs", "run.sh", script % (before, folder))
+        left = "left" if expected is None else None
+        verifier = expected or "VERIFIER"
+        wanted = {"task.verifier": verifier, "custom_reward_function.path": left}
+        assert found(translation, wanted) == wanted, folder
+
+
+def test_a_key_that_acts_there_is_never_called_idle(tmp_path, capsys):
+    """Beside what is idle no part of the command is named."""
+    freq, before = "trainer.test_freq", "trainer.val_before_train"
+    held_out = {"data.val_files": "test.parquet"}
+    server = {"actor_rollout_ref.rollout.name": "sglang"}
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    for values, expected in (
+        ({freq: 5, before: False} | held_out, {before: "near"}),
+        # The first evaluation alone: there before the first step, here never.
+        ({freq: -1} | held_out, {"data.val_files": "near"}),
+        ({freq: -1, before: False} | held_out, {"data.val_files": "left", before: None}),
+        (server | {share: 0.7}, {share: "left"}),
+        (server, {share: None}),
+        ({f"{ACTOR}.policy_loss.loss_mode": "clip_cov", f"{ACTOR}.clip_ratio_low": 0.3},
+         {f"{ACTOR}.clip_ratio_low": "left"}),
+    ):  # fmt: skip
+        translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+        keys = {key for key, kind in expected.items() if kind == "near"}
+        named = {
+            part.partition("=")[0]
+            for line in translation.differing
+            for part in line.partition(": ")[0].split(", ")
+        }
+        assert keys <= named, translation.differing
+        assert found(translation, expected | dict.fromkeys(keys)) == expected | dict.fromkeys(keys)
+        idle = [shown for shown, reason, _ in translation.left if reason == IDLE]
+        assert idle == (
+            ["data.val_files=test.parquet"]
+            if values.get(before) is False and values[freq] < 0
+            else []
+        )
+    (tmp_path / "grpo.yaml").write_text("num_generations: 8\nlora_r: 4\n")
+    assert main(["translate", str(tmp_path / "grpo.yaml")]) == 0
+    assert f"  lora_r=4: {IDLE}\n" in capsys.readouterr().out
+
+
 def test_a_module_is_no_value_of_the_option_before_it(tmp_path):
     command = "accelerate launch --num_processes 4 -m trl.scripts.grpo --num_generations 4 "
     command += "--per_device_train_batch_size 4\n"
@@ -1295,10 +1398,11 @@ algorithm: {adv_estimator: grpo}
             {"loss.delta_low": 0.2, "loss.delta_high": 0.2, "loss.ratio_cap": 3},
         ),
         ({f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"}, {"loss.delta_low": None}),
-        # One completion has no group: the check refuses advantages of one.
+        # One completion has no group: 8 are sampled, of each of the 256 prompts of a step.
         (
             {"actor_rollout_ref.rollout.n": 1},
-            {"advantage": "ADVANTAGE", "algorithm.adv_estimator": "left"},
+            {"advantage": "grpo", "rollout.group_size": 8, "accumulation.docs_per_step": 2048}
+            | {"actor_rollout_ref.rollout.n": "near", "optimizer.beta2": 0.999},
         ),
         ({f"{ACTOR}.clip_ratio_low": 10}, {f"{ACTOR}.clip_ratio_low": "left"}),
         ({"trainer.save_freq": 5}, {"trainer.checkpoint_every": 10, "tracking": None}),
@@ -1313,8 +1417,9 @@ algorithm: {adv_estimator: grpo}
         ({"data.apply_chat_template_kwargs": 5}, {"data.apply_chat_template_kwargs": "left"}),
         # Prompts of validation that are those of training are refused by the name of their set.
         (
-            {"data.train_files": "a.parquet", "data.val_files": "a.parquet"},
-            {"data.val_files": "left", "task.path": "a.parquet"},
+            {"data.train_files": "a.parquet", "data.val_files": "a.parquet"}
+            | {"trainer.test_freq": 5},
+            {"trainer.test_freq": "left", "task.path": "a.parquet"},
         ),
     ],
 )
