@@ -11,6 +11,7 @@ from typing import Any
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.translate_file import TheirConfig, value_of
 from pgtoolkit.config.translate_program import Unread
+from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
@@ -22,17 +23,30 @@ FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
 
 
-def _num_rows(path: object) -> int:
-    """Return the number of prompts in a file on this machine, or in the only one of a folder; 0 if
-    it is not known."""
+def _files_of(path: object) -> list[Path]:
+    """Return the file on this machine at a path, or the only one of a folder there; else none."""
     place = Path(str(path or "?")).expanduser()
     files = [*place.iterdir()] if place.is_dir() else [place]
     files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
-    if len(files) != 1:
-        return 0
+    return files if len(files) == 1 else []
+
+
+def _num_rows(path: object) -> int:
+    """Return the number of prompts in a file; 0 if it is not known."""
     from pgtoolkit.tasks.row_files import count_rows
 
-    return count_rows(str(files[0]), "task.path") or 0
+    return sum(count_rows(str(file), "task.path") or 0 for file in _files_of(path))
+
+
+def _first_row(path: object) -> dict[str, object]:
+    """Return the first prompt of a file with its columns; empty if it is not known."""
+    from pgtoolkit.tasks.row_files import open_files
+
+    for file in _files_of(path):
+        with contextlib.suppress(DataError):
+            for _, _, row in open_files([file], None)[0].rows():
+                return {} if isinstance(row, str) else row
+    return {}
 
 
 def _from_here(path: object) -> str:
@@ -76,6 +90,7 @@ Overrides = dict[str, tuple[object, Theirs | None]]
 """Our key -> its value, and the row that it follows from."""
 
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
+_FUNCTIONS |= {"first_row": _first_row}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}

@@ -729,6 +729,25 @@ def test_a_value_of_verl(tmp_path, values, expected):
     assert found(translation, expected) == expected
 
 
+def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n')
+    expected = {"task.path": "p.jsonl", "task.answer_field": "solution"}
+    expected |= {"dataset_name": None, "train_dataset.path": None}
+    for values in (
+        {"dataset_name": "p.jsonl"},
+        {"datasets": [{"path": "json", "data_files": ["p.jsonl"]}]},
+    ):
+        translation = translated(tmp_path, "theirs.json", {"num_generations": 8} | values)
+        assert found(translation, expected) == expected
+    Path("p.jsonl").write_text('{"prompt": "1", "solution": "1", "answer": "2"}\n')
+    translation = translated(
+        tmp_path, "theirs.json", {"num_generations": 8, "dataset_name": "p.jsonl"}
+    )
+    expected = {"task.answer_field": None, "dataset_name": "near"}
+    assert found(translation, expected) == expected
+
+
 def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkeypatch):
     """By TRL's RepeatSampler and transformers' trainer, and by verl's dataloader, which all leave
     out a batch that is not whole."""
