@@ -86,9 +86,12 @@ def equation(config: Config) -> list[str]:
         lines.append(_adaptive_coefficient(config))
     if config.kl.kind != "none" and config.kl.place == "reward":
         k_t = _kl_term(config).replace("p_t", "o_t")
+        less = f"less the sum over trained tokens of {k_t}"
+        if config.advantage.estimator == "gae":
+            less = f"less {k_t} at each trained token t"
         lines.append(
-            f"reward of the advantage: less the sum over trained tokens of {k_t},  o_t = old "
-            "log-prob, f_t = log-prob under the reference"
+            f"reward of the advantage: {less},  o_t = old log-prob, f_t = log-prob under the "
+            "reference"
         )
     return lines
 

@@ -191,8 +191,9 @@ class KLSettings:
     place: KLPlace = key(
         default=KLPlace.loss,
         help="Where the penalty acts: loss (a term of each token's loss) or reward (each "
-        "completion's reward is reduced by the sum over its tokens before advantages are made, by "
-        "the old log-probs and without a gradient; for k1, k2 and k3).",
+        "completion's reward is reduced by the sum over its tokens before advantages are made, "
+        "with advantage=gae at each token by its own, by the old log-probs and without a gradient; "
+        "for k1, k2 and k3).",
         learns="kl.place=reward",
         added=True,
     )

@@ -12,6 +12,8 @@ from builders.parallel_runs import assert_runs_close, run_on_ranks
 from builders.runs import SHORT, config_of, metrics_of, module_and_loader, with_model
 from torch import Tensor
 
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.plan import equation
 from pgtoolkit.config.validate import validate
 from pgtoolkit.document import Document
 from pgtoolkit.kl import KL
@@ -226,3 +228,14 @@ def test_kl_in_the_reward_needs_an_estimate_per_token_and_an_advantage_of_reward
 ):
     problems = validate(config_of("kl.place=reward", *overrides))[1].problems
     assert any(refusal.startswith(problem) for refusal in problems), problems
+
+
+def test_the_plan_says_where_the_penalty_is_taken_off():
+    """The sum off the reward of a completion, and with a critic each token's own."""
+    symbols = "(o_t - f_t),  o_t = old log-prob, f_t = log-prob under the reference"
+    for advantage, less in (
+        ("grpo", f"less the sum over trained tokens of 0.3 {symbols}"),
+        ("gae", f"less 0.3 {symbols.replace(',', ' at each trained token t,', 1)}"),
+    ):
+        *_, last = equation(compose([*IN_REWARD, f"advantage={advantage}"]).config)
+        assert last == f"reward of the advantage: {less}"
