@@ -332,7 +332,9 @@ def _axes(goal: measures.Goal, runs: list[measures.Reached]) -> list[str]:
 
 def _limit(runs: list[measures.Reached]) -> float:
     """Return the documents within which the threshold is looked for; see `Compared.limit`."""
-    return min((run.seen[DOCUMENTS] for run in runs if DOCUMENTS not in run.to), default=inf)
+    never = [run.seen for run in runs if DOCUMENTS not in run.to]
+    # Rows of one's own may lack the column.
+    return min((seen[DOCUMENTS] for seen in never if DOCUMENTS in seen), default=inf)
 
 
 def _ranked(compared: Compared) -> list[RunGroup]:
