@@ -54,7 +54,7 @@ def _refusing_others(
     """Return the function, which refuses keywords that only another function of this page has.
 
     Python would say which argument is missing, and the family that it has no such parameter. A loss
-    function may have a parameter of such a name.
+    function may have a parameter of this name.
     """
     known = inspect.signature(function).parameters
     name = function.__name__
@@ -63,9 +63,9 @@ def _refusing_others(
     def checked(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> _Result:
         for key in keywords.keys() - known.keys():
             if key in _TAKES:
-                own = next(output for output in _TAKES if output in known)
+                wanted = next(output for output in _TAKES if output in known)
                 raise ValueError(
-                    f"{name} needs {own} (got {key}). Use from_padded({own}=...), or call "
+                    f"{name} needs {wanted} (got {key}). Use from_padded({wanted}=...), or call "
                     f"{_TAKES[key]}"
                 )
             if key in _OF_LOGITS and not callable(keywords.get("loss")):

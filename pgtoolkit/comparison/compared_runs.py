@@ -188,7 +188,7 @@ class Compared:
     @property
     def after_limit(self) -> float:
         """The documents of the first measurement behind the limit: what a run counts as that did
-        not reach the threshold, so that it counts as worse than one that came to it at the limit.
+        not reach the threshold. So it counts as worse than one that came to it at the limit.
         """
         return self.limit + self.goal.apart
 

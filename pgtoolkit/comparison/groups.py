@@ -463,7 +463,7 @@ def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Ru
 def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
     """Raise ConfigError for a metric that no run has recorded, with the nearest.
 
-    option: as it is typed, with `{}` in the place of the metric.
+    option: as typed, with `{}` in the place of the metric.
     """
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)

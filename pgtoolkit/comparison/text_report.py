@@ -408,7 +408,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
 def difference_and_interval(
     pair: Comparison, write: Callable[[float | None], str]
 ) -> tuple[str, str]:
-    """Return the difference of a pair and its interval, with the sign of what is not written as 0.
+    """Return the difference of a pair and its interval, with its sign unless it is written as 0.
 
     The interval is a dash where there is none. write: see `number_format`.
     """

@@ -1,7 +1,7 @@
 """Reads what a Python program gives to TRL's GRPO trainer, without running anything of it.
 
 Literals, arithmetic with them, and names that are bound once to them have a value. All else is left
-as it is written.
+as written.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 
 
 class Program:
-    """A program. calls: the last name of what is called -> its calls. assumed: sentences on how it
-    was read. options: the values of its command line, where these are known."""
+    """A program.
+
+    calls: the last name of the function that is called -> its calls. assumed: sentences on how it
+    was read. options: the values of its command line, where these are known.
+    """
 
     def __init__(self, content: str, module: str):
         self.calls: dict[str, list[ast.Call]] = {}
@@ -52,7 +55,7 @@ class Program:
         self._values: dict[str, list[_Code]] = {}  # of names and of attributes
         self._bound: Counter[str] = Counter()
         self._imports: dict[str, str] = {}
-        self._changed: set[str] = set()  # names of what may have other items later
+        self._changed: set[str] = set()  # names of lists and dictionaries that may change later
         self._in_branches: set[ast.AST] = set()
         tree = ast.parse(content)
         self.docstring = ast.get_docstring(tree) or ""
@@ -151,7 +154,7 @@ class Program:
             case ast.List() | ast.Tuple() | ast.Set():
                 return [self._literal(item) for item in node.elts]
             case ast.Dict():
-                items: dict[Any, Any] = {}
+                items: dict[object, object] = {}
                 for key, value in zip(node.keys, node.values, strict=True):
                     literal = self._literal(value)
                     items |= literal if key is None else {self._literal(key): literal}
@@ -201,7 +204,7 @@ class Program:
             return int(power) if isinstance(left, int) and power.is_integer() else power
         return _ARITHMETIC[type(node.op)](left, right)
 
-    def _option(self, node: ast.Attribute) -> Any:
+    def _option(self, node: ast.Attribute) -> object:
         """Return an option of the program's own: as its command has it, else its default, which is
         then said."""
         if node.attr in self.options:
@@ -216,7 +219,7 @@ class Program:
         if code in self._values or "required" in option:
             raise LookupError(code)
         flag = ast.unparse(option["action"]) if "action" in option else ""
-        default: Any = {"'store_true'": False, "'store_false'": True}.get(flag)
+        default: object = {"'store_true'": False, "'store_false'": True}.get(flag)
         if "default" in option:
             default = self._literal(option["default"])
         if isinstance(default, str) and "type" in option:
@@ -225,7 +228,7 @@ class Program:
         return default
 
     def model(self, node: ast.AST) -> dict[str, object]:
-        """Return the name or the folder of a model, with what `from_pretrained` gets beside it."""
+        """Return the name or folder of a model, and the other arguments of `from_pretrained`."""
         loaded = self._followed(node)
         while isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith((".to", ".cuda")):
             loaded = getattr(loaded.func, "value", None)  # what is moved to a device

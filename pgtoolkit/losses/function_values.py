@@ -171,20 +171,20 @@ def _advice_on_sizes(message: str, known: Mapping[str, object]) -> str:
         return ""
     views = {name: known[name] for name in ("documents", "groups") if known[name] is not None}
     named = {name: len(view) for name, view in views.items() if isinstance(view, Sized)}
-    found = {int(size) for size in sizes.groups()}
+    lengths = {int(size) for size in sizes.groups()}
     tokens = known["log_probs"]
     assert isinstance(tokens, Tensor)
-    if found == {named.get("documents"), len(tokens)}:
+    if lengths == {named.get("documents"), len(tokens)}:
         return (
             "One has a number per document, the other per token. Use documents.spread(x) for the x "
             "of documents, or documents.mean(y) or documents.first(y) for the y of tokens"
         )
-    if found == {named.get("groups"), named.get("documents")}:
+    if lengths == {named.get("groups"), named.get("documents")}:
         return (
             "One has a number per group, the other per document. Use groups.spread(x) for the x of "
             "groups, or groups.mean(y) for the y of documents"
         )
-    if found == {named.get("groups"), len(tokens)}:
+    if lengths == {named.get("groups"), len(tokens)}:
         return (
             "One has a number per group, the other per token. Use "
             "documents.spread(groups.spread(x)) for the x of groups"

@@ -346,10 +346,10 @@ class Decoding:
 
         What follows the end of a completion has no meaning.
         """
-        told = contextlib.nullcontext()
+        listening = contextlib.nullcontext()
         if self.routing is not None:
-            told = told_of_choices(self.model, self.routing.tell)
-        with told:
+            listening = told_of_choices(self.model, self.routing.tell)
+        with listening:
             self._start(prompts, max_tokens)
             while self._num_drawn < max_tokens and len(self._rows):
                 self._continue(max_tokens)

@@ -106,12 +106,12 @@ class KeepsByMemory:
         peak = memory.peak + max(0, memory.after - memory.before)
         of_fuller = self._num_layers * self._bytes.hidden + _SIZE_OF_A_LAYER * self._bytes.products
         peak += max(0, self._max_tokens - memory.tokens) * of_fuller
-        most = int((1 - _MARGIN) * memory.room)
+        limit = int((1 - _MARGIN) * memory.room)
         of_attention = self._bytes.attention * self._max_tokens
-        attention = min(self._num_layers, max(0, most - peak) // of_attention)
+        attention = min(self._num_layers, max(0, limit - peak) // of_attention)
         peak += attention * of_attention
         of_products = self._bytes.products * self._max_tokens
-        products = min(attention, max(0, most - peak) // of_products)
+        products = min(attention, max(0, limit - peak) // of_products)
         return KeptLayers(attention, products, peak + products * of_products)
 
     def state_dict(self) -> JsonObject:

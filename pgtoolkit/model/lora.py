@@ -205,7 +205,7 @@ def _weight(layer: Layer) -> Tensor:
 
 
 def _without_peft(name: str) -> str:
-    """Return the name of a module or weight as it is in the model without adapters."""
+    """Return the name that a module or weight has in the model without adapters."""
     return name.replace(".base_layer", "")
 
 
