@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 from builders.forked import forked_children
-from builders.processes import start_server
+from builders.processes import start_server, stop_worlds
 from builders.quickened import (
     PICTURES,
     quicken_compositions,
@@ -56,6 +56,7 @@ def pytest_runtest_protocol(item, nextitem):
             patch.setattr(train, "plot_curves", PICTURES.plot_curves)
         result = yield
     if nextitem is None or nextitem.path != item.path:
+        stop_worlds()
         os.chdir(item.config.invocation_params.dir)
         sys.path[:] = PATH  # without the folders of own code, where later tests would find some
     forget_streams()  # those of a process of pgtk, which a test may have been for a while

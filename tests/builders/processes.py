@@ -3,7 +3,7 @@ of them. They are ranks, `pgtk`, or another program.
 
 `world(2).run(function, *arguments)` calls the function in two workers at the same time, with
 torch.distributed initialised, and returns the list of their results. The workers are started once
-per session. The function must be importable: at the top level of a module.
+per file of tests. The function must be importable: at the top level of a module.
 
 `ForkedProcess` is a program with words of its own, an environment of its own and a log.
 """
@@ -262,10 +262,19 @@ def _become(
     become([-1, file, file], cwd, environment, Path(program).stem, run)
 
 
-@functools.cache
+_worlds: dict[int, World] = {}
+
+
 def world(size: int) -> World:
-    """Return the group of `size` processes that the session shares."""
-    return World(size)
+    """Return the group of `size` processes that the tests of a file share."""
+    return _worlds.setdefault(size, World(size))
+
+
+def stop_worlds() -> None:
+    """End the processes of all groups: what the tests of a file leave in their memory, such as a
+    message that nobody has received, cannot meet those of the next file."""
+    for each in _worlds.values():
+        each.stop()
 
 
 @functools.cache
