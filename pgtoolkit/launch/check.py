@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -228,12 +229,12 @@ def plan_as_json(checked: PlannedRun | Sweep, find: float | None = None) -> str:
                 "overrides": run.overrides,
                 "directory": job and job.directory,
                 "state": job and job.status,
-                "problems": run.report.problems,
+                "problems": [*map(_checked_again, run.report.problems)],
             }
         )
     content = sections | {
         "notes": sections.get("notes", []),
-        "problems": problems(checked),
+        "problems": [*map(_checked_again, problems(checked))],
         "runs": runs,
     }
     return json.dumps(content, indent=1, ensure_ascii=False)
@@ -260,10 +261,16 @@ def page_sections(
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
     sections.append(("Notes", [*notes(checked), *prompt_notes]))
-    all_problems = problems(checked)
+    all_problems = [*map(_checked_again, problems(checked))]
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
     sections.append((title, all_problems or ["none"]))
     return sections
+
+
+def _checked_again(problem: str) -> str:
+    """Return a problem whose remedy is another command with this command in front of it: who types
+    the remedy of a check wants another check, and starts nothing."""
+    return re.sub(r"\bpgtk (?=-m |sweep )", "pgtk check ", problem)
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:

@@ -163,7 +163,9 @@ def unknown_command(word: str, rest: Sequence[str], commands: Iterable[str]) -> 
     """
     names = list(commands)
     after = " ".join(map(shlex.quote, rest))
-    if word in _TRAINS:
+    if word.endswith((".yaml", ".yml")):
+        use = f"pgtk sweep {shlex.quote(word)} {after}".rstrip()
+    elif word in _TRAINS:
         use = f"pgtk {after}".rstrip()
     else:
         near = nearest(word, names, 0.6)
