@@ -152,10 +152,24 @@ def has_counterpart(run_dir: str | Path) -> bool:
 
 
 def counterpart_command(run_dir: str | Path) -> str:
-    """Return the command of the same run with another loss."""
+    """Return the command of the same run with another loss, whose parameters have its defaults."""
     config, _ = read_config(run_dir)
-    other_loss = next(name for name in FAMILIES if name != config["loss"]["name"])
-    return _command_with(run_dir, [f"loss={other_loss}"])
+    return _command_with(run_dir, [f"loss={_other_loss(config)}"])
+
+
+def left_out_of_counterpart(run_dir: str | Path) -> str | None:
+    """Return a sentence on the typed parameters that `counterpart_command` leaves out, since the
+    same number means something else in another loss; None where there are none."""
+    config, overrides = read_config(run_dir)
+    typed = [override for override in overrides if key_of(override).startswith("loss.")]
+    if not typed:
+        return None
+    other = _other_loss(config)
+    return f"without {', '.join(typed)}: loss={other} has its own, see pgtk explain loss={other}"
+
+
+def _other_loss(config: JsonObject) -> str:
+    return next(name for name in FAMILIES if name != config["loss"]["name"])
 
 
 def _command_with(run_dir: str | Path, changes: Sequence[str]) -> str:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pgtoolkit.assembly.continuing import counterpart_command, going_on_command, has_counterpart
+from pgtoolkit.assembly.continuing import (
+    counterpart_command,
+    going_on_command,
+    has_counterpart,
+    left_out_of_counterpart,
+)
 from pgtoolkit.assembly.without_effect import without_effect
 from pgtoolkit.config.defaults import ByScores
 from pgtoolkit.config.evaluation_sets import watched
@@ -47,9 +52,9 @@ def run_summary(metrics: Columns, run_dir: Path, records: Sequence[Record] = ())
     comparisons = []
     if has_counterpart(run_dir):
         comparisons.append(counterpart_command(run_dir))
+        comparisons += filter(None, [left_out_of_counterpart(run_dir)])
     comparisons += filter(None, (record.charts() for record in records))
-    labels = ["compare", ""]
-    entries += [entry(label, text) for label, text in zip(labels, comparisons, strict=False)]
+    entries += [entry("" if place else "compare", text) for place, text in enumerate(comparisons)]
     return "\n".join([*filter(None, lines), *entries])
 
 

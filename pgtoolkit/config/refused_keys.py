@@ -175,6 +175,10 @@ def typed_sweep(name: str, values: str) -> str:
     return f"'{name}={values}'" if needs_quotes else f"{name}={values}"
 
 
+_PLACEHOLDERS = ("NAME", "OPTION", "VALUE")
+"""Words that stand for an option in the documentation, beside its group's name in capitals."""
+
+
 def unknown_options(group: str, value: object, groups: Groups) -> list[str]:
     """Return those names in the place of a group's option, several where it takes several, that are
     no options of it."""
@@ -204,6 +208,9 @@ def unknown_option(override: Override, config: DictConfig, groups: Groups) -> st
         f"The options of {group} are the files in conf/{group}.",
         meant,
     )
+    if unknown[0].rstrip("0123456789") in (group.upper(), *_PLACEHOLDERS):
+        reason = f"{unknown[0]} stands for the one of them that you choose."
+        use = _default(group, groups)
     return f"{as_typed(override)} needs {needs} (got {unknown[0]!r}). {reason} Use {use}."
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from builders.runs import config_of
 
-from pgtoolkit.assembly.continuing import counterpart_command
+from pgtoolkit.assembly.continuing import counterpart_command, left_out_of_counterpart
 from pgtoolkit.assembly.early_stop import stop_signals_recorded
 from pgtoolkit.assembly.summary import run_summary
 from pgtoolkit.config.compose import compose
@@ -172,6 +172,16 @@ def test_the_summary_links_to_a_server_of_mlflow_and_its_charts(tmp_path):
 def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, expected):
     save_config(tmp_path, loss, overrides)
     assert shlex.split(counterpart_command(tmp_path))[1:] == expected
+    said = left_out_of_counterpart(tmp_path)
+    of_loss = [override for override in overrides if override.startswith("loss.")]
+    assert (said is None) == (not of_loss)
+    if said:
+        assert said == (
+            "without loss.epsilon_low=0.1: loss=gspo has its own, see pgtk explain loss=gspo"
+        )
+        printed = run_summary({"step": np.empty(0)}, tmp_path).splitlines()
+        assert printed[-2].startswith("compare      ")
+        assert printed[-1] == f"{'':<12} {said}"
 
 
 def test_a_program_is_named_by_its_path_unless_path_has_it(monkeypatch):
