@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import NamedTuple, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,10 +24,10 @@ from pgtoolkit.kernels.losses import (
     loss_of_logits,
 )
 from pgtoolkit.losses.aggregation import AggregationName, Reducer, aggregation_of
-from pgtoolkit.losses.checks import check_name, shown
+from pgtoolkit.losses.checks import check_mask, check_name, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, correction_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Family, LossName, family_of
+from pgtoolkit.losses.families import FAMILIES, Family, LossName, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
@@ -68,6 +68,8 @@ def _refusing_others(
                     f"{name} needs {wanted} (got {key}). Use from_padded({wanted}=...), or call "
                     f"{_TAKES[key]}"
                 )
+            if key == "temperature":
+                raise ValueError(_of_the_loss(name, keywords.get("loss"), keywords[key]))
             if key in _OF_LOGITS and not callable(keywords.get("loss")):
                 raise ValueError(
                     f"{name} has no {key}, which needs logits. Use policy_loss or "
@@ -76,6 +78,21 @@ def _refusing_others(
         return function(*arguments, **keywords)
 
     return checked
+
+
+def _of_the_loss(function: str, loss: object, value: object) -> str:
+    """Refuse `temperature` beside log-probs: elsewhere the word is that of the logits, and here it
+    could only be that of the loss."""
+    if isinstance(loss, str) and "temperature" in {
+        field.name for field in fields(FAMILIES.get(loss, Family))
+    }:
+        made = f"pgtoolkit.families.{FAMILIES[loss].__name__}(temperature={shown(value)})"
+        use = f"Use loss={made} for that of {loss}'s target"
+    elif callable(loss):
+        use = f"Use loss=functools.partial(..., temperature={shown(value)}) for that of the loss"
+    else:
+        use = "Use log_probs of logits / temperature"
+    return f"{function} has no temperature: the logits' one is in the log-probs already. {use}"
 
 
 @_refusing_others
@@ -165,7 +182,8 @@ def policy_loss(
         token was kept. The log-prob of a label is then log_softmax over these tokens alone, and all
         other log-probs need to be over them, too: old_log_probs, those of the sampler and of the
         reference. The entropy and a full KL stay those of the whole vocabulary.
-    temperature: log-probs are log_softmax(logits / temperature).
+    temperature: log-probs are log_softmax(logits / temperature). That of the target of tpo and lpo
+        is a parameter of the object: loss=pgtoolkit.families.Tpo(temperature=0.5).
     entropy_coefficient: of the entropy bonus: the loss has minus this number times the sum of
         w_t H_t, H_t the entropy of the softmax at each trained position. The metrics then have
         `entropy` from "basic" on.
@@ -543,8 +561,7 @@ def _tokens_of_log_probs(
     arguments.tensor_of_rank("mask", mask)
     if log_probs.dim() != 1 or not log_probs.is_floating_point():
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
-    if mask.shape != log_probs.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
+    check_mask(mask, len(log_probs))
     ref_log_probs = vectors[4]
     arguments.check_reference(loss.kl, ref_log_probs, loss.metrics)
     labels = mask.long() - 1

@@ -8,7 +8,15 @@ from torch import Tensor
 from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.checks import check_positive, check_whole, is_finite, is_whole, short, shown
+from pgtoolkit.losses.checks import (
+    check_positive,
+    check_whole,
+    is_finite,
+    is_whole,
+    short,
+    shown,
+    use_of_array,
+)
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import FULL_KINDS, KL
@@ -267,10 +275,8 @@ _OF_ONE_RANK = {
 def tensor_of_rank(key: str, value: object) -> Tensor:
     """Return the value; raises ValueError unless it is a tensor of this rank. key: its keyword."""
     if not isinstance(value, Tensor):
-        is_array = isinstance(value, list | tuple) or hasattr(value, "__array__")
-        use = f". Use torch.as_tensor({key}), on the device of the others" if is_array else ""
-        kind = type(value).__name__
-        got = f"a {kind}: {shown(value)}" if is_array else shown(value)
+        use = use_of_array(key, value)
+        got = f"a {type(value).__name__}: {shown(value)}" if use else shown(value)
         raise ValueError(f"{key} needs a tensor (got {got}){use}")
     if type(value).__name__ == "DTensor":
         use = _OF_ONE_RANK.get(key, "Use {key}.full_tensor()").format(key=key)
@@ -299,7 +305,7 @@ def check_tensor(
     if value.shape != shape:
         raise ValueError(f"{key} needs {needed} (got {shown(value)}).{hint}")
     if is_integer and value.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
+        raise ValueError(f"{key} needs dtype int64 (got {shown(value)}). Use {key}.long()")
     if not is_integer and not value.is_floating_point():
         raise ValueError(f"{key} needs a floating point dtype (got {shown(value)})")
     if value.device != like.device:

@@ -31,7 +31,7 @@ _PRODUCT = "hidden @ lm_head_weight.T"
 """What messages call the logits where the caller gives no logits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PolicyLoss:
     """The result of a call: the loss, its log-probs, and its metrics.
 
@@ -53,6 +53,12 @@ class PolicyLoss:
     def metrics(self) -> dict[str, Tensor]:
         """Return 0-dim tensors by name: sums of this call on this rank over the step's totals."""
         return self.metric_sums.finalize(self.totals)
+
+    def __repr__(self) -> str:
+        """Return the loss and the metrics by their numbers."""
+        numbers = {"loss": self.loss, **self.metrics}
+        words = [f"{name}={value.item():.6g}" for name, value in numbers.items()]
+        return f"PolicyLoss({', '.join(words)})"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pgtoolkit.losses.checks import check_name, refuse_class
 from pgtoolkit.losses.family import (
     LOG_RATIO_LIMIT,
+    Choice,
     check_parameters,
     clamped,
     over_scope,
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.documents import DocumentSums
 
 
-class Mean(StrEnum):
+class Mean(Choice):
     product = "product"
     geometric = "geometric"
 
 
-class MaskMean(StrEnum):
+class MaskMean(Choice):
     product = "product"
     geometric = "geometric"
     worst = "worst"
 
 
-class Measure(StrEnum):
+class Measure(Choice):
     ratio = "ratio"
     k2 = "k2"
     k3 = "k3"
 
 
-class Normalize(StrEnum):
+class Normalize(Choice):
     none = "none"
     step = "step"
 
 
-class Factor(StrEnum):
+class Factor(Choice):
     document = "document"
     token = "token"
     one = "one"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pgtoolkit.losses.checks import check_name, refuse_class
-from pgtoolkit.losses.family import Family, parameter
+from pgtoolkit.losses.family import Choice, Family, parameter
 from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.losses.group_families import Lpo, Tpo
 
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Divergence(StrEnum):
+class Divergence(Choice):
     total_variation = "total_variation"
     binary_kl = "binary_kl"
     squared_log_ratio = "squared_log_ratio"
 
 
-class Sides(StrEnum):
+class Sides(Choice):
     moving = "moving"
     both = "both"
 

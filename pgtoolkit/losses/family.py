@@ -33,6 +33,14 @@ Value = TypeVar("Value")
 """The value of a parameter."""
 
 
+class Choice(StrEnum):
+    """The values of a parameter that is one of several names."""
+
+    def __repr__(self) -> str:
+        """Return the name as it is typed."""
+        return repr(self.value)
+
+
 class ChosenOption(Protocol):
     """The chosen option of a group of the configuration, with the parameters of its class."""
 

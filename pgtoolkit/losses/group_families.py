@@ -7,10 +7,9 @@ methods.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pgtoolkit.losses.family import parameter
+from pgtoolkit.losses.family import Choice, parameter
 from pgtoolkit.losses.function import FunctionFamily
 
 if TYPE_CHECKING:
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.views import DocumentView, GroupView
 
 
-class OfDocument(StrEnum):
+class OfDocument(Choice):
     sum = "sum"
     mean = "mean"
 
 
-class Direction(StrEnum):
+class Direction(Choice):
     forward = "forward"
     reverse = "reverse"
 
 
-class Scale(StrEnum):
+class Scale(Choice):
     deviation = "deviation"
     mean = "mean"
     none = "none"

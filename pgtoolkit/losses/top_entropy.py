@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.checks import is_finite, shown
+from pgtoolkit.losses.checks import check_mask, is_finite, shown, use_of_array
 from pgtoolkit.losses.views import quantile
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> TopEntropy:
     """
     check_fraction("fraction", fraction)
     if not isinstance(entropy, Tensor) or entropy.dim() != 1 or not entropy.is_floating_point():
-        raise ValueError(f"entropy needs one floating number per token (got {shown(entropy)})")
-    if not isinstance(mask, Tensor) or mask.shape != entropy.shape or mask.dtype != torch.bool:
-        raise ValueError(f"mask needs one bool per token, {len(entropy)} (got {shown(mask)})")
+        got = f"{shown(entropy)}){use_of_array('entropy', entropy)}"
+        raise ValueError(f"entropy needs one floating number per token (got {got}")
+    check_mask(mask, len(entropy))
     wide = entropy.double()
     is_readable = torch.isfinite(wide)
     trained = wide[mask & is_readable]

@@ -224,19 +224,32 @@ CALL = {
     "advantages": CASE.advantages,
     "document_index": CASE.document_index,
 }
+INDICES = {
+    "group_index": CASE.group_index,
+    "trajectory_index": torch.arange(CASE.num_documents),
+}
 
 
-@pytest.mark.parametrize("name", CALL)
+@pytest.mark.parametrize("name", [*CALL, *INDICES])
 @pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy], ids=["list", "numpy"])
 def test_a_list_or_an_array_is_refused_with_what_makes_a_tensor_of_it(name, kind):
-    wrong = kind(CALL[name].detach())
+    right = (CALL | INDICES)[name]
+    wrong = kind(right.detach())
     with pytest.raises(
         ValueError, match=rf"^{name} needs a tensor \(got a (list|ndarray)"
     ) as refused:
         policy_loss(**CALL | {name: wrong})
     use = str(refused.value).partition(" Use ")[2].partition(",")[0]
     mended = eval(use, {"torch": torch, name: wrong})
-    assert torch.equal(mended.float(), CALL[name].float())
+    assert torch.equal(mended.float(), right.float())
+
+
+def test_the_result_of_a_call_shows_its_loss_and_its_metrics():
+    out = policy_loss(**CALL, metrics="basic")
+    shown = eval(repr(out), {"PolicyLoss": dict})
+    numbers = {"loss": out.loss, **out.metrics}
+    assert shown == {name: pytest.approx(float(value), rel=1e-5) for name, value in numbers.items()}
+    assert repr(corrections.TokenMask()).startswith("TokenMask(low=0.5, high=5.0, measure='ratio',")
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,11 @@ def test_a_family_that_contradicts_itself_is_refused(family, message):
     ("change", "message"),
     [
         ({"metrics": "with_entropy"}, "needs logits"),
-        ({"mask": torch.ones(32)}, "mask needs one bool per token"),
+        ({"mask": torch.ones(32)}, r"mask needs one bool per token.*\). Use mask.bool\(\)$"),
+        ({"mask": torch.ones(31)}, r"mask needs one bool per token, 32 \(got \(31,\), float32\)$"),
+        ({"temperature": 2.0, "loss": "grpo"}, r"already. Use log_probs of logits / temperature$"),
+        ({"temperature": 2.0, "loss": "tpo"}, r"Use loss=pgtoolkit.families.Tpo\(temperature=2.0"),
+        ({"temperature": 2.0, "loss": len}, r"Use loss=functools.partial\(..., temperature=2.0"),
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
         ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number from 1e-09 to 0.999"),
