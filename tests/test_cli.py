@@ -230,10 +230,14 @@ def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):
         "kernel=torch",
     ]
     main(["check", *arguments, "model.random_weights=true"])  # which misses the rest of the model
-    assert (
-        "8192 tokens x 151936 entries of the vocabulary x 4 bytes = 4.75e+03 MiB"
-        in capsys.readouterr().out
-    )
+    page = capsys.readouterr().out
+    assert "8192 tokens x 151936 entries of the vocabulary x 4 bytes = 4.75e+03 MiB" in page
+    # What follows from it is only what has an effect: without advantage=gae there is no critic.
+    assert "  model.dtype = auto\n" in page
+    assert "critic.learning_rate" not in page
+    assert "model.lora_alpha" not in page
+    main(["check", *arguments, "advantage=gae"])
+    assert "  critic.learning_rate = 1e-05 (default 0.001)\n" in capsys.readouterr().out
 
 
 def test_help_fits_one_screen():

@@ -116,6 +116,12 @@ def key_named(name: str, config: object) -> Key | None:
     return next(_of_chosen_options(_KEYS_BY_NAME.get(name, ()), config), None)
 
 
+def has_effect(name: str, config: object) -> bool:
+    """Return whether the condition of a key holds in a configuration, where it has one."""
+    key = key_named(name, config)
+    return key is None or not key.only_if or holds(key.only_if, config)
+
+
 def existing_key(name: str, config: object) -> Key:
     """Return the key of this name in a configuration; raises KeyError where there is none."""
     key = key_named(name, config)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 from pgtoolkit.config.counts import documents_per_step, documents_sampled, longest_document
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
-from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
+from pgtoolkit.config.keys import KEYS, OWN_CODE, has_effect, is_inside, option_help
 from pgtoolkit.config.models import computes_again, shares_prompts, vocabulary_size
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.own_code import as_typed, chosen, family_of_config, short_name, typed_key
 from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
-from pgtoolkit.losses.family import configured
+from pgtoolkit.losses.family import Family, configured
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
 from pgtoolkit.rollouts.batch_counts import (
@@ -27,7 +28,7 @@ from pgtoolkit.rollouts.batch_counts import (
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.functions import documented
+from pgtoolkit.system.functions import documented, parameters_in_file
 from pgtoolkit.system.report import text
 
 _MEBIBYTE = 2**20
@@ -81,10 +82,12 @@ def equation(config: Config) -> list[str]:
     ]
     if correction is not None:
         lines.append(f"rho_t = {correction.equation}; without gradient")
-    lines.append(f"advantage ({chosen(config, 'advantage')}): {_advantage_in_words(config)}")
+    are_read = _reads_advantages(config, family)
+    if are_read:
+        lines.append(f"advantage ({chosen(config, 'advantage')}): {_advantage_in_words(config)}")
     if config.kl.kind != "none" and config.kl.target is not None:
         lines.append(_adaptive_coefficient(config))
-    if config.kl.kind != "none" and config.kl.place == "reward":
+    if are_read and config.kl.kind != "none" and config.kl.place == "reward":
         k_t = _kl_term(config).replace("p_t", "o_t")
         less = f"less the sum over trained tokens of {k_t}"
         if config.advantage.estimator == "gae":
@@ -94,6 +97,23 @@ def equation(config: Config) -> list[str]:
             "reference"
         )
     return lines
+
+
+def _reads_advantages(config: Config, family: Family | None) -> bool:
+    """Return whether the loss or its weights read the advantages, as far as that is known without
+    importing own code. family: of the configuration; None for own code."""
+    reducer = config.aggregation.reducer
+    if config.aggregation.mode == "balanced" or (reducer and _may_ask_for_advantages(reducer)):
+        return True
+    if isinstance(family, FunctionFamily):
+        return "advantages" in family.asked
+    return family is not None or _may_ask_for_advantages(chosen(config, "loss"))
+
+
+def _may_ask_for_advantages(path: str) -> bool:
+    """Return False for a function of one's own without a parameter for them."""
+    parameters = parameters_in_file(path)
+    return parameters is None or "advantages" in parameters
 
 
 def _weight(config: Config) -> tuple[str, str, str]:
@@ -380,7 +400,8 @@ def differences(
     """Return a line for each option and key whose value is not the default's: first those that
     overrides name, then the others.
 
-    The others are what an option, an experiment or a sweep's file sets, and computed defaults.
+    The others are what an option, an experiment or a sweep's file sets, and computed defaults,
+    without those that have no effect in this configuration.
     """
     values = as_typed(dict(leaves(plain_config(config))))
     drift = config_drift(as_typed(dict(leaves(plain_config(defaults)))), values)
@@ -407,8 +428,11 @@ def differences(
         if name not in drift or name in names_of_options:
             continue
         default, value = map(text, drift[name])
-        is_typed = any(is_inside(name, key) for key in typed_keys)
-        (typed if is_typed else followed).append(_difference(name, value, default))
+        line = _difference(name, value, default)
+        if any(is_inside(name, key) for key in typed_keys):
+            typed.append(line)
+        elif has_effect(name, config):
+            followed.append(line)
     return typed, followed
 
 

@@ -72,6 +72,12 @@ def check_sweep(
     for number, job_overrides in enumerate(config.jobs):
         sweep.runs.append(check_job(sweep, job_overrides, number))
     _check_measure(sweep)
+    is_local = config.launcher is not None and config.launcher.kind == "local"
+    if len(sweep.runs) == 1 and is_local:
+        sweep.report.note(
+            "the sweep has one job, since no key has several values. Use seed=0,1,2 for three, or "
+            "pgtk without -m for a single run."
+        )
     return sweep
 
 

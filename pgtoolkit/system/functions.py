@@ -90,10 +90,27 @@ def not_in_file(key: str, path: str) -> str:
 
 
 def documented(path: str) -> str | None:
-    """Return the first line of the docstring of a function or class, read from its module's file.
+    """Return the first line of the docstring of a function or class, as `_definition` finds it;
+    None where there is no such line."""
+    node = _definition(path)
+    return (ast.get_docstring(node) or "").partition("\n")[0] or None if node else None
+
+
+def parameters_in_file(path: str) -> list[str] | None:
+    """Return the names of the parameters of a function, as `_definition` finds it; None where there
+    is none, or a class."""
+    node = _definition(path)
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    given = node.args
+    return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+
+
+def _definition(path: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Return the definition of a function or class, read from its module's file.
 
     Nothing is imported, so that `pgtk check` may ask. path: `module.name`. None where there is no
-    such line.
+    such file, or no definition of that name at its top.
     """
     *package, name = path.split(".")
     module = Path(*package)
@@ -111,7 +128,7 @@ def documented(path: str) -> str | None:
         return None  # importing it says what is wrong
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return (ast.get_docstring(node) or "").partition("\n")[0] or None
+            return node
     return None
 
 

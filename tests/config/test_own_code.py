@@ -297,6 +297,25 @@ def test_check_names_the_imports_and_puts_the_paths_into_the_equation(mine, caps
     assert equation(beside)[0].startswith("gspo, prompt_mean: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "is_read"),
+    [
+        (["loss=grpo"], True),
+        (["loss=tpo", "advantage=none"], False),
+        (["loss=lpo", "advantage=none"], False),
+        (["loss=mine.of_groups"], False),
+        (["loss=mine.of_groups", "aggregation=mine.halves"], False),
+        (["loss=mine.of_groups", "aggregation=balanced"], True),
+        (["loss=mine.soft_clip"], True),
+        (["loss=mine.Squared"], True),  # a class, of which no file says what it reads
+        (["loss=grpo", "aggregation=mine.halves"], True),
+    ],
+)
+def test_check_shows_the_advantage_where_the_loss_or_its_weights_may_read_it(mine, words, is_read):
+    lines = equation(compose(words).config)
+    assert any(line.startswith("advantage (") for line in lines) == is_read
+
+
 def test_explain_says_that_a_group_takes_a_function_of_the_user(capsys):
     assert main(["explain", "loss"]) == 0
     assert "loss=package.module.function: A function of your own" in capsys.readouterr().out

@@ -20,7 +20,15 @@ from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch.check import check, check_job, check_run, check_sweep, problems, render_plan
+from pgtoolkit.launch.check import (
+    check,
+    check_job,
+    check_run,
+    check_sweep,
+    notes,
+    problems,
+    render_plan,
+)
 from pgtoolkit.launch.ranks import train_job, trained_before
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import notes_on_code
@@ -230,6 +238,18 @@ def test_equal_configurations_are_one_job():
     page = render_plan(sweep)
     assert "it is run once" in page
     assert "1  the same as 0  loss.epsilon_low=0.0003\n" in page
+
+
+def test_a_sweep_of_one_job_is_noted_with_what_makes_several():
+    def noted(*words: str) -> list[str]:
+        return [note for note in notes(check_sweep([*words])) if "sweep has one job" in note]
+
+    (note,) = noted()
+    assert noted("seed=7") == [note]
+    several = note.partition(" Use ")[2].partition(" ")[0]
+    assert noted(several) == []
+    assert len(check_sweep([several]).jobs) == 3
+    assert noted("hydra/launcher=slurm") == []  # which is how one job gets to a cluster
 
 
 def test_the_second_of_two_jobs_with_one_directory_is_refused():
