@@ -319,9 +319,10 @@ def best_and_worst(
 
 
 def facts(row: CompletionRow) -> str:
-    """Return a line about a completion: the parts of its reward, what was logged, its advantage,
-    length and end, and the weights that wrote it."""
-    parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
+    """Return a line about a completion: whether it is right, the parts of its reward, what was
+    logged, its advantage, length and end, and the weights that wrote it."""
+    parts = [] if row.exact_match is None else ["right" if row.exact_match else "wrong"]
+    parts += [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
     if row.advantage is not None:
         parts.append(f"advantage {row.advantage:+z.3f}")

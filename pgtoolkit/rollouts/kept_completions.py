@@ -107,6 +107,7 @@ def row_of(
         prompt=str(tokenizer.decode(document.tokens[:first])),
         completion=str(tokenizer.decode(document.tokens[first:])),
         reward=document.reward,
+        exact_match=document.exact_match,
         rewards={
             name.removeprefix("reward/"): score
             for name, score in document.measures.items()

@@ -40,6 +40,7 @@ class CompletionRow:
     name: of the prompt, the same whenever it is asked: `Prompt.place`.
     prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
     reward: after weights and penalties; None where it could not be scored.
+    exact_match: whether it is right, whatever its reward; None where the scores do not say.
     rewards: the score of each verifier by its name; {} where none has a name.
     advantage: None in an evaluation.
     tokens: number of tokens of the completion.
@@ -54,6 +55,7 @@ class CompletionRow:
     prompt: str = ""
     completion: str = ""
     reward: float | None = 0.0
+    exact_match: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     advantage: float | None = None
     tokens: int = 0
@@ -70,7 +72,7 @@ COLUMNS = {
 }
 """The columns of a file, but for `rewards` and `logged`, with their types as written above."""
 
-_ARROW_TYPES = {"int": "int64", "str": "string", "float": "double"}
+_ARROW_TYPES = {"int": "int64", "str": "string", "float": "double", "bool": "bool"}
 """Arrow's names of these types."""
 
 
@@ -154,9 +156,12 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
             pre_buffer=False,
             page_checksum_verification=True,
         )
+        # Files of earlier versions have no exact_match.
+        lacking = {"exact_match"} - {*table.column_names}
+        names = [name for name in columns or COLUMNS if name not in lacking]
         return [
             CompletionRow(
-                **{name: row[name] for name in columns or COLUMNS},
+                **{name: row[name] for name in names},
                 rewards=_values_with_prefix(row, _REWARD_PREFIX),
                 logged=_values_with_prefix(row, _LOGGED_PREFIX),
             )

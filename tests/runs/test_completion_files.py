@@ -22,6 +22,7 @@ TRAINED_ROW = CompletionRow(
     prompt="6 * 7 =",
     completion="42",
     reward=1.1,
+    exact_match=True,
     rewards={"answer": 1.0, "boxed": 0.5},
     advantage=-0.25,
     tokens=2,
@@ -48,6 +49,12 @@ def test_rows_are_read_as_they_were_written(path):
     write_completions(path, [])
     assert read_completions(path) == []
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_of_an_earlier_version_says_of_no_completion_that_it_is_right(path):
+    write_completions(path, [TRAINED_ROW])
+    pq.write_table(pq.read_table(path).drop_columns("exact_match"), path)
+    assert read_completions(path) == [dataclasses.replace(TRAINED_ROW, exact_match=None)]
 
 
 def test_the_name_of_a_file_has_its_set_and_steps(tmp_path):

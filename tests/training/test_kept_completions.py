@@ -54,6 +54,7 @@ def test_kept_rows_make_up_the_metrics_of_their_steps(uninterrupted):
         of_step = [row for row in rows if row.step == step]
         num_truncated = sum(row.finish_reason == "length" for row in of_step)
         assert sum(row.reward for row in of_step) / 8 == pytest.approx(metrics["reward"])
+        assert sum(row.exact_match for row in of_step) / 8 == metrics["exact_match"]
         assert sum(row.tokens for row in of_step) / 8 == metrics["completion_length"]
         assert num_truncated / 8 == metrics["truncated_fraction"]
         assert {row.version for row in of_step} == {step - 1 - (step - 1) % 2}
@@ -70,6 +71,7 @@ def test_kept_rows_have_the_reward_and_advantage_of_their_texts(uninterrupted):
             bool(end) and len(text) == 3
         )
         assert row.reward == right / 4
+        assert row.exact_match is (text == row.answer and bool(end))
         group = [other.reward for other in rows[i - i % 4 : i - i % 4 + 4]]
         assert row.advantage == pytest.approx(row.reward - sum(group) / 4, abs=1e-6)
         assert row.prompt == row.answer[::-1] + "="
@@ -178,7 +180,7 @@ def test_values_logged_by_a_reward_function_are_kept_with_their_completion(tmp_p
     ]
     texts = {row.logged["text"] for row in rows}
     assert len(texts) > 4
-    assert facts(rows[0]).startswith(f"text {rows[0].logged['text']}, advantage ")
+    assert facts(rows[0]).startswith(f"wrong, text {rows[0].logged['text']}, advantage ")
 
 
 def documents_of_groups(*groups: list[float]) -> list[Document]:
