@@ -36,7 +36,7 @@ from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import JsonObject, json_object, write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import is_whole, key_of, refusal, say, shell_path
+from pgtoolkit.system.report import is_whole, key_of, plural, refusal, say, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
 
 FOLDER = Path("outputs/evaluations")
@@ -158,7 +158,8 @@ def _configuration(
 def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
     """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none.
 
-    Its completions are as long as its generation_config.json says, where nothing else is typed.
+    Its completions are as long as its generation_config.json says, where nothing else is typed; a
+    note says so.
     """
     if not (folder / "config.json").is_file():
         raise not_a_run(command, folder, "a run directory, or a model's Hugging Face folder")
@@ -167,7 +168,13 @@ def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
     if key not in map(key_of, typed):
         with contextlib.suppress(OSError, ValueError, RecursionError):  # told as it is loaded
             longest = json_object(folder / "generation_config.json").get("max_new_tokens")
-            overrides += [f"{key}={longest}"] if is_whole(longest) else []
+            if is_whole(longest):
+                overrides.append(f"{key}={longest}")
+                say(
+                    f"note: completions have up to {plural(longest, 'token')}, as max_new_tokens "
+                    f"in {shell_path(folder)}/generation_config.json says. {key}=N sets another "
+                    "length."
+                )
     return overrides
 
 

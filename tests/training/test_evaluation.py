@@ -241,9 +241,13 @@ def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monk
     assert longest == OmegaConf.load(evaluated / "config.yaml").rollout.max_completion_length
     few = ["task.num_digits=1", "evaluation.prompts_per_set=1"]
     assert main(["evaluate", "folder", *few]) == 0
-    assert f"at most {longest} tokens, by" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"at most {longest} tokens, by" in printed
+    assert "as max_new_tokens in folder/generation_config.json says" in printed
     assert main(["evaluate", "folder", *few, "evaluation.max_completion_length=2"]) == 0
-    assert "at most 2 tokens, by" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "at most 2 tokens, by" in printed
+    assert "max_new_tokens" not in printed
 
 
 def test_an_export_of_the_best_checkpoint_needs_evaluations(short, tmp_path, capsys):
