@@ -31,8 +31,9 @@ from pgtoolkit.families import Grpo
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.model import attention, compiled, fixed_order
+from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import OptimizerSettings
@@ -72,16 +73,29 @@ def documents(case: str, vocabulary: int) -> list[Document]:
     return made
 
 
-def policy_of(shape: dict, device: str, dtype: torch.dtype, compiles: bool) -> Policy:
-    """Return a model with random weights and the attention that sharing needs."""
+def policy_of(
+    shape: dict, device: str, dtype: torch.dtype, compiles: bool, lora_rank: int | None = None
+) -> Policy:
+    """Return a model with random weights and the attention that sharing needs.
+
+    lora_rank: of adapters, which alone are trained then; their weights are random, too.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen2ForCausalLM(Qwen2Config(**shape | {"max_position_embeddings": 16384}))
+    if lora_rank is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        settings = HuggingFaceModelSettings(path="", fp32_lm_head=False, lora_rank=lora_rank)
+        lora.add_adapters(model, settings)
+        for adapter in lora.adapted_layers(model).values():
+            # Where B is 0, A has no gradient.
+            torch.nn.init.normal_(lora.factors(adapter)[1], std=0.02)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     attention.use_packed_attention(model)
     if compiles:
         compiled.switch_on(model)
-    return Policy(model.train(), None, dtype)
+    return Policy(model.train(), None, dtype, compiled=compiles)
 
 
 def module_of(policy: Policy) -> PolicyGradientModule:

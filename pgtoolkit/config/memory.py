@@ -18,11 +18,12 @@ from pgtoolkit.config.models import (
     Sizes,
     computes_again,
     experts_with_adapters,
+    in_one_piece,
     shares_prompts,
     sizes,
     sizes_of,
     tiny_sizes,
-    why_in_pieces,
+    why_not_by_memory,
 )
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
@@ -191,7 +192,7 @@ def _update(
     kept = tokens * number_size * (5 * inner + 12 * width) + further_keys
     if computes_again(config):
         kept = tokens * (number_size if has_adapters else 4) * width
-    elif why_in_pieces(config) is None:
+    elif in_one_piece(config):
         results = 2 * model_sizes.query + model_sizes.cached + width + 2 * inner
         kept = tokens * (4 * width + number_size * results)
     logits = (config.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
@@ -315,7 +316,7 @@ def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
 
 def _keeping(config: Config, use: MemoryUse, gpu: float | None) -> str:
     """Return what `model.gradient_checkpointing=auto` is for this run, whose memory is given."""
-    reason = why_in_pieces(config)
+    reason = why_not_by_memory(config)
     if reason:
         return f"model.gradient_checkpointing=auto is false here, since {reason}"
     keeping = memory_use(with_values(config, {"model.gradient_checkpointing": False}), gpu)

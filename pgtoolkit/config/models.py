@@ -104,25 +104,30 @@ def compilation(model: ModelSettings, on_gpu: bool) -> str:
     return "yes, since it makes steps on a GPU faster"
 
 
-def why_in_pieces(config: Config) -> str | None:
-    """Return why the trained model's layers are not computed by `model.recomputed`, as far as
-    config.json and the configuration tell; None where a GPU computes them so."""
+def why_not_by_memory(config: Config) -> str | None:
+    """Return why `model.gradient_checkpointing=auto` is false for a run, as far as config.json and
+    the configuration tell; None where its layers keep what a GPU has memory for."""
     model = config.model
     parallelism = config.parallelism
     kind = shape(model).get("type")
     if config.trainer.device == "cpu":
         return "trainer.device=cpu"
-    if kind not in TYPES_IN_ONE_PIECE:
+    if kind not in MODEL_TYPES or kind == "qwen3_moe":
         return f"the model is of type {kind}"
-    if model.compile is False:
-        return "model.compile=false"
     if model.dtype == "float32":
         return "model.dtype=float32"
-    if model.lora_rank is not None:
-        return "adapters of LoRA are trained"
     if parallelism.shard or world_size(parallelism) > parallelism.data_parallel:
         return "the model is spread over ranks"
     return None
+
+
+def in_one_piece(config: Config) -> bool:
+    """Return whether a GPU computes the trained model's layers by `model.recomputed`, as far as
+    config.json and the configuration tell."""
+    model = config.model
+    is_known = shape(model).get("type") in TYPES_IN_ONE_PIECE
+    is_plain = model.compile is not False and model.lora_rank is None
+    return is_known and is_plain and why_not_by_memory(config) is None
 
 
 def trains_experts(config: Config) -> bool:
@@ -146,9 +151,9 @@ def experts_with_adapters(model: ModelSettings) -> list[str]:
 
 def computes_again(config: Config) -> bool:
     """Return whether a run computes its layers again in the backward pass, at least in its first
-    step, as `model.gradient_checkpointing` says; auto: where layers can keep a part."""
+    step, as `model.gradient_checkpointing` says; auto: where memory decides later."""
     chosen = config.model.gradient_checkpointing
-    return why_in_pieces(config) is None if chosen == "auto" else chosen
+    return why_not_by_memory(config) is None if chosen == "auto" else chosen
 
 
 def shares_prompts(config: Config) -> AutoOrBool:

@@ -137,7 +137,8 @@ class HuggingFaceModelSettings(ModelSettings):
         default="auto",
         help="Whether to compute the layers again in the backward pass: less memory, more time; "
         "auto: on a GPU in the first step, and then as far as the memory of the GPU does not "
-        "suffice to keep attention's output and the results of matrix products.",
+        "suffice to keep attention's output and the results of matrix products, or with LoRA all "
+        "of a layer.",
         machine=True,
         learns=False,
     )

@@ -17,10 +17,11 @@ from builders.runs import (
     with_model,
 )
 from builders.uncompiled import uncompiled_functions
+from model.test_compiled import packed, states_and_gradient
 
 from pgtoolkit.assembly.train import train
 from pgtoolkit.config.schema import Config
-from pgtoolkit.model import compiled
+from pgtoolkit.model.architectures import architecture_of
 from pgtoolkit.model.kept_layers import (
     KeepsByMemory,
     KeptLayers,
@@ -29,6 +30,7 @@ from pgtoolkit.model.kept_layers import (
     least_of,
     room,
 )
+from pgtoolkit.model.recomputed import BytesOfToken, bytes_of_token
 from pgtoolkit.ranks.layout import ONE_PROCESS
 
 MEMORY = StepMemory(before=1_000_000, after=3_000_000, peak=5_000_000, room=0, tokens=800)
@@ -60,9 +62,17 @@ def test_attention_is_kept_before_products_in_nine_tenths_of_the_memory(room, at
     keeps = KeepsByMemory([policy], 1000, ONE_PROCESS)
     layers = policy.model.base_model.layers
     assert [layer.gradient_checkpointing for layer in layers] == [True, True]
-    kept = keeps.fitting(replace(MEMORY, room=-(-room * 10 // 9)))
+    size = bytes_of_token(layers[0], policy.compute_dtype)
+    # A rank that had no document says that a token takes nothing.
+    nothing = BytesOfToken(0, 0, 0)
+    memory = replace(MEMORY, room=-(-room * 10 // 9))
+    kept = keeps.decided([(memory, nothing), (memory, size)])
     expected = PEAK + 160_000 * attention + 512_000 * products
     assert kept == KeptLayers(attention, products, expected)
+    # Of a layer of autograd attention's output alone is not kept.
+    kept = keeps.decided([(memory, size._replace(attention=0))])
+    whole = min(2, max(0, room - PEAK) // 512_000)
+    assert kept == KeptLayers(whole, whole, PEAK + 512_000 * whole)
 
 
 @pytest.mark.parametrize(
@@ -82,16 +92,65 @@ def test_the_rank_with_the_least_memory_decides():
     assert least_of(of_ranks) == KeptLayers(2, 0, 900)
 
 
-def test_layers_of_known_models_that_are_compiled_can_keep_parts():
-    policies = {}
-    for kind in ("qwen3", "qwen3_lora", "gpt2"):
-        policy = small_policy(f"{kind}_by_document")
-        compiled.switch_on(policy.model)
-        policies[kind] = replace(policy, compiled=True)
-    policies["not by document"] = replace(small_policy("qwen3"), compiled=True)
-    policies["not compiled"] = small_policy("qwen3_by_document")
+def test_layers_can_be_kept_where_their_memory_follows_from_the_number_of_tokens():
+    kinds = ("qwen3", "qwen3_by_document", "qwen3_lora_by_document", "gpt2_by_document")
+    policies = {kind: small_policy(kind) for kind in (*kinds, "mixture_by_document")}
     able = [name for name, policy in policies.items() if can_keep(policy, ONE_PROCESS)]
-    assert able == ["qwen3"]
+    assert able == [*kinds[1:]]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_lora", "qwen3_lora_compiled", "gemma3", "gpt2"])
+@pytest.mark.usefixtures("uncompiled")
+def test_gradients_are_the_same_bits_whichever_layers_of_autograd_are_kept(monkeypatch, kind):
+    """The memory is that for so many layers. In the layers before them attention is computed again
+    for each of two documents."""
+    policy = replace(small_policy(f"{kind}_by_document"), compute_dtype=torch.bfloat16)
+    policy.model.float()
+    lengths = (9, 12)
+    expected = states_and_gradient(policy, lengths)
+    layers = architecture_of(policy.model).layers_of(policy.model)
+    for number in (0, 1, 2):
+        keeps = KeepsByMemory([policy], 21, ONE_PROCESS)
+        keeps.begin_step()
+        assert_equal(states_and_gradient(policy, lengths), expected)
+        of_token = max(layer._gradient_checkpointing_func.size.products for layer in layers)
+        free = 10 * (1000 + 21 * number * of_token) // 9 + 1
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 10**12))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        keeps.end_step(1000, [packed(lengths)])
+        assert keeps.kept == KeptLayers(number, number, 1000 + 21 * number * of_token)
+        assert not any(hasattr(layer._gradient_checkpointing_func, "size") for layer in layers)
+        again = [layer.gradient_checkpointing for layer in layers]
+        assert again == [True] * (2 - number) + [False] * number
+        assert_equal(states_and_gradient(policy, lengths), expected)
+        hidden = policy.hidden_states(packed(lengths))
+        with torch.profiler.profile() as profiler:
+            hidden.sum().backward()
+        counts = {event.key: event.count for event in profiler.key_averages()}
+        assert counts.get("aten::scaled_dot_product_attention", 0) == 2 * (2 - number)
+
+
+def test_what_autograd_would_keep_of_a_layer_is_what_it_does_keep():
+    """By the memory of a process, which has the layer's output too, but has cosines and sines of
+    the positions, 2 x 4 numbers a token, for all layers. The largest micro-batch is measured."""
+    policy = small_policy("qwen3_lora_by_document")
+    policy.model.float()
+    KeepsByMemory([policy], 1000, ONE_PROCESS)
+    layer = policy.model.base_model.layers[1]
+    measured = layer._gradient_checkpointing_func
+    for length in (3, 90, 40):
+        policy.hidden_states(packed((length,)))
+    layer.gradient_checkpointing = False
+    inputs = []
+    layer.register_forward_pre_hook(
+        lambda _, arguments, options: inputs.append((arguments, options)), with_kwargs=True
+    )
+    policy.hidden_states(packed((90,)))
+    arguments, options = inputs[0]
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        out = layer(*arguments, **options)
+    taken = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
+    assert measured.size == (4 * 16, 0, pytest.approx((taken - out.nbytes) / 90 + 4 * 2 * 4, abs=1))
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +193,12 @@ def of_run(folder, run, value, *overrides):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_run_keeps_all_from_its_second_step_on_and_a_resumed_run_does(folder, tmp_path):
+@pytest.mark.parametrize("lora", [(), ("model.lora_rank=2",)])
+def test_on_a_gpu_a_run_keeps_all_from_its_second_step_on_and_a_resumed_run_does(
+    folder, tmp_path, lora
+):
     settings = (
+        *lora,
         "trainer.device=cuda",
         "model.dtype=bfloat16",
         "trainer.deterministic=true",
