@@ -45,7 +45,7 @@ results; also of what a layer of autograd keeps, which is more."""
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """Numbers of layers of each model, counted from the last one.
+    """Counts the layers of each model that keep something, from the last one on.
 
     attention: those that keep attention's output. products: those among them that also keep the
         results of matrix products.
@@ -162,14 +162,14 @@ class KeepsByMemory:
             # The backward pass of the last layers is over before others are made again.
             for number, layer in enumerate(reversed(layers)):
                 recomputed.keep(layer, number < kept.attention, number < kept.products)
-        what = f"{kept.products} keep their forward pass for the backward pass"
+        parts = f"{kept.products} keep their forward pass for the backward pass"
         if self._sizes:
-            what = (
+            parts = (
                 f"{kept.attention} keep attention's output for the backward pass, and "
                 f"{kept.products} the results of matrix products"
             )
         gigabytes = f"{kept.peak_bytes / 1e9:.3g} GB"
-        log.info(f"of {self._num_layers} layers {what}: at most about {gigabytes}")
+        log.info(f"of {self._num_layers} layers {parts}: at most about {gigabytes}")
 
 
 class MeasuredLayer:
