@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -55,24 +55,25 @@ INSTEAD = {
     **dict.fromkeys(
         ("loss_type", "importance_sampling_level"), "loss= and aggregation= of the trainer"
     ),
-    **dict.fromkeys(
-        ("epsilon", "epsilon_high"),
-        "loss=pgtoolkit.families.Grpo(epsilon_low=..., epsilon_high=...)",
-    ),
-    "delta": "loss=pgtoolkit.families.Grpo(dual_clip=...)",
-    **dict.fromkeys(
-        ("sapo_temperature_pos", "sapo_temperature_neg"), "loss=pgtoolkit.families.Sapo(...)"
-    ),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        "loss=pgtoolkit.families.Vespo(...)",
-    ),
     "off_policy_mask_threshold": "correction=pgtoolkit.corrections.OffPolicyMask(threshold=...)",
     "top_entropy_quantile": "its default: this trainer has no mask by entropy",
     "use_adaptive_entropy": "entropy_coef alone: pgtoolkit has no control of it",
 }
 """Field of GRPOConfig that decides TRL's loss, and so must keep its default -> what to use
 instead."""
+
+PARAMETERS = {
+    "epsilon": ("epsilon_low", "epsilon_high"),
+    "epsilon_high": ("epsilon_low", "epsilon_high"),
+    "delta": ("dual_clip",),
+    "sapo_temperature_pos": ("temperature_positive",),
+    "sapo_temperature_neg": ("temperature_negative",),
+    "vespo_k_pos": ("power_positive",),
+    "vespo_lambda_pos": ("decay_positive",),
+    "vespo_k_neg": ("power_negative",),
+    "vespo_lambda_neg": ("decay_negative",),
+}
+"""The same for fields that are parameters of a family here."""
 
 
 class PolicyGradientTrainer(GRPOTrainer):
@@ -136,7 +137,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         changed = {name for name, default in defaults.items() if getattr(args, name) != default}
         problems = [
             f"GRPOConfig.{name}={getattr(args, name)!r} has no effect on this loss. Use {instead}."
-            for name, instead in INSTEAD.items()
+            for name, instead in (INSTEAD | self._parameters_instead(defaults)).items()
             if name in changed
         ]
         problems += [*self._problems_of_function(args), *self._problems_of_steps(args)]
@@ -150,6 +151,20 @@ class PolicyGradientTrainer(GRPOTrainer):
                 "k3. Use one of them."
             )
         return problems + self._problems_of_correction(args, changed)
+
+    def _parameters_instead(self, defaults: Mapping[str, object]) -> dict[str, str]:
+        """Return what to use in the place of GRPOConfig's parameters of a loss: those of the family
+        that trains, or, where it has none of them, their defaults."""
+        kind = type(self.family)
+        is_ours = kind.__module__.startswith("pgtoolkit.")
+        path = f"{'pgtoolkit.families.' if is_ours else ''}{kind.__name__}"
+        instead = {}
+        for field, parameters in PARAMETERS.items():
+            instead[field] = f"{defaults[field]!r}: {self.family.name} has no {parameters[0]}"
+            if all(hasattr(self.family, name) for name in parameters):
+                given = ", ".join(f"{name}=..." for name in parameters)
+                instead[field] = f"loss={path}({given})"
+        return instead
 
     @property
     def asked(self) -> frozenset[str]:

@@ -273,7 +273,26 @@ REFUSED = [
                 "GRPOConfig.epsilon=0.1 has no effect on this loss. Use "
                 "loss=pgtoolkit.families.Grpo(epsilon_low=..., "
             ),
-            "GRPOConfig.delta=2.0 has no effect",
+            (
+                "GRPOConfig.delta=2.0 has no effect on this loss. Use "
+                "loss=pgtoolkit.families.Grpo(dual_clip=...)."
+            ),
+        ],
+    ),
+    # The parameters are those of the loss that is named, or there are none.
+    (
+        {"loss": "gspo", "aggregation": "sample_mean"},
+        {"epsilon_high": 0.28, "delta": 2.0, "sapo_temperature_pos": 1.5},
+        [
+            (
+                "GRPOConfig.epsilon_high=0.28 has no effect on this loss. Use "
+                "loss=pgtoolkit.families.Gspo(epsilon_low=..., epsilon_high=...)."
+            ),
+            ("GRPOConfig.delta=2.0 has no effect on this loss. Use None: gspo has no dual_clip."),
+            (
+                "GRPOConfig.sapo_temperature_pos=1.5 has no effect on this loss. Use 1.0: gspo has "
+                "no temperature_positive."
+            ),
         ],
     ),
     (
