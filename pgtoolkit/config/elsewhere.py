@@ -183,7 +183,7 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
 def words_used(row: Theirs) -> str:
     """Return what the words are that the conditions of a row use."""
     formulas = [row.acts, *row.differs, *row.typed, *(condition for condition, _ in row.cases)]
-    written = " ".join(formulas)
+    written = " ".join([*formulas, *re.findall(r"\{.*?\}", row.reason)])
     used = []
     for word, formula in reversed(tables()[row.trainer].content["words"].items()):
         if re.search(rf'(?<![\w."]){word}(?![\w."])', written):  # each is made of earlier ones

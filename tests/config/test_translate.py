@@ -773,11 +773,21 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
     assert found(translated(tmp_path, "theirs.json", of_verl), updates) == updates
     # Not known: a data set elsewhere, and one of which prompts are left out.
     for values, key, formula in (
-        (trl | {"dataset_name": "org/set"}, "num_train_epochs=2.5", "2.5 x (prompts / 2, "),
+        (
+            trl | {"dataset_name": "org/set"},
+            "num_train_epochs=2.5",
+            "2.5 x (prompts / 2, rounded down) x 2",
+        ),
         (
             of_verl | {"data.filter_overlong_prompts": True},
             "trainer.total_epochs=3",
-            "3 x (prompts /",
+            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2; at most 36 with the 103 of "
+            "the file",
+        ),
+        (
+            of_verl | {"data.train_max_samples": 50, "data.train_files": "elsewhere.parquet"},
+            "trainer.total_epochs=3",
+            "3 x (prompts / 16, rounded down) x 2",
         ),
     ):
         (reason,) = [
@@ -785,8 +795,7 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
             for shown, reason, _ in translated(tmp_path, "theirs.json", values).left
             if shown == key
         ]
-        assert reason.startswith(f"`trainer.max_steps` counts optimizer steps: {formula}")
-        assert reason.endswith("rounded down) x 2")
+        assert reason == f"`trainer.max_steps` counts optimizer steps: {formula}"
 
 
 def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and_unknown(
