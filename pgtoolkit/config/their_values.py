@@ -57,29 +57,35 @@ def _from_here(path: object) -> str:
     return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
 
 
-def _dotted_paths(functions: Any) -> list[str]:
-    """Return the dotted paths of reward functions, empty unless each has one."""
-    named = functions if isinstance(functions, list) else [functions or ""]
-    paths = [f"trl.rewards.{name}" if name in _REWARDS else name for name in named]
-    return paths if all(type(path) is str and is_dotted_path(path) for path in paths) else []
-
-
-def _unnamed(functions: Any) -> str:
-    """Return those reward functions that have no dotted path."""
-    named = functions if isinstance(functions, list) else [functions]
-    without = [text(function) for function in named if not _dotted_paths([function])]
-    return ", ".join(without) or "none, but two have one name, or weights do not fit"
-
+VERIFIER = "VERIFIER"
+"""What stands for a reward function that has no dotted path."""
 
 _REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """What `trl grpo` takes by these names."""
 
 
-def _verifiers(paths: list[str], weights: list[float] | None) -> dict[str, dict[str, object]]:
+def _paths(functions: object) -> list[str]:
+    """Return the dotted path of each reward function, or VERIFIER."""
+    named = functions if isinstance(functions, list) else [functions or ""]
+    paths = [f"trl.rewards.{name}" if name in _REWARDS else name for name in named]
+    return [path if type(path) is str and is_dotted_path(path) else VERIFIER for path in paths]
+
+
+def _unnamed(functions: object) -> str:
+    """Return those reward functions that have no dotted path."""
+    named = functions if isinstance(functions, list) else [functions]
+    without = [text(function) for function in named if _paths([function]) == [VERIFIER]]
+    return ", ".join(without) or "none, but two have one name, or weights do not fit"
+
+
+def _verifiers(functions: object, weights: list[float] | None) -> dict[str, dict[str, object]]:
     """Return `task.verifiers`; raises ValueError where two have one name, or one no weight."""
+    named = functions if isinstance(functions, list) else [functions]
+    names = [re.findall(r"\w+", re.split(r"[( ]", str(function))[0])[-1] for function in named]
+    paths = _paths(named)
     verifiers = {
-        path.rpartition(".")[2]: {"verifier": path, "weight": weight}
-        for path, weight in zip(paths, weights or [1] * len(paths), strict=True)
+        name: {"verifier": path, "weight": weight}
+        for name, path, weight in zip(names, paths, weights or [1] * len(paths), strict=True)
     }
     if len(verifiers) < len(paths):
         raise ValueError(paths)
@@ -92,7 +98,7 @@ Overrides = dict[str, tuple[object, Theirs | None]]
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
 _FUNCTIONS |= {"first_row": _first_row}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
-_FUNCTIONS |= {"dotted_paths": _dotted_paths, "len": len, "unnamed": _unnamed}
+_FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}
 
 

@@ -12,7 +12,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
-from pgtoolkit.config.their_values import NO_VALUE, Overrides, TheirValues
+from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirValues
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
@@ -64,6 +64,8 @@ class Translation:
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed
+            if any(VERIFIER in text(value) for value, _ in typed.values()):
+                self._leave(row, names, reason)
             idle = [name for name in names if name != row.name and self._is_idle(row, name, typed)]
             self._leave(row, idle, IDLE, True)
             self.behind[row.name] = [name for name in names if name not in idle]
@@ -128,7 +130,9 @@ class Translation:
             filled_in = "task.verifier" if key == "task.verifiers" else key
             if filled_in in self._first:
                 self.typed[filled_in] = self._first[filled_in]
-            self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problems[0]}")
+            if all(of is not row or "is refused here" not in reason for _, reason, of in self.left):
+                problem = problems[0].rstrip(".")  # others of its row are refused as a consequence
+                self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problem}")
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine.
@@ -138,6 +142,7 @@ class Translation:
         """
         options = [key for key in self.to_fill if not key.endswith(".path")]
         typed = [override(key, self.typed[key][0]) for key in self.typed if key not in options]
+        typed = [word.replace(f"verifier: {VERIFIER}", "verifier: exact_match") for word in typed]
         self.composed = compose([*typed, "kl=k3"] if "kl" in options else typed)
         report = validated(self.composed)[1]
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
@@ -146,7 +151,12 @@ class Translation:
     @property
     def to_fill(self) -> list[str]:
         """The keys that are to be filled in, whose value is a word in capitals."""
-        return [key for key, (value, row) in self.typed.items() if not row and str(value).isupper()]
+        keys = [key for key, (value, row) in self.typed.items() if not row and str(value).isupper()]
+        verifiers, _ = self.typed.get("task.verifiers", ({}, None))
+        if isinstance(verifiers, dict):
+            unnamed = [name for name, made in verifiers.items() if made["verifier"] == VERIFIER]
+            keys += [f"task.verifiers.{name}.verifier" for name in unnamed]
+        return keys
 
     @property
     def overrides(self) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Table, flat, tables
-from pgtoolkit.config.translate_program import Program, Unread
+from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
 from pgtoolkit.system.report import near_path, refusal
@@ -24,6 +24,10 @@ _SEVERAL = re.compile(
     r"\$\{?(?:[@*]|\w*(?:ARGS|ARGUMENTS|EXTRA|FLAGS|OPTIONS|OPTS)(?!\w))", re.I
 ).match
 """Matches a word that stands for several words, none of which is a value of the option before."""
+
+_PUNISHMENT = re.compile(
+    rf"{PUNISHMENT}(?:\(max_completion_len=(\d+), soft_punish_cache=(\d+)\))?"
+).fullmatch
 
 
 @dataclass
@@ -67,8 +71,35 @@ def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
     """Return a configuration. values: by their keys, which may be nested or dotted."""
     table = tables()[trainer]
     dotted = dict(flat(values, [row.name for row in table.rows.values() if row.keys]))
+    if trainer == "TRL":
+        _set_punishment_apart(dotted)
     classes = [key for key in dotted if key.endswith("_target_") and "verl." in str(dotted[key])]
     return TheirConfig(table, {key: dotted[key] for key in dotted if key not in classes})
+
+
+def _set_punishment_apart(values: dict[str, object]) -> None:
+    """Give TRL's punishment of long completions a section of its own, since no verifier here gets
+    lengths: `rollout.overlong_buffer` does the same.
+
+    By its name alone it is the one that `trl grpo` of earlier versions has.
+    """
+    functions = values.get("reward_funcs")
+    weights = values.get("reward_weights")
+    if not isinstance(functions, list) or not isinstance(weights, list | None):
+        return
+    for at, function in enumerate(functions):
+        sizes = _PUNISHMENT(str(function))
+        if sizes is None or (weights and len(weights) != len(functions)):
+            continue
+        values[f"{PUNISHMENT}.max_completion_len"] = int(sizes[1] or 1280)
+        values[f"{PUNISHMENT}.soft_punish_cache"] = int(sizes[2] or 256)
+        values[f"{PUNISHMENT}.weight"] = weights[at] if weights else 1
+        values["reward_funcs"] = [*functions[:at], *functions[at + 1 :]]
+        if weights:
+            values["reward_weights"] = [*weights[:at], *weights[at + 1 :]]
+        if not values["reward_funcs"]:
+            del values["reward_funcs"]
+        return
 
 
 def _keys(values: object) -> TheirConfig:

@@ -76,7 +76,10 @@ def _is_learned(translation: Translation, row: Theirs) -> bool:
 def _instead(translation: Translation, row: Theirs) -> str:
     """Return the part of the command that stands for what a row types."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
-    keys = [key for key in keys if not key.startswith(tuple(translation.to_fill))]
+    filled = translation.to_fill
+    keys = [
+        key for key in keys if not any(key.startswith(by) or by.startswith(key) for by in filled)
+    ]
     keys = [key for key in keys if key_named(key, translation.composed.config)]
     instead = [f"{key}={translation.ours(key)}" for key in keys]
     return f"; the command has {' '.join(instead)}" if instead else ""

@@ -36,6 +36,11 @@ _LOADERS = {
     "load_dataset": ["path", "name", "data_dir", "data_files", "split"],
     "load_from_disk": ["path"],
 }
+PUNISHMENT = "get_soft_overlong_punishment"
+"""What makes TRL's reward function that takes reward off long completions."""
+
+_PUNISHMENTS = (f"trl.rewards.{PUNISHMENT}", f"trl.{PUNISHMENT}")
+
 _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 """Methods of a data set after which it has the same prompts, in whatever order."""
 
@@ -262,6 +267,11 @@ class Program:
                 return f"{self._imports[first]}{dot}{rest}"
             if code in self._functions:
                 return f"{self._module}.{code}"
+        call = self._followed(node)
+        if isinstance(call, ast.Call) and self._path(call.func) in _PUNISHMENTS:
+            sizes = self._arguments(call, ["max_completion_len", "soft_punish_cache"])
+            written = [f"{name}={self.value(sizes[name])}" for name in sorted(sizes)]
+            return Unread(f"{PUNISHMENT}({', '.join(written)})")
         return str(node.value) if isinstance(node, ast.Constant) else Unread(code)
 
     def rows(self, node: ast.AST) -> dict[str, object] | Unread:

@@ -18,6 +18,7 @@ from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.config.validate import validated
+from pgtoolkit.rollouts.group_rollouts import overlong_penalty
 from pgtoolkit.system.report import text
 
 
@@ -39,6 +40,8 @@ def found(translation: Translation, expected: dict[str, object]) -> dict[str, ob
             result[key] = value
     return {key: result.get(key) for key in expected}
 
+
+SOFT = "get_soft_overlong_punishment"
 
 TRL = [
     # Every number of steps, the other split of the prompts, with as many completions.
@@ -294,7 +297,59 @@ TRL = [
         {"reward_funcs": "left", "reward_weights": "left", "task.verifiers": None},
     ),
     ({"reward_funcs": ["my.reward", "other.reward"]}, {"reward_funcs": "left"}),
-    ({"reward_funcs": ["my.reward", "get_soft_overlong_punishment"]}, {"reward_funcs": "left"}),
+    # One without a path leaves the others in the command.
+    (
+        {"reward_funcs": ["my.reward", "org/judge-7b", "make(3)"], "reward_weights": [1, 2, 0.5]},
+        {
+            "task.verifiers": {
+                "reward": {"verifier": "my.reward", "weight": 1},
+                "7b": {"verifier": "VERIFIER", "weight": 2},
+                "make": {"verifier": "VERIFIER", "weight": 0.5},
+            },
+            "reward_funcs": "left",
+            "task.verifier": None,
+        },
+    ),
+    ({"reward_funcs": ["make(3)"]}, {"reward_funcs": "left", "task.verifier": "VERIFIER"}),
+    # By its name alone it is of 1280 tokens, the last 256 of which cost something.
+    (
+        {"reward_funcs": ["my.reward", SOFT], "max_completion_length": 1280}
+        | {"reward_weights": [1, 0.5]},
+        {"task.verifier": "my.reward", "rollout.overlong_buffer": 256}
+        | {"rollout.overlong_penalty": 0.5, "reward_weights": None, SOFT: None},
+    ),
+    (
+        {"reward_funcs": [SOFT, "my.reward"], "max_completion_length": 1152},
+        {"task.verifier": "my.reward", "rollout.overlong_buffer": 128}
+        | {"rollout.overlong_penalty": 0.5},
+    ),
+    (
+        {"reward_funcs": [f"{SOFT}(max_completion_len=100, soft_punish_cache=20)"]}
+        | {"max_completion_length": 100, "reward_weights": [2]},
+        {"rollout.overlong_buffer": 20, "rollout.overlong_penalty": 2}
+        | {"task.verifier": "VERIFIER", "reward_funcs": None},
+    ),
+    # It is 0 up to 1024 tokens, -1 beyond 1280, and no part of one reward among several.
+    *(
+        (
+            {"reward_funcs": ["my.reward", SOFT]} | values,
+            {"task.verifier": "my.reward", "rollout.overlong_buffer": None}
+            | {f"{SOFT}.max_completion_len": said},
+        )
+        for values, said in (
+            ({"max_completion_length": 1024}, "near"),
+            ({"max_completion_length": 1281}, "left"),
+            (
+                {"max_completion_length": 1280}
+                | {"multi_objective_aggregation": "normalize_then_sum"},
+                "left",
+            ),
+        )
+    ),
+    (
+        {"reward_funcs": ["my.reward", SOFT], "reward_weights": [1]},
+        {"reward_funcs": "left", "rollout.overlong_buffer": None, "task.verifiers": None},
+    ),
     ({"reward_funcs": ["my.reward"], "reward_weights": [2]}, {"task.verifier": None}),
     ({}, {"task.verifier": "VERIFIER"}),
     # A mixture of one data set is that one; of two, or of a part, it has no equal.
@@ -729,6 +784,20 @@ def test_a_value_of_verl(tmp_path, values, expected):
     assert found(translation, expected) == expected
 
 
+def test_the_punishment_of_long_completions_is_trls_for_every_length(tmp_path):
+    rewards = pytest.importorskip("trl.rewards")
+    theirs = rewards.get_soft_overlong_punishment(1280, 256)
+    for longest, weight in ((1280, 1), (1100, 0.5)):
+        values = {"num_generations": 8, "max_completion_length": longest}
+        values |= {"reward_funcs": ["my.reward", SOFT], "reward_weights": [1, weight]}
+        typed = translated(tmp_path, "theirs.json", values).typed
+        buffer, _ = typed["rollout.overlong_buffer"]
+        penalty, _ = typed["rollout.overlong_penalty"]
+        for length in range(1, longest + 1):
+            ours = overlong_penalty(length, longest, buffer, penalty)
+            assert ours == pytest.approx(weight * theirs([[0] * length])[0], abs=1e-12)
+
+
 def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n')
@@ -781,8 +850,8 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         (
             of_verl | {"data.filter_overlong_prompts": True},
             "trainer.total_epochs=3",
-            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2; at most 36 with the 103 of "
-            "the file",
+            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2; at most 36 with the 103 "
+            "of the file",
         ),
         (
             of_verl | {"data.train_max_samples": 50, "data.train_files": "elsewhere.parquet"},
@@ -815,7 +884,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert [problem.partition(" ")[0] for problem in problems] == [
         "loss=LOSS",
         "aggregation=AGGREGATION",
-        "task.verifier=VERIFIER",
+        "task.verifiers.think.verifier=VERIFIER",
     ]
     filled = command.replace("LOSS", "grpo").replace("AGGREGATION", "token_mean")
     _, report = validated(compose(shlex.split(filled.replace("VERIFIER", "exact_match"))))
@@ -827,11 +896,11 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     learned, _, others = page.partition("What changes what is learned, and is left out:")[
         2
     ].partition("Assumed:")
-    assert "\n  reward_funcs=[accuracy_reward,think,get_soft_overlong_punishment]: " in learned
-    assert "; without a path: think, get_soft_overlong_punishment\n" in learned
+    assert "\n  reward_funcs=[accuracy_reward,think]: " in learned
+    assert "; without a path: think\n" in learned
     assert "loss_type=nonsense: " in learned
     assert "save_steps=0.1" in others.partition("What else has no equal here, and is left out:")[2]
-    to_fill = ("task.path", "task.verifier", "loss", "aggregation")
+    to_fill = ("task.path", "loss", "aggregation", "task.verifiers.think.verifier")
     assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
@@ -1249,13 +1318,17 @@ def test_literals_of_a_program_are_computed_and_nothing_is_run(tmp_path):
         }.items()
     }
     assert translation.typed["task.verifiers"][0] == verifiers
-    rewards = {"reward_funcs": "left", "task.verifiers": None}
     # A program that trains when it is imported, one that no other can import, a list that grows.
-    for name, content in (
-        ("train.py", program.replace('if __name__ == "__main__":\n    main', "main")),
-        ("grpo-train.py", program),
-        ("train.py", LITERALS),
+    here = {"verifier": "VERIFIER", "weight": 1}
+    for name, content, typed in (
+        ("train.py", program.replace('if __name__ == "__main__":\n    main', "main"), here),
+        ("grpo-train.py", program, here),
+        ("train.py", LITERALS, None),
     ):
+        rewards = {
+            "reward_funcs": "left",
+            "task.verifiers": typed and verifiers | {"numbers": typed},
+        }
         assert found(translated(tmp_path, name, content), rewards) == rewards
 
 
@@ -1313,6 +1386,22 @@ def test_the_rows_of_a_program_are_those_of_a_file_or_a_split(tmp_path, lines, e
     assert found(translated(tmp_path, "train.py", program), expected) == expected
 
 
+def test_a_punishment_that_a_program_makes_is_that_of_trl(tmp_path):
+    program = (
+        "import rewards\nfrom {} import get_soft_overlong_punishment as soft\nSIZE = 64\n"
+        "punish = soft(4 * SIZE, {})\nargs = GRPOConfig(max_completion_length=256)\n"
+        "GRPOTrainer('m', [rewards.digits, punish], args)\n"
+    )
+    expected = {"task.verifier": "rewards.digits", "rollout.overlong_buffer": 64}
+    translation = translated(tmp_path, "train.py", program.format("trl.rewards", "SIZE"))
+    assert found(translation, expected) == expected
+    # One of another package, and one whose sizes are known when it runs.
+    expected = {"reward_funcs": "left", "task.verifier": None, "rollout.overlong_buffer": None}
+    for module, size in (("mine", "SIZE"), ("trl.rewards", "size()")):
+        translation = translated(tmp_path, "train.py", program.format(module, size))
+        assert found(translation, expected) == expected
+
+
 def test_a_model_that_a_program_loads_is_its_folder_with_what_it_is_loaded_with(tmp_path):
     """`from_pretrained` takes the number type of the folder unless it is told another."""
     program = "model = Auto.from_pretrained({}).to('cuda')\nGRPOTrainer(model=model)\n"
@@ -1352,6 +1441,12 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
             | {"launch.master_port": "left"},
         ),
         ("torchrun --nproc_per_node gpu grpo.py", {"launch.nproc_per_node": "left"}),
+        # One process a node by torchrun's default, one a GPU by DeepSpeed's.
+        ("torchrun --nnodes 2 grpo.py", {"accumulation.docs_per_step": 16}),
+        (
+            "deepspeed --num_nodes 2 grpo.py",
+            {"accumulation.docs_per_step": None, "launch.num_nodes": "left"},
+        ),
         # A number type of the launcher's holds where TRL's own two are off.
         (
             "accelerate launch --mixed_precision fp16 grpo.py --bf16 false",
@@ -1455,6 +1550,8 @@ def test_the_command_leaves_out_our_defaults_and_what_is_refused(tmp_path, value
     translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
     translation.check()
     assert found(translation, expected) == expected
+    refused = [shown for shown, reason, _ in translation.left if "is refused here" in reason]
+    assert len(refused) == len({*refused})  # the rest of a key's overrides go without a line
 
 
 @pytest.mark.parametrize(
