@@ -181,6 +181,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of all files, by their numbers.
 
+    answer_field: of a chat in prompt_field it is what is asked last, for verifiers without answers.
     answer_pattern: the answer is what its one group captures last in the field; None: the answer is
         the field.
     keep_rows: each prompt keeps all columns of its row, and with answer_pattern the answer as the
@@ -236,10 +237,13 @@ class _PromptReader:
             use = "" if self.prompt_field in names else f". Use task.prompt_field={column}"
             self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}{use}")
         try:
-            answer = _answer(_value(row, self.answer_field), self.answer_pattern)
+            value = _value(row, self.answer_field)
+            if question is not None and self.answer_field == self.prompt_field:
+                value = question[0]
+            answer = _answer(value, self.answer_pattern)
         except ValueError as error:
             column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
-            if column == "COLUMN" and isinstance(row.get(self.prompt_field), str):
+            if column == "COLUMN" and question is not None:
                 column = f"{self.prompt_field} where the verifier reads no answer"
             use = "" if self.answer_field in names else f". Use task.answer_field={column}"
             self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")

@@ -815,6 +815,18 @@ def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_p
     )
     expected = {"task.answer_field": None, "dataset_name": "near"}
     assert found(translation, expected) == expected
+    # Without answers reward functions read none; in verl's form they lie elsewhere.
+    asked = [{"role": "user", "content": "1"}]
+    columns = "train_dataset.columns.answer"
+    for more, expected in (
+        ({"label": "1"}, {"task.answer_field": "prompt", columns: "near"}),
+        ({"reward_model": {"ground_truth": "1"}}, {"task.answer_field": None, columns: None}),
+    ):
+        Path("p.jsonl").write_text(json.dumps({"prompt": asked} | more))
+        translation = translated(
+            tmp_path, "theirs.json", {"num_generations": 8, "dataset_name": "p.jsonl"}
+        )
+        assert found(translation, expected) == expected
 
 
 def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkeypatch):

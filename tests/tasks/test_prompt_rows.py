@@ -41,6 +41,17 @@ def test_wrong_columns_of_every_row_are_one_line_that_names_the_right_ones(tmp_p
     assert len(read_prompts(str(path), None, "question", "solution")) == 20
 
 
+@pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=["text", "chat"])
+def test_prompts_without_answers_are_told_what_to_type_and_read_with_it(tmp_path, prompt):
+    path = written(tmp_path / "p.jsonl", {"prompt": prompt, "source": 3})
+    assert refusal(path)[1] == (
+        "  p.jsonl:1:answer: is missing; the row has prompt, source. Use task.answer_field=prompt "
+        "where the verifier reads no answer"
+    )
+    (read,) = read_prompts(str(path), None, "prompt", "prompt")
+    assert (read.text, read.answer) == ("1+1=", "1+1=")
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
