@@ -220,11 +220,13 @@ def _program(content: str, module: str) -> TheirConfig:
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
     elif "LoraConfig" in program.calls:
         values = {"peft_config": True}
+    elif "get_peft_model" in program.calls:  # unsloth's, with its defaults
+        values = {"peft_config": True, "peft_config.r": 16, "peft_config.lora_alpha": 16}
     for call, positional in tables()["TRL"].content["calls"].items():
-        section = "peft_config." if call == "LoraConfig" else ""
+        section = "" if call.startswith("GRPO") else "peft_config."
         for name, node in program.given(call, positional).items():
             if name == "model":
-                values |= program.model(node)
+                values |= {} if section else program.model(node)
             elif name == "train_dataset":
                 values[name] = program.rows(node)
             elif name == "reward_funcs":

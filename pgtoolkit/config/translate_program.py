@@ -74,7 +74,9 @@ class Program:
         """Note what a node calls, binds and changes."""
         match node:
             case ast.Call():
-                self.calls.setdefault(ast.unparse(node.func).rpartition(".")[2], []).append(node)
+                name = ast.unparse(node.func).rpartition(".")[2]
+                name = self._imports.get(name, name).rpartition(".")[2]
+                self.calls.setdefault(name, []).append(node)
                 self._changed |= {item.id for item in node.args if isinstance(item, ast.Name)}
             case ast.Assign():
                 for target in node.targets:
@@ -121,6 +123,10 @@ class Program:
                 if node in self._values.get(owner, []):
                     is_known = len(values) == 1 and values[0] not in self._in_branches
                     arguments[name] = values[0] if is_known else ast.Name(target)
+                elif owner.endswith(".args") and call == "GRPOConfig":
+                    arguments[name] = ast.Name(target)
+                if node in values and len(values) > 1:
+                    self.assumed.append(f"{target} is what {call}(...) makes, and nothing else")
         if len(calls) > 1:
             self.assumed.append(f"the first {call} of {len(calls)} is meant")
         return arguments
@@ -221,7 +227,7 @@ class Program:
             for name in [*call.args, *(word.value for word in call.keywords if word.arg == "dest")]
             if ast.unparse(name).strip("'-").replace("-", "_") == node.attr
         ]
-        if code in self._values or "required" in option:
+        if code in self._values or "required" in option or "set_defaults" in self.calls:
             raise LookupError(code)
         flag = ast.unparse(option["action"]) if "action" in option else ""
         default: object = {"'store_true'": False, "'store_false'": True}.get(flag)

@@ -1152,6 +1152,36 @@ def test_what_a_program_sets_after_the_call_is_read(tmp_path):
     assert found(translation, {"model.path": "m"}) == {"model.path": "m"}
 
 
+def test_what_a_program_sets_in_another_way_is_said_not_to_be_known(tmp_path):
+    program = (
+        "from trl import GRPOConfig as Sizes, GRPOTrainer\nparser.add_argument('--lr', default=1.0)"
+        "\n{}\nargs = Sizes(num_generations=4, learning_rate=cli.lr)\n{}\nGRPOTrainer('m', r, args)"
+    )
+    lines = (
+        # Another default of an option, a copy with other values, a value of the trainer's own.
+        ("parser.set_defaults(lr=2e-6)", "", {"learning_rate": "left"}, None),
+        (
+            "",
+            "args = replace(args, beta=1)",
+            {"optimizer.learning_rate": 1},
+            "args is what GRPOConfig(...) makes, and nothing else",
+        ),
+        ("", "trainer.args.beta = 1", {"beta": "left", "kl": "KL"}, None),
+        # Adapters of unsloth's, by its defaults.
+        (
+            "model = Fast.get_peft_model(model, r=32, target_modules=['q_proj'])",
+            "",
+            {"model.lora_rank": 32, "model.lora_alpha": 16, "model.lora_targets": ["q_proj"]},
+            None,
+        ),
+    )
+    for before, after, expected, assumed in lines:
+        translation = translated(tmp_path, "train.py", program.format(before, after))
+        expected = expected | {"rollout.group_size": 4, "model.path": "m"}
+        assert found(translation, expected) == expected
+        assert assumed is None or assumed in translation.theirs.assumed
+
+
 def test_words_behind_an_option_are_its_values_only_where_they_can_be(tmp_path):
     """A word for further options is none, and one word of a list is a list."""
     command = (
