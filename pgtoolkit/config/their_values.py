@@ -81,8 +81,9 @@ def _unnamed(functions: object) -> str:
 def _verifiers(functions: object, weights: list[float] | None) -> dict[str, dict[str, object]]:
     """Return `task.verifiers`; raises ValueError where two have one name, or one no weight."""
     named = functions if isinstance(functions, list) else [functions]
-    names = [re.findall(r"\w+", re.split(r"[( ]", str(function))[0])[-1] for function in named]
     paths = _paths(named)
+    lasts = [re.split(r"[./]", re.split(r"[( ]", str(function))[0])[-1] for function in named]
+    names = [re.findall(r"[A-Za-z]\w{0,39}", last)[0] for last in lasts]
     verifiers = {
         name: {"verifier": path, "weight": weight}
         for name, path, weight in zip(names, paths, weights or [1] * len(paths), strict=True)

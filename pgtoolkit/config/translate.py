@@ -7,6 +7,9 @@ that the file sets to another value than their default is listed with its reason
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from importlib.machinery import PathFinder
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import Theirs
@@ -16,7 +19,9 @@ from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirVa
 from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import override, text
+from pgtoolkit.tasks.settings import VERIFIERS, PromptsTaskSettings
 
 IDLE = "it does nothing beside the other keys"
 
@@ -146,7 +151,22 @@ class Translation:
         self.composed = compose([*typed, "kl=k3"] if "kl" in options else typed)
         report = validated(self.composed)[1]
         self.lacking = [problem for problem in report.lacking if "=PROMPTS" not in problem]
+        self.lacking += self._modules_lacking()
         return [problem for problem in report.problems if problem not in report.lacking]
+
+    def _modules_lacking(self) -> list[str]:
+        """Return a sentence on each module of verifiers that is not found; none is imported."""
+        task = getattr(self.composed.config, "task", None)
+        if not isinstance(task, PromptsTaskSettings):
+            return []
+        paths = [task.verifier, *(entry["verifier"] for entry in task.verifiers.values())]
+        modules = {path.partition(".")[0]: path for path in paths if path and is_dotted_path(path)}
+        return [
+            f"{path} needs {module}: a package that is installed, or {module}.py in the current "
+            f"directory; {', '.join(VERIFIERS)} come with pgtoolkit"
+            for module, path in modules.items()
+            if PathFinder.find_spec(module, [os.getcwd(), *sys.path]) is None
+        ]
 
     @property
     def to_fill(self) -> list[str]:

@@ -78,8 +78,8 @@ def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
 
 
 def _set_punishment_apart(values: dict[str, object]) -> None:
-    """Give TRL's punishment of long completions a section of its own, since no verifier here gets
-    lengths: `rollout.overlong_buffer` does the same.
+    """Give TRL's punishment of long completions a section of its own: it is
+    `rollout.overlong_buffer` here.
 
     By its name alone it is the one that `trl grpo` of earlier versions has.
     """

@@ -303,7 +303,7 @@ TRL = [
         {
             "task.verifiers": {
                 "reward": {"verifier": "my.reward", "weight": 1},
-                "7b": {"verifier": "VERIFIER", "weight": 2},
+                "judge": {"verifier": "VERIFIER", "weight": 2},
                 "make": {"verifier": "VERIFIER", "weight": 0.5},
             },
             "reward_funcs": "left",
@@ -1426,6 +1426,19 @@ def test_literals_of_a_program_are_computed_and_nothing_is_run(tmp_path):
 def test_the_rows_of_a_program_are_those_of_a_file_or_a_split(tmp_path, lines, expected):
     program = f"{lines}\nGRPOTrainer('m', reward, args=GRPOConfig(), train_dataset=data)\n"
     assert found(translated(tmp_path, "train.py", program), expected) == expected
+
+
+def test_a_module_of_rewards_that_is_not_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    values = {"num_generations": 8, "reward_funcs": ["mine.digits", "think"], "model": "org/m"}
+    for is_here in (False, True):
+        if is_here:
+            Path("mine.py").write_text("raise SystemExit('never imported')\n")
+        translation = translated(tmp_path, "theirs.json", values)
+        translation.check()
+        (lacking,) = [line for line in translation.lacking if "mine" in line] or [""]
+        assert lacking.startswith("mine.digits needs mine: " if not is_here else "")
+        assert bool(lacking) != is_here
 
 
 def test_a_punishment_that_a_program_makes_is_that_of_trl(tmp_path):
