@@ -122,6 +122,7 @@ def test_overrides_may_change_the_values_of_a_file(capsys):
         ("chek", "Use pgtk check."),
         ("agregation", "Use aggregation=sample_mean."),
         ("train", "Use pgtk."),
+        ("sweep.yaml", "Use pgtk sweep sweep.yaml."),
         ("zzz", "Use pgtk --help."),
     ],
 )
