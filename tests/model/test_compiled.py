@@ -84,14 +84,15 @@ def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """They differ by rounding in float32, and are in bfloat16 as near to float32 as transformers'.
     Other lengths compile nothing new. On a CPU, where compiling takes longest, only the kind with
-    the fewest functions is compiled for bfloat16."""
+    the fewest functions is compiled for bfloat16. A mixture is not: where two experts are nearly
+    as likely, rounding may choose the other one."""
     before = counters["stats"]["unique_graphs"]
     counts = []
 
     def count() -> None:
         counts.append(counters["stats"]["unique_graphs"] - before)
 
-    in_bfloat16 = device == "cuda" or kind == "gpt2"
+    in_bfloat16 = kind == "gpt2" or (device == "cuda" and not kind.startswith("mixture"))
     assert_states_are_those_of_transformers(kind, device, in_bfloat16, count)
     assert counts[0] > 0
     assert set(counts) == {counts[0]}

@@ -130,6 +130,7 @@ def test_on_a_gpu_layers_keep_what_they_are_said_to_and_gradients_are_the_same_b
         max_position_embeddings=8192,
     )
     attention.use_packed_attention(model)
+    fixed_order.switch_on(model)
     compiled.switch_on(model.cuda().train())
     policy = Policy(model, None, torch.bfloat16)
     micro_batch = packed((4500, 300, 1)).to(model.device)
