@@ -93,17 +93,23 @@ def _free_port() -> int:
 
 
 def _addresses(client: MlflowClient, address: str) -> str:
-    """Return lines with the newest run, the newest sweep, and the addresses of their charts."""
+    """Return lines with the newest run, the newest sweep, and the addresses of their charts.
+
+    Where the newest run is a job, those of its sweep are enough: on the pages of its experiment it
+    is folded below the sweep's run, without curves.
+    """
     newest = _runs(client, "")
     if not newest:
         return f"{start_url(address)} (no runs yet)"
+    lines = []
     info = newest[0].info
-    lines = [
-        f"newest run    {info.run_name}",
-        f"charts        {ui_url(address, info.experiment_id)}",
-    ]
-    if _has_view(client, info.experiment_id, VIEW):
-        lines.append(f"table         {table_url(address, info.experiment_id)}")
+    if "sweep" not in newest[0].data.tags:
+        lines += [
+            f"newest run    {info.run_name}",
+            f"charts        {ui_url(address, info.experiment_id)}",
+        ]
+        if _has_view(client, info.experiment_id, VIEW):
+            lines.append(f"table         {table_url(address, info.experiment_id)}")
     swept = _runs(client, "tags.sweep LIKE '%'")
     if swept:
         sweep = swept[0].data.tags["sweep"]

@@ -87,16 +87,16 @@ def test_ui_prints_the_addresses_of_the_newest_sweep(sweep, uri):
     lines = _addresses(client, "http://h").splitlines()
     page = f"http://h/#/experiments/{experiment.experiment_id}/runs?"
     view = "workflowType=machine_learning&viewStateShareKey=pgtk"
-    assert lines[2] == f"table         {page}{view}"
-    assert lines[3] == "newest sweep  by_loss (5 runs)"
-    assert lines[4].startswith("compare       http://h/#/compare-runs?runs=")
-    assert all(job.info.run_id in lines[4] for job in jobs)
-    assert lines[5].startswith(f"charts        {page}compareRunsMode=CHART")
+    # The newest run is a job, which is folded on the pages of its experiment.
+    assert lines[0] == "newest sweep  by_loss (5 runs)"
+    assert lines[1].startswith("compare       http://h/#/compare-runs?runs=")
+    assert all(job.info.run_id in lines[1] for job in jobs)
+    assert lines[2].startswith(f"charts        {page}compareRunsMode=CHART")
     # By their time the jobs would be folded below the sweep's run, without curves.
-    assert lines[5].endswith("&orderByKey=metrics.%60reward%60&orderByAsc=false")
-    assert redact(lines[5]) == lines[5]
+    assert lines[2].endswith("&orderByKey=metrics.%60reward%60&orderByAsc=false")
+    assert redact(lines[2]) == lines[2]
     begin("by_loss", uri, "experiment of one", ["loss.name"])
-    assert _addresses(client, "http://h").splitlines()[6] == f"table         {page}{view}-by_loss"
+    assert _addresses(client, "http://h").splitlines()[3] == f"table         {page}{view}-by_loss"
 
 
 def test_compare_takes_a_sweep_by_its_name_and_names_its_jobs_that_never_began(

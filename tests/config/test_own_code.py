@@ -316,6 +316,14 @@ def test_check_shows_the_advantage_where_the_loss_or_its_weights_may_read_it(min
     assert any(line.startswith("advantage (") for line in lines) == is_read
 
 
+def test_a_path_of_the_documentation_typed_as_it_stands_is_answered_as_one():
+    """What to type is the same words, which would be no answer."""
+    (problem,) = problems(check(["loss=package.module.function"]))
+    assert problem.endswith(
+        "Use loss=package.module.function, which stands for a value of your own."
+    )
+
+
 def test_explain_says_that_a_group_takes_a_function_of_the_user(capsys):
     assert main(["explain", "loss"]) == 0
     assert "loss=package.module.function: A function of your own" in capsys.readouterr().out
