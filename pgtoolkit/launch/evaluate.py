@@ -34,6 +34,7 @@ from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
+from pgtoolkit.system.model_folder import ADAPTER_SETTINGS
 from pgtoolkit.system.plain_files import JsonObject, json_object, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import is_whole, key_of, plural, refusal, say, shell_path
@@ -161,8 +162,13 @@ def _model_overrides(command: str, folder: Path, typed: list[str]) -> list[str]:
     Its completions are as long as its generation_config.json says, where nothing else is typed; a
     note says so.
     """
+    needs = "a run directory, or a model's Hugging Face folder"
+    if (folder / ADAPTER_SETTINGS).is_file():
+        reason = "Adapters are part of another model, into which pgtk export merges them."
+        use = f"pgtk export {shell_path(folder)} MERGED and pgtk evaluate MERGED"
+        raise ConfigError(refusal(command, needs, f"adapters, {ADAPTER_SETTINGS}", reason, use))
     if not (folder / "config.json").is_file():
-        raise not_a_run(command, folder, "a run directory, or a model's Hugging Face folder")
+        raise not_a_run(command, folder, needs)
     overrides = ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
     key = "evaluation.max_completion_length"
     if key not in map(key_of, typed):

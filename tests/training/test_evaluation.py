@@ -255,6 +255,13 @@ def test_an_export_of_the_best_checkpoint_needs_evaluations(short, tmp_path, cap
     assert "--best needs a run with evaluations and checkpoints (got none)" in error
 
 
+def test_a_folder_of_adapters_is_answered_with_what_makes_a_model_of_it(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    error = refusal(capsys, "evaluate", tmp_path)
+    assert "(got adapters, adapter_config.json)" in error
+    assert error.rstrip().endswith(f"Use pgtk export {tmp_path} MERGED and pgtk evaluate MERGED.")
+
+
 def write_questions(path: Path, numbers: Iterable[int]) -> None:
     rows = [{"prompt": f"{number}=", "answer": str(number)} for number in numbers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
