@@ -141,31 +141,6 @@ def cut_cross_entropy(
     return call
 
 
-def quack_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, fused_exponential: bool
-) -> Callable[[], None] | None:
-    """Return forward and backward of Quack's linear cross entropy, in its chunks of 4096 rows.
-
-    It is another loss, but needs the same three products.
-    fused_exponential: the product of the logits computes their exponentials, too, on Hopper.
-    """
-    if not importlib.util.find_spec("quack"):
-        return None
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    hidden = hidden.detach().requires_grad_()
-    weight = weight.detach().requires_grad_()
-
-    def call():
-        hidden.grad = None
-        weight.grad = None
-        chunked_linear_cross_entropy(
-            hidden, weight, labels, use_scaled_exp=fused_exponential
-        ).backward()
-
-    return call
-
-
 def _equal_documents(
     rows: int, length: int, vocabulary: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import ModuleType
@@ -274,12 +273,6 @@ def fused_head(
             calls["cut-cross-entropy", "exact"] = peers.cut_cross_entropy(
                 hidden, weight, workload.labels, False
             )
-            calls["quack", "exponential apart"] = peers.quack_cross_entropy(
-                hidden, weight, workload.labels, False
-            )
-            calls["quack", "exponential fused"] = peers.quack_cross_entropy(
-                hidden, weight, workload.labels, True
-            )
         calls["eager PyTorch", "all logits"] = naive(peers.eager_loss(workload))
         calls = {key: call for key, call in calls.items() if call is not None}
         products = _plain_products(hidden.detach(), weight.detach(), score, total)
@@ -351,15 +344,6 @@ def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor
 
         calls["plain products", "adding to float32"] = accumulating
         calls["plain products", f"{_CHUNK} rows at a time"] = in_chunks
-        if importlib.util.find_spec("quack"):
-            from quack.gemm_interface import gemm, gemm_add_inplace
-
-            def by_quack():
-                gemm(hidden, weight.T, out=logits)
-                gemm(score, weight, out=by_hidden)
-                gemm_add_inplace(score.T, hidden, total)
-
-            calls["quack's products", "adding to float32"] = by_quack
     return calls
 
 
