@@ -234,7 +234,8 @@ def _check_samplers(sampler: Sampler, device: Device, report: Report) -> None:
             needs="a program that exists",
             got="none",
             reason="vLLM needs other versions of libraries, so it has an environment of its own.",
-            use="sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]",
+            use="sampler.executable=ENVIRONMENT/bin/vllm, sampler.urls=[http://HOST:PORT], or "
+            "sampler=transformers",
         )
     if sampler.gpus:
         count = len(visible_gpus())
