@@ -84,22 +84,22 @@ def _set_punishment_apart(values: dict[str, object]) -> None:
     By its name alone it is the one that `trl grpo` of earlier versions has.
     """
     functions = values.get("reward_funcs")
-    weights = values.get("reward_weights")
-    if not isinstance(functions, list) or not isinstance(weights, list | None):
+    if not isinstance(functions, list):
         return
+    weights = values.get("reward_weights") or [1] * len(functions)
     for at, function in enumerate(functions):
         sizes = _PUNISHMENT(str(function))
-        if sizes is None or (weights and len(weights) != len(functions)):
-            continue
-        values[f"{PUNISHMENT}.max_completion_len"] = int(sizes[1] or 1280)
-        values[f"{PUNISHMENT}.soft_punish_cache"] = int(sizes[2] or 256)
-        values[f"{PUNISHMENT}.weight"] = weights[at] if weights else 1
-        values["reward_funcs"] = [*functions[:at], *functions[at + 1 :]]
-        if weights:
-            values["reward_weights"] = [*weights[:at], *weights[at + 1 :]]
-        if not values["reward_funcs"]:
-            del values["reward_funcs"]
-        return
+        if sizes and isinstance(weights, list) and len(weights) == len(functions):
+            values[f"{PUNISHMENT}.max_completion_len"] = int(sizes[1] or 1280)
+            values[f"{PUNISHMENT}.soft_punish_cache"] = int(sizes[2] or 256)
+            values[f"{PUNISHMENT}.weight"] = weights[at]
+            values["reward_funcs"] = functions[:at] + functions[at + 1 :]
+            if "reward_weights" in values:
+                values["reward_weights"] = weights[:at] + weights[at + 1 :]
+            break
+    for name in ("reward_funcs", "reward_weights"):
+        if values.get(name) == []:
+            del values[name]
 
 
 def _keys(values: object) -> TheirConfig:
