@@ -112,21 +112,25 @@ class Program:
     def given(self, call: str, positional: Sequence[str]) -> dict[str, _Code]:
         """Return the arguments of the first call of a function or a class, and what is set on it
         after the call. positional: the names of arguments without a name."""
-        arguments: dict[str, _Code] = {}
         calls = self.calls.get(call, [])
-        for node in calls[:1]:
-            arguments = self._arguments(node, positional)
-            if "setattr" in self.calls and call != "GRPOTrainer":
-                self.assumed.append(f"{call} has no other arguments")
-            for target, values in self._values.items():
-                owner, _, name = target.rpartition(".")
-                if node in self._values.get(owner, []):
-                    is_known = len(values) == 1 and values[0] not in self._in_branches
-                    arguments[name] = values[0] if is_known else ast.Name(target)
-                elif owner.endswith(".args") and call == "GRPOConfig":
-                    arguments[name] = ast.Name(target)
-                if node in values and len(values) > 1:
-                    self.assumed.append(f"{target} is what {call}(...) makes, and nothing else")
+        made = calls[0] if calls else None
+        arguments = self._arguments(made, positional) if made else {}
+        if made and "setattr" in self.calls and call != "GRPOTrainer":
+            self.assumed.append(f"{call} has no other arguments")
+        names = {target for target, values in self._values.items() if made in values}
+        for name in sorted(names):
+            if len(self._values[name]) > 1:
+                self.assumed.append(f"{name} is what {call}(...) makes, and nothing else")
+        if call == "GRPOConfig":  # one that a parser makes is known by the trainer that takes it
+            words = [word for node in self.calls.get("GRPOTrainer", []) for word in node.keywords]
+            names |= {ast.unparse(word.value) for word in words if word.arg == "args"}
+        for target, values in self._values.items():
+            owner, _, name = target.rpartition(".")
+            if owner in names:
+                is_known = len(values) == 1 and values[0] not in self._in_branches
+                arguments[name] = values[0] if is_known else ast.Name(target)
+            elif owner.endswith(".args") and call == "GRPOConfig":
+                arguments[name] = ast.Name(target)
         if len(calls) > 1:
             self.assumed.append(f"the first {call} of {len(calls)} is meant")
         return arguments

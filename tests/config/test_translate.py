@@ -1483,6 +1483,10 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
     expected = {"rollout.group_size": 4, "task.path": "org/set"}
     expected |= {"task.verifier": "trl.rewards.accuracy_reward"}
     assert found(translated(tmp_path, "grpo.py", program), expected) == expected
+    # What it sets on them after that counts.
+    program += "c.num_generations = 2\nc.beta = read()\nif quick:\n    c.temperature = 0.5\n"
+    expected |= {"rollout.group_size": 2, "beta": "left", "temperature": "left"}
+    assert found(translated(tmp_path, "grpo.py", program), expected) == expected
 
 
 @pytest.mark.parametrize(
