@@ -124,15 +124,18 @@ class TheirValues:
                 self.names[word] = self.evaluated(formula)
 
     def resolved(self, name: str, value: object) -> object:
-        """Return the value of a key, or what its interpolation in verl's files stands for."""
+        """Return the value of a key, or what its interpolation in verl's files stands for; Unread
+        where that is known when their program runs."""
         for _ in range(9):  # one may stand for another
             match = _INTERPOLATION.fullmatch(value) if type(value) is str else None
             if match is None:
                 break
             section = name.rpartition(".")[0] if match[1].startswith(".") else ""
             name = f"{section}{match[1]}"
+            if name not in self.of and "oc.select" not in str(value):
+                break
             value = self.of.get(name, value_of(match[2] or "null"))
-        return value
+        return Unread(value) if type(value) is str and "${" in value else value
 
     def evaluated(self, formula: str) -> Any:
         """Return the value of a formula of a table, which is never what a user wrote."""

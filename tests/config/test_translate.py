@@ -1571,6 +1571,22 @@ algorithm: {adv_estimator: grpo}
     assert found(translation, {"rollout.group_size": 4}) == {"rollout.group_size": 4}
 
 
+def test_an_interpolation_whose_value_is_not_in_the_file_is_not_known(tmp_path):
+    values = {
+        f"{ACTOR}.optim.lr": "${oc.env:LR,1e-6}",
+        f"{ACTOR}.optim.weight_decay": "${decay}",
+        "actor_rollout_ref.rollout.top_p": "${oc.decode:${oc.env:P}}",
+        "data.train_files": "${oc.env:DATA}/train.parquet",
+        "data.max_response_length": "${data.max_prompt_length}",
+        f"{ACTOR}.optim.clip_grad": "${oc.select:clip,0.5}",
+    }
+    expected = {**dict.fromkeys([*values][:4], "left"), "task.path": "PROMPTS"}
+    expected |= {"rollout.max_completion_length": 512, "optimizer.max_grad_norm": 0.5}
+    expected |= {"optimizer.learning_rate": None, "sampler.keep_top": None}
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+    assert found(translation, expected) == expected
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
