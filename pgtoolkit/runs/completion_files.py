@@ -40,7 +40,6 @@ class CompletionRow:
     name: of the prompt, the same whenever it is asked: `Prompt.place`.
     prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
     reward: after weights and penalties; None where it could not be scored.
-    exact_match: whether it is right, whatever its reward; None where the scores do not say.
     rewards: the score of each verifier by its name; {} where none has a name.
     advantage: None in an evaluation.
     tokens: number of tokens of the completion.
@@ -48,6 +47,7 @@ class CompletionRow:
     version: of the weights that wrote it, in updates.
     answer: the prompt's reference answer, if it has one.
     logged: texts that reward functions have logged about it, by name.
+    exact_match: whether it is right, whatever its reward; None where the scores do not say.
     """
 
     step: int
@@ -55,7 +55,6 @@ class CompletionRow:
     prompt: str = ""
     completion: str = ""
     reward: float | None = 0.0
-    exact_match: bool | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     advantage: float | None = None
     tokens: int = 0
@@ -63,6 +62,7 @@ class CompletionRow:
     version: int = 0
     answer: str | None = None
     logged: dict[str, str] = field(default_factory=dict)
+    exact_match: bool | None = None
 
 
 COLUMNS = {
