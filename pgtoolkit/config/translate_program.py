@@ -78,6 +78,8 @@ class Program:
                 name = self._imports.get(name, name).rpartition(".")[2]
                 self.calls.setdefault(name, []).append(node)
                 self._changed |= {item.id for item in node.args if isinstance(item, ast.Name)}
+            case ast.ClassDef():
+                self._note_class(node)
             case ast.Assign():
                 for target in node.targets:
                     self._assign(target, node.value)
@@ -99,6 +101,18 @@ class Program:
                 self._in_branches |= {*ast.walk(node)}
             case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
                 self._bound[name] += 1
+
+    def _note_class(self, node: ast.ClassDef) -> None:
+        """Take a class that is derived from one of TRL's for that one, and say what it changes."""
+        for base in map(ast.unparse, node.bases):
+            name = self._imports.get(base, base).rpartition(".")[2]
+            if name not in ("GRPOConfig", "GRPOTrainer"):
+                continue
+            self._imports[node.name] = name
+            own = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            own += [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+            changed = f", without its own {', '.join(own)}" if own else ""
+            self.assumed.append(f"{node.name} is {name}{changed}")
 
     def _assign(self, target: ast.expr, value: _Code) -> None:
         """Note a value of a name or of an attribute, or one for each of several."""

@@ -1182,6 +1182,23 @@ def test_what_a_program_sets_in_another_way_is_said_not_to_be_known(tmp_path):
         assert assumed is None or assumed in translation.theirs.assumed
 
 
+def test_a_class_that_is_derived_from_trls_is_read_as_that_one_and_what_it_changes_is_said(
+    tmp_path,
+):
+    program = (
+        "import trl\nclass Mine(trl.GRPOTrainer):\n    def compute_loss(self): ...\n"
+        "class Sizes(trl.GRPOConfig):\n    beta: float = 0.1\n"
+        "Mine('m', r, Sizes(num_generations=4))\n"
+    )
+    translation = translated(tmp_path, "train.py", program)
+    expected = {"rollout.group_size": 4, "model.path": "m"}
+    assert found(translation, expected) == expected
+    assert translation.theirs.assumed[:2] == [
+        "Mine is GRPOTrainer, without its own compute_loss",
+        "Sizes is GRPOConfig, without its own beta: float = 0.1",
+    ]
+
+
 def test_words_behind_an_option_are_its_values_only_where_they_can_be(tmp_path):
     """A word for further options is none, and one word of a list is a list."""
     command = (
