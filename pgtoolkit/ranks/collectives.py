@@ -3,20 +3,26 @@
 Each is named by its forward pass, and its docstring says what its backward pass does. All ranks of
 `group` call them in the same order, with tensors of equal shapes. A tensor is called *partial*
 where the sum over the ranks is meant, *complete* where each rank holds that sum already.
+
+On CPUs sharded tensors are gathered by an operation of this file, not by PyTorch's.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.losses.exchange import LinearMap, all_sum, copy
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["copy", "join", "local", "piece", "sum_over", "sum_piece", "whole"]
 
@@ -89,6 +95,25 @@ def _gathered(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
     out = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
     _all_gather(out, rows, group=group)
     return out.movedim(0, axis)
+
+
+def _gather_parts(part: Tensor, num_parts: int, group: GroupName) -> Tensor:
+    """Return the ranks' equal parts, one below the other. `full_tensor` calls this on a CPU.
+
+    PyTorch's own operation damages the memory of the process now and then. The two threads of a
+    group of gloo write the name of each operation that is done into one string, without a lock
+    (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13). A string has room for 15
+    characters. For a longer name, as ALLGATHER_COALESCED, it takes memory, which both threads may
+    give back. The name of this operation is ALLGATHER.
+    """
+    numbers = torch.view_as_real(part) if part.is_complex() else part
+    out = numbers.new_empty(num_parts * len(numbers), *numbers.shape[1:])
+    _all_gather(out, numbers.contiguous(), group=_distributed_c10d._resolve_process_group(group))
+    return torch.view_as_complex(out) if part.is_complex() else out
+
+
+_replaced = torch.library.Library("_c10d_functional", "IMPL")  # acts as long as it exists
+_replaced.impl("all_gather_into_tensor", _gather_parts, "CPU")
 
 
 def _piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:

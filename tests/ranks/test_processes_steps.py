@@ -1,9 +1,13 @@
-"""Ranks share the documents of a step, sum their gradients, and notice one that is lost.
+"""Ranks share the documents of a step, sum their gradients, gather parts of tensors, and notice a
+rank that is lost.
 
 Steps are compared with those of one process, sums with sums in float64.
 """
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,10 @@ from torch import nn
 
 from pgtoolkit.document import Document
 from pgtoolkit.errors import RankLost
-from pgtoolkit.ranks import gradients
+from pgtoolkit.ranks import (
+    collectives,  # noqa: F401  (replaces an operation of PyTorch's)
+    gradients,
+)
 from pgtoolkit.ranks.agreement import largest, losing_ranks
 from pgtoolkit.ranks.gradients import sum_gradients
 from pgtoolkit.ranks.layout import Layout
@@ -55,6 +62,37 @@ def test_ranks_have_equally_many_micro_batches_and_together_each_document_once(l
             assert micro_batch.group_index.tolist() == groups  # numbered over all ranks
     tokens = [sum(lengths[i] for i in share) for share in divide_among_ranks(documents, ranks)]
     assert max(tokens) - min(tokens) <= max(lengths)
+
+
+TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+def gathered(shape: tuple[int, ...]) -> tuple[list[torch.Tensor], set[str]]:
+    """Return parts of each type that `full_tensor` would gather, and the collectives that ran."""
+    parts = [torch.full(shape, dist.get_rank() + 1).to(dtype) for dtype in TYPES]
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    name = dist.group.WORLD.group_name
+    shown = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # the profiler writes there that it has begun
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        whole = [torch.ops._c10d_functional.wait_tensor(gather(part, 4, name)) for part in parts]
+    os.dup2(shown, 2)
+    os.close(shown)
+    events = {event.name for event in profile.function_events or ()}
+    return whole, {name for name in events if name.startswith("c10d::")}
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1,), (0, 2)])
+def test_parts_are_gathered_by_an_operation_with_a_short_name(shape):
+    """gloo's threads may free a long one twice: see `collectives._gather_parts`. PyTorch would call
+    c10d::allgather_into_tensor_coalesced_."""
+    expected = torch.cat([torch.full(shape, rank + 1) for rank in range(4)])
+    for whole, operations in world(4).run(gathered, shape):
+        for tensor, dtype in zip(whole, TYPES, strict=True):
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, expected.to(dtype))
+        assert operations == {"c10d::_allgather_base_"}
 
 
 def summed_gradients() -> list[torch.Tensor]:
