@@ -560,7 +560,10 @@ def _tokens_of_log_probs(
     arguments.tensor_of_rank("log_probs", log_probs)
     arguments.tensor_of_rank("mask", mask)
     if log_probs.dim() != 1 or not log_probs.is_floating_point():
-        raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
+        use = ". Use log_probs.float()" if log_probs.dim() == 1 else ""
+        raise ValueError(
+            f"log_probs needs one floating number per token (got {shown(log_probs)}){use}"
+        )
     check_mask(mask, len(log_probs))
     ref_log_probs = vectors[4]
     arguments.check_reference(loss.kl, ref_log_probs, loss.metrics)

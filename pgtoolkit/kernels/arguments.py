@@ -174,8 +174,9 @@ def check_rows(name: str, rows: Tensor) -> None:
     """Raise ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     tensor_of_rank(name, rows)
     if rows.dim() != 2 or not rows.is_floating_point():
+        hint = _ONE_AXIS if rows.dim() != 2 else f" Use {name}.float()"
         raise ValueError(
-            f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}"
+            f"{name} needs two dimensions of floating point (got {shown(rows)}).{hint}"
         )
 
 
@@ -307,7 +308,9 @@ def check_tensor(
     if is_integer and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)}). Use {key}.long()")
     if not is_integer and not value.is_floating_point():
-        raise ValueError(f"{key} needs a floating point dtype (got {shown(value)})")
+        raise ValueError(
+            f"{key} needs a floating point dtype (got {shown(value)}). Use {key}.float()"
+        )
     if value.device != like.device:
         raise ValueError(
             f"{key} needs to be on {like.device}, as the other tensors (got {value.device})"

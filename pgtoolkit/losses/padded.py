@@ -35,14 +35,16 @@ def from_padded(
 
     A batch has B documents, padded to the length T. Each row is a document, also if it has no
     trained token. Arguments are tensors, or numpy arrays, which go to the device of the model's
-    output. Floating dtypes are kept; lists become float64.
+    output. Floating dtypes are kept; lists and arrays of whole numbers become float64, but for
+    labels and mask.
 
     logits, hidden, log_probs: (B, T, V), (B, T, H) or (B, T), one of the three, as the model gives
         it, with its gradient.
-    labels: (B, T) integers with logits or hidden; labels[b, t] is token t + 1 of document b, which
-        the logits at t predict, and negative where nothing is trained.
-    mask: (B, T) bool or 0 and 1, where a token is trained; needed with log_probs. Padding on either
-        side is masked.
+    labels: (B, T) integers, needed with logits and hidden; labels[b, t] is token t + 1 of document
+        b, which the logits at t predict, and negative where nothing is trained.
+    mask: (B, T) bool or 0 and 1, where a token is trained. Padding on either side is masked. With
+        log_probs either of the two is needed. Where both are given, a token is trained where both
+        say so.
     advantages: (B,), a number for each document, or (B, T).
     old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
 
@@ -51,7 +53,7 @@ def from_padded(
     outputs = {}
     for name, output in (("logits", logits), ("hidden", hidden), ("log_probs", log_probs)):
         if output is not None:
-            outputs[name] = _tensor(name, output)
+            outputs[name] = _of_floats(_tensor(name, output))
     if len(outputs) != 1:
         raise ValueError(
             "from_padded needs one of logits, hidden and log_probs (got "
@@ -78,9 +80,10 @@ def from_padded(
             )
         return value.reshape(-1)
 
-    if name == "log_probs" and mask is None:
+    if name == "log_probs" and mask is None and labels is None:
         raise ValueError(
-            "from_padded needs mask with log_probs: nothing else says which tokens are trained"
+            "from_padded needs mask or labels with log_probs: nothing else says which tokens are "
+            "trained"
         )
     if name != "log_probs" and labels is None:
         raise ValueError(f"from_padded needs labels with {name}, the token after each position")
@@ -98,14 +101,19 @@ def from_padded(
                 "policy itself, without a gradient"
             )
     vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
-    keywords |= {key: flat(key, value) for key, value in vectors.items() if value is not None}
+    keywords |= {
+        key: _of_floats(flat(key, value)) for key, value in vectors.items() if value is not None
+    }
     trained = None if mask is None else _as_bool(flat("mask", mask))
+    if labels is not None:
+        tokens = flat("labels", labels)
+        if tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise ValueError(f"labels needs integers (got {shown(tokens)}). Use labels.long()")
+        trained = tokens >= 0 if trained is None else trained & (tokens >= 0)
+        if name != "log_probs":
+            keywords["labels"] = torch.where(trained, tokens, -1)
     if name == "log_probs":
-        return keywords | {"mask": trained}
-    assert labels is not None
-    keywords["labels"] = flat("labels", labels)
-    if trained is not None:
-        keywords["labels"] = torch.where(trained, keywords["labels"], -1)
+        keywords["mask"] = trained
     return keywords
 
 
@@ -124,6 +132,12 @@ def _tensor(key: str, values: Array) -> Tensor:
         raise ValueError(
             f"{key} needs a tensor or an array of numbers (got a {type(values).__name__}){use}"
         ) from error
+
+
+def _of_floats(values: Tensor) -> Tensor:
+    """Return numbers that are floats by meaning, whole ones in float64."""
+    is_whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    return values.double() if is_whole else values
 
 
 def _as_bool(mask: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ do not fit together."""
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from builders.losses import make_case, relative_error
@@ -195,3 +196,61 @@ def test_a_mask_of_other_numbers_than_0_and_1_is_refused(weight):
         from_padded(**vectors, advantages=torch.zeros(1), mask=mask)
     keywords = from_padded(**vectors, advantages=torch.zeros(1), mask=[[1, 0, 1]])
     assert keywords["mask"].tolist() == [True, False, True]
+
+
+def test_labels_say_which_log_probs_are_trained_as_they_do_of_logits():
+    labels = torch.tensor([[-100, 4, 5, 0], [-100, -100, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0]])
+    zeros = torch.zeros(2, 4)
+    vectors = {"old_log_probs": zeros, "advantages": torch.ones(2), "labels": labels}
+    by_labels = [[False, True, True, True], [False, False, True, True]]
+    by_both = [[False, True, True, False], [False, False, True, False]]
+    for given, expected in ((None, by_labels), (mask, by_both)):
+        of_logits = from_padded(logits=zeros[:, :, None], mask=given, **vectors)
+        of_log_probs = from_padded(log_probs=zeros, mask=given, **vectors)
+        assert of_log_probs["mask"].view(2, 4).tolist() == expected
+        assert (of_logits["labels"] >= 0).view(2, 4).tolist() == expected
+    with pytest.raises(ValueError, match=r"^labels needs shape \(2, 4\) as log_probs \(got \(5, 4"):
+        from_padded(log_probs=zeros, mask=mask, **vectors | {"labels": torch.ones(5, 4).long()})
+    with pytest.raises(ValueError, match=r"^labels needs integers .*\. Use labels\.long\(\)$"):
+        from_padded(log_probs=zeros, mask=mask, **vectors | {"labels": labels.double()})
+    del vectors["labels"]
+    with pytest.raises(ValueError, match=r"^from_padded needs mask or labels with log_probs"):
+        from_padded(log_probs=zeros, **vectors)
+
+
+@pytest.mark.parametrize(
+    "advantages", [[2, -1], torch.tensor([2, -1]), np.array([[2] * 3, [-1] * 3])]
+)
+def test_whole_numbers_that_are_floats_by_meaning_become_float64(advantages):
+    log_probs = [[-1, -2, -3], [-4, -1, -2]]
+    arguments = from_padded(
+        log_probs=log_probs,
+        old_log_probs=log_probs,
+        advantages=advantages,
+        mask=torch.ones(2, 3).bool(),
+        sampling_log_probs=log_probs,
+        ref_log_probs=log_probs,
+    )
+    floats = {
+        name for name, value in arguments.items() if getattr(value, "dtype", 0) == torch.float64
+    }
+    assert floats == {
+        *("log_probs", "old_log_probs", "advantages", "sampling_log_probs", "ref_log_probs")
+    }
+    assert arguments["advantages"].tolist() == [2.0] * 3 + [-1.0] * 3
+    # Every ratio is 1: the loss is minus the mean advantage.
+    options = {"loss": "grpo", "correction": "token_truncate", "metrics": "basic"}
+    assert float(log_prob_loss(**arguments, **options).loss) == -0.5
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_log_probs", "log_probs"])
+def test_whole_numbers_are_refused_with_what_to_type(name):
+    whole = torch.tensor([-1, -2])
+    arguments = dict.fromkeys(("log_probs", "old_log_probs", "advantages"), whole.float())
+    arguments |= {"document_index": torch.tensor([0, 1]), "mask": torch.ones(2).bool()}
+    with pytest.raises(ValueError, match=rf"^{name} needs .*\(got \(2,\), int64\). Use {name}.flo"):
+        log_prob_loss(**arguments | {name: whole})
+    log_prob_loss(**arguments | {name: whole.float()})
+    with pytest.raises(ValueError, match=r"\(got \(2, 3\), int64\)\. Use logits\.float\(\)$"):
+        policy_loss(torch.ones(2, 3).long(), *[whole] * 4)
