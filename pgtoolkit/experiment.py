@@ -41,6 +41,7 @@ from pgtoolkit.config import compose as composing
 from pgtoolkit.config.files import config_directory, sweep_file
 from pgtoolkit.config.hydra_files import forget_files, register
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.errors import ConfigError, PgtoolkitError, as_storage_error
@@ -175,7 +176,8 @@ def compose(*overrides: str) -> Configuration:
     defaults = composing.compose([]).config
     assert defaults is not None
     sections = plan_sections(run.config, defaults, [*overrides])
-    return Configuration(overrides, shown_values(dict(leaves(plain_config(run.config)))), sections)
+    values = with_defaults(dict(leaves(plain_config(run.config))))
+    return Configuration(overrides, shown_values(values), sections)
 
 
 def _refuse_no_texts(name: str, overrides: Sequence[object], use: str) -> None:

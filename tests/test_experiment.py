@@ -44,7 +44,9 @@ def two_runs(tmp_path_factory):
     return folder
 
 
-def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typed():
+def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typed(
+    tmp_path, monkeypatch
+):
     config = experiment.compose(*last_of_each_key(*SMALL, "loss=grpo", "loss.epsilon_low=0.1"))
     assert config["loss"] == "grpo"
     assert config["loss.epsilon_low"] == 0.1
@@ -56,6 +58,14 @@ def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typ
     own = experiment.compose("loss=my_losses.soft_clip", "loss.softness=0.2")
     assert (own["loss"], own["loss.softness"]) == ("my_losses.soft_clip", 0.2)
     assert "loss.epsilon" not in config
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_losses.py").write_text(
+        "def soft_clip(log_ratio, rewards=None, *, softness=0.3, width=(1, 2)):\n    ..."
+    )
+    own = experiment.compose("loss=my_losses.soft_clip", "advantage=grpo")
+    assert (own["loss.softness"], own["loss.width"]) == (0.3, [1, 2])
+    assert "loss.rewards" not in own
+    assert experiment.compose("loss=my_losses.soft_clip", "loss.softness=1")["loss.softness"] == 1
     assert config.get("loss.epsilon", 1) == 1
     for typed, meant in (("loss.epsilon", "loss.epsilon_low"), ("max_steps", "trainer.max_steps")):
         with pytest.raises(KeyError) as refused:

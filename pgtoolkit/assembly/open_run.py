@@ -22,7 +22,7 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, config_drift
-from pgtoolkit.runs.modules import keep_copies
+from pgtoolkit.runs.modules import COPIES, keep_copies
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import (
     newest_checkpoint,
@@ -105,7 +105,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         log.info(entry(label, change))
     modules, evaluation_modules = _named_modules(plain_values)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
-    notes = keep_copies(run.path / "code", modules | evaluation_modules)
+    notes = keep_copies(run.path / COPIES, modules | evaluation_modules)
     if checkpoint is not None:
         steps_before = config.critic.steps_before_policy
         schedule_note = _schedule_note(config.optimizer, steps_before, drift, checkpoint)

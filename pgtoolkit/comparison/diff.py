@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.runs.directory import config_drift
+from pgtoolkit.runs.history import CODE
+from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
 from pgtoolkit.runs.records import known_provenance, leaves, read_data, read_resolved
 from pgtoolkit.system.columns import aligned
@@ -14,7 +16,7 @@ from pgtoolkit.system.report import shell_path, text
 
 def render_diff(first: Path, second: Path) -> str:
     """Return the differences for the terminal; sections without any are named below the others."""
-    configs = [as_typed(dict(leaves(read_resolved(path)))) for path in (first, second)]
+    configs = [_config(path) for path in (first, second)]
     sections = {"configuration": config_drift(*configs)}
     contents = [read_data(path) for path in (first, second)]
     known = {path: known_provenance(path) for path in (first, second)}
@@ -43,6 +45,13 @@ def render_diff(first: Path, second: Path) -> str:
     if same:
         notes.insert(0, f"No difference in {', '.join(same)}.")
     return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def _config(path: Path) -> dict[str, object]:
+    values = dict(leaves(read_resolved(path)))
+    modules = last_start(known_provenance(path)).get("modules", {})
+    digests = {f"{CODE}{module}": digest for module, digest in modules.items()}
+    return with_defaults(values, path / COPIES, digests)
 
 
 def _remark(key: str, contents: list[dict]) -> str:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, inf
+from pathlib import Path
 
 import numpy as np
 
@@ -29,11 +30,12 @@ from pgtoolkit.comparison.notes import (
 )
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
-from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.config.own_code import as_typed, with_defaults
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.rollouts.settings import POSITION
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
+from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.series import final, ranks
 from pgtoolkit.system.report import nearest, refusal, text
 
@@ -152,7 +154,8 @@ def _as_typed(run: Run) -> Run:
 
     The option takes the place of the keys that name the code.
     """
-    return replace(run, config=as_typed(run.config), trained_with=as_typed(run.trained_with))
+    config = with_defaults(run.config, Path(run.path, COPIES), run.trained_with)
+    return replace(run, config=config, trained_with=as_typed(run.trained_with))
 
 
 def _metric(
@@ -415,7 +418,8 @@ def _varying(
             continue  # a run without a record of it is assumed to agree with the others
         texts = [repr(value) for value in values]
         if len({*texts}) == 1:
-            common[name] = values[0]
+            if all(name in run.config or name in run.trained_with for run in runs):
+                common[name] = values[0]
             continue
         finer = [
             (*values_of_run, value) for values_of_run, value in zip(classes, texts, strict=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pgtoolkit.config.keys import shown
-from pgtoolkit.config.own_code import as_typed
+from pgtoolkit.config.own_code import with_defaults
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs import find
 from pgtoolkit.runs.completion_files import completion_files
+from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.records import read_evaluations, reading_file
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.redaction import redact
@@ -113,13 +114,13 @@ class Runs(tuple[Run, ...]):
 
 
 def shown_values(values: Mapping[str, object]) -> Values:
-    """Return values by the names of keys that users type."""
-    return Values((shown(key), value) for key, value in as_typed(values).items())
+    """Return values, as `with_defaults` returns them, by the names of keys that users type."""
+    return Values((shown(key), value) for key, value in values.items())
 
 
 def run_in(path: Path) -> Run:
     record = find.read_run(path, ())
-    config = shown_values(record.config)
+    config = shown_values(with_defaults(record.config, path / COPIES, record.trained_with))
     return Run(path, record.state, record.reason, record.step, config)
 
 

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import (
@@ -23,7 +24,10 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, configured
+from pgtoolkit.losses.function import ASKED
+from pgtoolkit.runs.history import CODE
 from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.functions import defaults_in_file
 
 PARAMETERS = {key.group: key.name for key in KEYS if key.gathers}
 """Group -> the free-form key that names of the user's own belong to: parameters of own code, and
@@ -112,6 +116,30 @@ def as_typed(values: Mapping[str, object]) -> dict[str, object]:
         has_no_parameters = name in PARAMETERS.values() and value in ({}, None)
         if name not in hidden and not has_no_parameters:
             typed[short_name(name)] = options.get(name, value)
+    return typed
+
+
+def with_defaults(
+    values: Mapping[str, object], copies: Path | None = None, trained_with: Mapping = {}
+) -> dict[str, object]:
+    """Return values as the user types them, with the defaults of parameters of own code, which a
+    saved configuration lacks. They are read from the file of the code; nothing is imported.
+
+    copies: the folder of a run's copies of the code, whose digests are in trained_with, see
+        `history.trained_with`; None to read the file that the path leads to now.
+    """
+    typed = as_typed(values)
+    for group in OWN_CODE.keys() & PARAMETERS.keys():
+        path = typed.get(OPTION_KEYS[group])
+        if not isinstance(path, str) or not is_own_code(group, path):
+            continue
+        module = path.rpartition(".")[0]
+        digest = trained_with.get(f"{CODE}{module}")
+        copy = None if copies is None else copies / f"{module}-{digest}.py"
+        for name, default in defaults_in_file(path, copy).items():
+            if group != "loss" or name not in ASKED:
+                value = [*default] if isinstance(default, tuple) else default
+                typed.setdefault(f"{group}.{name}", value)
     return typed
 
 

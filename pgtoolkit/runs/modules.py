@@ -18,6 +18,9 @@ from pgtoolkit.system.redaction import is_named_as_secrets, redact
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PYTHON = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 
+COPIES = "code"
+"""The folder of copies in a run directory."""
+
 MOST_BYTES = 256 * 1024
 """The longest file of a module that is copied."""
 

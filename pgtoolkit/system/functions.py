@@ -100,36 +100,82 @@ def parameters_in_file(path: str) -> list[str] | None:
     """Return the names of the parameters of a function, as `_definition` finds it; None where there
     is none, or a class."""
     node = _definition(path)
-    if not isinstance(node, ast.FunctionDef):
-        return None
-    given = node.args
+    return _parameters(node.args) if isinstance(node, ast.FunctionDef) else None
+
+
+def defaults_in_file(path: str, file: Path | None = None) -> dict[str, object]:
+    """Return the parameters of a function with their defaults, or the fields of a class and the
+    parameters of its `__init__`; without those whose default is no literal.
+
+    file: of the module, such as a copy of it; None for the one that `_definition` finds.
+    """
+    node = _definition(path, file)
+    if isinstance(node, ast.FunctionDef):
+        return _literals(_defaults(node.args))
+    defaults: dict[str, ast.expr | None] = {}
+    for member in node.body if node else []:
+        if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+            if "ClassVar" not in ast.unparse(member.annotation):
+                defaults[member.target.id] = member.value
+        elif isinstance(member, ast.FunctionDef) and member.name == "__init__":
+            defaults |= _defaults(member.args)
+    return _literals(defaults)
+
+
+def _parameters(given: ast.arguments) -> list[str]:
     return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
 
 
-def _definition(path: str) -> ast.FunctionDef | ast.ClassDef | None:
+def _defaults(given: ast.arguments) -> dict[str, ast.expr | None]:
+    """Return the parameters with their defaults, None where there is none."""
+    values = [*given.defaults, *given.kw_defaults]
+    missing = len(_parameters(given)) - len(values)
+    return dict(zip(_parameters(given), [*[None] * missing, *values], strict=True))
+
+
+def _literals(values: dict[str, ast.expr | None]) -> dict[str, object]:
+    """Return the values of those expressions that are numbers, texts, lists and the like."""
+    literals = {}
+    for name, value in values.items():
+        with contextlib.suppress(ValueError, TypeError):
+            if value is not None:
+                literals[name] = ast.literal_eval(value)
+    return literals
+
+
+def _definition(path: str, file: Path | None = None) -> ast.FunctionDef | ast.ClassDef | None:
     """Return the definition of a function or class, read from its module's file.
 
     Nothing is imported, so that `pgtk check` may ask. path: `module.name`. None where there is no
     such file, or no definition of that name at its top.
+    file: of the module; None to look for it.
     """
-    *package, name = path.split(".")
-    module = Path(*package)
-    files = [
-        Path(folder, file)
-        for folder in (os.getcwd(), *sys.path)
-        for file in (module / "__init__.py", Path(f"{module}.py"))
-    ]
-    file = next((file for file in files if file.is_file()), None) if package else None
+    file = file or _file_of_module(path)
     if file is None:
         return None
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None  # importing it says what is wrong
+    name = path.rpartition(".")[2]
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
     return None
+
+
+def _file_of_module(path: str) -> Path | None:
+    """Return the file of the module of `module.name`; None where there is no such file."""
+    package = path.split(".")[:-1]
+    if not package:
+        return None
+    module = Path(*package)
+    files = [
+        Path(folder, file)
+        for folder in (os.getcwd(), *sys.path)
+        for file in (module / "__init__.py", Path(f"{module}.py"))
+    ]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _import_or_refuse(key: str, path: str, options: Sequence[str]) -> ModuleType:

@@ -5,10 +5,12 @@ import csv
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.runs import config_of
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.bases import refuse_other_measures
@@ -18,9 +20,11 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.reports import as_json, write
 from pgtoolkit.comparison.text_report import planned, render_comparison, verdict
 from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
+from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.declared import Alters
 
 PASS = "evaluation/held_out/pass@1"
@@ -308,6 +312,37 @@ def test_held_out_scores_without_a_right_answer_come_before_those_of_training():
     compared = compare(runs)
     assert compared.metric == AVG
     assert f"{PASS} is 0 in every run: they are compared by {AVG}" in compared.notes
+
+
+def test_parameters_of_own_code_that_were_not_typed_have_their_defaults(tmp_path):
+    code = (
+        "def my_grpo(log_ratio, advantages, *, epsilon_low=0.2, epsilon_high={}):\n"
+        "    return -log_ratio * advantages\n"
+    )
+    copies = tmp_path / "code"
+    copies.mkdir()
+    (copies / "mine-00000001.py").write_text(code.format("0.2"))
+    (copies / "mine-00000002.py").write_text(code.format("0.3"))
+    grpo = dict(leaves(plain_config(config_of("loss=grpo"))))
+    own = dict(leaves(plain_config(config_of("loss=mine.my_grpo"))))
+
+    def compared(*digests: str | None) -> Compared:
+        runs = []
+        for config, digest in zip((grpo, own, own), (None, *digests), strict=False):
+            run = run_of(len(runs), 0.5, config | {"seed": 0, "trainer.max_steps": STEPS})
+            known = {"code of mine": digest} if digest else {}
+            runs.append(replace(run, path=tmp_path, trained_with=known))
+        return compare(runs, "final:reward")
+
+    alike = compared("00000001")
+    assert alike.keys == ["loss"]
+    assert "loss.epsilon_low" not in alike.following
+    assert alike.common["loss.epsilon_low"] == alike.common["loss.epsilon_high"] == 0.2
+    assert "loss.dual_clip" not in alike.common
+    # The code of each run is that which it was trained with.
+    other = compared("00000001", "00000002")
+    assert "loss.epsilon_high" in [*other.keys, *other.following]
+    assert "loss.epsilon_low" not in [*other.keys, *other.following]
 
 
 def test_code_that_scores_changes_the_number_and_code_of_the_loss_does_not():
