@@ -802,7 +802,7 @@ def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_p
     monkeypatch.chdir(tmp_path)
     Path("p.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}], "solution": "1"}\n')
     expected = {"task.path": "p.jsonl", "task.answer_field": "solution"}
-    expected |= {"dataset_name": None, "train_dataset.path": None}
+    expected |= {"dataset_name": None, "train_dataset.path": None, "task.chat": None}
     for values in (
         {"dataset_name": "p.jsonl"},
         {"datasets": [{"path": "json", "data_files": ["p.jsonl"]}]},
@@ -813,8 +813,17 @@ def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_p
     translation = translated(
         tmp_path, "theirs.json", {"num_generations": 8, "dataset_name": "p.jsonl"}
     )
-    expected = {"task.answer_field": None, "dataset_name": "near"}
+    expected = {"task.answer_field": None, "dataset_name": None, "task.chat": "never"}
     assert found(translation, expected) == expected
+    # A file that the program loads, whose texts it may make chats of.
+    for code, expected in (
+        ('"p.jsonl")', {"task.chat": "never", "train_dataset.path": None}),
+        ('"p.jsonl").map(ask)', {"task.chat": None, "train_dataset.path": "left"}),
+        ('"elsewhere.jsonl")', {"task.chat": None, "train_dataset.path": "near"}),
+    ):
+        program = f'GRPOTrainer("m", train_dataset=load_dataset("json", data_files={code})'
+        translation = translated(tmp_path, "train.py", program)
+        assert found(translation, expected) == expected
     # Without answers reward functions read none; in verl's form they lie elsewhere.
     asked = [{"role": "user", "content": "1"}]
     columns = "train_dataset.columns.answer"
