@@ -164,6 +164,8 @@ def _launched(words: list[str]) -> dict[str, object]:
     program = programs[0] if programs else words.index("-m") if "-m" in words else 0
     of_launcher = _given(words[:program])
     values = _given(words[program:])
+    if isinstance(values.get("scale_rewards"), bool):  # TRL's parser leaves the word as it is
+        values["scale_rewards"] = str(values["scale_rewards"])
     rows = tables()["TRL"].rows  # `trl grpo` takes the options of both
     of_launcher |= {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
     return values | {f"launch.{name}": value for name, value in of_launcher.items()}

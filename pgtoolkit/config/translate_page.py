@@ -50,6 +50,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         for learned in left
     }
     unknown = [key for key in translation.theirs.values if table.row(key) is None]
+    earlier = [key for key in table.content.get("earlier", []) if key in translation.theirs.values]
     sections = {
         "What changes what is learned, and is left out:": left_out[True],
         "Assumed:": [
@@ -60,6 +61,9 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         "What is not quite the same:": translation.differing,
         "What else has no equal here, and is left out:": left_out[False],
         f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
+        f"Keys of earlier versions, which {name} does not have:": (
+            [", ".join(earlier)] if earlier else []
+        ),
         "What this machine lacks for it:": translation.lacking,
     }
     for title, lines in sections.items():

@@ -39,6 +39,17 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     defaults = {field.name: getattr(field.default, "value", field.default) for field in fields}
     assert len(defaults) > 200
     assert differing("TRL", defaults | factories) == {}
+    scripts = pytest.importorskip("trl.scripts.grpo")
+    of_scripts = (scripts.GRPOScriptArguments, trl.DatasetMixtureConfig)
+    known = {"config", *defaults, *inspect.signature(trl.GRPOTrainer).parameters}
+    known |= {field.name for kind in of_scripts for field in dataclasses.fields(kind)}
+    earlier = [name for name in tables()["TRL"].rows if not {name, name.partition(".")[0]} & known]
+    sections = ("get_soft_overlong_punishment.", "launch", "peft_config.")
+    earlier = sorted(name for name in earlier if not name.startswith(sections))
+    assert earlier == tables()["TRL"].content["earlier"]
+    page = (TABLES.parents[1] / "docs" / "trl_and_verl_keys.md").read_text()
+    listed = page.partition("that 1.16.0 does not have:")[2].partition(".\n")[0]
+    assert re.findall("`([^`]+)`", listed) == earlier
 
 
 def test_the_defaults_of_verl_are_those_of_the_installed_file():

@@ -430,6 +430,7 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
         " trainer.max_steps=50\n\nFor a try of two steps, type trainer.max_steps=2 in place of its "
         "last word.\n" in page
     )
+    assert "Keys of earlier versions, which TRL 1.16.0 does not have:\n  warmup_ratio\n" in page
     assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
     assert "\n  warmup_ratio=0.1: the rate is 0 at the first update there" in page
     assert "warmup_steps=0" not in page
@@ -1546,6 +1547,11 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
             "accelerate launch --gradient_accumulation_steps 4 grpo.py",
             {"accumulation.docs_per_step": 8, "launch.gradient_accumulation_steps": "left"},
         ),
+        (
+            "trl grpo --scale_rewards False",
+            {"advantage": "ADVANTAGE", "scale_rewards": "left"},
+        ),
+        ("trl grpo --scale_rewards none", {"advantage": "dr_grpo", "scale_rewards": None}),
         (
             "trl grpo --num_processes 4 --accelerate_config zero3",
             {"accumulation.docs_per_step": 32, "launch.accelerate_config": "left"},
