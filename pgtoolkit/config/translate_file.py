@@ -43,11 +43,7 @@ class TheirConfig:
 def read(path: Path) -> TheirConfig:
     """Return what a file of TRL or verl sets; raises ConfigError that says what another file is."""
     try:
-        if not path.is_file():
-            raise ValueError("there is no file at this path")
-        if path.stat().st_size > 1 << 20:
-            raise ValueError("larger than 1 MiB")
-        content = path.read_text(encoding="utf-8")
+        content = _content(path)
         if path.suffix == ".ipynb":
             cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
             content = "\n".join("".join(cell["source"]) for cell in cells)
@@ -67,9 +63,22 @@ def read(path: Path) -> TheirConfig:
         raise ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use)) from None
 
 
+def _content(path: Path) -> str:
+    """Return the text of a file; raises ValueError where there is none, or a large one."""
+    if not path.is_file():
+        raise ValueError("there is no file at this path")
+    if path.stat().st_size > 1 << 20:
+        raise ValueError("larger than 1 MiB")
+    return path.read_text(encoding="utf-8")
+
+
 def _config(trainer: str, values: dict[str, object]) -> TheirConfig:
     """Return a configuration. values: by their keys, which may be nested or dotted."""
     table = tables()[trainer]
+    mixed = values.get("datasets")
+    if isinstance(mixed, list) and len(mixed) == 1:
+        values = values | {"train_dataset": {"split": "train"} | mixed[0]}
+        del values["datasets"]
     dotted = dict(flat(values, [row.name for row in table.rows.values() if row.keys]))
     if trainer == "TRL":
         _set_punishment_apart(dotted)
@@ -111,8 +120,6 @@ def _keys(values: object) -> TheirConfig:
         values = {name: value["value"] for name, value in logged.items()}  # Weights & Biases' form
     if any(name.partition(".")[0] == "actor_rollout_ref" for name in values):
         return _config("verl", values)
-    if isinstance(values.get("datasets"), list) and len(values["datasets"]) == 1:
-        values = values | {"train_dataset": {"split": "train"} | values.pop("datasets")[0]}
     for trainer, names in tables()["TRL"].content["others"].items():
         if {*names} & {*values}:
             raise ValueError(trainer)
@@ -139,7 +146,7 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
         if started[0] in tables()["verl"].content["modules"]:
             configs.append(_config("verl", _given(started)))
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
-            configs.append(_config("TRL", _launched(words)))
+            configs.append(_launched(words, folder))
         else:
             if started is not words or words[0] == "trl":
                 others.append(" ".join(started[: 1 + (started is words)]))
@@ -158,17 +165,38 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     return configs[0]
 
 
-def _launched(words: list[str]) -> dict[str, object]:
-    """Return what a command sets, with the options of what starts its program in a section."""
+def _launched(words: list[str], folder: Path | None) -> TheirConfig:
+    """Return what a command sets, with the options of what starts its program in a section, over
+    what the file sets that its `--config` names. folder: the script's."""
     programs = [at for at, word in enumerate(words, 1) if word.endswith(".py")]
     program = programs[0] if programs else words.index("-m") if "-m" in words else 0
     of_launcher = _given(words[:program])
     values = _given(words[program:])
     if isinstance(values.get("scale_rewards"), bool):  # TRL's parser leaves the word as it is
         values["scale_rewards"] = str(values["scale_rewards"])
+    name = values.get("config")
+    places = [Path(name), *([folder / name] if folder else [])] if type(name) is str else []
+    files = [place for place in places if place.is_file()][:1]
+    for file in files:
+        del values["config"]
+        values = _mapping(file) | values
     rows = tables()["TRL"].rows  # `trl grpo` takes the options of both
-    of_launcher |= {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
-    return values | {f"launch.{name}": value for name, value in of_launcher.items()}
+    named = {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
+    of_launcher = named | of_launcher
+    config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
+    config.assumed += [f"{file} is the file that --config names" for file in files]
+    return config
+
+
+def _mapping(path: Path) -> dict[str, object]:
+    """Return what a YAML sets that a command names; raises ValueError with its path."""
+    try:
+        values = plain_yaml(_content(path).encode())
+        if not isinstance(values, dict):
+            raise ValueError("a list")
+    except ValueError as error:
+        raise ValueError(f"{path}, which its --config names: {error}") from error
+    return values
 
 
 def _given(words: list[str]) -> dict[str, object]:
@@ -215,8 +243,10 @@ def _program(content: str, module: str) -> TheirConfig:
     if "GRPOConfig" not in program.calls and "TrlParser" in content and "GRPOConfig" in content:
         if not program.docstring:
             raise ValueError("its options come from a command or a YAML: translate that")
-        values = _script(program.docstring.replace("`", "")).values
+        command = _script(program.docstring.replace("`", ""))
+        values = command.values
         program.options = values
+        program.assumed += command.assumed
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")

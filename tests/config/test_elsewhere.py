@@ -41,7 +41,7 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     assert differing("TRL", defaults | factories) == {}
     scripts = pytest.importorskip("trl.scripts.grpo")
     of_scripts = (scripts.GRPOScriptArguments, trl.DatasetMixtureConfig)
-    known = {"config", *defaults, *inspect.signature(trl.GRPOTrainer).parameters}
+    known = {"config", "env", *defaults, *inspect.signature(trl.GRPOTrainer).parameters}
     known |= {field.name for kind in of_scripts for field in dataclasses.fields(kind)}
     earlier = [name for name in tables()["TRL"].rows if not {name, name.partition(".")[0]} & known]
     sections = ("get_soft_overlong_punishment.", "launch", "peft_config.")

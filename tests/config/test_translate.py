@@ -1516,6 +1516,34 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
     assert found(translated(tmp_path, "grpo.py", program), expected) == expected
 
 
+def test_options_of_a_command_lie_over_the_file_that_it_names(tmp_path, monkeypatch):
+    """As TRL's parser has them; what starts the processes may stand in the file, too."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    command = "trl grpo --config d.yaml --beta 0.0 --loss_type cispo --epsilon_high 5\n"
+    assert found(translated(tmp_path, "run.sh", command), {"config": "left"}) == {"config": "left"}
+    file = "beta: 0.1\nnum_generations: 4\nnum_processes: 3\nscale_rewards: false\n"
+    file += "datasets: [{path: json, data_files: a.jsonl}]\n"
+    expected = {"kl": "none", "loss": "cispo", "rollout.group_size": 4, "advantage": "dr_grpo"}
+    expected |= {"accumulation.docs_per_step": 24, "config": None, "task.path": "a.jsonl"}
+    for place in (tmp_path / "d.yaml", Path("d.yaml")):  # the script's folder, the current one
+        place.write_text(file)
+        translation = translated(tmp_path, "run.sh", command)
+        assert found(translation, expected) == expected
+        assert f"{place} is the file that --config names" in translation.theirs.assumed
+        file = file.replace("4", "2")
+        expected |= {"rollout.group_size": 2}
+
+
+def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text("trl grpo --config d.yaml\n")
+    for content, says in (("a: [1", "no YAML, line"), ("- 1\n", "a list")):
+        Path("d.yaml").write_text(content)
+        words = refusal(capsys, "translate", "run.sh")
+        assert f"It is none: d.yaml, which its --config names: {says}" in words
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
