@@ -163,21 +163,32 @@ def flat(
 
 def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
     """Return (their name, row) for another trainer's key, with or without its sections, for words
-    that a user types; a section stands for its keys.
+    that a user types; a section stands for its keys. A key in a section that no table has is looked
+    up by its end alone.
 
     Where several keys end so, those with an equal here are returned, else one of each trainer.
     """
     rows = [row for table in tables().values() for row in table.rows.values()]
     rows = [row for row in rows if trainer in (None, row.trainer)]
+    by_end = [row for row in rows if name.endswith(f".{row.name}")]
+    is_whole = True
     while name:
-        exact = [row for row in rows if row.name == name or name.endswith(f".{row.name}")]
+        exact = [row for row in rows if row.name == name]
         matching = exact or [row for row in rows if row.name.endswith(f".{name}")]
-        with_equal = [row for row in matching if row.typed]
+        if not is_whole and "." not in name:  # model.seed is no part of TRL's model
+            matching = [row for row in matching if not row.cases] or by_end or matching
         if matching:
-            matches = with_equal or [*{row.trainer: row for row in reversed(matching)}.values()]
-            return [(row.name, row) for row in matches]
+            return _likeliest(matching)
         name = name.rpartition(".")[0]
+        is_whole = False
     return []
+
+
+def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:
+    """Return those with an equal here, else one of each trainer, with their names."""
+    with_equal = [row for row in rows if row.typed]
+    of_each = with_equal or [*{row.trainer: row for row in reversed(rows)}.values()]
+    return [(row.name, row) for row in of_each]
 
 
 def words_used(row: Theirs) -> str:

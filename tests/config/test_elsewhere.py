@@ -141,9 +141,25 @@ def test_a_section_stands_for_its_keys():
     ]
 
 
+@pytest.mark.parametrize("trainer", sorted(tables()))
+def test_a_key_is_answered_by_the_table_that_has_it_in_full(trainer):
+    """Others have keys of the same last word: TRL's weight_decay and seed, of no section."""
+    for name, row in tables()[trainer].rows.items():
+        assert known_as(name) == [(name, row)]
+
+
+def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
+    assert known_as("grpo_config.num_generations") == known_as("num_generations") != []
+    assert {row.trainer for _, row in known_as("optim.weight_decay")} == {"verl"}
+    assert known_as("model.seed") == known_as("seed")
+    for name in ("actor_rollout_ref.actor.megatron", "generation_kwargs"):
+        assert [of for of, _ in known_as(f"{name}.seed")] == [name]
+
+
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
+        ("actor_rollout_ref.actor.optim.weight_decay", "default there: 0.01"),
         ("reward_funcs", "task.verifier takes the dotted path of a function"),
         ("num_train_epochs", "trainer.max_steps counts optimizer steps"),
         ("scale_rewards", "group, true: `advantage=grpo`; batch: `advantage=batch_std`"),
