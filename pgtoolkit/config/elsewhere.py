@@ -24,8 +24,9 @@ class Theirs:
     """A key of another trainer, as trl.yaml explains it.
 
     cases: (condition, what to type here, or that by their value), of which the first that fits
-    counts. default: None, too, for a section whose keys have no row of their own. learns: whether
-    what is learned depends on it although no key of ours is typed for it.
+    counts. reasons: (condition, why there is no equal), of which all that fit are said. default:
+    None, too, for a section whose keys have no row of their own. learns: whether what is learned
+    depends on it although no key of ours is typed for it.
     """
 
     trainer: str
@@ -34,7 +35,7 @@ class Theirs:
     cases: tuple[tuple[str, str | dict[str, str]], ...] = ()
     acts: str = ""
     see: str = ""
-    reason: str = ""
+    reasons: dict[str, str] = field(default_factory=dict)
     learns: bool = False
     differs: dict[str, str] = field(default_factory=dict)
 
@@ -81,6 +82,11 @@ class Theirs:
         return "; else ".join(cases) or NONE
 
     @property
+    def reason(self) -> str:
+        """Why some or all values have no equal."""
+        return "; ".join(self.reasons.values())
+
+    @property
     def remark(self) -> str:
         """Why some or all values have no equal, and what differs."""
         condition = f"acts where `{self.acts}`" if self.acts else ""
@@ -125,19 +131,21 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
     for name, row in content["keys"].items():
         here = row.get("here", [])
         cases = here if isinstance(here, list) else [{"here": here}]
-        texts = {part: row.get(part, "") for part in ("acts", "see", "reason")}
+        texts = {part: row.get(part, "") for part in ("acts", "see")}
+        reason = row.get("reason", {})
         rows[name] = Theirs(
             trainer,
             name,
             row.get("default"),
             tuple((case.get("where", ""), _by_text(case["here"])) for case in cases),
+            reasons=reason if isinstance(reason, dict) else {"": reason},
             learns=row.get("learns", False),
             differs=row.get("differs", {}),
             **texts,
         )
     for block in content["none"]:
         keys = [*flat(block.get("keys", {})), *((name, None) for name in block.get("sections", []))]
-        facts = {"reason": block["reason"], "learns": block.get("learns", False)}
+        facts = {"reasons": {"": block["reason"]}, "learns": block.get("learns", False)}
         rows |= {name: Theirs(trainer, name, value, **facts) for name, value in keys}
     return rows
 
@@ -193,7 +201,8 @@ def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:
 
 def words_used(row: Theirs) -> str:
     """Return what the words are that the conditions of a row use."""
-    formulas = [row.acts, *row.differs, *row.typed, *(condition for condition, _ in row.cases)]
+    conditions = [*row.reasons, *row.differs, *(condition for condition, _ in row.cases)]
+    formulas = [row.acts, *row.typed, *conditions]
     written = " ".join([*formulas, *re.findall(r"\{.*?\}", row.reason)])
     used = []
     for word, formula in reversed(tables()[row.trainer].content["words"].items()):

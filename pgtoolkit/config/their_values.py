@@ -161,8 +161,8 @@ class TheirValues:
                     return typed
         raise LookupError(row.name)
 
-    def filled(self, reason: str) -> str:
-        """Return a reason with the values of its formulas, where these are known."""
+    def reason(self, row: Theirs) -> str:
+        """Return why a value has no equal, with the values of formulas, where these are known."""
 
         def value(formula: re.Match[str]) -> str:
             try:
@@ -170,7 +170,12 @@ class TheirValues:
             except NO_VALUE:
                 return formula[1]
 
-        return FORMULA.sub(value, reason)
+        fitting = [
+            reason
+            for condition, reason in row.reasons.items()
+            if not condition or self.may_be(condition)
+        ]
+        return FORMULA.sub(value, "; ".join(fitting))
 
     def overrides(self, typed: str, row: Theirs | None = None) -> Overrides:
         """Return what is to be typed; a key alone takes the value of the row's."""

@@ -51,7 +51,7 @@ class Translation:
         for name in theirs.values:
             row = theirs.table.row(name)
             if row is not None and row.cases and row.name != name:
-                reason = self._values.filled(row.reason) or f"it has no equal beside {row.name}"
+                reason = self._values.reason(row) or f"it has no equal beside {row.name}"
                 self._leave(row, [name], reason)
             elif row is not None:
                 names_of.setdefault(row.see or row.name, []).append(name)
@@ -62,7 +62,7 @@ class Translation:
 
     def _translate(self, row: Theirs, names: list[str]) -> None:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
-        reason = self._values.filled(row.reason)
+        reason = self._values.reason(row)
         try:
             if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
                 self._leave(row, names, reason or IDLE, True)

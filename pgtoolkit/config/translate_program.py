@@ -207,11 +207,21 @@ class Program:
                 if isinstance(value, list | dict) and node.id in self._changed:
                     raise ValueError(node.id)
                 return value
+            case ast.Attribute() if node.attr.isupper():
+                return self._member(node)
             case ast.Attribute(value=ast.Name(id="torch")):
                 return f"torch.{node.attr}"
             case ast.Attribute(value=ast.Name()):
                 return self._option(node)
         raise ValueError(node)
+
+    def _member(self, node: ast.Attribute) -> str:
+        """Return the value of a member of an enumeration of peft or transformers, by its name."""
+        first, _, rest = ast.unparse(node.value).partition(".")
+        package, *_, kind = f"{self._imports[first]}.{rest}".rstrip(".").split(".")
+        if package not in ("peft", "transformers") or not kind[0].isupper():
+            raise LookupError(node.attr)
+        return node.attr if package == "peft" else node.attr.lower()
 
     def _bound_once(self, node: ast.Name) -> _Code:
         """Return what a name is bound to; raises ValueError or LookupError where that is not always

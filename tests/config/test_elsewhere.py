@@ -83,7 +83,7 @@ def test_a_table_names_what_exists(trainer):
                 assert value in options()[key] or "{" in value, row
             else:
                 assert key in keys, row
-        formulas = [row.acts, *row.differs, *(where for where, _ in row.cases)]
+        formulas = [row.acts, *row.differs, *row.reasons, *(where for where, _ in row.cases)]
         formulas += re.findall(r"\{([^}]*)\}", " ".join(row.typed))
         for formula in filter(None, formulas):
             names = names_in(formula)

@@ -1,6 +1,7 @@
 """`pgtk translate`: what values of TRL and verl become here, what has no equal, which files are
 read, and which are refused."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -1499,6 +1500,68 @@ def test_a_model_that_a_program_loads_is_its_folder_with_what_it_is_loaded_with(
     assert found(translation, expected) == expected
 
 
+def test_a_member_of_an_enumeration_is_its_value(tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    program = (
+        "import peft\nfrom peft import LoraConfig, TaskType\nfrom mine import Kind\n"
+        "from transformers.trainer_utils import IntervalStrategy, SchedulerType as Kinds\n"
+        "lora = LoraConfig(task_type=TaskType.CAUSAL_LM, peft_type=peft.PeftType.LORA)\n"
+        "args = GRPOConfig(lr_scheduler_type=Kinds.COSINE_WITH_MIN_LR, report_to=Kind.WANDB,\n"
+        "    save_strategy=IntervalStrategy.NO)\nGRPOTrainer('m', peft_config=lora, args=args)\n"
+    )
+    values = translated(tmp_path, "train.py", program).theirs.values
+    for name, member in {
+        "peft_config.task_type": peft.TaskType.CAUSAL_LM,
+        "peft_config.peft_type": peft.PeftType.LORA,
+        "lr_scheduler_type": transformers.SchedulerType.COSINE_WITH_MIN_LR,
+        "save_strategy": transformers.IntervalStrategy.NO,
+        "report_to": "Kind.WANDB",
+    }.items():
+        assert values[name] == getattr(member, "value", member)
+
+
+def test_what_has_several_reasons_gives_the_one_that_fits(tmp_path):
+    base = {"num_generations": 8, "use_vllm": True, "top_p": 0.95}
+    correction = "vllm_importance_sampling_correction"
+    cases = [
+        (base | {"loss_type": "bnpo"}, correction, "`sampler.keep_top=32` in place of", "vespo"),
+        (base | {"loss_type": "vespo", "top_p": 1}, correction, "loss_type=vespo", "top_p"),
+        ({"delta": 1.1, "num_generations": 8}, "delta", "1 + epsilon_high", "gspo"),
+        ({"loss_type": "other", "num_generations": 8}, "loss_type", "no loss", "cispo"),
+    ]
+    for values, name, says, not_says in cases:
+        translation = translated(tmp_path, "theirs.json", values)
+        (reason,) = [said for shown, said, _ in translation.left if shown.startswith(f"{name}=")]
+        assert says in reason
+        assert not_says not in reason
+    # What the first says to type is accepted.
+    translation = translated(tmp_path, "theirs.json", cases[0][0])
+    typed = {key: text(value) for key, (value, _) in translation.typed.items()}
+    typed |= {"sampler.keep_top": "32", "correction": "sequence_mask", "model.path": "tiny"}
+    typed |= {"task.verifier": "exact_match"}
+    config = compose([f"{key}={value}" for key, value in typed.items()])
+    assert [problem for problem in validated(config)[1].problems if "PROMPTS" not in problem] == []
+
+
+def test_arguments_of_loraconfig_have_a_reason(tmp_path):
+    peft = pytest.importorskip("peft")
+    program = 'GRPOTrainer("m", peft_config=LoraConfig(use_rslora=True, modules_to_save=["head"]))'
+    reasons = {shown: why for shown, why, _ in translated(tmp_path, "a.py", program).left}
+    for shown in ("peft_config.use_rslora=true", "peft_config.modules_to_save=[head]"):
+        assert reasons[shown] == "LoRA itself, and no variant of it"
+    rows = tables()["TRL"].rows
+    for field in dataclasses.fields(peft.LoraConfig):
+        assert f"peft_config.{field.name}" in rows, field.name
+    # Those at their defaults are not listed.
+    given = {field.name: field.default for field in dataclasses.fields(peft.LoraConfig)}
+    given = {name: value for name, value in given.items() if value in (None, True, False)}
+    values = {f"peft_config.{name}": value for name, value in given.items()}
+    translation = Translation(TheirConfig(tables()["TRL"], {"peft_config": True} | values))
+    listed = {shown.partition("=")[0] for shown, *_ in translation.left}
+    assert listed & {*values} <= {"peft_config.target_modules"}
+
+
 def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_docstring(tmp_path):
     command = "accelerate launch grpo.py --num_generations 4 --dataset_name org/set"
     program = (
@@ -1571,6 +1634,15 @@ def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsy
             {"model.dtype": "bfloat16", "launch.mixed_precision": "left"}
             | {"launch.config_file": "left"},
         ),
+        # A file of accelerate's says nothing more where the command says how many train.
+        (
+            "accelerate launch --config_file zero3.yaml --num_processes 4 grpo.py",
+            {"launch.config_file": "near", "accumulation.docs_per_step": 32},
+        ),
+        (
+            "accelerate launch --config_file zero3.yaml --num_processes 4 grpo.py --bf16 false",
+            {"launch.config_file": "left"},
+        ),
         (
             "accelerate launch --gradient_accumulation_steps 4 grpo.py",
             {"accumulation.docs_per_step": 8, "launch.gradient_accumulation_steps": "left"},
@@ -1582,7 +1654,11 @@ def test_a_file_that_a_command_names_and_that_is_none_is_refused(tmp_path, capsy
         ("trl grpo --scale_rewards none", {"advantage": "dr_grpo", "scale_rewards": None}),
         (
             "trl grpo --num_processes 4 --accelerate_config zero3",
-            {"accumulation.docs_per_step": 32, "launch.accelerate_config": "left"},
+            {"accumulation.docs_per_step": 32, "launch.accelerate_config": "near"},
+        ),
+        (
+            "trl grpo --accelerate_config zero3",
+            {"accumulation.docs_per_step": 8, "launch.accelerate_config": "left"},
         ),
     ],
 )
