@@ -80,6 +80,7 @@ OF_FILES = {
     "verl": (
         "config_name",
         "config_path",
+        "launch.module",
         "model_engine",
         "reward.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.overlong_buffer.",

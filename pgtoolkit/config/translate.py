@@ -64,8 +64,9 @@ class Translation:
         """Find what is to be typed for a key. names: the file's keys that its row is about."""
         reason = self._values.reason(row)
         try:
-            if not row.cases or (row.acts and not self._values.evaluated(row.acts)):
-                self._leave(row, names, reason or IDLE, True)
+            acts = not row.acts or self._values.evaluated(row.acts)
+            if not row.cases or not acts:
+                self._leave(row, names, reason if acts else IDLE, True)
                 return
             typed = self._values.overrides(self._values.case(row), row)
             self.typed |= typed

@@ -144,7 +144,7 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     for words in Script(content, folder).commands:
         started = words[words.index("-m") + 1 :] if "-m" in words else words
         if started[0] in tables()["verl"].content["modules"]:
-            configs.append(_config("verl", _given(started)))
+            configs.append(_config("verl", {"launch.module": started[0]} | _given(started)))
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
             configs.append(_launched(words, folder))
         else:

@@ -17,6 +17,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import tables
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import TheirConfig, read
+from pgtoolkit.config.translate_page import translate
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.config.validate import validated
 from pgtoolkit.rollouts.group_rollouts import overlong_penalty
@@ -879,7 +880,7 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         (
             of_verl | {"data.train_max_samples": 50, "data.train_files": "elsewhere.parquet"},
             "trainer.total_epochs=3",
-            "3 x (prompts / 16, rounded down) x 2",
+            "3 x (at most 50 prompts / 16, rounded down) x 2",
         ),
     ):
         (reason,) = [
@@ -888,6 +889,153 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
             if shown == key
         ]
         assert reason == f"`trainer.max_steps` counts optimizer steps: {formula}"
+
+
+DAPO = {
+    "data.train_files": "p.jsonl",
+    "data.train_batch_size": 64,
+    "data.gen_batch_size": 192,
+    "trainer.total_epochs": 3,
+    "actor_rollout_ref.rollout.n": 4,
+    f"{ACTOR}.ppo_mini_batch_size": 32,
+    "algorithm.filter_groups.enable": True,
+    "algorithm.filter_groups.metric": "seq_reward",
+    "algorithm.filter_groups.max_num_gen_batches": 10,
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "expected"),
+    [
+        # The recipe reads 192 prompts at a time: 500 // 192 = 2, three times, and 2 updates each;
+        # 10 such batches are 30 of 64.
+        (
+            "recipe.dapo.main_dapo",
+            {},
+            {"trainer.max_steps": 12, "rollout.max_sampling_rounds": 30}
+            | {"rollout.prompts_per_batch": 64, "trainer.total_epochs": "near"}
+            | {"data.gen_batch_size": "near", "algorithm.filter_groups.enable": "near"},
+        ),
+        # One batch may be too few, and with one round nothing would be left out here.
+        (
+            "recipe.dapo.main_dapo",
+            {"algorithm.filter_groups.max_num_gen_batches": 1, "data.gen_batch_size": 64},
+            {"rollout.max_sampling_rounds": 2, "data.gen_batch_size": "left"}
+            | {"trainer.max_steps": 7 * 3 * 2},
+        ),
+        # Without groups to leave out, all 192 are trained on.
+        (
+            "recipe.dapo.main_dapo",
+            {"algorithm.filter_groups.enable": False},
+            {"rollout.prompts_per_batch": 192, "trainer.max_steps": 2 * 3 * 6}
+            | {"trainer.total_epochs": None, "rollout.max_sampling_rounds": None},
+        ),
+        # v1 reads single prompts: a step has 64, of 500 // 64 = 7 a pass, and no bound of batches.
+        (
+            "verl.trainer.main_ppo",
+            {},
+            {"trainer.max_steps": 7 * 3 * 2, "rollout.max_sampling_rounds": 1000}
+            | {"trainer.total_epochs": None, "data.gen_batch_size": "left"},
+        ),
+        # The trainer before it leaves out no groups.
+        (
+            "verl.trainer.main_ppo",
+            {"trainer.use_v1": False},
+            {"rollout.prompts_per_batch": 192, "trainer.max_steps": 2 * 3 * 6}
+            | {"algorithm.filter_groups.enable": "left", "rollout.max_sampling_rounds": None},
+        ),
+        # Training ends with the last pass, or with the last step.
+        ("verl.trainer.main_ppo", {"trainer.total_training_steps": 99}, {"trainer.max_steps": 42}),
+        ("verl.trainer.main_ppo", {"trainer.total_training_steps": 9}, {"trainer.max_steps": 18}),
+        # 130 of the prompts: two batches a pass.
+        (
+            "verl.trainer.main_ppo",
+            {"data.train_max_samples": 130},
+            {"trainer.max_steps": 2 * 3 * 2, "data.train_max_samples": "left"},
+        ),
+        (
+            "verl.trainer.main_ppo",
+            {"data.train_max_samples": 500},
+            {"data.train_max_samples": None},
+        ),
+    ],
+)
+def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
+    tmp_path, monkeypatch, module, values, expected
+):
+    """By `_init_dataloader` and `fit` of verl 0.9.1's trainers, and by RayDAPOTrainer."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 500)
+    words = [f"{key}={value}" for key, value in (GRPO | DAPO | values).items()]
+    script = shlex.join(["python", "-m", module, *words])
+    assert found(translated(tmp_path, "run.sh", script), expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "learned", "other"),
+    [
+        # What is off changes nothing, whatever else it says.
+        (
+            {"algorithm.kl_ctrl.kl_coef": 0.0, f"{ACTOR}.kl_loss_coef": 0.0}
+            | {"algorithm.kl_penalty": "abs", f"{ACTOR}.clip_ratio": 0.3}
+            | {"critic.optim.weight_decay": 0.1, f"{CORRECTION}.loss_type": "reinforce"}
+            | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
+            | {"reward.reward_kwargs.max_resp_len": 9},
+            "",
+            "kl_ctrl.kl_coef=0 kl_loss_coef=0 kl_penalty=abs clip_ratio=0.3 "
+            "critic.optim.weight_decay=0.1 loss_type=reinforce overlong_buffer_cfg.enable=true",
+        ),
+        # A second penalty changes what is learned.
+        (
+            {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True},
+            "use_kl_in_reward=true kl_ctrl.kl_coef=0.001",
+            "",
+        ),
+        # So does the critic's schedule, where it is another than the policy's.
+        (
+            GAE
+            | {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1}
+            | {"critic.optim.lr_scheduler_type": "cosine", "critic.ppo_epochs": 2}
+            | {"critic.optim.lr_warmup_steps_ratio": 0.05},
+            "critic.optim.lr_scheduler_type=cosine critic.optim.lr_warmup_steps_ratio=0.05 "
+            "critic.ppo_epochs=2",
+            "",
+        ),
+        (
+            GAE
+            | {f"{ACTOR}.optim.warmup_style": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1}
+            | {"critic.optim.warmup_style": "cosine", "critic.optim.min_lr_ratio": 0.1},
+            "",
+            "",
+        ),
+        # And which prompts there are, in which order, and how long completions are.
+        (
+            {"data.shuffle": False, "data.train_max_samples": 640, f"{ACTOR}.shuffle": True}
+            | {"actor_rollout_ref.rollout.ignore_eos": True, f"{ACTOR}.optim.optimizer": "SGD"},
+            "data.shuffle=false train_max_samples=640 actor.shuffle=true ignore_eos=true "
+            "optimizer=SGD",
+            "",
+        ),
+    ],
+)
+def test_what_is_left_out_of_verl_stands_where_it_belongs(tmp_path, values, learned, other):
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(SIZES | GRPO | {"trainer.total_training_steps": 9} | values))
+    parts = dict(re.findall(r"\n(What \w+) .*:\n((?:  .*\n?)+)", translate(path, None)))
+    listed = parts.get("What changes", "")
+    others = parts.get("What else", "")
+    assert [shown for shown in learned.split() if shown not in listed or shown in others] == []
+    assert [shown for shown in other.split() if shown not in others or shown in listed] == []
+    assert bool(listed) == bool(learned)
+    assert bool(others) == bool(other)
+
+
+def test_nothing_is_said_of_an_evaluation_without_prompts(tmp_path):
+    script = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.val_files={}"
+    assert [
+        any("data.val_files" in line for line in translated(tmp_path, "run.sh", of).differing)
+        for of in (script.format(""), script.format("dev.parquet"))
+    ] == [False, True]
 
 
 def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and_unknown(
