@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,6 +29,7 @@ from pgtoolkit.losses.checks import check_mask, check_name, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES, Family, LossName, family_of
+from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 
@@ -155,8 +157,8 @@ def policy_loss(
         of the step. The surrogate then counts by them alone, and adds nothing to the value.
     factors: (T,) floating, without gradient on each token's loss, and not on penalties: from
         `top_entropy`, or a correction that a trainer has computed by itself.
-    aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean",
-        or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
+    aggregation: "sample_mean", "prompt_mean" or "balanced" (need group_index, (documents,) int64),
+        "token_mean", or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
     reducer: a function of your own in the place of an aggregation.
     trajectory_index: (documents,) int64, not negative: documents that share a number are parts of
         one attempt at a prompt (a trajectory), which the aggregation counts once. None: each
@@ -234,7 +236,8 @@ def policy_loss(
         entropy_coefficient,
         kl,
     )
-    arguments.check_reference(kl, ref_log_probs, metrics, ref_logits=ref_logits)
+    arguments.check_sampling(definition, sampling_log_probs)
+    arguments.check_reference(definition, ref_log_probs, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_switches(check_finite=check_finite, overwrite_logits=overwrite_logits)
@@ -357,10 +360,10 @@ def linear_policy_loss(
         entropy_coefficient,
         kl,
     )
+    arguments.check_sampling(definition, sampling_log_probs)
     arguments.check_reference(
-        kl,
+        definition,
         ref_log_probs,
-        metrics,
         ref_hidden=ref_hidden,
         ref_lm_head_weight=ref_lm_head_weight,
         ref_bias=ref_bias,
@@ -535,6 +538,11 @@ def step_coefficients(
         definition,
         rewards,
     )
+    if isinstance(definition.family, FunctionFamily) and torch.is_inference_mode_enabled():
+        raise ValueError(
+            "step_coefficients takes the gradient of a function, and torch.inference_mode() makes "
+            "all gradients 0. Use torch.no_grad()"
+        )
     of_step = LossOfStep(log_probs, tokens, definition, check_finite)
     value, measured = of_step.measured()
     device = log_probs.device
@@ -565,8 +573,8 @@ def _tokens_of_log_probs(
             f"log_probs needs one floating number per token (got {shown(log_probs)}){use}"
         )
     check_mask(mask, len(log_probs))
-    ref_log_probs = vectors[4]
-    arguments.check_reference(loss.kl, ref_log_probs, loss.metrics)
+    arguments.check_sampling(loss, vectors[3])
+    arguments.check_reference(loss, vectors[4])
     labels = mask.long() - 1
     return arguments.tokens_of(
         "log_probs", log_probs, (labels, *vectors), num_documents, indices, totals, rewards=rewards

@@ -136,14 +136,29 @@ def check_rewards(loss: Loss, rewards: Tensor | None) -> None:
         )
 
 
-def check_reference(
-    kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None
-) -> None:
+def check_sampling(loss: Loss, sampling_log_probs: Tensor | None) -> None:
+    """Raise ValueError for log-probs of the sampler that have no effect."""
+    has_effect = loss.correction is not None or loss.metrics != "none"
+    if sampling_log_probs is not None and not has_effect and not _asks(loss, "sampling_log_probs"):
+        raise ValueError(
+            "sampling_log_probs has no effect without a correction and with metrics='none'. Use "
+            "correction='token_truncate', metrics='basic' to measure their distance from "
+            "old_log_probs, or leave it out"
+        )
+
+
+def _asks(loss: Loss, name: str) -> bool:
+    """Return whether the loss is a function that has a parameter of this name."""
+    return isinstance(loss.family, FunctionFamily) and name in loss.family.asked
+
+
+def check_reference(loss: Loss, ref_log_probs: Tensor | None, **of_rows: Tensor | None) -> None:
     """Raise ValueError for a penalty without its reference, and for a reference that has no effect.
 
     of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may
         be missing.
     """
+    kl = loss.kl
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(
             "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
@@ -163,7 +178,8 @@ def check_reference(
         raise ValueError(
             "kl needs ref_log_probs, the log-probs of the labels under the reference (got None)"
         )
-    if kl is None and ref_log_probs is not None and metrics == "none":
+    has_effect = kl is not None or loss.metrics != "none" or _asks(loss, "ref_log_probs")
+    if ref_log_probs is not None and not has_effect:
         raise ValueError(
             "ref_log_probs has no effect without kl and with metrics='none'; they give the metric "
             "kl_ref"
@@ -431,6 +447,12 @@ def _check_counts_of_totals(totals: StepTotals) -> None:
                 f"totals.{name} needs a whole number >= 0, an int or a 0-dim int64 tensor (got "
                 f"{shown(value)}). It is a count over the whole step"
             )
+    empty = totals.num_empty_documents
+    if is_whole(empty) and is_whole(totals.num_documents) and empty > totals.num_documents:
+        raise ValueError(
+            f"totals.num_empty_documents needs at most totals.num_documents, "
+            f"{totals.num_documents} (got {empty}). It counts those without a trained token"
+        )
     for name in (
         "tokens_per_group",
         "tokens_per_trajectory",

@@ -55,6 +55,8 @@ class Data:
         """
         for name, values in self.by_keyword.items():
             needs = f"{name} needs finite numbers at trained positions"
+            if name == "rewards":
+                needs = "rewards needs a finite number for each document that is trained"
             yield from self._sentence(needs, ~torch.isfinite(values), values)
         if self.of_top is not None:
             needs = (

@@ -58,7 +58,7 @@ def evaluate(
     documents, groups, step: what the function asks for. At the level of tokens there is none of
         them.
     Raises ValueError for a vector that the function needs and the data do not have, and for a
-    result of another shape.
+    result of another shape or without a gradient.
     """
     ratio = Ratio()
     spread = _Spread(len(log_probs), documents, groups)
@@ -70,9 +70,11 @@ def evaluate(
         known |= {"ratio": ratio, "documents": documents, "groups": groups, "step": step}
         losses, further = _call(family, known)
         losses = spread(f"the loss function {family.name}", losses)
-        coefficients = None
+        coefficients = torch.zeros_like(log_probs)
         if losses.requires_grad:
             (coefficients,) = torch.autograd.grad((weights * losses).sum(), leaf)
+        elif not torch.is_inference_mode_enabled():  # in it nothing has a gradient
+            raise without_gradient(family.name)
     # The function may have hidden a number that is not finite, as by a clip.
     read = {"old_log_probs" if name == "log_ratio" else name for name in family.asked}
     finite = torch.isfinite(leaf.detach())
@@ -85,7 +87,7 @@ def evaluate(
         log_ratio = log_probs.detach() - vectors["old_log_probs"]
     return Evaluated(
         losses=torch.where(finite, losses.detach(), torch.nan),
-        coefficients=torch.zeros_like(log_probs) if coefficients is None else coefficients,
+        coefficients=coefficients,
         log_ratio=torch.where(finite, clamped(log_ratio), torch.nan),
         clamped=ratio.was_clamped(lambda values: spread("ratio", values), log_probs),
         ratio_by_document=any(len(x) != len(leaf) for x in ratio.arguments[:1]),
@@ -94,6 +96,14 @@ def evaluate(
             name: spread(f"the metric {name} of {family.name}", values).detach().to(log_probs)
             for name, values in further.items()
         },
+    )
+
+
+def without_gradient(name: str) -> ValueError:
+    """Return the error for a loss function that trains nothing."""
+    return ValueError(
+        f"the loss function {name} has a gradient of 0 for every token, so it trains nothing: no "
+        "gradient passes detach(), comparisons, rounding, or NumPy"
     )
 
 

@@ -31,6 +31,7 @@ from pgtoolkit.losses.top_entropy import check_fraction
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
 
 _MASK_THEM = "Mask these positions (label -1, or mask False) or drop the documents."
+_DROP_THEM = "Drop the documents, or mask all of their tokens (label -1, or mask False)."
 
 
 @dataclass(frozen=True)
@@ -521,6 +522,14 @@ class Objective:
                 f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
                 f"this piece (got {tokens_of_step}). Totals are those of the whole step."
             )
+        trained_here = int(self._trained_here())
+        trained_of_step = int(self._trained_of_step())
+        if trained_here > trained_of_step:
+            raise ValueError(
+                f"totals.num_documents less totals.num_empty_documents needs to be at least the "
+                f"{trained_here} documents of this piece with a trained token (got "
+                f"{trained_of_step}). Totals are those of the whole step."
+            )
         for name, here, counts in self._tokens_of_shared():
             if (here > counts).any():
                 place = int((here > counts).nonzero()[0])
@@ -550,7 +559,8 @@ class Objective:
             )
         sentences = [*self._data().faults(log_probs, made_from)]
         sentences = sentences or ["the inputs need a finite sum at each trained position."]
-        raise DataError(f"{' '.join(sentences)} {_MASK_THEM}")
+        of_rewards = [sentence.startswith("rewards ") for sentence in sentences]
+        raise DataError(f"{' '.join(sentences)} {_DROP_THEM if all(of_rewards) else _MASK_THEM}")
 
     def check_function(self, log_probs: Tensor) -> None:
         """Raise ValueError for a function of the user's own that gives a trained token a loss or a
@@ -571,12 +581,21 @@ class Objective:
         It is True everywhere if the totals are too small.
         """
         totals_too_small = self.documents.counts_here.sum() > self.totals.num_tokens
+        totals_too_small = totals_too_small | (self._trained_here() > self._trained_of_step())
         for _, here, counts in self._tokens_of_shared():
             totals_too_small = totals_too_small | (here > counts).any()
         bad = self.not_finite(log_probs) | totals_too_small
         for values in self._log_probs_of_data().values():
             bad |= self.mask & (values > MAX_LOG_PROB)
         return bad
+
+    def _trained_here(self) -> Tensor:
+        """Return the number of documents with a trained token here, 0-dim."""
+        return (self.documents.counts_here > 0).sum()
+
+    def _trained_of_step(self) -> int | Tensor:
+        """Return the number of the step's documents with a trained token, by its totals."""
+        return self.totals.num_documents - self.totals.num_empty_documents
 
     def _tokens_of_shared(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield, for each of `shared`, its name, the trained tokens here and those of the step."""

@@ -18,7 +18,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import KNOWN_BEFORE, OF_DATA, FunctionFamily
-from pgtoolkit.losses.function_values import check_results, evaluate
+from pgtoolkit.losses.function_values import check_results, evaluate, without_gradient
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
@@ -80,10 +80,7 @@ def check_function(family: FunctionFamily) -> None:
         has_gradient |= bool((numbers["gradient"] != 0).any())
         _check_family(family, made_up, generator)
     if not has_gradient:
-        raise ValueError(
-            f"the loss function {family.name} has a gradient of 0 for every token, so it trains "
-            "nothing: no gradient passes detach(), comparisons, rounding, or NumPy"
-        )
+        raise without_gradient(family.name)
 
 
 def check_reducer(aggregation: Custom) -> None:

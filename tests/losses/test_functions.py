@@ -531,7 +531,8 @@ def test_rewards_coefficients_and_factors_that_are_not_finite_are_refused(poison
 
     groups = {"rewards": rewards, "group_index": GROUPS}
     of_rewards = (
-        r"^rewards needs finite numbers at trained positions \(got (nan|inf) in document 3\)"
+        r"^rewards needs a finite number for each document that is trained \(got (nan|inf) in "
+        r"document 3\)\. Drop the documents, or mask all of their tokens"
     )
     for loss in (towards_rewards, "tpo", "lpo"):
         with pytest.raises(DataError, match=of_rewards):
@@ -609,3 +610,74 @@ def test_a_padded_loss_over_groups_is_held_against_a_function_of_groups():
 
     options = {"aggregation": "prompt_mean", "micro_batches": False}
     assert_conforms(padded, spread_of_groups, **options)
+
+
+def two_documents() -> tuple[torch.Tensor, ...]:
+    """Return log_probs, old_log_probs, advantages, document_index and mask of two documents."""
+    new = torch.tensor([-1.0, -2.0, -1.5, -0.5], requires_grad=True)
+    index = torch.tensor([0, 0, 1, 1])
+    return new, new.detach() - 0.1, torch.tensor([1.0, 1.0, -1.0, -1.0]), index, index >= 0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda log_probs, advantages: advantages,
+        lambda log_ratio, advantages: -(log_ratio * advantages).detach(),
+        lambda log_ratio, documents: documents.sum(log_ratio.detach()),
+        lambda log_ratio, step: torch.ones_like(log_ratio),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused_where_it_is_computed(loss):
+    function = step_coefficients if "step" in FunctionLoss(loss).asked else log_prob_loss
+    with pytest.raises(ValueError, match="gradient of 0 for every token, so it trains nothing"):
+        function(*two_documents(), loss=loss)
+
+
+def test_coefficients_of_a_function_in_inference_mode_are_refused():
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"Use torch\.no_grad\(\)$"):
+        step_coefficients(*two_documents(), loss=lambda log_ratio, step: -log_ratio)
+    with torch.no_grad():
+        made = step_coefficients(*two_documents(), loss=lambda log_ratio, step: -log_ratio)
+    assert made.coefficients.tolist() == [-0.25] * 4  # 1 / D over the document's 2 tokens
+
+
+def test_log_probs_of_a_sampler_or_a_reference_that_nothing_reads_are_refused():
+    arguments = two_documents()
+    other = arguments[1]
+    for name in ("sampling_log_probs", "ref_log_probs"):
+        given = {name: other}
+        with pytest.raises(ValueError, match=f"^{name} has no effect without .* metrics='none'"):
+            log_prob_loss(*arguments, loss="grpo", **given)
+        with pytest.raises(ValueError, match=f"^{name} has no effect"):
+            step_coefficients(*arguments, loss="grpo", **given)
+        assert log_prob_loss(*arguments, loss="grpo", metrics="basic", **given).metrics
+    by_sampler = log_prob_loss(
+        *arguments,
+        loss=lambda log_probs, sampling_log_probs: log_probs - sampling_log_probs,
+        sampling_log_probs=other,
+    )
+    by_reference = log_prob_loss(
+        *arguments,
+        loss=lambda log_probs, ref_log_probs: log_probs - ref_log_probs,
+        ref_log_probs=other,
+    )
+    assert by_sampler.loss.item() == by_reference.loss.item() == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_empty", "message"),
+    [
+        (4, r"^totals.num_empty_documents needs at most totals.num_documents, 3 \(got 4\)"),
+        (2, r"needs to be at least the 2 documents of this piece with a trained token \(got 1\)"),
+        (torch.tensor(2), r"at least the 2 documents of this piece"),
+        (1, None),
+    ],
+)
+def test_totals_with_more_empty_documents_than_there_can_be_are_refused(num_empty, message):
+    totals = StepTotals(3, 4, num_empty)
+    if message is None:
+        assert log_prob_loss(*two_documents(), loss="grpo", totals=totals).loss.isfinite()
+        return
+    with pytest.raises(ValueError, match=message):
+        log_prob_loss(*two_documents(), loss="grpo", totals=totals)
