@@ -95,6 +95,7 @@ def compare(
         group.labels = names_of_values
 
     notes += _extend_collapsed([run for group in groups for run in group.counted], metric)
+    left_out += _leave_out_apart(groups, metric)
     goal = measures.goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
         group.reached = [measures.reached(run, goal) for run in group.counted]
@@ -462,6 +463,55 @@ def _count(group: RunGroup, metric: str, blocks: Sequence[str]) -> list[tuple[Ru
         by_block[block] = run
     group.counted = [by_block[block] for block in sorted(by_block)]
     return others
+
+
+def _leave_out_apart(groups: list[RunGroup], metric: str) -> list[tuple[Run, str]]:
+    """Leave out the runs that have no documents in common with most others; return them with the
+    reason.
+
+    A curve begins at a run's first measurement, so a run may end before others begin. Over no
+    documents nothing can be compared.
+    """
+    counted = [run for group in groups for run in group.counted]
+    spans = {}
+    for run in counted:
+        documents, _ = run.points(DOCUMENTS, metric)
+        if documents.size:
+            spans[id(run)] = (documents[0], documents[-1])
+    if not spans:
+        return []
+
+    def having(place: float) -> int:
+        return sum(low <= place <= high for low, high in spans.values())
+
+    # Of two places that equally many runs have in common the later one, of longer runs.
+    common = max((low for low, _ in spans.values()), key=lambda place: (having(place), place))
+    left_out = []
+    for run in counted:
+        low, high = spans.get(id(run), (common, common))
+        if low <= common <= high:
+            continue
+        if high < common:
+            left_out.append(
+                (
+                    run,
+                    f"too short to be compared with the others: it ends at {high:,.0f} documents, "
+                    f"and another is first measured at {common:,.0f}. Leave it out, or train it "
+                    "for more steps",
+                )
+            )
+        else:
+            left_out.append(
+                (
+                    run,
+                    f"not to be compared with the others: {metric} is first measured at {low:,.0f} "
+                    "documents, where others have ended. Leave it out, or measure it earlier",
+                )
+            )
+    apart = {id(run) for run, _ in left_out}
+    for group in groups:
+        group.counted = [run for run in group.counted if id(run) not in apart]
+    return left_out
 
 
 def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:

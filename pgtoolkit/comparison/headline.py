@@ -38,7 +38,10 @@ def chosen_metric(groups: Groups, ignore_code: bool = False) -> tuple[str, list[
     before = known[: known.index(metric)]
     skipped = [name for name in before if name not in not_zero]
     if skipped:
-        notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {metric}")
+        count = sum(any(run.values(name) for name in skipped) for run in runs)
+        where = "in every run" if count == len(runs) else f"in {_having(count, len(runs))}"
+        verb = "is" if len(skipped) == 1 else "are"
+        notes.append(f"{' and '.join(skipped)} {verb} 0 {where}: the runs are compared by {metric}")
     held_out = [name for name in before if name.startswith(HELD_OUT) and name in not_zero]
     if held_out and not metric.startswith(HELD_OUT):
         count = sum(bool(run.values(held_out[0])) for run in runs)
@@ -48,6 +51,11 @@ def chosen_metric(groups: Groups, ignore_code: bool = False) -> tuple[str, list[
             "those that have it"
         )
     return metric, notes
+
+
+def _having(count: int, num_runs: int) -> str:
+    verb = "has" if count == 1 else "have"
+    return f"the {count} of {num_runs} runs that {verb} a value"
 
 
 def in_order(runs: Sequence[Run]) -> list[str]:

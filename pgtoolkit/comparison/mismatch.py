@@ -259,7 +259,7 @@ def _table(title: str, parts: dict[str, np.ndarray], apart: np.ndarray) -> list[
                     f"{sizes.max():.2g}",
                 ]
             )
-    return [f"  {row}" for row in aligned(rows, WIDTH - 2)]
+    return [f"  {row}" for row in aligned(rows, WIDTH - 2, [4])]
 
 
 def as_json(report: Mismatch) -> str:

@@ -40,8 +40,14 @@ def _threshold_notes(compared: Compared) -> list[str]:
     """Return a note if no run reached the threshold, or if it is known only roughly when."""
     goal = compared.goal
     if not any(compared.arrived(group) for group in compared.groups):
+        reached = f"{goal.metric} {goal.threshold:g}"
+        if any(DOCUMENTS in run.to for group in compared.groups for run in group.reached):
+            # A run is only compared as far as those went that did not reach it.
+            reached += (
+                f" within {compared.limit:,.0f} documents, where the shortest run without it ends"
+            )
         return [
-            f"no seed reached {goal.metric} {goal.threshold:g}, so documents tell nothing here: "
+            f"no seed reached {reached}, so documents tell nothing here: "
             f"--metric=final:{goal.metric} compares the ends, and a lower --reach the way to it"
         ]
     spent = [compared.spent(group, DOCUMENTS) for group in compared.groups if group.counted]

@@ -266,8 +266,8 @@ def _changes(shown: Samples, lines: int) -> list[str]:
     for change in shown.changes:
         before, after = change.means
         rewards = " and ".join(f"{row.reward:z.3f}" for row in (change.before, change.after))
-        line = f"  {before:z.3f} -> {after:z.3f}  {legible(change.after.name)}"
-        page.append(f"{line}: mean rewards; these two have {rewards}"[:WIDTH])
+        line = f"{before:z.3f} -> {after:z.3f}  {legible(change.after.name)}"
+        page += folded(f"{line}: mean rewards; these two have {rewards}", "  ", " " * 9)
         labelled = {f"step {row.step}": row for row in (change.before, change.after)}
         page += _texts(change.after, labelled, lines)
     return page

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from pgtoolkit.comparison.statistics import (
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import plural
+from pgtoolkit.system.terminal import output
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 DOCUMENTS_COUNTED = "documents that were sampled, those that were dropped too, and trained tokens"
@@ -42,12 +45,16 @@ _PLACES = 120
 
 
 def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
-    """Return the comparison for the terminal, at most WIDTH columns wide.
+    """Return the comparison as text: its sentences at most WIDTH columns wide, its tables as wide
+    as a terminal or, where the text goes into a pipe or a file, as they are.
 
     keys_are_shown: whether the keys that differ stand above it, as of two runs.
     """
+    room = _room()
+    shown = planned(compared)
+    is_numbered = _needs_numbers(compared, shown, room)
     lines = [] if keys_are_shown else [*folded(heading(compared)), ""]
-    lines += _groups_with_curves(compared)
+    lines += _groups_with_curves(compared, is_numbered, room)
     for sentence in definitions(compared):
         lines += folded(sentence, "", "  ")
     rows = tried_rows(compared)
@@ -56,15 +63,19 @@ def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
             "",
             *folded(f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:"),
         ]
-        lines += [f"  {row}"[:WIDTH] for row in aligned(rows, WIDTH - 2)]
+        if is_numbered:
+            rows = _numbered(rows, range(len(compared.groups)), len(compared.keys) - 1)
+        lines += [f"  {row}" for row in aligned(rows)]
     lines += ["", *folded(question(compared))]
-    shown = planned(compared)
     for pairs in shown:
         base = compared.groups[pairs[0].first]
-        lines.append(f"  against {base.label} (n = {len(base.counted)})"[:WIDTH])
-        lines += [
-            f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)
-        ]
+        number = f"{pairs[0].first + 1}: " if is_numbered else ""
+        against = f"against {number}{base.label} (n = {len(base.counted)})"
+        lines += folded(against, "  ", "    ")
+        rows = difference_rows(compared, pairs)
+        if is_numbered:
+            rows = _numbered(rows, [pair.second for pair in pairs], 1)
+        lines += [f"  {line}" for line in aligned(rows)]
     pairs = [pair for pairs in shown for pair in pairs]
     sentences = [
         *without_verdict(compared, pairs),
@@ -203,7 +214,9 @@ def _end(metric: str) -> str:
 def _threshold(compared: Compared) -> str:
     """Return the threshold, how a run comes to it, how far it is looked for, and why it is this."""
     goal = compared.goal
-    window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
+    # A shorter window holds one measurement.
+    is_mean = goal.window > goal.apart
+    window = f", as mean over the last {goal.window:,.0f} documents" if is_mean else ""
     within = f", within {compared.limit:,.0f} documents" if compared.is_bounded else ""
     return f"{goal.metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}"
 
@@ -225,7 +238,7 @@ def question(compared: Compared) -> str:
         has_finished = any(group.counted for group in compared.groups)
         number = "one" if has_finished else "no"
         return (
-            f"Nothing to compare: {number} configuration has finished runs. Name more runs to "
+            f"Nothing to compare: {number} configuration has runs that count. Name more runs to "
             "compare."
         )
     tests = compared.comparisons
@@ -514,17 +527,77 @@ def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
     return f"{mean} [{', '.join(map(write, interval))}]"
 
 
-def _groups_with_curves(compared: Compared) -> list[str]:
-    """Return `group_rows` in aligned columns, each with a small curve of the metric."""
+def _room() -> float:
+    """Return the columns that a table may take: those of a terminal; a pipe has no end."""
+    if not output().isatty():
+        return inf
+    return max(WIDTH, shutil.get_terminal_size().columns)
+
+
+def _needs_numbers(compared: Compared, shown: list[list[Comparison]], room: float) -> bool:
+    """Return whether a table is too wide with its labels in full, so that rows have numbers in
+    their place. shown: see `planned`."""
+    tables = [_with_curves(compared), tried_rows(compared)]
+    tables += [difference_rows(compared, pairs) for pairs in shown]
+    # The names of keys above a column may be shortened, since the heading has them in full.
+    fewest = [_fewest(compared, tables[0]), *([] for _ in tables[1:])]
+    return any(
+        _width(aligned(rows, room - 2, least)) > room - 2
+        for rows, least in zip(tables, fewest, strict=True)
+        if rows
+    )
+
+
+def _fewest(compared: Compared, rows: list[list[str]]) -> list[int]:
+    """Return the width of each column of a key below which a value would be shortened."""
+    columns = [[row[place] for row in rows[1:]] for place in range(len(compared.keys))]
+    return [max([4, *map(len, column)]) for column in columns]
+
+
+def _width(lines: list[str]) -> int:
+    return max(map(len, lines))
+
+
+def _numbered(rows: list[list[str]], places: Sequence[int], num_labels: int) -> list[list[str]]:
+    """Return the rows of a table with a number in the place of the first `num_labels` columns.
+
+    places: of the group of each row below the header.
+    """
+    numbers = ["", *(str(place + 1) for place in places)]
+    return [[number, *row[num_labels:]] for number, row in zip(numbers, rows, strict=True)]
+
+
+def _with_curves(compared: Compared) -> list[list[str]]:
+    """Return `group_rows`, each with a small curve of the metric."""
     means = [_evenly(group, compared.metric) for group in compared.groups]
     values = [value for curve in means for value in curve]
     span = (min(values, default=0), max(values, default=0))
     if is_share(compared.metric):
         span = (0, 1)  # or one success in fifty would be drawn as a peak
     curves = ["curve", *(sparkline(mean, _CURVE, span) for mean in means)]
-    rows = [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
-    # A line may still be too long, since only the columns of keys are narrowed.
-    return [line[:WIDTH] for line in aligned(rows, WIDTH, len(compared.keys))]
+    return [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
+
+
+def _groups_with_curves(compared: Compared, is_numbered: bool, room: float) -> list[str]:
+    """Return the groups with their curves in aligned columns.
+
+    With numbers that the other tables use, the values of a group stand beside its number, or, where
+    there is no room for them, below the table.
+    """
+    rows = _with_curves(compared)
+    fewest = _fewest(compared, rows)
+    if not is_numbered:
+        return aligned(rows, room, fewest)
+    places = range(len(compared.groups))
+    lines = aligned(_numbered(rows, places, 0), room, [1, *fewest])
+    if _width(lines) <= room:
+        return lines
+    lines = aligned(_numbered(rows, places, len(compared.keys)))
+    for place, group in enumerate(compared.groups):
+        values = zip(group.values, group.values.values(), group.words, strict=True)
+        words = ", ".join(f"{key}={word}" for key, value, word in values if value is not None)
+        lines += folded(f"{place + 1}: {words}", "", "   ")
+    return lines
 
 
 def _evenly(group: RunGroup, metric: str) -> list[float]:

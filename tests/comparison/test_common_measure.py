@@ -311,7 +311,7 @@ def test_held_out_scores_without_a_right_answer_come_before_those_of_training():
         run.columns[PASS] = 0 * run.columns["step"]
     compared = compare(runs)
     assert compared.metric == AVG
-    assert f"{PASS} is 0 in every run: they are compared by {AVG}" in compared.notes
+    assert f"{PASS} is 0 in every run: the runs are compared by {AVG}" in compared.notes
 
 
 def test_parameters_of_own_code_that_were_not_typed_have_their_defaults(tmp_path):

@@ -2,10 +2,12 @@
 hand. Thresholds and areas are in test_measures.py, significance in test_statistics.py."""
 
 import csv
+import io
 import itertools
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,9 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.comparison.text_report import (
     difference_and_interval,
+    group_rows,
     number_format,
+    render_comparison,
     short_count,
     tried_rows,
 )
@@ -196,6 +200,67 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
     assert max(map(len, lines)) <= WIDTH
 
 
+@pytest.fixture
+def of_long_labels(tmp_path: Path) -> Compared:
+    """Compare two seeds of three configurations whose values are too many for 100 columns."""
+    long = "my_package.aggregations.by_the_root_of_lengths"
+    for place, (loss, mode) in enumerate((("grpo", "sample_mean"), ("gspo", "a"), ("gspo", "b"))):
+        for seed in (0, 1):
+            settings = {"aggregation": {"mode": mode if loss == "grpo" else f"{long}_{mode}"}}
+            end = 0.8 + 0.05 * place + 0.0123 * seed
+            save(tmp_path / f"{place}-{seed}", loss, seed, end, rise=9 + seed, **settings)
+    return compare(find_runs([str(tmp_path)]))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def cells(line: str) -> list[str]:
+    return re.split("  +", line.strip())
+
+
+def test_no_cell_of_a_table_is_cut_in_a_pipe(of_long_labels, capsys):
+    lines = render_comparison(of_long_labels).splitlines()
+    (header,) = [place for place, line in enumerate(lines) if line.startswith("loss  ")]
+    for row, group in zip(group_rows(of_long_labels), lines[header:], strict=False):
+        assert cells(group)[:-1] == row
+    pairs = of_long_labels.comparisons.against(0)
+    rows = [line for line in lines if line.endswith(("unknown", "better", "worse"))]
+    labels = [of_long_labels.groups[pair.second].label for pair in pairs]
+    assert [cells(row)[0] for row in rows] == labels
+    assert "…" not in "".join(lines)
+
+
+def test_rows_of_a_narrow_terminal_have_numbers_in_the_place_of_labels(of_long_labels, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "90")
+    lines = render_comparison(of_long_labels).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    (header,) = [place for place, line in enumerate(lines) if cells(line)[0] == "reached"]
+    num_keys = len(of_long_labels.keys)
+    for number in (1, 2, 3):
+        row = group_rows(of_long_labels)[number]
+        found = cells(lines[header + number])
+        assert found[:-1] == [str(number), *row[num_keys:]]
+        assert re.fullmatch("[▁▂▃▄▅▆▇█]{9}", found[-1])
+    text = " ".join(" ".join(lines).split())
+    assert "1: loss=grpo, aggregation=sample_mean 2:" in text
+    for number, group in enumerate(of_long_labels.groups, 1):
+        assert f" {number}: loss={group.words[0]}" in text
+    assert "against 1: grpo, sample_mean (n = 2)" in text
+    tested = [cells(line)[:2] for line in lines if line.endswith(("unknown", "better", "worse"))]
+    assert tested == [["2", "2"], ["3", "2"]]
+
+
+def test_a_wide_terminal_has_the_labels_in_full(of_long_labels, monkeypatch):
+    piped = render_comparison(of_long_labels)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "220")
+    assert render_comparison(of_long_labels) == piped
+
+
 def test_single_seeds_get_no_test_and_no_interval(tmp_path, capsys):
     save(tmp_path / "a", "grpo", 0, 0.5)
     save(tmp_path / "b", "gspo", 0, 0.6)
@@ -205,7 +270,7 @@ def test_single_seeds_get_no_test_and_no_interval(tmp_path, capsys):
     assert "±  " not in text
     assert "interval:" not in text
     alone = page(capsys, tmp_path / "a")
-    assert "Nothing to compare: one configuration has finished runs." in alone
+    assert "Nothing to compare: one configuration has runs that count." in alone
 
 
 def test_a_metric_without_a_threshold_is_compared_by_its_final_values(sweep, capsys):

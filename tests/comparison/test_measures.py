@@ -409,7 +409,7 @@ def test_runs_are_compared_by_reward_if_exact_match_is_0_in_all_of_them(without_
     groups = [[run] for run in without_matches]
     assert chosen_metric(groups) == (
         "reward",
-        ["exact_match is 0 in every run: they are compared by reward"],
+        ["exact_match is 0 in every run: the runs are compared by reward"],
     )
     without_matches[0].columns["exact_match"][3] = 0.02
     failed = run_of([0.5], "reward")  # it lacks exact_match, but it is not counted
@@ -418,6 +418,64 @@ def test_runs_are_compared_by_reward_if_exact_match_is_0_in_all_of_them(without_
     for run in without_matches:
         run.columns |= dict.fromkeys(("exact_match", "reward"), 0 * run.columns["step"])
     assert chosen_metric(groups) == ("exact_match", [])
+
+
+def test_a_number_of_some_runs_is_not_said_to_be_0_in_every_run(without_matches):
+    first, second = without_matches
+    del second.columns["exact_match"]
+    for run in (first, second):
+        run.columns[HELD_OUT] = run.columns["step"] * np.nan
+    first.columns[HELD_OUT][-1] = 0
+    assert chosen_metric([[first], [second]]) == (
+        "reward",
+        [
+            f"{HELD_OUT} and exact_match are 0 in the 1 of 2 runs that has a value: the runs are "
+            "compared by reward"
+        ],
+    )
+
+
+def test_a_run_that_ends_before_the_others_are_measured_is_left_out():
+    """Runs of 64 documents a step, beside one that ends at 8."""
+    rising = [0.1 * step for step in range(1, 10)]
+    runs = [run_of(rising, "reward", 64, seed, **{"loss.name": "grpo"}) for seed in (0, 1)]
+    runs += [run_of(rising[:7], "reward", 64, 0, **{"loss.name": "gspo"})]
+    alone = compare(runs, "reward")
+    short = run_of([0.5], "reward", 8, 1, **{"loss.name": "gspo"})
+    compared = compare([*runs, short], "reward")
+    assert compared.left_out == [
+        (
+            short,
+            "too short to be compared with the others: it ends at 8 documents, and another is "
+            "first measured at 64. Leave it out, or train it for more steps",
+        )
+    ]
+    assert compared.goal == alone.goal
+    assert compared.goal.span == (64, 448)
+    assert group_rows(compared) == group_rows(alone)
+    # One run that is measured late does not shut out those that have ended before.
+    late = run_of([np.nan] * 9 + [0.5], "reward", 64, 1, **{"loss.name": "gspo"})
+    compared = compare([*runs, late], "reward")
+    assert [run for run, _ in compared.left_out] == [late]
+    assert "first measured at 640 documents" in compared.left_out[0][1]
+    assert compared.goal == alone.goal
+
+
+def test_a_threshold_that_only_a_longer_run_reached_is_not_called_reached_by_none():
+    rising = [0.1 * step for step in range(1, 10)]
+    low = [0.1] * 4
+    runs = [
+        run_of(values, "reward", 64, seed, **{"loss.name": loss})
+        for loss, values in (("grpo", rising), ("gspo", low))
+        for seed in (0, 1)
+    ]
+    (note,) = [note for note in compare(runs, reach="reward=0.8").notes if "no seed" in note]
+    assert note.startswith(
+        "no seed reached reward 0.8 within 256 documents, where the shortest run without it ends, "
+        "so documents tell nothing here"
+    )
+    (note,) = [note for note in compare(runs, reach="reward=2").notes if "no seed" in note]
+    assert note.startswith("no seed reached reward 2, so documents tell nothing here")
 
 
 def test_the_curve_of_a_share_is_drawn_between_0_and_1_and_a_reward_between_its_ends(
