@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -82,11 +83,7 @@ def test_the_nearest_valid_override_is_suggested(capsys, typed, suggested):
     [
         ("seed=1 tracking=none tracking=none seed=2", "seed=1", "seed=2"),
         ("+seed=1 seed=2", "+seed=1", "seed=2"),
-        (
-            "loss={epsilon_low:0.1} loss.epsilon_low=0.2",
-            "loss={epsilon_low:0.1}",
-            "loss.epsilon_low=0.2",
-        ),
+        ("seed=[1] seed=2", "seed=[1]", "seed=2"),
         ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a", "hydra.run.dir=b"),
         ("-m seed=1,2 seed=3", "seed=1,2", "seed=3"),
         ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2"),
@@ -97,8 +94,39 @@ def test_a_value_given_twice_is_refused(capsys, typed, first, last):
     needs = (
         f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
     )
-    assert f"  {needs} One of the two would be ignored. Use {first}" in error
+    assert f"  {needs} One of the two would be ignored. Use {shlex.quote(first)}" in error
     assert error.count("the only value") == 1
+
+
+@pytest.mark.parametrize(
+    ("dictionary", "part"),
+    [
+        ("loss={epsilon_low: 0.1, epsilon_high: 0.3}", "loss.epsilon_low=0.2"),
+        ("evaluation.sets={hard: {num_digits: 3, prompts: 8}}", "evaluation.sets.hard.prompts=16"),
+        ("callbacks.own={a: {path: m.A, x: 1, y: 2}}", "callbacks.own.a.x=3"),
+        ("model={num_layers: 1, hidden_size: 48}", "model.num_layers=3"),
+    ],
+)
+def test_a_key_changes_its_part_of_a_dictionary_typed_before_it(dictionary, part):
+    before = plain_config(compose([dictionary]).config)
+    after = plain_config(compose([dictionary, part]).config)
+    name, _, value = part.partition("=")
+    *groups, leaf = name.split(".")
+    place = before
+    for group in groups:
+        place = place[group]
+    assert place[leaf] != float(value)
+    place[leaf] = type(place[leaf])(value)
+    assert after == before
+
+
+def test_a_dictionary_after_a_part_of_it_is_refused_with_the_order_that_works(capsys):
+    dictionary = "evaluation.sets={hard: {num_digits: 3, prompts: 8}}"
+    part = "evaluation.sets.hard.prompts=16"
+    error = refusal(capsys, "check", "evaluation.every=20", part, dictionary)
+    words = error.partition("One of the two would be ignored. Use ")[2].partition(", or one of")[0]
+    assert shlex.split(words) == [dictionary, part]
+    assert main(["check", "evaluation.every=20", *shlex.split(words)]) == 0
 
 
 def test_a_value_typed_twice_alike_is_typed_once(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, Node, OmegaConf
 
@@ -85,25 +87,40 @@ def holds_secret(setting: str) -> str:
 
 def given_twice(parsed: list[Override]) -> list[str]:
     """Refuse keys with two values in one command, dictionaries included: one would be ignored. An
-    override that is typed twice alike is one of `parse`."""
+    override that is typed twice alike is one of `parse`.
+
+    A key inside of a dictionary that is typed before it changes that part of it, as Hydra has it.
+    """
     problems: list[str] = []
-    seen: dict[str, str] = {}
+    seen: dict[str, Override] = {}
     for override in parsed:
-        typed = as_typed(override)
         for key in _keys(override):
             first = seen.get(key)
-            if first is not None:
-                problems.append(
-                    refusal(
-                        setting=typed,
-                        needs=f"to be the only value of {key}",
-                        got=f"{first} before it",
-                        reason="One of the two would be ignored.",
-                        use=f"{first} or {typed}",
-                    )
-                )
-        seen = dict.fromkeys(_keys(override), typed) | seen
+            if first is not None and not _changes_part(override, first):
+                problems.append(_two_values(key, first, override))
+        seen = dict.fromkeys(_keys(override), override) | seen
     return problems
+
+
+def _changes_part(override: Override, dictionary: Override) -> bool:
+    """Return whether an override sets a key inside of what another sets to a dictionary."""
+    return isinstance(dictionary.value(), dict) and override.key_or_group.startswith(
+        f"{dictionary.key_or_group}."
+    )
+
+
+def _two_values(key: str, first: Override, second: Override) -> str:
+    quoted = [shlex.quote(as_typed(override)) for override in (first, second)]
+    use = " or ".join(quoted)
+    if _changes_part(first, second):
+        use = f"{quoted[1]} {quoted[0]}, or one of the two"
+    return refusal(
+        setting=as_typed(second),
+        needs=f"to be the only value of {key}",
+        got=f"{as_typed(first)} before it",
+        reason="One of the two would be ignored.",
+        use=use,
+    )
 
 
 def _keys(override: Override) -> list[str]:

@@ -1,6 +1,8 @@
 """Rules of `validate` that depend on the environment of the process; golden_refusals.txt has those
 that depend on overrides alone."""
 
+import pytest
+
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 
@@ -59,3 +61,32 @@ def test_a_bound_below_every_factor_is_noted():
         notes = validated(compose(overrides))[1].notes
         assert "correction.low=0 bounds nothing, as null: no factor is smaller." in notes
     assert validated(compose(["correction=token_mask"]))[1].notes == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "docs", "more", "batches"),
+    [
+        (8, 64, (), "batch"),
+        (3, 64, (), "batch"),  # a step of 24 documents, its 64 are never reached
+        (10, 64, ("accumulation.last_step=drop",), "batch"),  # 16 of 80 are not trained on
+        (10, 64, (), None),  # a step of 64 and one of 16
+        (16, 64, (), None),
+        (16, 64, ("accumulation.last_step=drop",), None),
+        (8, 64, ("accumulation.last_step=carry",), "batch"),
+        (4, 64, ("accumulation.last_step=carry",), "2 batches"),  # both sampled before the step
+        (6, 64, ("accumulation.last_step=carry",), None),  # 48 documents, then 16 of the next
+        (3, 64, ("rollout.passes=2",), None),
+        (3, 64, ("rollout.lag=1",), None),
+    ],
+)
+def test_one_step_per_batch_of_rollouts_is_noted_however_the_batch_fits_in_it(
+    prompts, docs, more, batches
+):
+    """Every ratio is 1 then: losses that differ in their clips alone cannot be told apart."""
+    size = [f"rollout.prompts_per_batch={prompts}", "rollout.group_size=8"]
+    overrides = ["loss=grpo", *size, f"accumulation.docs_per_step={docs}", *more]
+    report = validated(compose(overrides))[1]
+    notes = [note for note in report.notes if "every ratio is 1" in note]
+    assert [note.partition(" of rollouts:")[0] for note in notes] == (
+        [] if batches is None else [f"one optimizer step per {batches}"]
+    )

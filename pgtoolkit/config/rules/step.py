@@ -10,7 +10,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.model.misfits import misfits
 from pgtoolkit.ranks.environment import AXES, joined, world_size
-from pgtoolkit.rollouts.batch_counts import documents_per_batch, samples_ahead
+from pgtoolkit.rollouts.batch_counts import documents_per_batch, samples_ahead, steps_of
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.rollouts.whole_steps import misfits_of_function, misfits_of_groups
 from pgtoolkit.system.report import Report
@@ -48,9 +48,8 @@ def accumulation(c: Config, report: Report) -> None:
             "over a batch, so that clips act from pass two on, also where a batch is one step."
         )
     if batch is not None and docs > 0:
-        _steps_per_batch(c, batch, docs, passes, report)
-        is_off_policy = docs < batch or passes > 1 or samples_ahead(c.rollout)
-        if has_no_ratio and is_off_policy and c.advantage.estimator != "none":
+        _steps_per_batch(c, batch, docs, report)
+        if has_no_ratio and not _is_on_policy(c, batch) and c.advantage.estimator != "none":
             report.note(
                 f"loss={c.loss.name} has no ratio: nothing corrects for updates between sampling "
                 "and a step. It is made for one step per batch of rollouts and no rollout.lag."
@@ -72,7 +71,20 @@ def _size_of_step(c: Config, report: Report) -> None:
         )
 
 
-def _steps_per_batch(c: Config, batch: int, docs: int, passes: int, report: Report) -> None:
+def _is_on_policy(c: Config, batch: int) -> bool:
+    """Return whether no update comes between the sampling of a completion and its step.
+
+    batch: documents of a batch of rollouts.
+    """
+    assert isinstance(c.rollout, PolicyRolloutSettings)  # recorded rollouts have no batches
+    if c.rollout.passes > 1 or samples_ahead(c.rollout):
+        return False
+    if c.accumulation.last_step == "carry":
+        return c.accumulation.docs_per_step % batch == 0
+    return steps_of(batch, c.accumulation) <= 1
+
+
+def _steps_per_batch(c: Config, batch: int, docs: int, report: Report) -> None:
     last = c.accumulation.last_step
     if docs > batch and last == "drop":
         report.refuse(
@@ -82,10 +94,12 @@ def _steps_per_batch(c: Config, batch: int, docs: int, passes: int, report: Repo
             reason="No batch of rollouts fills a step, so every one would be dropped.",
             use=f"accumulation.docs_per_step={batch}",
         )
-    elif docs > batch and last == "short":
+        return
+    is_on_policy = _is_on_policy(c, batch)
+    if docs > batch and last == "short":
         effect = f"is never reached: a batch of rollouts has {batch} documents"
         report.note(f"accumulation.docs_per_step={docs} {effect}.")
-    elif batch % docs:
+    elif batch % docs and not (last == "carry" and docs % batch == 0):
         effects = {
             "short": f"the last step of every batch has only {batch % docs}",
             "drop": f"the last {batch % docs} documents of every batch are not trained on",
@@ -93,10 +107,13 @@ def _steps_per_batch(c: Config, batch: int, docs: int, passes: int, report: Repo
         }
         reason = f"does not divide the {batch} documents of a batch"
         report.note(f"accumulation.docs_per_step={docs} {reason}: {effects[last]}.")
-    elif docs == batch and passes == 1 and not samples_ahead(c.rollout):
+    if is_on_policy:
+        # Batches that one step carries together are sampled before it.
+        count = max(1, docs // batch) if last == "carry" else 1
+        batches = "batch" if count == 1 else f"{count} batches"
         report.note(
-            "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and "
-            "the losses differ only in their weights."
+            f"one optimizer step per {batches} of rollouts: every ratio is 1, nothing is clipped, "
+            "and the losses differ only in their weights."
         )
 
 
