@@ -106,7 +106,8 @@ def _shown_alone(error: PgtoolkitError) -> PgtoolkitError:
 
 def _in_python(message: str) -> str:
     """Return a message of the command with overrides as Python types them where it says to use
-    several or a sweep: `"loss=gspo", "seed=1"`, and `sweep({"loss": ["grpo", "gspo"]})`."""
+    several, a sweep or another directory: `"loss=gspo", "seed=1"`,
+    `sweep({"loss": ["grpo", "gspo"]})` and `train(config, "outputs/OTHER")`."""
 
     def literal(value: str) -> str:
         return value if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value) else json.dumps(value)
@@ -127,6 +128,11 @@ def _in_python(message: str) -> str:
 
     word = r"[\w./@+~-]+=[\w./@+,-]+"
     end = r"(?=\.(?:\n|$))"
+    message = re.sub(
+        r"Use another directory, or \S*pgtk resume [^\n]*",
+        'Use train(config, "outputs/OTHER").',
+        message,
+    )
     message = re.sub(rf"Use pgtk -m ({word}(?: {word})*){end}", sweep_of, message)
     return re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
 

@@ -368,8 +368,9 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
     assert 0 < status["saved"] == status["step"] < 15
     other = experiment.compose(*last_of_each_key(*SMALL, "trainer.max_steps=5"))
-    with pytest.raises(ConfigError, match=r"trainer.max_steps=15, not 5"):
+    with pytest.raises(ConfigError, match=r"trainer.max_steps=15, not 5") as refused:
         experiment.train(other, "run")
+    assert str(refused.value).endswith(' Use train(config, "outputs/OTHER").')
     assert experiment.train(config, "run").step == 15
     assert read_provenance(tmp_path / "run")["command"][:2] == ["pgtk", "continue"]
     assert experiment.train(config, "run").step == 15

@@ -71,8 +71,10 @@ OF_THE_LOSS = (
         "share of tokens, or of documents, whose ratio is outside the bounds of the clip, whatever "
         "the sign of the advantage",
         formula="Σ u [ρ < 1−ε_low or ρ > 1+ε_high] / D",
-        healthy="0 on-policy, then a few percent; with `gspo`, whose bounds are narrow, most",
+        healthy="0 on-policy, then a few percent; with `gspo` most",
         most=0.5,
+        unless="with `gspo` and `gmpo` where `clipped_low_fraction` + `clipped_high_fraction` "
+        "exceeds 0.9",
     ),
     _of_ratios(
         "clipped_low_fraction",

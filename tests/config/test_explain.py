@@ -99,6 +99,11 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
         (
+            "clip",
+            "(failing: above 0.5; with `gspo` and `gmpo` where `clipped_low_fraction` + "
+            "`clipped_high_fraction` exceeds 0.9)",
+        ),
+        (
             "ratio_new_old",
             "over: documents; one without a trained token counts as 0. With num_empty_documents > "
             "0 the mean over the others is the number times num_documents / (num_documents - "
