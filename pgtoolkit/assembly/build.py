@@ -135,8 +135,7 @@ def module_of(
         reference_every=config.kl.update_every,
         reference_rate=config.kl.update_rate,
     )
-    has_advantages = config.advantage.estimator != AdvantageEstimator.none
-    module.surprises = Surprises(config.loss.name, config.rollout, has_advantages)
+    module.surprises = Surprises(config.loss.name, config.rollout, config.advantage.estimator)
     module.adaptive_kl = config.kl.adaptive
     module.shape = Shape.of(config.advantage)
     module.sampling = config.rollout.sampling

@@ -65,7 +65,8 @@ _MEANT = {
     "mean_of": "tokens and documents are counted over the",
     "scale": "every weight is multiplied by",
     "masks_truncated": "whether completions that were cut off are left out is",
-    "truncated_counted": "whether their tokens are counted all the same is",
+    "truncated_counted": "whether the tokens of completions that mask_truncated_completions leaves "
+    "out (`rollout.truncated=mask`) are counted is",
     "mask_shift": "the mask is shifted, in tokens, by",
     "temperature": "log-probs are at the temperature",
 }

@@ -12,6 +12,9 @@ from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import read
 from pgtoolkit.system.report import text
 
+OF_TRY = " Its note on the warm-up is of the try alone."
+"""What is said of two steps that end during warm-up."""
+
 
 def translate(path: Path, processes: int | None) -> str:
     """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
@@ -32,7 +35,9 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     words = [word for word in translation.overrides if word not in steps]
     yield f"  {shlex.join(['pgtk', *words, *steps])}"
     instead = "in place of its last word" if steps else "behind it"
-    yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.")
+    config = translation.composed.config
+    of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""
+    yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")
     by_default = [
         f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
         for key, (value, row) in translation.typed.items()

@@ -6,27 +6,42 @@ import logging
 
 from pgtoolkit.document import Document
 from pgtoolkit.rollouts.data_metrics import mismatch_note, overflow_note, sampling_note
-from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
+from pgtoolkit.rollouts.settings import (
+    AdvantageEstimator,
+    PolicyRolloutSettings,
+    RecordedRolloutSettings,
+)
 
 log = logging.getLogger("pgtoolkit")
+
+_TOO_HARD = (
+    "Is the task too hard or too easy, or are answers longer than rollout.max_completion_length?"
+)
+_CAUSES = {
+    AdvantageEstimator.gae: "the critic expects what every completion gets, or all advantages are "
+    f"equal and advantage.whiten makes them 0. {_TOO_HARD}",
+    AdvantageEstimator.given: "so they are given.",
+    AdvantageEstimator.custom: "so your own estimator has them.",
+}
+"""Why all advantages are 0, where that does not follow from the rewards of groups."""
 
 
 class Surprises:
     """Looks at the metrics of steps, and logs what may surprise in them.
 
     loss: the name of the loss.
-    has_advantages: whether the configuration gives advantages other than 0.
+    estimator: of the advantages.
     """
 
     def __init__(
         self,
         loss: str,
         rollout: PolicyRolloutSettings | RecordedRolloutSettings,
-        has_advantages: bool,
+        estimator: AdvantageEstimator,
     ):
         self._loss = loss
         self._rollout = rollout
-        self._has_advantages = has_advantages
+        self._estimator = estimator
         self._noted_no_signal = False
         self._noted_mismatch = False
         self._noted_overflow = False
@@ -34,15 +49,17 @@ class Surprises:
     def of_step(self, metrics: dict[str, float], documents_seen: int) -> None:
         """Look at a step: whether it has a signal, whether log-probs match, and whether documents
         are trained."""
-        has_no_signal = metrics.get("zero_advantage_group_fraction") == 1 and self._has_advantages
-        if has_no_signal and not self._noted_no_signal:
+        has_no_signal = metrics.get("zero_advantage_group_fraction") == 1
+        gives_signal = self._estimator != AdvantageEstimator.none
+        if has_no_signal and gives_signal and not self._noted_no_signal:
             self._noted_no_signal = True
+            cause = _CAUSES.get(
+                self._estimator, "all completions of a prompt have equal rewards. " + _TOO_HARD
+            )
             log.warning(
                 f"note: every advantage of the step that ends at document {documents_seen} is "
-                "0, so the step teaches nothing: all completions of a prompt have equal rewards. "
-                "Is the task too hard or too easy, or are answers longer than "
-                "rollout.max_completion_length? This note is printed once; see the metric "
-                "zero_advantage_group_fraction."
+                f"0, so the step teaches the policy nothing: {cause} This note "
+                "is printed once; see the metric zero_advantage_group_fraction."
             )
         if not self._noted_overflow:
             note = overflow_note(metrics)

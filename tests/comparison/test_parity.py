@@ -139,7 +139,8 @@ ONLY_IN_THEIR_CODE = [
      ["deviation: what is added to the deviation is 0.0001 in TRL 1.16.0 and 1e-06 in ours",
       "weights: tokens and documents are counted over the micro_batch in TRL 1.16.0 and step in"]),
     ("TRL", {"scale_rewards": "none", "mask_truncated_completions": True}, [],
-     ["weights: whether their tokens are counted all the same is false in TRL 1.16.0"]),
+     ["weights: whether the tokens of completions that mask_truncated_completions leaves out "
+      "(`rollout.truncated=mask`) are counted is false in TRL 1.16.0 and true in ours"]),
     ("TRL", {"scale_rewards": "none", "delta": 1.1}, [],
      ["surrogate: the bound of every ratio is 1.1 in TRL 1.16.0 and null in ours"]),
     ("TRL", {"scale_rewards": "none", "beta": 0.1, "importance_sampling_level": "sequence"},

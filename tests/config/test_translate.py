@@ -430,12 +430,15 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
     assert "optimizer.warmup_steps=5" in page
     assert (
         " trainer.max_steps=50\n\nFor a try of two steps, type trainer.max_steps=2 in place of its "
-        "last word.\n" in page
+        "last word. Its note on the warm-up is of the try alone.\n" in page
     )
     assert "Keys of earlier versions, which TRL 1.16.0 does not have:\n  warmup_ratio\n" in page
     assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
     assert "\n  warmup_ratio=0.1: the rate is 0 at the first update there" in page
     assert "warmup_steps=0" not in page
+    file.write_text(json.dumps({"num_generations": 8, "max_steps": 50}))
+    assert main(["translate", str(file)]) == 0
+    assert "warm-up is of the try" not in capsys.readouterr().out  # there is none
 
 
 SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
@@ -1063,7 +1066,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert {"accumulation.docs_per_step=32", "optimizer.learning_rate=2e-06", "seed=3"} <= {
         *shlex.split(command)
     }
-    assert "\n\nFor a try of two steps, type trainer.max_steps=2 behind it.\n\n" in page
+    assert "\n\nFor a try of two steps, type trainer.max_steps=2 behind it. Its note" in page
     learned, _, others = page.partition("What changes what is learned, and is left out:")[
         2
     ].partition("Assumed:")

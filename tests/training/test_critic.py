@@ -32,10 +32,12 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.document import Document
 from pgtoolkit.losses import reference_terms
+from pgtoolkit.rollouts.settings import AdvantageEstimator
 from pgtoolkit.rollouts.step_loader import StepLoader
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.critic import value_losses
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.surprises import Surprises
 
 GAE = ("advantage=gae", "loss=grpo")
 LEARNING = (
@@ -496,3 +498,18 @@ def test_a_run_without_a_critic_has_no_metrics_or_files_of_it(tmp_path):
 def test_a_setting_that_excludes_a_critic_is_refused(settings, problem):
     problems = validate(config_of("advantage=gae", "loss=grpo", *settings))[1].problems
     assert any(text.startswith(problem) for text in problems), problems
+
+
+def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
+    """Nothing of a critic's is about the rewards of a group, and neither are those of a file."""
+    rollout = compose([]).config.rollout
+    for estimator, says in {
+        "gae": "the critic expects what every completion gets",
+        "given": "so they are given.",
+        "grpo": "all completions of a prompt have equal rewards",
+    }.items():
+        caplog.clear()
+        surprises = Surprises("grpo", rollout, AdvantageEstimator(estimator))
+        surprises.of_step({"zero_advantage_group_fraction": 1}, 8)
+        (note,) = [record.getMessage() for record in caplog.records]
+        assert f"so the step teaches the policy nothing: {says}" in note
