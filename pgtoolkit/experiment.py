@@ -134,7 +134,31 @@ def _in_python(message: str) -> str:
         message,
     )
     message = re.sub(rf"Use pgtk -m ({word}(?: {word})*){end}", sweep_of, message)
-    return re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
+    message = re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
+    message = re.sub(rf"Use pgtk sweep ([\w./-]+){end}", r'Use sweep("\1")', message)
+    message = re.sub(r"^pgtk (sweep|compare) needs", r"\1 needs", message)
+    message = re.sub(r"^(?:pgtk )?(compare|load) (\S+) needs", r'\1("\2") needs', message)
+    return re.sub(r"Continue with: \S*pgtk resume (\S+)$", _continued, message)
+
+
+def _continued(match: re.Match[str]) -> str:
+    return f"Continue with: train(config, {json.dumps(match[1])})"
+
+
+_OPTIONS = "metric|best-of|reach|over|against|margin"
+
+
+def _keywords(message: str) -> str:
+    """Return a message of `pgtk compare` with its options as the keywords of `compare`."""
+
+    def keyword(match: re.Match[str]) -> str:
+        return f"{match[1].replace('-', '_')}={json.dumps(match[2])}"
+
+    message = re.sub(rf"--({_OPTIONS})=(\S+?)(?=[.,;)]*(?:\s|$))", keyword, message)
+    message = re.sub(r"--label (\S+=\S+?)(?=[.,;)]*(?:\s|$))", r'labels=["\1"]', message)
+    bare = rf"--({_OPTIONS})\b(?!=| in a shell| \S+ in a shell)"
+    message = re.sub(bare, lambda match: match[1].replace("-", "_"), message)
+    return message.replace("leave --label out", "leave labels out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,7 +373,26 @@ def _sweep_words(
         words = [f"{key}={_values(str(key), values)}" for key, values in grid.items()]
         words += overrides
         return words, None, ["pgtk", "-m", *words]
-    file = sweep_file(str(grid))
+    if "=" in str(grid) and not Path(grid).is_file():
+        typed = [*str(grid).split(), *overrides]
+        train_or_check = "train" if name == "sweep" else name
+        one = f"{train_or_check}(compose({', '.join(map(json.dumps, typed))}))"
+        several = _in_python(f"Use pgtk -m {' '.join(typed)}.")[len("Use ") : -1]
+        raise ConfigError(
+            refusal(
+                setting=name,
+                needs="keys with their values, or the name or the file of a sweep",
+                got=repr(str(grid)),
+                reason="An override is no sweep.",
+                use=several.replace("sweep(", f"{name}(", 1) if "," in str(grid) else one,
+            )
+        )
+    try:
+        file = sweep_file(str(grid))
+    except ConfigError as error:
+        message = _in_python(str(error)).removeprefix("sweep")
+        error.args = (f"{name}{message.replace('Use sweep(', f'Use {name}(')}",)
+        raise
     return [*overrides], file, ["pgtk", "sweep", str(grid), *overrides]
 
 
@@ -445,18 +488,22 @@ def compare(
                 use='compare(runs), or compare("outputs/sweeps/NAME")',
             )
         )
-    compared = groups.compare(
-        runs_with(metric, reach, paths),
-        metric,
-        best_of,
-        reach,
-        over,
-        against,
-        margin,
-        ignore_code,
-        labels,
-    )
-    refuse_other_measures(compared)
+    try:
+        compared = groups.compare(
+            runs_with(metric, reach, paths),
+            metric,
+            best_of,
+            reach,
+            over,
+            against,
+            margin,
+            ignore_code,
+            labels,
+        )
+        refuse_other_measures(compared)
+    except ConfigError as error:
+        error.args = (_keywords(str(error)),)
+        raise
     return Comparison(compared)
 
 

@@ -26,6 +26,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
 from pgtoolkit.launch.apart import call_apart
 from pgtoolkit.launch.ranks import train_job
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, read_provenance, read_status
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.renewed_line import NotebookBar, ToldLine
@@ -187,6 +188,68 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
         compared.figure(3)
     with pytest.raises(ConfigError, match="no such folder"):
         experiment.load(two_runs / "none")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda runs: experiment.check("loss=gspo"), r'Use check\(compose\("loss=gspo"\)\)\.$'),
+        (lambda runs: experiment.sweep("loss=gspo"), r'Use train\(compose\("loss=gspo"\)\)\.$'),
+        (
+            lambda runs: experiment.check("loss=grpo,gspo"),
+            r'Use check\(\{"loss": \["grpo", "gspo"\]\}\)\.$',
+        ),
+        (
+            lambda runs: experiment.sweep("clip_rang"),
+            r'^sweep needs a sweep .* Use sweep\("clip_range"\)\.$',
+        ),
+        (
+            lambda runs: experiment.check("clip_rang"),
+            r'^check needs .*Use check\("clip_range"\)\.$',
+        ),
+        (
+            lambda runs: experiment.compare(runs, metric="rewrd"),
+            r'^metric="rewrd" needs .* Use metric="reward"\.$',
+        ),
+        (
+            lambda runs: experiment.compare(runs, metric="final:rewrd"),
+            r'Use metric="final:reward"\.$',
+        ),
+        (
+            lambda runs: experiment.compare(runs, metric="reward", against="grp"),
+            r'^against="grp" needs .* Use against="loss=grpo"\.$',
+        ),
+        (
+            lambda runs: experiment.compare(runs, metric="reward", best_of="seed"),
+            r'^best_of="seed" needs .* Use best_of="loss"\.$',
+        ),
+        (lambda runs: experiment.compare("none_here"), r'^compare\("none_here"\) needs'),
+        (lambda runs: experiment.load("none_here"), r'^load\("none_here"\) needs'),
+        (
+            lambda runs: experiment.compare(runs, metric="reward").figure("foo"),
+            r'^panels=foo needs .* Use panels="documents,means"\.$',
+        ),
+    ],
+)
+def test_messages_say_what_to_use_as_python_types_it(two_runs, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(two_runs)
+
+
+def test_runs_that_failed_before_a_step_are_said_to_have_failed_and_runs_are_a_table(tmp_path):
+    status = {"state": "failed", "step": 0, "reason": "DataError: my reward is NaN " * 9}
+    for name in ("first", "second"):
+        with RunDirectory(tmp_path / name) as directory:
+            directory.write_config(plain_config(config_of(*SMALL)), [])
+            (directory.path / "status.json").write_text(json.dumps(status))
+    with pytest.raises(ConfigError, match=r"\(got none\)\. first failed: DataError: my reward is"):
+        experiment.compare(tmp_path, metric="reward")
+    header, first, second = repr(experiment.load(tmp_path)).splitlines()
+    assert header.split() == ["run", "status", "steps", "folder", "reason"]
+    assert first.split()[:3] == ["first", "failed", "0"]
+    assert "my reward is NaN" in second
+    assert "\n" not in second
+    assert repr(experiment.Runs()) == "no runs"
 
 
 def test_arguments_of_other_types_are_refused_with_what_to_type():
@@ -362,8 +425,9 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(Interrupted, match=r"stopped as asked \(SIGINT\) after step"):
+    with pytest.raises(Interrupted, match=r"^stopped as asked \(SIGINT\) after") as stopped:
         experiment.train(config, "run")
+    assert str(stopped.value).endswith('. Continue with: train(config, "run")')
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
     assert 0 < status["saved"] == status["step"] < 15

@@ -80,6 +80,8 @@ def panels_named(text: str | None, best_of: str | None, option: str = "--panels"
     """
     if text is None:
         return ["documents", "seconds", "means", *(["tried"] if best_of else [])]
+    in_python = option == "panels"
+    quote = '"' if in_python else ""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in PANELS]
     if unknown:
@@ -90,7 +92,7 @@ def panels_named(text: str | None, best_of: str | None, option: str = "--panels"
                 needs=f"names of panels: {', '.join(PANELS)}",
                 got=", ".join(unknown) or "none",
                 reason="The figure has no other.",
-                use=f"{option}={','.join(known) or 'documents,means'}",
+                use=f"{option}={quote}{','.join(known) or 'documents,means'}{quote}",
             )
         )
     if "tried" in names and not best_of:
@@ -98,10 +100,11 @@ def panels_named(text: str | None, best_of: str | None, option: str = "--panels"
         raise ConfigError(
             refusal(
                 setting=f"{option}={text}",
-                needs="--best-of",
+                needs="best_of" if in_python else "--best-of",
                 got="none",
                 reason="tried shows the values of its key.",
-                use=f"{option}={others}, or --best-of with a key",
+                use=f"{option}={quote}{others}{quote}, or "
+                + ("best_of in compare" if in_python else "--best-of with a key"),
             )
         )
     return [*dict.fromkeys(names)]

@@ -521,6 +521,13 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
     """
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
+    failed = [run for run in runs if run.state == "failed" and run.reason]
+    if not known and failed:
+        raise ConfigError(
+            f"{option.format(metric)} needs a run that has finished a step (got none). "
+            f"{failed[0].name} failed: {' '.join(str(failed[0].reason).split()).rstrip('.')}. Use "
+            "other runs, or train again without that fault."
+        )
     if not known:
         files = ", ".join(f"{run.path}/metrics.jsonl" for run in runs[:3])
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from pgtoolkit.runs.completion_files import completion_files
 from pgtoolkit.runs.modules import COPIES
 from pgtoolkit.runs.records import read_evaluations, reading_file
 from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import in_words, nearest, shell_path
 from pgtoolkit.system.safe_text import legible
@@ -109,6 +111,10 @@ class Run:
 class Runs(tuple[Run, ...]):
     """Runs in the order of their names."""
 
+    def __repr__(self) -> str:
+        rows = [[textwrap.shorten(str(cell), 100) for cell in row] for row in _rows(self)]
+        return legible("\n".join(aligned([_HEADER, *rows]))) if rows else "no runs"
+
     def _repr_html_(self) -> str:
         return _runs_as_html(self)
 
@@ -172,7 +178,15 @@ class Comparison:
 def _runs_as_html(runs: Sequence[Run]) -> str:
     from pgtoolkit.comparison.reports import table_as_html
 
-    rows = [
-        [run.name, run.status, run.step, run.reason or "", shell_path(run.path)] for run in runs
+    return table_as_html([_HEADER, *_rows(runs)])
+
+
+_HEADER = ["run", "status", "steps", "folder", "reason"]
+
+
+def _rows(runs: Sequence[Run]) -> list[list[object]]:
+    """Return what a table says of each run, by _HEADER."""
+    return [
+        [run.name, run.status, run.step, shell_path(run.path), " ".join((run.reason or "").split())]
+        for run in runs
     ]
-    return table_as_html([["run", "status", "steps", "reason", "folder"], *rows])

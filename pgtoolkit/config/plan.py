@@ -28,7 +28,7 @@ from pgtoolkit.rollouts.batch_counts import (
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.functions import documented, parameters_in_file
+from pgtoolkit.system.functions import documented, lacks, parameters_in_file
 from pgtoolkit.system.report import text
 
 _MEBIBYTE = 2**20
@@ -72,9 +72,10 @@ def equation(config: Config) -> list[str]:
     if family is not None:
         surrogate = family.equation
     weight, symbols, sum_of_weights = _weight(config)
+    equation_of_token = [] if family is None and lacks(loss) else [f"l_t = {surrogate}"]
     lines = [
         f"{title}: sum over trained tokens of w_t {summed}",
-        f"l_t = {surrogate}",
+        *equation_of_token,
         *_top_entropy(config),
         *penalties,
         f"w_t = {weight},  {symbols}",

@@ -96,6 +96,19 @@ def documented(path: str) -> str | None:
     return (ast.get_docstring(node) or "").partition("\n")[0] or None if node else None
 
 
+def lacks(path: str) -> bool:
+    """Return whether the module of a dotted path is a file that does not have the name at all."""
+    file = _file_of_module(path)
+    if file is None:
+        return False
+    try:
+        code = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    name = re.escape(path.rpartition(".")[2])
+    return re.search(rf"\b{name}\b|import \*", code) is None
+
+
 def parameters_in_file(path: str) -> list[str] | None:
     """Return the names of the parameters of a function, as `_definition` finds it; None where there
     is none, or a class."""

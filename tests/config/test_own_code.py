@@ -395,3 +395,15 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
 def test_a_loss_function_that_cannot_be_right_is_refused(mine, overrides, message):
     with pytest.raises(ConfigError, match=message):
         loss_of(compose(overrides).config)
+
+
+def test_a_function_that_its_file_lacks_has_no_equation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lacking.py").write_text("import functools\nmade = functools.partial(print)\n")
+
+    def lines(name: str) -> list[str]:
+        return [line for line in equation(compose([f"loss={name}"]).config) if "l_t = " in line]
+
+    assert lines("lacking.nope") == []
+    for name in ("lacking.made", "nowhere.nope"):
+        assert lines(name) == [f"l_t = as {name} computes it"]
