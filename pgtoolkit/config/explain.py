@@ -34,6 +34,9 @@ Known = Mapping[str, list[Page]]
 _MOST_PAGES = 6
 """A word that stands for more things is answered by a list of them."""
 
+_MOST_MENTIONS = 20
+"""Of the pages that only mention a word, so many are named."""
+
 
 def explain(words: str, commands: Known | None = None) -> str:
     """Return the pages on a word, as text; on a sentence, such as a note or a refusal, those on the
@@ -267,4 +270,6 @@ def _mentioned(words: str, known: Known) -> list[Page]:
     if len(pages) <= 2:
         return [*pages.values()]
     title = f"{words}: a word in what `pgtk explain` says of"
-    return [Page("mentions", title, {"": "; ".join(pages)})]
+    listed = "; ".join([*pages][:_MOST_MENTIONS])
+    more = f"; and {len(pages) - _MOST_MENTIONS} more" if len(pages) > _MOST_MENTIONS else ""
+    return [Page("mentions", title, {"": listed + more})]

@@ -98,7 +98,7 @@ def _words() -> Explained:
                 "see": f"docs/{word.see}" if word.see else "",
             }
             yield (
-                [word.name, f"{word.name}s", word.name.lower()],
+                [word.name, f"{word.name}s", word.name.lower(), *word.symbols],
                 Page("word", f"{word.name}, {kind}", parts),
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _FIELD = {
+    "aggregation.divisor": "L",
     "rollout.group_size": (
         "n k group groups samples rollouts completions num_samples num_rollouts num_completions "
         "n_samples n_rollouts rollouts_per_example rollouts_per_prompt samples_per_prompt "

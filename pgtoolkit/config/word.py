@@ -9,10 +9,12 @@ from dataclasses import dataclass
 class Word:
     """A word that is typed or read, with its meaning.
 
-    type: what a column or a parameter holds. see: the page of docs/ that says more.
+    type: what a column or a parameter holds. see: the page of docs/ that says more. symbols: those
+        of equations that `help` defines.
     """
 
     name: str
     help: str
     type: str = ""
     see: str = ""
+    symbols: tuple[str, ...] = ()

@@ -26,11 +26,13 @@ OF_EQUATIONS = (
         "group",
         "the completions of one prompt; advantages are computed from their rewards. G counts the "
         "groups of the step, and N_g is the number of trained tokens of group g",
+        symbols=("G", "N_g"),
     ),
     Word(
         "document",
         "one prompt with one completion, as tokens and numbers of each trained token. D counts "
         "the documents of the step, and N_d is the number of trained tokens of document d",
+        symbols=("D", "N_d"),
     ),
     Word(
         "trajectory",
@@ -46,24 +48,35 @@ OF_EQUATIONS = (
         "the token that the logits of a position predict: labels[t] is token t + 1 of the "
         "document, and o_t, b_t and A_t are that token's",
     ),
-    Word("trained token", "one whose label is not negative; N counts those of the step"),
+    Word(
+        "trained token",
+        "one whose label is not negative; N counts those of the step",
+        symbols=("N",),
+    ),
     Word("step", "one optimizer update with all its documents, of all micro-batches and ranks"),
     Word(
         "log-prob",
         "p_t, the logarithm of a token's probability under the policy in training, "
         "with the logits divided by the temperature",
+        symbols=("p_t",),
     ),
     Word(
         "old log-prob",
         "o_t, that under the policy that generated the token, in the ratio exp(p_t - o_t)",
+        symbols=("o_t",),
     ),
     Word(
         "sampling log-prob",
         "b_t, that which the engine gave as it sampled the token, where "
         "another program has computed the old one",
+        symbols=("b_t",),
     ),
-    Word("log-ratio", "λ_t = p_t - o_t"),
-    Word("advantage", "A_t, how much better a completion is than is expected of its prompt"),
+    Word("log-ratio", "λ_t = p_t - o_t", symbols=("λ_t",)),
+    Word(
+        "advantage",
+        "A_t, how much better a completion is than expected of its prompt; A_d, its mean in d",
+        symbols=("A_t", "A_d"),
+    ),
 )
 """The words of docs/losses.md."""
 

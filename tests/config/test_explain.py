@@ -98,6 +98,14 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl_keys.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
+        ("D", "D counts the documents of the step"),
+        ("N_d", "N_d is the number of trained tokens of document d"),
+        ("G", "G counts the groups of the step"),
+        ("N_g", "N_g is the number of trained tokens of group g"),
+        ("N", "N counts those of the step"),
+        ("L", "aggregation.divisor: a key"),
+        ("A_t", "A_t, how much better a completion is"),
+        ("A_d", "A_d, its mean in d"),
         (
             "clip",
             "(failing: above 0.5; with `gspo` and `gmpo` where `clipped_low_fraction` + "
