@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from pgtoolkit.assembly.continuing import going_on_command
 from pgtoolkit.config.conditions import with_values
-from pgtoolkit.config.keys import OPTION_KEYS, default, shown
+from pgtoolkit.config.keys import OPTION_KEYS, OWN_CODE, default, shown
 from pgtoolkit.config.names import changed, digest, plain_config
+from pgtoolkit.config.own_code import chosen, short_name
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
-from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
+from pgtoolkit.runs.records import leaves, read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import Report, text
 
@@ -122,18 +123,25 @@ def refuse_another(directory: Path, config: dict) -> None:
     Relative paths of that run start in the current directory.
     """
     changes = {}
-    for key, (before, now) in changed(read_config(directory)[0], config).items():
+    saved = read_config(directory)[0]
+    for key, (before, now) in changed(saved, config).items():
         if not isinstance(before, str) or str(Path.cwd() / before) != now:
             changes[key] = (before, now)
     if not changes:
         return
     key, (before, now) = next(iter(changes.items()))
+    group = key.partition(".")[0]
+    if group in OWN_CODE and key in (OPTION_KEYS[group], OWN_CODE[group].name):
+        options = chosen(dict(leaves(saved)), group), chosen(dict(leaves(config)), group)
+        if options[0] != options[1]:
+            key = OPTION_KEYS[group]
+            before, now = options
     use = "another directory"
     if changes.keys().isdisjoint(fixed.name for fixed in fixed_keys(config)):
         use += f", or {going_on_command(directory, _as_typed(changes, config))}"
     raise ConfigError(
-        f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, "
-        f"not {text(now)}). A run is continued as it was. Use {use}."
+        f"{directory} needs to be free for this run (got one with {shown(short_name(key))}="
+        f"{text(before)}, not {text(now)}). A run is continued as it was. Use {use}."
     )
 
 

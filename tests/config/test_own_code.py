@@ -22,6 +22,8 @@ from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, notes, problems
+from pgtoolkit.launch.sweep import refuse_another
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 
 MINE = """
@@ -407,3 +409,18 @@ def test_a_function_that_its_file_lacks_has_no_equation(tmp_path, monkeypatch):
     assert lines("lacking.nope") == []
     for name in ("lacking.made", "nowhere.nope"):
         assert lines(name) == [f"l_t = as {name} computes it"]
+
+
+def test_a_folder_of_another_run_is_refused_with_the_loss_that_was_typed(mine):
+    def values(*words: str) -> dict:
+        return plain_config(compose([*words]).config)
+
+    with RunDirectory(mine / "run") as run:
+        run.write_config(values("loss=mine.soft_clip", "loss.softness=0.1"), [])
+    for words, message in (
+        (["loss=grpo"], r"\(got one with loss=mine.soft_clip, not grpo\)"),
+        (["loss=mine.centred"], r"\(got one with loss=mine.soft_clip, not mine.centred\)"),
+        (["loss=mine.soft_clip", "loss.softness=0.2"], r"with loss.softness=0.1, not 0.2\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            refuse_another(mine / "run", values(*words))
