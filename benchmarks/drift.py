@@ -78,8 +78,10 @@ OF_FILES = {
         "warmup_ratio",
     ),
     "verl": (
+        "actor_rollout_ref.actor.optim.override_optimizer_config.",
         "config_name",
         "config_path",
+        "critic.optim.override_optimizer_config.",
         "launch.module",
         "model_engine",
         "reward.reward_kwargs.overlong_buffer_cfg.",

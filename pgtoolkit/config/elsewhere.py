@@ -146,6 +146,7 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
     for block in content["none"]:
         keys = [*flat(block.get("keys", {})), *((name, None) for name in block.get("sections", []))]
         facts = {"reasons": {"": block["reason"]}, "learns": block.get("learns", False)}
+        facts["acts"] = block.get("acts", "")
         rows |= {name: Theirs(trainer, name, value, **facts) for name, value in keys}
     return rows
 

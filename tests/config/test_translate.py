@@ -718,6 +718,13 @@ VERL = [
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 24000},
         {"accumulation.max_tokens": 24000, f"{ACTOR}.use_dynamic_bsz": None},
     ),
+    # Other servers than vLLM's have no equal; what has their default says nothing of them.
+    (
+        {"actor_rollout_ref.rollout.max_num_seqs": 256}
+        | {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.7},
+        {"actor_rollout_ref.rollout.max_num_seqs": None}
+        | {"actor_rollout_ref.rollout.gpu_memory_utilization": "left"},
+    ),
     (
         {f"{ACTOR}.ppo_max_token_len_per_gpu": 24000},
         {"accumulation.max_tokens": 4096, f"{ACTOR}.ppo_max_token_len_per_gpu": "left"},
@@ -983,10 +990,12 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
             | {"algorithm.kl_penalty": "abs", f"{ACTOR}.clip_ratio": 0.3}
             | {"critic.optim.weight_decay": 0.1, f"{CORRECTION}.loss_type": "reinforce"}
             | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
-            | {"reward.reward_kwargs.max_resp_len": 9},
+            | {"reward.reward_kwargs.max_resp_len": 9, "critic.optim.num_cycles": 1}
+            | {f"{ACTOR}.policy_loss.kl_cov_ratio": 0.1, "critic.strategy": "fsdp2"},
             "",
             "kl_ctrl.kl_coef=0 kl_loss_coef=0 kl_penalty=abs clip_ratio=0.3 "
-            "critic.optim.weight_decay=0.1 loss_type=reinforce overlong_buffer_cfg.enable=true",
+            "critic.optim.weight_decay=0.1 loss_type=reinforce overlong_buffer_cfg.enable=true "
+            "num_cycles=1 kl_cov_ratio=0.1 critic.strategy=fsdp2",
         ),
         # A second penalty changes what is learned.
         (
@@ -1014,9 +1023,13 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
         # And which prompts there are, in which order, and how long completions are.
         (
             {"data.shuffle": False, "data.train_max_samples": 640, f"{ACTOR}.shuffle": True}
+            | {"data.custom_cls.path": "own.py", "actor_rollout_ref.model.tokenizer_path": "t"}
+            | {"actor_rollout_ref.rollout.quantization": "fp8"}
+            | {"actor_rollout_ref.model.lora_adapter_path": "adapters"}
             | {"actor_rollout_ref.rollout.ignore_eos": True, f"{ACTOR}.optim.optimizer": "SGD"},
             "data.shuffle=false train_max_samples=640 actor.shuffle=true ignore_eos=true "
-            "optimizer=SGD",
+            "optimizer=SGD custom_cls.path=own.py tokenizer_path=t quantization=fp8 "
+            "lora_adapter_path=adapters",
             "",
         ),
     ],
