@@ -522,14 +522,6 @@ class Objective:
                 f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
                 f"this piece (got {tokens_of_step}). Totals are those of the whole step."
             )
-        trained_here = int(self._trained_here())
-        trained_of_step = int(self._trained_of_step())
-        if trained_here > trained_of_step:
-            raise ValueError(
-                f"totals.num_documents less totals.num_empty_documents needs to be at least the "
-                f"{trained_here} documents of this piece with a trained token (got "
-                f"{trained_of_step}). Totals are those of the whole step."
-            )
         for name, here, counts in self._tokens_of_shared():
             if (here > counts).any():
                 place = int((here > counts).nonzero()[0])
@@ -539,6 +531,14 @@ class Objective:
                     f"trained tokens of this piece (got {int(counts[place])}). Totals are those of "
                     f"the whole step, and {index} has the same number in every piece"
                 )
+        trained_here = int(self._trained_here())
+        trained_of_step = int(self._trained_of_step())
+        if trained_here > trained_of_step:
+            raise ValueError(
+                f"totals.num_documents less totals.num_empty_documents needs to be at least the "
+                f"{trained_here} documents of this piece with a trained token (got "
+                f"{trained_of_step}). Totals are those of the whole step."
+            )
         bad = self.not_finite(log_probs)
         if not bad.any():  # what `refused` has found is then a log-prob above 0
             self._refuse_positive(of_data)
