@@ -299,6 +299,9 @@ def _likely_tokens(words: str) -> int:
 
 def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
     """Yield lines for `pgtk check`. gpu: bytes of each GPU, None where there is none."""
+    is_on_cpu = gpu is None and config.trainer.device != "cuda"
+    if is_on_cpu:
+        config = with_values(config, {"trainer.device": "cpu"})
     use = memory_use(config, gpu)
     if use is None:
         return
@@ -306,8 +309,11 @@ def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
         if parts:
             sizes_of_parts = [f"{part} {size / 1e9:.3g}" for part, size in parts.items()]
             yield f"{name}: {' + '.join(sizes_of_parts)} GB"
-    line = f"at most about {use.peak / 1e9:.3g} GB on each GPU"
-    yield f"{line}, which has {gpu / 1e9:.3g}" if gpu else line
+    line = f"at most about {use.peak / 1e9:.3g} GB"
+    if is_on_cpu:
+        yield f"{line} of memory in each process, on the CPU"
+        return
+    yield f"{line} on each GPU, which has {gpu / 1e9:.3g}" if gpu else f"{line} on each GPU"
     if config.model.gradient_checkpointing == "auto":
         yield _keeping(config, use, gpu)
     if gpu and use.peak > gpu:

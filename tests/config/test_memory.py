@@ -125,6 +125,22 @@ def test_the_estimate_without_gradient_checkpointing_is_within_10_percent_of_the
     assert memory_use(config, H100).peak / 1e9 == pytest.approx(36.58, rel=0.1)
 
 
+def test_memory_without_a_gpu_is_that_of_the_cpu_unless_the_run_is_for_a_gpu(tmp_path):
+    devices = ("auto", "cpu", "cuda")
+    auto, cpu, cuda = (
+        job(tmp_path, "0.5", *LONG, f"trainer.device={name}", "model.gradient_checkpointing=auto")
+        for name in devices
+    )
+    lines = [*memory_lines(auto, None)]
+    assert lines == [*memory_lines(cpu, None)]
+    assert lines[-1].endswith(" GB of memory in each process, on the CPU")
+    # On a CPU no layer is made again.
+    assert f"about {memory_use(cpu, None).peak / 1e9:.3g} GB" in lines[-1]
+    assert "GPU" not in " ".join(lines)
+    assert " GB on each GPU" in " ".join(memory_lines(cuda, None))
+    assert [*memory_lines(auto, GPU)] == [*memory_lines(cuda, GPU)]
+
+
 def test_auto_is_estimated_as_true_where_layers_can_keep_parts_and_as_false_elsewhere(tmp_path):
     """In 24 layers each of 65536 tokens keeps 896 numbers of attention's output, and results of
     products: 1152 of query, key and value, 896 of attention's output, 9728 of gate and up."""
