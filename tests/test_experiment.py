@@ -160,7 +160,7 @@ def test_a_run_is_loaded_with_the_columns_of_its_files(two_runs):
             "labels needs a list of texts (got 'loss=grpo=a').",
         ),
         ([two_runs], {"ignore_code": "code"}, "ignore_code needs True or False (got 'code')."),
-        ([two_runs], {"margin": 0.02, "reach": "reward=0"}, "--margin=0.02 needs a number of doc"),
+        ([two_runs], {"margin": 0.02, "reach": "reward=0"}, 'margin="0.02" needs a number of doc'),
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(problem)}"):
             experiment.compare(*runs, **options)
