@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_STOP = 10
+_SECONDS_BETWEEN_CALLS = 0.2
 
 
 def show_store(uri: str | None, port: int) -> int:
     """Show the store until Ctrl-C or SIGTERM; returns 0 then.
 
+    A store that is a server shows its pages itself: only their addresses are printed.
     Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read
     it or ends by itself.
     """
@@ -42,28 +44,42 @@ def show_store(uri: str | None, port: int) -> int:
     require_store(
         store,
         f"--uri={uri}" if uri else "pgtk ui",
-        "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db",
+        "pgtk, which trains a first run, pgtk ui in the directory of earlier ones, or "
+        "--uri=sqlite:///PATH/mlflow.db",
     )
+    if store.startswith("http"):
+        with raising_storage_errors(store, "Nothing is shown."):
+            say(_addresses(client_of(store), store))
+        say(f"The server {store} shows these pages itself; nothing is started here.")
+        return 0
     _check_port(port)
     with raising_storage_errors(store, "Nothing is shown."):
         say(_addresses(client_of(store), address))
     environment = {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PYTHONWARNINGS": "ignore",  # of the packages of its server
     } | os.environ
     # Without it a profile.py of the current directory hides Python's own.
     environment |= {"PYTHONSAFEPATH": "1"}
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
     command += ["--host", _HOST, "--port", str(port), "--backend-store-uri", store]
+    # Its other lines say what is said here.
+    command += ["--uvicorn-opts", "--log-level warning"]
     # SIGHUP comes when the terminal is closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     # Quiet, since the server prints a line for each request.
     server = Child(under_guard(command, _SECONDS_TO_STOP), environment, is_quiet=True)
     try:
-        say(f"MLflow starts with {store}, which takes some seconds; Ctrl-C ends it.")
-        status = server.wait()
+        say(f"MLflow starts with {store}; its pages open once it answers, in some seconds.")
+        status = None
+        while status is None and not _answers(port):
+            status = server.wait(_SECONDS_BETWEEN_CALLS)
+        if status is None:
+            say(f"MLflow answers at {address}; Ctrl-C ends it.")
+            status = server.wait()
         raise StorageError(
             f"MLflow's server for {redact(store)} ended with status {status}; above it says why."
         )
@@ -84,6 +100,12 @@ def _check_port(port: int) -> None:
                 f"--port={port} needs a free port of {_HOST}, from 1 to 65535 (got: "
                 f"{str(error).rstrip('.')}). Use --port={_free_port()}."
             ) from error
+
+
+def _answers(port: int) -> bool:
+    """Return whether a server listens on the port."""
+    with socket.socket() as caller:
+        return caller.connect_ex((_HOST, port)) == 0
 
 
 def _free_port() -> int:

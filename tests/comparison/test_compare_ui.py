@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from builders.processes import free_port
 from builders.refusals import refusal
 
 from pgtoolkit.assembly.run_description import description_of
+from pgtoolkit.cli import main
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowRecord
 
@@ -32,30 +32,29 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return tracker.info
 
 
-def status(address: str) -> int:
-    """Wait until the server answers, and return the status of its answer."""
-    end = time.monotonic() + 120
-    while True:
-        try:
-            return urllib.request.urlopen(address, timeout=10).status
-        except OSError:
-            assert time.monotonic() < end
-            time.sleep(0.2)
-
-
 @pytest.mark.slow
-def test_ui_opens_the_newest_run_and_leaves_no_process_behind(store, tmp_path):
+def test_ui_opens_the_newest_run_and_leaves_no_process_behind(store, tmp_path, capsys):
     port = free_port()
     command = [sys.executable, "-m", "pgtoolkit.cli", "ui", "--port", str(port)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+    with (
+        (tmp_path / "errors.txt").open("w") as errors,
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as server,
+    ):
         try:
-            lines = [server.stdout.readline() for _ in range(3)]
             address = f"http://127.0.0.1:{port}"
+            answers = f"MLflow answers at {address}; Ctrl-C ends it.\n"
+            lines = [*iter(server.stdout.readline, answers)]
             assert lines[0] == "newest run    run-newer\n"
             runs = f"{address}/#/experiments/{store['experiment_id']}/runs"
             page = f"{runs}?compareRunsMode=CHART&workflowType=machine_learning"
             assert lines[1] == f"charts        {page}\n"
-            assert status(address) == 200
+            assert urllib.request.urlopen(address, timeout=60).status == 200
+            assert main(["ui", f"--uri={address}", f"--port={port}"]) == 0
+            printed = capsys.readouterr().out.splitlines(keepends=True)
+            assert printed[:3] == lines[:3]
+            assert "shows these pages itself" in printed[3]
             children = subprocess.run(
                 ["pgrep", "-P", str(server.pid)], capture_output=True, text=True
             ).stdout.split()
@@ -64,6 +63,9 @@ def test_ui_opens_the_newest_run_and_leaves_no_process_behind(store, tmp_path):
         finally:
             server.terminate()  # so that a failure does not wait for it
     assert len(children) == 1
+    # MLflow prints this line whatever it is told.
+    (line,) = (tmp_path / "errors.txt").read_text().splitlines()
+    assert line.startswith("[MLflow] Security middleware enabled")
     with pytest.raises(ProcessLookupError):
         os.killpg(int(children[0]), 0)  # the server's whole group
     with pytest.raises(OSError, match="refused"):
