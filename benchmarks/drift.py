@@ -68,21 +68,20 @@ CASES: dict[str, list[dict[str, object]]] = {
 OF_FILES = {
     "TRL": (
         "accelerator_config.",
-        "dataloader_in_order",
         "datasets",
+        "get_soft_overlong_punishment.",
+        "launch.",
         "lr_scheduler_kwargs.",
-        "max_prompt_length",
         "model_init_kwargs.",
         "peft_config",
         "streaming",
-        "warmup_ratio",
+        "train_dataset.",
     ),
     "verl": (
         "actor_rollout_ref.actor.optim.override_optimizer_config.",
         "config_name",
         "config_path",
         "critic.optim.override_optimizer_config.",
-        "launch.module",
         "model_engine",
         "reward.reward_kwargs.overlong_buffer_cfg.",
         "reward_model.overlong_buffer.",
@@ -90,7 +89,7 @@ OF_FILES = {
     ),
 }
 """Beginnings of keys of our tables that files of users have, and their own defaults do not: of
-scripts, of Hydra, and of earlier releases."""
+scripts, of programs and of Hydra."""
 
 _ASKED = """
 import dataclasses, importlib.util, json, pathlib, sys
@@ -130,6 +129,17 @@ def differing(trainer: str, defaults: dict[str, object]) -> dict[str, tuple[obje
         for name, default in defaults.items()
         if name not in rows or text(rows[name].default) != text(default)
     }
+
+
+def unknown(trainer: str, defaults: dict[str, object]) -> list[str]:
+    """Return the names of our table that have a default here and are no key there."""
+    table = tables()[trainer]
+    excused = (*OF_FILES[trainer], *table.content.get("earlier", []))
+    return [
+        name
+        for name, row in table.rows.items()
+        if row.default is not None and name not in defaults and not name.startswith(excused)
+    ]
 
 
 def defaults_of(trainer: str, found: dict) -> dict[str, object]:
@@ -175,10 +185,7 @@ def moved(python: Path, trainer: str, found: dict) -> Iterator[str]:
     file = f"pgtoolkit/config/{trainer.lower()}.yaml"
     for name, (ours, there) in differing(trainer, defaults).items():
         yield f"{file}: {name} has the default {text(ours)}, and is {text(there)} there"
-    for name, row in tables()[trainer].rows.items():
-        is_known = name in defaults or name.startswith(OF_FILES[trainer])
-        if row.default is not None and not is_known:
-            yield f"{file}: {name} is no key there"
+    yield from (f"{file}: {name} is no key there" for name in unknown(trainer, defaults))
     with tempfile.TemporaryDirectory() as folder:
         for flags in CASES[trainer]:
             yield from (

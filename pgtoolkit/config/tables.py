@@ -200,7 +200,7 @@ def _without_equal(block: JsonObject, of_all: Iterable[str]) -> str:
     """
     names = [_short(name) for name, _ in flat(block.get("keys", {}))]
     others = {_short(name) for name in of_all}.difference(names)
-    incomplete = {section for name in others for section in _sections(name)}
+    incomplete = others.union(section for name in others for section in _sections(name))
     parts = [f"`{_short(section)}`" for section in block.get("sections", [])]
     leaves: dict[str, list[str]] = {}
     for name in names:
@@ -214,12 +214,13 @@ def _without_equal(block: JsonObject, of_all: Iterable[str]) -> str:
     for section, of in leaves.items():
         together.setdefault(tuple(of), []).append(section)
     for of, sections in together.items():
-        if sections == [""]:
+        if "" in sections:
             parts += [f"`{name}`" for name in of]
-        elif len(of) == len(sections) == 1:
-            parts.append(f"`{sections[0]}.{of[0]}`")
-        else:
-            listed = ", ".join(f"`{section}`" for section in sections)
+        named = [section for section in sections if section]
+        if len(of) == len(named) == 1:
+            parts.append(f"`{named[0]}.{of[0]}`")
+        elif named:
+            listed = ", ".join(f"`{section}`" for section in named)
             parts.append(f"{listed}: {', '.join(of)}")
     return "; ".join(dict.fromkeys(parts))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from builders.refusals import refusal
 
-from benchmarks.drift import defaults_of_verl, differing
+from benchmarks.drift import defaults_of_verl, differing, unknown
 from pgtoolkit.config.elsewhere import flat, keys_called, known_as, tables
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
@@ -39,6 +39,7 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     defaults = {field.name: getattr(field.default, "value", field.default) for field in fields}
     assert len(defaults) > 200
     assert differing("TRL", defaults | factories) == {}
+    assert unknown("TRL", defaults | factories) == []
     scripts = pytest.importorskip("trl.scripts.grpo")
     of_scripts = (scripts.GRPOScriptArguments, trl.DatasetMixtureConfig)
     known = {"config", "env", *defaults, *inspect.signature(trl.GRPOTrainer).parameters}
@@ -63,6 +64,7 @@ def test_the_defaults_of_verl_are_those_of_the_installed_file():
     defaults = defaults_of_verl(dump.read_text())
     assert len(defaults) > 800
     assert differing("verl", defaults) == {}
+    assert unknown("verl", defaults) == []
     translation = Translation(TheirConfig(tables()["verl"], defaults))
     assert [shown for shown, *_ in translation.left] == ["trainer.total_epochs=30"]
 

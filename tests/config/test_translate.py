@@ -444,7 +444,11 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
 SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
 """With 256 prompts in a mini-batch there are two updates a batch."""
 ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+BYPASS = {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"}
+BYPASS |= {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_rs": "token_k3"}
+BYPASS |= {f"{CORRECTION}.rollout_rs_threshold": 0.1}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 GAE = {"algorithm.adv_estimator": "gae"}
 VALIDATION = {
@@ -692,6 +696,18 @@ VERL = [
         ]
     ),
     ({f"{CORRECTION}.bypass_mode": True}, {"rollout.old_log_probs": "sampling"}),
+    (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"}
+        | {"launch.module": "recipe.dapo.main_dapo"},
+        {"rollout.old_log_probs": None, "correction": "token_truncate"},
+    ),
+    # What a step has follows the lengths of completions, but where a batch is one step.
+    ({}, {"trainer.balance_batch": "near"}),
+    ({f"{ACTOR}.ppo_mini_batch_size": 512}, {"trainer.balance_batch": None}),
+    (
+        {"trainer.balance_batch": False, "trainer.use_v1": False},
+        {"trainer.balance_batch": None},
+    ),
     # A key of another section of the same last name is another key.
     (
         {"reward.reward_model.rollout.temperature": 0.5, "critic.model.path": "other"},
@@ -837,6 +853,11 @@ def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_p
         program = f'GRPOTrainer("m", train_dataset=load_dataset("json", data_files={code})'
         translation = translated(tmp_path, "train.py", program)
         assert found(translation, expected) == expected
+    # Where the rows are not known, a column that is renamed is used all the same.
+    renamed = 'load_dataset("csv", data_files="p.csv").rename_column("label", "answer")'
+    (tmp_path / "train.py").write_text(f'GRPOTrainer("m", train_dataset={renamed})')
+    listed = translate(tmp_path / "train.py", None).partition("What changes what is learned")[2]
+    assert "  train_dataset.columns.answer=label: as train_dataset.path" in listed
     # Without answers reward functions read none; in verl's form they lie elsewhere.
     asked = [{"role": "user", "content": "1"}]
     columns = "train_dataset.columns.answer"
@@ -1032,6 +1053,52 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
             "lora_adapter_path=adapters",
             "",
         ),
+        # And which of the completions are trained on, by what model and what reward.
+        (
+            {f"{ROLLOUT}.over_sample_rate": 0.1, f"{ROLLOUT}.response_length": 99}
+            | {f"{ROLLOUT}.logprobs_mode": "raw_logprobs", f"{ROLLOUT}.max_model_len": 600}
+            | {"actor_rollout_ref.model.override_config.attention_dropout": 0.1}
+            | {"actor_rollout_ref.model.override_config.attn_implementation": "eager"}
+            | {"actor_rollout_ref.model.external_lib": "own", "data.reward_fn_key": "kind"}
+            | {"reward.reward_manager.module.path": "own.py", "sandbox_fusion.url": "http://s"}
+            | {f"{ACTOR}.router_replay.mode": "R2", f"{ROLLOUT}.mode": "sync"}
+            | {"trainer.v1.sampler.custom_sampler.path": "own.py", f"{ACTOR}.optim.num_cycles": 2}
+            | {"trainer.v1.separate_async.parameter_sync_step": 2},
+            "over_sample_rate=0.1 response_length=99 logprobs_mode=raw_logprobs max_model_len=600 "
+            "attention_dropout=0.1 external_lib=own reward_fn_key=kind module.path=own.py url=http "
+            "router_replay.mode=R2 custom_sampler.path=own.py",
+            "attn_implementation=eager rollout.mode=sync optim.num_cycles=2 parameter_sync_step=2",
+        ),
+        (
+            {f"{ROLLOUT}.max_model_len": 4096, f"{ACTOR}.optim.lr_scheduler_type": "cosine"}
+            | {f"{ACTOR}.optim.num_cycles": 2, "trainer.v1.trainer_mode": "separate_async"}
+            | {"trainer.v1.separate_async.parameter_sync_step": 2},
+            "lr_scheduler_type=cosine optim.num_cycles=2 trainer_mode=separate_async "
+            "parameter_sync_step=2",
+            "",
+        ),
+        # With bypass_mode the trainer of v1 trains loss_mode without a correction, the one before
+        # it the loss of loss_type, and DAPO's reads no bypass_mode.
+        (
+            BYPASS,
+            "",
+            "loss_type=reinforce rollout_is=token rollout_rs=token_k3",
+        ),
+        (
+            BYPASS | {"trainer.use_v1": False, "trainer.v1.trainer_mode": "colocate_async"},
+            "bypass_mode=true loss_type=reinforce rollout_is=token rollout_rs=token_k3",
+            "trainer_mode=colocate_async",
+        ),
+        (
+            BYPASS | {"trainer.use_v1": False, f"{CORRECTION}.loss_type": "ppo_clip"},
+            "bypass_mode=true loss_type=ppo_clip rollout_rs=token_k3",
+            "rollout_is=token",
+        ),
+        (
+            BYPASS | {"launch.module": "recipe.dapo.main_dapo"},
+            "rollout_rs=token_k3",
+            "bypass_mode=true loss_type=reinforce",
+        ),
     ],
 )
 def test_what_is_left_out_of_verl_stands_where_it_belongs(tmp_path, values, learned, other):
@@ -1044,6 +1111,26 @@ def test_what_is_left_out_of_verl_stands_where_it_belongs(tmp_path, values, lear
     assert [shown for shown in other.split() if shown not in others or shown in listed] == []
     assert bool(listed) == bool(learned)
     assert bool(others) == bool(other)
+
+
+def test_what_is_left_out_of_trl_stands_where_it_belongs(tmp_path):
+    program = (
+        'data = load_dataset("org/set", revision="v2")\n'
+        'model = Auto.from_pretrained("m", attention_dropout=0.1, device_map="a")\n'
+        "GRPOTrainer(model, train_dataset=data, optimizers=(mine, None), callbacks=[own],\n"
+        "    reward_processing_classes=[tokens], args=GRPOConfig(num_generations=4,\n"
+        '    deepspeed="ds.json", auto_find_batch_size=True, use_cache=True))\n'
+    )
+    (tmp_path / "train.py").write_text(program)
+    page = translate(tmp_path / "train.py", None)
+    parts = dict(re.findall(r"\n(What \w+) .*:\n((?:  .*\n?)+)", page))
+    for shown in (
+        *("revision=v2", "attention_dropout=0.1", "optimizers=", "reward_processing_classes="),
+        *("deepspeed=", "auto_find_batch_size=true"),
+    ):
+        assert shown in parts["What changes"], shown
+    for shown in ("callbacks=", "model_init_kwargs.device_map=a", "use_cache=true"):
+        assert shown in parts["What else"], shown
 
 
 def test_nothing_is_said_of_an_evaluation_without_prompts(tmp_path):
