@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pgtoolkit.system.plain_files import JsonObject
@@ -26,7 +26,8 @@ class Theirs:
     cases: (condition, what to type here, or that by their value), of which the first that fits
     counts. reasons: (condition, why there is no equal), of which all that fit are said. default:
     None, too, for a section whose keys have no row of their own. learns: whether what is learned
-    depends on it although no key of ours is typed for it.
+    depends on it although no key of ours is typed for it. gone_in: the version of the table where
+    that lacks the key, which earlier ones have.
     """
 
     trainer: str
@@ -38,6 +39,14 @@ class Theirs:
     reasons: dict[str, str] = field(default_factory=dict)
     learns: bool = False
     differs: dict[str, str] = field(default_factory=dict)
+    gone_in: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Whose key it is, in words."""
+        if self.gone_in:
+            return f"a key of earlier versions of {self.trainer}, which {self.gone_in} lacks"
+        return f"a key of {self.trainer}"
 
     @property
     def named(self) -> set[str]:
@@ -94,10 +103,14 @@ class Theirs:
 
     def sentence(self, name: str) -> str:
         """Return a sentence on what a key of theirs is here."""
+        gone = f", which {self.gone_in} lacks," if self.gone_in else ""
+        named = f"{self.trainer}'s {name}{gone}"
+        if self.see:
+            return f"{named} is told here with `{self.see}`."
         if self.here == NONE:
-            return f"{self.trainer}'s {name} has no equal here: {self.remark}."
+            return f"{named} has no equal here: {self.remark}."
         remark = f" ({self.remark})" if self.remark else ""
-        return f"{self.trainer}'s {name} is here {self.here}{remark}."
+        return f"{named} is here {self.here}{remark}."
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,10 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
         facts = {"reasons": {"": block["reason"]}, "learns": block.get("learns", False)}
         facts["acts"] = block.get("acts", "")
         rows |= {name: Theirs(trainer, name, value, **facts) for name, value in keys}
-    return rows
+    gone = {
+        name: replace(rows[name], gone_in=content["version"]) for name in content.get("earlier", [])
+    }
+    return rows | gone
 
 
 def _by_text(here: str | dict[object, str]) -> str | dict[str, str]:

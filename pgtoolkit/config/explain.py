@@ -98,8 +98,9 @@ def _known(words: str, known: Known) -> list[Page]:
         pages = [*known.get(OPTIONS_ALSO_CALLED.get(word, ""), ()), *known.get(word, ())]
         pages = pages or _varied(word, known)
         is_ours = any(page.kind != "row" for page in pages)
-        # Other trainers may call the same keys so.
-        if not is_ours or not all(key.endswith(f".{word}") for key in keys_called(word)):
+        # Other trainers may call the same keys so, or no longer have one of this name.
+        is_another = not all(key.endswith(f".{word}") for key in keys_called(word))
+        if not is_ours or is_another or any(row.gone_in for _, row in known_as(word)):
             pages += _rows_of_trainers(word)
         pages += _meant(word, known)
         if pages:
@@ -179,7 +180,7 @@ def _page_on_theirs(row: Theirs) -> Page:
     here = "there is none" if row.here == NONE else row.here
     parts = {"default there": text(row.default), "here": here, "": row.remark}
     parts["where"] = words_used(row)
-    return Page("row", f"{row.name}: a key of {row.trainer}, see docs/trl_and_verl_keys.md", parts)
+    return Page("row", f"{row.name}: {row.kind}; see docs/trl_and_verl_keys.md", parts)
 
 
 def _chosen_code(words: str, known: Known) -> list[Page]:

@@ -55,7 +55,8 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         for learned in left
     }
     unknown = [key for key in translation.theirs.values if table.row(key) is None]
-    earlier = [key for key in table.content.get("earlier", []) if key in translation.theirs.values]
+    set_rows = [table.rows[key] for key in translation.theirs.values if key in table.rows]
+    earlier = sorted(row.name for row in set_rows if row.gone_in)
     sections = {
         "What changes what is learned, and is left out:": left_out[True],
         "Assumed:": [

@@ -175,6 +175,10 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
         ("param_offload", "here: there is none nothing is offloaded to the CPU"),
         ("total_epochs", "trainer.total_epochs: a key of verl"),
+        *(
+            (word, f"{word}: a key of earlier versions of TRL, which 1.16.0 lacks; see")
+            for word in ("warmup_ratio", "dataset_num_proc", "max_prompt_length")
+        ),
     ],
 )
 def test_explain_answers_the_words_of_other_trainers(word, answer):
@@ -190,6 +194,12 @@ def test_explain_answers_the_words_of_other_trainers(word, answer):
         ("push_to_hub=true", "TRL's push_to_hub has no equal here: `pgtk export RUN DIR` writes"),
         ("loss_type=cispo", "`cispo` caps every ratio at epsilon_high"),
         ("use_vllm=true", "Use sampler=vllm."),
+        ("logging_dir=x", "TRL's logging_dir, which 1.16.0 lacks, has no equal here: every step"),
+        (
+            "warmup_ratio=0.1",
+            "TRL's warmup_ratio, which 1.16.0 lacks, is told here with `warmup_steps`. "
+            "Use pgtk explain warmup_ratio.",
+        ),
     ],
 )
 def test_a_typed_key_of_another_trainer_is_answered_from_the_tables(capsys, override, answer):

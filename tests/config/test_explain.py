@@ -95,7 +95,7 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("trajectory", "trajectory, a column of recorded rollouts the same for all documents"),
         ("exit status 75", "in a script: Starts it again with `pgtk resume`"),
         ("loss_agg_mode", "aggregation=token_mean: verl loss_agg_mode"),
-        ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl_keys.md"),
+        ("epsilon", "epsilon: a key of TRL; see docs/trl_and_verl_keys.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
         ("D", "D counts the documents of the step"),
