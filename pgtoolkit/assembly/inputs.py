@@ -11,9 +11,9 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from pgtoolkit.config.counts import limits_of_documents
+from pgtoolkit.config.counts import ReadPrompts, limits_of_documents
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling
 from pgtoolkit.config.models import has_tokenizer, measures_prompts, vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
@@ -328,22 +328,12 @@ def _check_texts(config: Config, report: Report) -> None:
     groups = ("model", "kl", "task", "evaluation", "rollout", "accumulation")
     if report.concerns(*groups) or not has_tokenizer(config.model):
         return
+    trained = try_prompts(config)
+    if trained.problem:
+        report.problems.append(trained.problem)
     is_tiny = isinstance(config.model, TinyModelSettings)
-    problem_of = functools.partial(_problem_of_task, config.model, config.task, config.seed)
     stop = list(getattr(config.rollout, "stop", []))
-    template = config.kl.reference_prompt
     positions = _positions(config.model)
-    if config.rollout.name == "policy":
-        # The tokens of generated problems are characters that the tiny model has.
-        is_read = not is_tiny or isinstance(config.task, PromptsTaskSettings)
-        if stop or template or is_read:
-            assert config.rollout.max_completion_length is not None
-            room = _Room(
-                limits_of_documents(config, positions), config.rollout.max_completion_length
-            )
-            problem = problem_of(config.task, config.seed, stop, template, room)
-            if problem:
-                report.problems.append(problem)
     for held_out in held_out_sets(config) if is_on(config) else ():
         # The tiny model's tokens are the characters of the task that it is trained on.
         if is_tiny and not stop and held_out.task == config.task:
@@ -352,7 +342,8 @@ def _check_texts(config: Config, report: Report) -> None:
         assert longest is not None
         limits = limits_of_documents(config, positions, is_trained=False)
         room = _Room(limits, longest, is_held_out=True)
-        problem = problem_of(held_out.task, held_out.seed, stop, None, room)
+        run = (config.model, config.task, config.seed)
+        problem = _try_task(*run, held_out.task, held_out.seed, stop, None, room).problem
         if problem:
             place = _place_of_set(held_out.name, config.evaluation)
             message = problem.replace("task.", f"{place}.")
@@ -360,6 +351,31 @@ def _check_texts(config: Config, report: Report) -> None:
             if message in report.problems:
                 continue  # its prompts cannot be read
             report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
+
+
+def try_prompts(config: Config) -> _Tried:
+    """Turn the prompts of training into tokens, where a run reads them or their tokens matter."""
+    stop = list(getattr(config.rollout, "stop", []))
+    template = config.kl.reference_prompt
+    # The tokens of generated problems are characters that the tiny model has.
+    is_generated = isinstance(config.model, TinyModelSettings) and not isinstance(
+        config.task, PromptsTaskSettings
+    )
+    is_read = not is_generated or stop or template
+    if config.rollout.name != "policy" or not is_read or not has_tokenizer(config.model):
+        return _Tried(problem=None, prompts=None)
+    assert config.rollout.max_completion_length is not None
+    limits = limits_of_documents(config, _positions(config.model))
+    room = _Room(limits, config.rollout.max_completion_length)
+    run = (config.model, config.task, config.seed)
+    return _try_task(*run, config.task, config.seed, stop, template, room)
+
+
+class _Tried(NamedTuple):
+    """What is wrong with the prompts of a task, or else what they tell, where they were read."""
+
+    problem: str | None
+    prompts: ReadPrompts | None
 
 
 @dataclass(frozen=True)
@@ -375,7 +391,7 @@ class _Room:
     is_held_out: bool = False
 
 
-def _problem_of_task(
+def _try_task(
     model: Model,
     run_task: TaskSettings,
     run_seed: int,
@@ -384,8 +400,8 @@ def _problem_of_task(
     stop: list[str],
     template: str | None,
     room: _Room,
-) -> str | None:
-    """Return what is wrong with the tokens of a task's prompts.
+) -> _Tried:
+    """Turn the first prompts of a task into tokens.
 
     run_task, run_seed: of the run. template: of the prompts that the reference reads, if they are
         other ones.
@@ -395,7 +411,7 @@ def _problem_of_task(
     if isinstance(run_task, PromptsTaskSettings) or not isinstance(model, TinyModelSettings):
         run_seed = 0  # The tokenizer is that of the model's folder, or has the files' characters.
     arguments = (model, run_task, run_seed, task, seed, stop, template, room)
-    return _problem_of_tokens(os.getcwd(), pickle.dumps(arguments))
+    return _try_tokens(os.getcwd(), pickle.dumps(arguments))
 
 
 _PROMPTS_TRIED = 1000
@@ -403,8 +419,8 @@ _PROMPTS_TRIED = 1000
 
 
 @functools.cache  # the jobs of a sweep share it
-def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
-    """Do the work of `_problem_of_task`, whose arguments are pickled to be a cache's key."""
+def _try_tokens(_directory: str, pickled_arguments: bytes) -> _Tried:
+    """Do the work of `_try_task`, whose arguments are pickled to be a cache's key."""
     from pgtoolkit.assembly.make_task import make_task
     from pgtoolkit.tasks.chat_template import chat_of
     from pgtoolkit.tasks.prompts import TokenizedTask, check_turns, scored_by_nobody
@@ -413,6 +429,7 @@ def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
         pickled_arguments
     )
     report = Report()
+    prompts = None
     with errors_added_to(report):
         tokenizer, ends = _tokenizer_and_ends(model, run_task, run_seed)
         task = make_task(scored_by_nobody(task_config), seed, held_out=room.is_held_out)
@@ -420,7 +437,7 @@ def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
             chat = chat_of(task_config, tokenizer)
             rows = vocabulary_size(model, run_task)
             tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, rows, template)
-            tokenized.check_lengths(
+            lengths = tokenized.check_lengths(
                 room.document,
                 room.completion,
                 longest_prompt=getattr(task_config, "max_prompt_length", None),
@@ -428,4 +445,6 @@ def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
                 first=_PROMPTS_TRIED,
             )
             check_turns(tokenized, task_config, model.name)
-    return report.problems[0] if report.problems else None
+            are_all = lengths.num_prompts == task.num_prompts
+            prompts = ReadPrompts(lengths.longest, lengths.num_prompts, are_all, len(tokenizer))
+    return _Tried(report.problems[0] if report.problems else None, prompts)

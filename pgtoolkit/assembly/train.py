@@ -121,7 +121,8 @@ def train(
             reason = f"{type(error).__name__}: {error}"
             # An error of PyTorch's allocator, or of CUDA itself.
             if isinstance(error, RuntimeError) and "out of memory" in first_line(error):
-                raise _out_of_memory(error, config, recorder, folder) from error
+                max_tokens = config.accumulation.max_tokens
+                raise _out_of_memory(error, max_tokens, recorder, folder) from error
             raise
         finally:
             if run is not None:
@@ -149,21 +150,24 @@ def _with_command(
 
 
 def _out_of_memory(
-    error: RuntimeError, config: Config, recorder: Recorder, folder: Path
+    error: RuntimeError, max_tokens: int, recorder: Recorder, folder: Path
 ) -> ConfigError:
-    """Return the refusal of a run that needs more memory than its GPU has left."""
-    max_tokens = max(1, config.accumulation.max_tokens // 2)
+    """Return the refusal of a run that needs more memory than its GPU has left.
+
+    max_tokens: those of a micro-batch, of which half are proposed.
+    """
+    fewer = max(1, max_tokens // 2)
     message = (
         f"after step {recorder.step} the GPU has no memory left: "
         f"{first_line(error).removesuffix('.')}. Other processes may hold some of it; nvidia-smi "
-        f"lists them. Use accumulation.max_tokens={max_tokens}, which documents have to fit; where "
+        f"lists them. Use accumulation.max_tokens={fewer}, which documents have to fit; where "
         "sampling needs it, fewer completions at a time (sampler.max_sequences); or "
         "parallelism=fsdp."
     )
     if recorder.saved_step > 0:
         message += (
             f"\nSaved up to step {recorder.saved_step}. Continue with: "
-            f"{going_on_command(folder, {'accumulation.max_tokens': max_tokens})}"
+            f"{going_on_command(folder, {'accumulation.max_tokens': fewer})}"
         )
     return ConfigError(message)
 

@@ -3,6 +3,8 @@ batch, how early a batch is sampled, and by how many processes."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pgtoolkit.config.schema import Config
 from pgtoolkit.rollouts.batch_counts import documents_per_batch, steps_of
 from pgtoolkit.rollouts.settings import PolicyRolloutSettings
@@ -15,6 +17,19 @@ POSITIONS = {
 }
 """Option of the group `model` -> what gives it positions for longer documents, see
 `limits_of_documents`."""
+
+
+class ReadPrompts(NamedTuple):
+    """What the prompts of a run have told that were read before it.
+
+    longest: tokens of the longest one. num_prompts: how many were read. are_all: whether the run
+    has no others. vocabulary: the number of tokens of the tokenizer.
+    """
+
+    longest: int
+    num_prompts: int
+    are_all: bool
+    vocabulary: int
 
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:

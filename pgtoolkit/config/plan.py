@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pgtoolkit.config.counts import documents_per_step, documents_sampled, longest_document
+from pgtoolkit.config.counts import (
+    ReadPrompts,
+    documents_per_step,
+    documents_sampled,
+    longest_document,
+)
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling_in_words, watched
 from pgtoolkit.config.keys import KEYS, OWN_CODE, has_effect, is_inside, option_help
 from pgtoolkit.config.models import computes_again, shares_prompts, vocabulary_size
@@ -35,19 +40,23 @@ _MEBIBYTE = 2**20
 
 
 def plan_sections(
-    config: Config, defaults: Config, overrides: list[str]
+    config: Config,
+    defaults: Config,
+    overrides: list[str],
+    prompts: ReadPrompts | None = None,
 ) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section of the plan.
 
     config, defaults: resolved configurations. overrides: what was typed, which the defaults lack.
+    prompts: those of training, where they were read.
     """
     typed, followed = differences(config, defaults, overrides)
     return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
         ("Critic", [*critic(config)] if config.advantage.estimator == "gae" else []),
-        ("Step", list(arithmetic(config))),
-        ("Logits", [logits_memory(config)]),
+        ("Step", list(arithmetic(config, prompts))),
+        ("Logits", [logits_memory(config, prompts)]),
         ("Evaluation", [*evaluations(config)] if is_on(config) else []),
         ("Changed from the defaults", typed or ["nothing"]),
         ("Follows from that", followed),
@@ -226,24 +235,37 @@ def critic(config: Config) -> Iterator[str]:
     )
 
 
-def arithmetic(config: Config) -> Iterator[str]:
-    """Yield the numbers of documents, micro-batches and steps."""
+def arithmetic(config: Config, prompts: ReadPrompts | None = None) -> Iterator[str]:
+    """Yield the numbers of documents, micro-batches and steps.
+
+    prompts: those of training, where they were read.
+    """
     yield from _batch(config)
     max_tokens = config.accumulation.max_tokens
     prompt, completion = longest_document(config)
+    of_first = ""
+    if prompt is None and prompts is not None:
+        prompt = prompts.longest
+        of_first = "" if prompts.are_all else f", by the first {prompts.num_prompts} prompts"
     longest = None
     if prompt and completion:
         longest = prompt + completion
-        yield f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
+        yield (
+            f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
+            f"{of_first}"
+        )
     else:
-        yield f"longest document: known once the data is read; it must fit in {max_tokens} tokens"
+        yield (
+            "longest document: known once the run has read its data; it must fit in "
+            f"{max_tokens} tokens"
+        )
     processes = world_size(config.parallelism)
     if processes > 1:
         axes = {axis: getattr(config.parallelism, axis) for axis in AXES}
         yield f"processes: {processes}; " + ", ".join(
             f"{axis}={size}" for axis, size in axes.items() if size > 1
         )
-    yield from _step(config, longest)
+    yield from _step(config, None if of_first else longest)
     if config.model.share_prompts is not False:
         yield f"shared prompts: {_shared_prompts(config, prompt, completion)}"
 
@@ -257,7 +279,7 @@ def _shared_prompts(config: Config, prompt: int | None, completion: int | None) 
         return "no, since the model computes in float32; model.share_prompts=true shares them"
     rollout = config.rollout
     if not (isinstance(rollout, PolicyRolloutSettings) and prompt and completion):
-        return "what they save is known once the data is read"
+        return "what they save is known once the run has read its data"
     size = rollout.group_size
     shared, alone = tokens_of_group(size, prompt, completion)
     line = (
@@ -369,10 +391,15 @@ def evaluations(config: Config) -> Iterator[str]:
         yield line
 
 
-def logits_memory(config: Config) -> str:
-    """Return how large the largest piece of logits is that exists at once."""
+def logits_memory(config: Config, prompts: ReadPrompts | None = None) -> str:
+    """Return how large the largest piece of logits is that exists at once.
+
+    prompts: those of training, where they were read.
+    """
     max_tokens = config.accumulation.max_tokens
     vocabulary = vocabulary_size(config.model, config.task)
+    if vocabulary is None and prompts is not None and config.model.name == "tiny":
+        vocabulary = prompts.vocabulary
     if vocabulary is None:
         return "unknown until the model is loaded"
     are_halves = (

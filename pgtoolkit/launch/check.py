@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pgtoolkit.assembly.inputs import try_prompts
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
@@ -257,7 +258,8 @@ def page_sections(
         defaults = compose([]).config
         assert defaults is not None
         assert first.composed.name is not None
-        sections += plan_sections(first.config, defaults, first.overrides)
+        prompts = None if first.report.problems else try_prompts(first.config).prompts
+        sections += plan_sections(first.config, defaults, first.overrides, prompts)
         if first.config.model.name == "huggingface" and not first.report.problems:
             sections += _machine_sections(first.config)
         sections.append(("Run name", [first.composed.name]))

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError, first_line
@@ -50,6 +50,18 @@ def tiny_tokenizer(alphabet: str | None) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
+
+
+class Lengths(NamedTuple):
+    """The lengths of prompts in tokens.
+
+    num_prompts: how many were measured. longest: of those that fit. misfits: those without a token
+    and those that are too long, with their lengths.
+    """
+
+    num_prompts: int
+    longest: int
+    misfits: list[tuple[Prompt, int]]
 
 
 @dataclasses.dataclass
@@ -238,9 +250,9 @@ class TokenizedTask:
         longest_prompt: int | None = None,
         once: Once = lambda measure: measure(),
         first: int | None = None,
-    ) -> None:
-        """Measure all prompts; refuse those without a token and those that are too long
-        (DataError), or drop them.
+    ) -> Lengths:
+        """Measure all prompts and return their lengths; refuse those without a token and those that
+        are too long (DataError), or drop them.
 
         All lengths are in tokens. longest_prompt: None for as many as leave room for a completion.
         Of a task without end, a few of its longest prompts are measured.
@@ -253,19 +265,21 @@ class TokenizedTask:
         longest_document = min(limits.values())
         room = max(0, longest_document - longest_completion)
         room = min(longest_prompt or room, room)
-        num_prompts, misfits = once(functools.partial(self._misfits, room, first))
-        can_skip = task.num_prompts is not None and len(misfits) < task.num_prompts
-        if not misfits or (first is not None and skip and can_skip):
-            return
+        lengths = once(functools.partial(self._lengths, room, first))
+        can_skip = task.num_prompts is not None and len(lengths.misfits) < task.num_prompts
+        if not lengths.misfits or (first is not None and skip and can_skip):
+            return lengths
         if first is not None:
-            num_prompts, misfits = self._misfits(room, None)
+            lengths = self._lengths(room, None)
+        num_prompts = lengths.num_prompts
+        misfits = lengths.misfits
         of = "the longest " if task.num_prompts is None else ""
         if task.num_prompts is not None and num_prompts < task.num_prompts:
             of = "the first "
         subject = f"{len(misfits)} of {of}{num_prompts} prompts"
         if self.reference_prompt:
             subject += ", or what kl.reference_prompt makes of them,"
-        lengths = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
+        places = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
         longest = max(length for _, length in misfits)
         verb = (
             f"do not fit into {plural(room, 'token')}" if room else "do not fit beside a completion"
@@ -273,11 +287,11 @@ class TokenizedTask:
         is_empty = not all(length for _, length in misfits)
         if is_empty:
             verb = f"{verb}, or have no token" if longest else "have no token"
-        problem = f"{verb}: {lengths}"
+        problem = f"{verb}: {places}"
         if skip and can_skip:
             log.warning(f"note: task.too_long=skip leaves out {subject}, which {problem}.")
             task.drop({prompt.index for prompt, _ in misfits})
-            return
+            return lengths
         ways = ["task.too_long=skip"] if can_skip else []
         if not is_empty:
             ways += _ways_to_make_room(longest, longest_completion, longest_prompt, limits)
@@ -288,8 +302,8 @@ class TokenizedTask:
             f"{', or '.join(ways)}."
         )
 
-    def _misfits(self, room: int, first: int | None) -> tuple[int, list[tuple[Prompt, int]]]:
-        """Return the number of prompts, and those without 1 to `room` tokens with their lengths.
+    def _lengths(self, room: int, first: int | None) -> Lengths:
+        """Measure prompts, of which those with 1 to `room` tokens fit.
 
         first: the number of prompts at most; of conversations, whose prompts the user's environment
             writes, one.
@@ -298,6 +312,7 @@ class TokenizedTask:
             first = 1
         rows = itertools.islice(self.task.rows(), first)
         num_prompts = 0
+        longest = 0
         misfits = []
         while prompts := list(itertools.islice(rows, _CHUNK)):
             num_prompts += len(prompts)
@@ -305,12 +320,12 @@ class TokenizedTask:
             if self.reference_prompt is not None:
                 of_reference = [len(tokens) for tokens in self.encode_for_reference(prompts)]
                 lengths = map(max, lengths, of_reference)
-            misfits += [
-                (prompt, length)
-                for prompt, length in zip(prompts, lengths, strict=True)
-                if not 0 < length <= room
-            ]
-        return num_prompts, misfits
+            for prompt, length in zip(prompts, lengths, strict=True):
+                if 0 < length <= room:
+                    longest = max(longest, length)
+                else:
+                    misfits.append((prompt, length))
+        return Lengths(num_prompts, longest, misfits)
 
 
 def _ways_to_make_room(

@@ -158,4 +158,16 @@ def test_check_proposes_the_positions_that_the_longest_prompt_needs(capsys, tmp_
         "accumulation.max_tokens=99, or other prompts."
     ) in capsys.readouterr().out
     assert main(["check", *settings, "accumulation.max_tokens=99", "model.max_positions=99"]) == 0
-    assert "longest document" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "longest document: prompt 35 + completion 64 = 99 tokens\n" in printed
+    # The characters 1 and 3, and the token that ends a completion.
+    assert "99 tokens x 3 entries of the vocabulary" in printed
+
+
+def test_check_measures_the_first_thousand_prompts(capsys, tmp_path):
+    file = tmp_path / "own.jsonl"
+    rows = [{"prompt": "1" * length, "answer": "3"} for length in [4] * 999 + [9, 11]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["check", "task=prompts", f"task.path={file}"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "longest doc" in line]
+    assert line.endswith("prompt 9 + completion 7 = 16 tokens, by the first 1000 prompts")

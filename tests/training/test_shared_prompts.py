@@ -228,7 +228,7 @@ PROMPTS_OF_7 = (
         ),
         (
             f"{FOLDER} rollout=recorded rollout.path=rollouts.jsonl",
-            "what they save is known once the data is read",
+            "what they save is known once the run has read its data",
         ),
         ("model.share_prompts=false", None),
     ],
