@@ -250,21 +250,42 @@ def _program(content: str, module: str) -> TheirConfig:
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
-    elif "LoraConfig" in program.calls:
-        values = {"peft_config": True}
-    elif "get_peft_model" in program.calls:  # unsloth's, with its defaults
-        values = {"peft_config": True, "peft_config.r": 16, "peft_config.lora_alpha": 16}
+    values |= _adapters(program)
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "" if call.startswith("GRPO") else "peft_config."
         for name, node in program.given(call, positional).items():
             if name == "model":
                 values |= {} if section else program.model(node)
+            elif name == "processing_class":
+                values |= program.tokenizer(node)
             elif name == "train_dataset":
                 values[name] = program.rows(node)
             elif name == "reward_funcs":
                 values[name] = program.rewards(node)
             elif name not in ("args", "peft_config"):
                 values[f"{section}{name}"] = program.value(node)
+    if values.get("processing_class") == values.get("model"):
+        values.pop("processing_class", None)
     config = _config("TRL", values)
     config.assumed += dict.fromkeys(program.assumed)
     return config
+
+
+def _adapters(program: Program) -> dict[str, object]:
+    """Return that a program makes adapters, of LoraConfig or by unsloth with its defaults; or the
+    code of a configuration of them that is not read."""
+    if "LoraConfig" in program.calls:
+        return {"peft_config": True}
+    of_trainer = program.given("GRPOTrainer", []).get("peft_config")
+    of_peft = program.given("get_peft_model", ["model", "peft_config"]).get("peft_config")
+    node = of_trainer or of_peft
+    if node is not None:
+        value = program.value(node)
+        # TRL's get_peft_config makes it of the options use_peft, lora_r and so on.
+        is_read = value is None or str(value).startswith("get_peft_config(")
+        return {} if is_read else {"peft_config": value}
+    if "get_peft_model" not in program.calls:
+        return {}
+    program.assumed.append("unsloth's trainer is TRL's")
+    sizes: dict[str, object] = {"peft_config.r": 16, "peft_config.lora_alpha": 16}
+    return sizes | {"peft_config": True, "peft_config.target_modules": "all-linear"}

@@ -120,6 +120,9 @@ class Program:
             case ast.Tuple(), ast.Tuple() if len(target.elts) == len(value.elts):
                 for name, item in zip(target.elts, value.elts, strict=True):
                     self._assign(name, item)
+            case ast.Tuple(), ast.Call() if ast.unparse(value.func).endswith("from_pretrained"):
+                for name in target.elts:  # unsloth's has a model and its tokenizer
+                    self._assign(name, value)
             case _:
                 self._values.setdefault(ast.unparse(target), []).append(value)
 
@@ -133,7 +136,7 @@ class Program:
             self.assumed.append(f"{call} has no other arguments")
         names = {target for target, values in self._values.items() if made in values}
         for name in sorted(names):
-            if len(self._values[name]) > 1:
+            if len(self._values[name]) > 1 and call != "get_peft_model":
                 self.assumed.append(f"{name} is what {call}(...) makes, and nothing else")
         if call == "GRPOConfig":  # one that a parser makes is known by the trainer that takes it
             words = [word for node in self.calls.get("GRPOTrainer", []) for word in node.keywords]
@@ -267,24 +270,61 @@ class Program:
         return default
 
     def model(self, node: ast.AST) -> dict[str, object]:
-        """Return the name or folder of a model, and the other arguments of `from_pretrained`."""
+        """Return the name or folder of a model, the other arguments of `from_pretrained`, and the
+        adapters that are loaded on it."""
+        beside: dict[str, object] = {}
         loaded = self._followed(node)
-        while isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith((".to", ".cuda")):
-            loaded = getattr(loaded.func, "value", None)  # what is moved to a device
+        while isinstance(loaded, ast.Call):
+            function = ast.unparse(loaded.func)
+            arguments = self._arguments(loaded, ["model", "model_id"])
+            if function.endswith((".to", ".cuda")):
+                loaded = self._followed(getattr(loaded.func, "value", loaded))
+            elif function.endswith("PeftModel.from_pretrained") and "model" in arguments:
+                loaded = self._followed(arguments.pop("model"))
+                beside |= {f"peft_config.{name}": self.value(arguments[name]) for name in arguments}
+            elif function.endswith("get_peft_model") and "model" in arguments:
+                loaded = self._followed(arguments["model"])
+            else:
+                break
         if not (isinstance(loaded, ast.Call) and ast.unparse(loaded.func).endswith("_pretrained")):
-            return {"model": self.value(node)}
-        arguments = self._arguments(loaded, ["pretrained_model_name_or_path"])
-        path = arguments.pop("pretrained_model_name_or_path", loaded)
+            return {"model": self.value(node)} | beside
+        is_unsloth = ".Fast" in f".{ast.unparse(loaded.func)}"
+        name = "model_name" if is_unsloth else "pretrained_model_name_or_path"
+        arguments = self._arguments(loaded, [name])
+        path = arguments.pop(name, loaded)
         dtype = arguments.pop("torch_dtype", ast.Constant("auto"))
         arguments = {"dtype": dtype} | arguments
-        beside = {f"model_init_kwargs.{name}": self.value(arguments[name]) for name in arguments}
+        if is_unsloth:
+            arguments = {"load_in_4bit": ast.Constant(True)} | arguments
+        beside |= {f"model_init_kwargs.{name}": self.value(arguments[name]) for name in arguments}
         return {"model": self.value(path)} | beside
+
+    def tokenizer(self, node: ast.AST) -> dict[str, object]:
+        """Return the name or folder of a tokenizer, and the chat template that it is given."""
+        made = {"processing_class": self.model(node)["model"]}
+        templates = self._values.get(f"{ast.unparse(node)}.chat_template")
+        if templates:
+            made["processing_class.chat_template"] = self.value(templates[-1])
+        return made
 
     def _followed(self, node: ast.AST) -> ast.AST:
         """Return the expression that a name stands for, and others as they are."""
+        if not isinstance(node, ast.Name):
+            return node
         with contextlib.suppress(*_NO_LITERAL):
-            return self._bound_once(node) if isinstance(node, ast.Name) else node
+            return self._bound_once(node)
+        with contextlib.suppress(*_NO_LITERAL):
+            return self._bound_before(node)
         return node
+
+    def _bound_before(self, node: ast.Name) -> _Code:
+        """Return what a name is bound to last before its line; raises LookupError or ValueError
+        where that is not known."""
+        values = self._values[node.id]
+        if self._bound[node.id] != len(values) or self._in_branches & {*values}:
+            raise LookupError(node.id)
+        before = [value for value in values if (value.end_lineno or 0) < node.lineno]
+        return max(before, key=lambda value: value.lineno)
 
     def rewards(self, node: ast.AST) -> list[str]:
         """Return the dotted paths of reward functions, and the code of those without one."""
@@ -325,12 +365,8 @@ class Program:
 
     def _rows(self, node: ast.AST) -> dict[str, Any]:
         match node:
-            case ast.Name(id=name):
-                values = self._values[name]
-                if self._bound[name] != len(values) or self._in_branches & {*values}:
-                    raise LookupError(name)
-                before = [value for value in values if (value.end_lineno or 0) < node.lineno]
-                return self._rows(max(before, key=lambda value: value.lineno))
+            case ast.Name():
+                return self._rows(self._bound_before(node))
             case ast.Subscript():
                 return {"split": self._literal(node.slice)} | self._rows(node.value)
             case ast.Call(func=ast.Attribute(value=inner, attr=method)) if method not in _LOADERS:

@@ -1813,6 +1813,85 @@ def test_arguments_of_loraconfig_have_a_reason(tmp_path):
     assert listed & {*values} <= {"peft_config.target_modules"}
 
 
+UNSLOTH = """
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="org/m", {loaded})
+model = FastLanguageModel.get_peft_model(model, {adapters})
+GRPOTrainer(model=model, processing_class=tokenizer, args=GRPOConfig(num_generations=4))
+"""
+
+
+def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
+    """Its defaults are those of its two functions: 16 and 16, all linear layers, four bits."""
+    found_of = {}
+    for name, loaded, adapters in (
+        ("defaults", "max_seq_length=1024", ""),
+        (
+            "given",
+            "load_in_4bit=False",
+            'r=32, lora_alpha=2 * 32, target_modules=["q_proj"], lora_dropout=0.1, '
+            'use_rslora=True, random_state=1, bias="none", loftq_config=None, '
+            'use_gradient_checkpointing="unsloth"',
+        ),
+    ):
+        program = UNSLOTH.format(loaded=loaded, adapters=adapters)
+        translation = translated(tmp_path, "train.py", program)
+        listed = {shown.partition("=")[0] for shown, *_ in translation.left}
+        typed = {key: value for key, (value, _) in translation.typed.items()}
+        found_of[name] = listed
+        assert typed["model.path"] == "org/m"
+        sizes = (typed["model.lora_rank"], typed["model.lora_alpha"])
+        assert sizes == {"defaults": (16, 16), "given": (32, 64)}[name]
+        assert typed.get("model.lora_targets") == {"defaults": None, "given": ["q_proj"]}[name]
+        assert "unsloth's trainer is TRL's" in translation.theirs.assumed
+    dtype, epochs = "model_init_kwargs.dtype", "num_train_epochs"
+    assert found_of["defaults"] == {dtype, epochs} | {
+        "model_init_kwargs.load_in_4bit",
+        "model_init_kwargs.max_seq_length",
+    }
+    assert found_of["given"] == {dtype, epochs} | {
+        "peft_config.lora_dropout",
+        "peft_config.use_rslora",
+        "peft_config.random_state",
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        # A configuration that is not read is named, and is never LoRA of other sizes.
+        ('GRPOTrainer("m", peft_config=own)', {"peft_config": "left", "model.lora_rank": None}),
+        ('GRPOTrainer("m", peft_config=None)', {"peft_config": None, "model.lora_rank": None}),
+        ('GRPOTrainer("m", peft_config=get_peft_config(a))', {"peft_config": None}),
+        (
+            'm = get_peft_model(A.from_pretrained("m"), IA3Config())\nGRPOTrainer(m)',
+            {"peft_config": "left", "model.lora_rank": None, "model.path": "m"},
+        ),
+        (
+            'm = get_peft_model(A.from_pretrained("m"), LoraConfig(r=4))\nGRPOTrainer(m)',
+            {"peft_config": None, "model.lora_rank": 4, "model.path": "m"},
+        ),
+        # Adapters that are loaded are another model than the one below them.
+        (
+            'm = PeftModel.from_pretrained(A.from_pretrained("m"), "out")\nGRPOTrainer(m)',
+            {"peft_config.model_id": "left", "model.path": "m"},
+        ),
+        # A tokenizer is listed where it is not the model's, or has another template.
+        (
+            'GRPOTrainer("m", processing_class=T.from_pretrained("m", padding_side="left"))',
+            {"processing_class": None},
+        ),
+        ('GRPOTrainer("m", processing_class=T.from_pretrained("t"))', {"processing_class": "left"}),
+        (
+            't = T.from_pretrained("m")\nt.chat_template = "x"\n'
+            'GRPOTrainer("m", processing_class=t)',
+            {"processing_class": None, "processing_class.chat_template": "left"},
+        ),
+    ],
+)
+def test_adapters_and_tokenizers_of_a_program(tmp_path, program, expected):
+    assert found(translated(tmp_path, "train.py", program), expected) == expected
+
+
 def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_docstring(tmp_path):
     command = "accelerate launch grpo.py --num_generations 4 --dataset_name org/set"
     program = (
