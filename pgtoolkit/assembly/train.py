@@ -194,6 +194,7 @@ def _train_steps(
         losing_ranks(layout, config.parallelism.timeout_seconds),
     ):
         started.callback(recorder.progress.end)
+        started.callback(recorder.wait_for_checkpoint)
         module, loader = build(config, resume, layout, folder)
         started.callback(loader.source.close)
         if module.evaluator is not None:

@@ -13,6 +13,7 @@ by then. Nothing is pickled: reading a checkpoint runs no code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +35,8 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.runs.checksums import checksum
 from pgtoolkit.runs.records import expect, is_count, list_checkpoints, read_status, step_of
+from pgtoolkit.system.background import in_background
+from pgtoolkit.system.host_memory import available_bytes
 from pgtoolkit.system.plain_files import remove, set_aside, sync_folder
 
 log = logging.getLogger("pgtoolkit")
@@ -110,31 +114,93 @@ def save_checkpoint(
     any moment, `folder` holds only whole checkpoints and at most one `.tmp`. Raises StorageError on
     all ranks if the disk refuses any of them.
     """
+    finish = _begin(folder, state, write_settings, keep, layout, best, rows or {})
+    return finish(tensors)
+
+
+def save_behind(
+    folder: Path,
+    state: dict,
+    tensors: dict[str, dict[str, Tensor]],
+    write_settings: Callable[[Path], None],
+    keep: int,
+    best: int | None = None,
+    rows: dict[str, dict[str, int]] | None = None,
+) -> Future[Path]:
+    """Copy what `save_checkpoint` writes, and write it in a thread, while training changes it.
+
+    For a single process. What is no tensor is written when this returns. The result is there once
+    the checkpoint is whole; it raises what `save_checkpoint` would.
+    """
+    finish = _begin(folder, state, write_settings, keep, ONE_PROCESS, best, rows or {})
+    copies = {
+        # Memory of its own also where the tensor lies on the CPU.
+        kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        for kind, named in tensors.items()
+    }
+    return in_background(functools.partial(finish, copies))
+
+
+def can_be_copied(tensors: dict[str, dict[str, Tensor]]) -> bool:
+    """Return whether this machine has the memory for `save_behind`.
+
+    It takes the tensors' bytes twice, as the system also keeps what the disk has yet to write.
+    """
+    num_bytes = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+    return 2 * num_bytes <= available_bytes()
+
+
+def _begin(
+    folder: Path,
+    state: dict,
+    write_settings: Callable[[Path], None],
+    keep: int,
+    layout: Layout,
+    best: int | None,
+    rows: dict[str, dict[str, int]],
+) -> Callable[[dict[str, dict[str, Tensor]]], Path]:
+    """Write the files of a checkpoint that are not of its tensors; return what writes the rest.
+
+    The arguments are those of `save_checkpoint`.
+    """
     path = folder / f"step-{state['step']:06d}"
     temporary = folder / f".{path.name}.tmp"
+
+    with _removing(temporary, layout), failing_together(layout), _storage(path):
+        if layout.rank == 0:
+            remove(temporary)
+            (temporary / "training").mkdir(parents=True)
+            write_settings(temporary)
+            _write_state(temporary, state)
+
+    def finish(tensors: dict[str, dict[str, Tensor]]) -> Path:
+        with _removing(temporary, layout):
+            with failing_together(layout), _storage(path):
+                files_of_rank = _write_tensors(temporary, tensors, layout)
+            gathered = gather_objects(files_of_rank, layout.world_group)
+            written = [file for files in gathered for file in files]
+            with failing_together(layout), _storage(path):
+                if layout.rank == 0:
+                    _write_rest(temporary, written, rows)
+                    if os.path.lexists(path):  # the run was set back to an earlier step
+                        set_aside(path)
+                    temporary.rename(path)
+                    sync_folder(folder)
+                    _prune(path, keep, best)
+        return path
+
+    return finish
+
+
+@contextlib.contextmanager
+def _removing(temporary: Path, layout: Layout) -> Iterator[None]:
+    """Delete a folder where the disk refuses what the block writes into it."""
     try:
-        with failing_together(layout), _storage(path):
-            if layout.rank == 0:
-                remove(temporary)
-                (temporary / "training").mkdir(parents=True)
-        with failing_together(layout), _storage(path):
-            files_of_rank = _write_tensors(temporary, tensors, layout)
-        gathered = gather_objects(files_of_rank, layout.world_group)
-        written = [file for files in gathered for file in files]
-        with failing_together(layout), _storage(path):
-            if layout.rank == 0:
-                write_settings(temporary)
-                _write_rest(temporary, state, written, rows or {})
-                if os.path.lexists(path):  # the run was set back to an earlier step
-                    set_aside(path)
-                temporary.rename(path)
-                sync_folder(folder)
-                _prune(path, keep, best)
+        yield
     except StorageError:
         if layout.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return path
 
 
 def load_newest(folder: Path, before: int | None = None) -> dict | None:
@@ -301,24 +367,35 @@ def _prune(newest: Path, keep: int, best: int | None) -> None:
 def _write_tensors(
     folder: Path, tensors: dict[str, dict[str, Tensor]], layout: Layout
 ) -> list[_WrittenFile]:
-    """Write this rank's share of the tensors, and return its files."""
-    files = []
+    """Write this rank's share of the tensors, and return its files.
+
+    Threads read and flush a file while the next one is written.
+    """
+    files: list[tuple[str, list[str], Future[dict[str, int]], Future[None]]] = []
     failure = None
-    for kind, named_tensors in tensors.items():
-        shards = _shards(named_tensors, layout, in_one_file=kind == ADAPTERS)
-        for number, shard in enumerate(shards, start=1):
-            name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
-            try:
-                save_file(shard, folder / name, {"format": "pt"})
-                files.append(_WrittenFile(name, checksum(folder / name), list(shard)))
-            except (OSError, SafetensorError) as error:
-                # Raised after the loop: other ranks need this one's parts of the tensors that they
-                # write.
-                failure = error
+    with ThreadPoolExecutor() as threads:
+        for kind, named_tensors in tensors.items():
+            shards = _shards(named_tensors, layout, in_one_file=kind == ADAPTERS)
+            for number, shard in enumerate(shards, start=1):
+                name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
+                path = folder / name
+                try:
+                    save_file(shard, path, {"format": "pt"})
+                except (OSError, SafetensorError) as error:
+                    # Raised after the loop: other ranks need this one's parts of the tensors that
+                    # they write.
+                    failure = error
+                    continue
+                fingerprint = threads.submit(checksum, path)
+                flushed = threads.submit(_flush, [path])
+                files.append((name, list(shard), fingerprint, flushed))
     if failure is not None:
         raise failure
-    _flush(folder / file.name for file in files)
-    return files
+    for *_, flushed in files:
+        flushed.result()
+    return [
+        _WrittenFile(name, fingerprint.result(), names) for name, names, fingerprint, _ in files
+    ]
 
 
 def _shards(
@@ -349,10 +426,8 @@ def _shards(
         yield shard
 
 
-def _write_rest(
-    folder: Path, state: dict, written: list[_WrittenFile], rows: dict[str, dict[str, int]]
-) -> None:
-    """Write the state, the index of the weights and, last, the manifest.
+def _write_rest(folder: Path, written: list[_WrittenFile], rows: dict[str, dict[str, int]]) -> None:
+    """Write the index of the weights and, last, the manifest.
 
     written: the files with tensors of all ranks. rows: as of `save_checkpoint`.
     """
@@ -369,7 +444,6 @@ def _write_rest(
         (folder / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=1), encoding="utf-8"
         )
-    _write_state(folder, state)
     paths = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }

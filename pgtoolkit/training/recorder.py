@@ -8,12 +8,13 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import FrameType
 
 from pgtoolkit.batch import Step
 from pgtoolkit.document import Document
-from pgtoolkit.errors import DataError, NumericalError, SamplerLost
+from pgtoolkit.errors import DataError, NumericalError, SamplerLost, first_line
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.step_loader import loadable
@@ -24,7 +25,7 @@ from pgtoolkit.tasks.retries import stop_asked
 from pgtoolkit.tracking.progress import Progress
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.accumulation import StepOutput
-from pgtoolkit.training.checkpoint import save_checkpoint
+from pgtoolkit.training.checkpoint import can_be_copied, save_behind, save_checkpoint
 from pgtoolkit.training.evaluation import Evaluations
 from pgtoolkit.training.fit import RunCallback
 from pgtoolkit.training.frameworks import lightning
@@ -54,6 +55,7 @@ class Recorder(RunCallback):
         another launcher, stop in the same way when the process that started them has ended.
     first_step: the step that this start continues from.
     can_continue: whether an error between two steps has ended the run, which may be resumed.
+    saved_step: the step of the newest checkpoint that is whole.
     reached: why the run ended before its last step: a sentence that the goal of trainer.stop_at was
         reached, or that a callback of the user's stopped it.
     """
@@ -86,6 +88,8 @@ class Recorder(RunCallback):
         self._parent = os.getppid()
         # The state of the data after the last step, until a checkpoint has it.
         self._unsaved: dict | None = None
+        # The step of a checkpoint that a thread writes, and its end.
+        self._writing: tuple[int, Future[Path]] | None = None
         self._is_due = False  # whether a checkpoint is to be written before the next step
         self._evaluations: Evaluations | None = None
         self._kept: list[Path] = [] if run is None else list_checkpoints(self._folder)
@@ -133,6 +137,7 @@ class Recorder(RunCallback):
         batch: Step,
         batch_idx: int,
     ) -> None:
+        self._note_written()
         metrics = outputs["metrics"]
         self.step = batch.state_after["num_steps"]
         self._is_in_step = False
@@ -156,7 +161,7 @@ class Recorder(RunCallback):
         is_best = self._evaluations is not None and self._evaluations.best_step == self.step
         self._is_due = is_best or self.step % self._settings.checkpoint_every == 0
         if self._is_due and not self.batches.ends_batch:
-            self._save(module)
+            self._save(module, goes_on=True)
         if stop_signal:
             self.interrupted_by = _name_of(stop_signal)
         if stop_signal or self.reached:
@@ -170,7 +175,7 @@ class Recorder(RunCallback):
         """Write the checkpoint that is due since the last step of the batch before: not earlier, so
         that it has what callbacks make of the end of an epoch. Then log the early notes."""
         if self._is_due:
-            self._save(module)
+            self._save(module, goes_on=True)
         is_early = self.batches.number < 2 or 10 * self.step < self._settings.max_steps
         if self.early_notes is not None and not is_early:
             for note in self.early_notes():
@@ -186,6 +191,7 @@ class Recorder(RunCallback):
             self._evaluations.make(self.step)  # the data has ended before max_steps
         if self._unsaved is not None:
             self._save(module)
+        self._wait_for_checkpoint()
         has_reason = self.interrupted_by or self.reached or self.batches.have_ended
         if trainer.should_stop and not has_reason:
             self.reached = f"a callback of your own stopped the training after step {self.step}"
@@ -239,8 +245,13 @@ class Recorder(RunCallback):
         if "new_logprobs" in metrics and module.surprises is not None:
             module.surprises.of_first_update(documents, metrics["new_logprobs"])
 
-    def _save(self, module: PolicyGradientModule) -> None:
+    def _save(self, module: PolicyGradientModule, goes_on: bool = False) -> None:
+        """Save the steps made so far.
+
+        goes_on: training goes on, so a thread may write a copy meanwhile.
+        """
         assert self._unsaved is not None
+        self._wait_for_checkpoint()  # so that there is one copy at a time
         if self.completions is not None:
             # First, so that a run that continues from this checkpoint has the completions up to it.
             self.completions.write()
@@ -248,21 +259,47 @@ class Recorder(RunCallback):
         state, tensors = snapshot(module, loadable(self._unsaved))
         if self.reporting is not None:
             state["callbacks"] = self.reporting.states()
-        save_checkpoint(
-            self._folder,
-            state,
-            tensors,
-            functools.partial(write_settings, module),
-            self._settings.keep_checkpoints,
-            module.layout,
-            None if self._evaluations is None else self._evaluations.best_step,
-            None if self._run is None else self._run.checksums(),
-        )
+        settings = functools.partial(write_settings, module)
+        keep = self._settings.keep_checkpoints
+        best = None if self._evaluations is None else self._evaluations.best_step
+        rows = None if self._run is None else self._run.checksums()
+        if goes_on and module.layout.world_size == 1 and can_be_copied(tensors):
+            future = save_behind(self._folder, state, tensors, settings, keep, best, rows)
+            self._writing = (self.step, future)
+        else:
+            save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best, rows)
+            self._note_saved(self.step)
         self._unsaved = None
         self._is_due = False
-        self.saved_step = self.step
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, where something else has ended the run.
+
+        An error in writing it is logged: that of the run is the one to raise.
+        """
+        try:
+            self._wait_for_checkpoint()
+        except Exception as error:
+            log.warning(first_line(error))
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._writing is not None:
+            wait([self._writing[1]])
+            self._note_written()
+
+    def _note_written(self) -> None:
+        """Note that the checkpoint of a thread is whole, or raise what it could not write."""
+        if self._writing is None or not self._writing[1].done():
+            return
+        step, future = self._writing
+        self._writing = None
+        future.result()
+        self._note_saved(step)
+
+    def _note_saved(self, step: int) -> None:
+        self.saved_step = step
         if self._run is not None:
-            self._run.set_status("running", self.step, saved=self.step)
+            self._run.set_status("running", step, saved=step)
             self._kept = list_checkpoints(self._folder)
 
     def _note_deleted(self) -> None:

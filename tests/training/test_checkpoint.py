@@ -226,28 +226,33 @@ def test_a_manifest_that_names_a_file_outside_its_checkpoint_is_refused(tmp_path
 SAVE = (
     "import pathlib, resource, signal, sys, torch\n"
     "from pgtoolkit.errors import StorageError\n"
-    "from pgtoolkit.training.checkpoint import save_checkpoint\n"
+    "from pgtoolkit.training.checkpoint import save_behind, save_checkpoint\n"
     "signal.signal(signal.SIGXFSZ, getattr(signal, sys.argv[3]))\n"
     "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
     "weights = {'model': {'x': torch.zeros(10**6)}}\n"
     "try:\n"
     "    state = {'step': int(sys.argv[2])}\n"
-    "    save_checkpoint(pathlib.Path(sys.argv[1]), state, weights, lambda folder: None, keep=1)\n"
+    "    arguments = (pathlib.Path(sys.argv[1]), state, weights, lambda folder: None, 1)\n"
+    "    if sys.argv[4] == 'behind':\n"
+    "        save_behind(*arguments).result()\n"
+    "    else:\n"
+    "        save_checkpoint(*arguments)\n"
     "except StorageError as error:\n"
     "    print(error)\n"
 )
 
 
-def save_within_limit(folder: Path, step: int, handler: str) -> tuple[int, str]:
+def save_within_limit(folder: Path, step: int, handler: str, how: str) -> tuple[int, str]:
     """Save 4 MB in a process whose files may have 100 000 bytes; beyond, it gets SIGXFSZ.
 
+    how: at once, or behind training, by a thread.
     Returns the status of the process, and what it prints.
     """
     program = folder.with_name("save.py")
     program.write_text(SAVE)
     printed = folder.with_name("printed")
-    words = [str(folder), str(step), handler]
+    words = [str(folder), str(step), handler, how]
     process = ForkedProcess(words, folder, dict(os.environ), printed, str(program))
     return process.wait(120), printed.read_text()
 
@@ -265,8 +270,8 @@ def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(checkpoints)
     """The kernel kills it at byte 100 000, of the newest step again and of a new one."""
     saved = save_state(checkpoints, checkpoint_state(1, x=torch.arange(9)))
     before = {file: file.read_bytes() for file in files_below(saved)}
-    for step in (1, 2):
-        assert save_within_limit(checkpoints, step, "SIG_DFL")[0] == -signal.SIGXFSZ
+    for step, how in ((1, "at once"), (2, "at once"), (2, "behind")):
+        assert save_within_limit(checkpoints, step, "SIG_DFL", how)[0] == -signal.SIGXFSZ
         assert checkpoint_names(checkpoints) == ["step-000001"]
         assert {file: file.read_bytes() for file in files_below(saved)} == before
     save_state(checkpoints, checkpoint_state(2), keep=1)
@@ -277,7 +282,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(checkpoints)
 def test_a_full_disk_leaves_the_last_checkpoint(checkpoints):
     """The limit of a file's size makes the write fail half way, as a full disk does."""
     save_state(checkpoints, checkpoint_state(1))
-    _, printed = save_within_limit(checkpoints, 2, "SIG_IGN")
+    _, printed = save_within_limit(checkpoints, 2, "SIG_IGN", "at once")
     assert "step-000002 cannot be written: " in printed
     assert "File too large. Earlier ones are intact." in printed
     assert [path.name for path in checkpoints.iterdir()] == ["step-000001"]

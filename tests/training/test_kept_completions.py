@@ -3,6 +3,7 @@
 Rewards and advantages are computed again from the texts; training is bit-equal without any kept.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,15 +107,16 @@ def test_a_damaged_file_is_set_aside_and_said(uninterrupted, tmp_path):
 
 def test_completions_are_written_before_the_checkpoint_of_their_step(tmp_path, monkeypatch):
     """A run that is killed right after a checkpoint loses none."""
-    save = recorder.save_checkpoint
     steps_at_checkpoints = []
 
-    def record_steps_and_save(folder, state, *arguments):
+    def record_steps_and(save, folder, state, *arguments):
         steps = [row.step for row in kept_rows(folder.parent)]
         steps_at_checkpoints.append((state["step"], steps))
         return save(folder, state, *arguments)
 
-    monkeypatch.setattr(recorder, "save_checkpoint", record_steps_and_save)
+    for name in ("save_behind", "save_checkpoint"):
+        save = functools.partial(record_steps_and, getattr(recorder, name))
+        monkeypatch.setattr(recorder, name, save)
     run(
         tmp_path / "run",
         "rollout.keep_completions=1",
