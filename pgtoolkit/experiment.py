@@ -22,6 +22,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Real
@@ -54,6 +55,7 @@ from pgtoolkit.system.functions import is_of_session, not_in_file
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import in_override, in_words, key_of, refusal, text
 from pgtoolkit.system.safe_text import escaped, legible
+from pgtoolkit.tracking.next_commands import python_call
 
 __all__ = [
     "CONFIG_DIRECTORY",
@@ -109,40 +111,38 @@ def _in_python(message: str) -> str:
     several, a sweep or another directory: `"loss=gspo", "seed=1"`,
     `sweep({"loss": ["grpo", "gspo"]})` and `train(config, "outputs/OTHER")`."""
 
-    def literal(value: str) -> str:
-        return value if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value) else json.dumps(value)
-
     def sweep_of(match: re.Match[str]) -> str:
-        pairs = [word.partition("=") for word in match[1].split()]
-        grid = [
-            f"{json.dumps(key)}: [{', '.join(map(literal, value.split(',')))}]"
-            for key, _, value in pairs
-            if "," in value
-        ]
-        fixed = [json.dumps(f"{key}={value}") for key, _, value in pairs if "," not in value]
-        words = ", ".join(["{" + ", ".join(grid) + "}", *fixed])
-        return f"Use sweep({words})" if grid else match[0]
+        call = python_call("-m", *shlex.split(match[1]))
+        return f"Use {call}" if call else match[0]
 
     def separate(match: re.Match[str]) -> str:
         return f"Use {', '.join(map(json.dumps, match[1].split()))}"
 
-    word = r"[\w./@+~-]+=[\w./@+,-]+"
+    word = r"[\w./@+~-]+=[\w./@+,()-]+"
+    quoted = rf"(?:{word}|'{word}')"
     end = r"(?=\.(?:\n|$))"
     message = re.sub(
         r"Use another directory, or \S*pgtk resume [^\n]*",
         'Use train(config, "outputs/OTHER").',
         message,
     )
-    message = re.sub(rf"Use pgtk -m ({word}(?: {word})*){end}", sweep_of, message)
+    message = re.sub(
+        rf"Use pgtk -m ({quoted}(?: {quoted})*)(?=\.(?:\n|$)| for )", sweep_of, message
+    )
     message = re.sub(rf"Use ({word}(?: {word})+){end}", separate, message)
     message = re.sub(rf"Use pgtk sweep ([\w./-]+){end}", r'Use sweep("\1")', message)
     message = re.sub(r"^pgtk (sweep|compare) needs", r"\1 needs", message)
     message = re.sub(r"^(?:pgtk )?(compare|load) (\S+) needs", r'\1("\2") needs', message)
-    return re.sub(r"Continue with: \S*pgtk resume (\S+)$", _continued, message)
-
-
-def _continued(match: re.Match[str]) -> str:
-    return f"Continue with: train(config, {json.dumps(match[1])})"
+    message = re.sub(
+        r"Use pgtk resume (\S+) to continue that run, pgtk continue \S+ in a script[^,]*",
+        r'Use train(config, "\1") to continue that run',
+        message,
+    )
+    message = message.replace("needs -m (got several values)", "needs a sweep (got several values)")
+    message = re.sub(r"Use pgtk check\.$", "Use check(config).", message)
+    return message.replace(
+        "Use seed=0,1,2 for three, or pgtk without -m", 'Use "seed": [0, 1, 2] for three, or train'
+    )
 
 
 _OPTIONS = "metric|best-of|reach|over|against|margin"
@@ -281,7 +281,7 @@ def _checked(overrides: list[str], multirun: bool, file: Path | None) -> Checked
     sections = [
         (title, [*map(_in_python, lines)]) for title, lines in checking.page_sections(checked)
     ]
-    return Checked(sections, problems, checking.notes(checked))
+    return Checked(sections, problems, [*map(_in_python, checking.notes(checked))])
 
 
 @_refusing_as_the_command

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,9 +27,10 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, StorageError
 from pgtoolkit.launch.apart import call_apart
 from pgtoolkit.launch.ranks import train_job
-from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.directory import RunDirectory, occupied
 from pgtoolkit.runs.records import leaves, read_provenance, read_status
 from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.tracking.next_commands import OF_PYTHON, pgtk_command, python_call
 from pgtoolkit.tracking.renewed_line import NotebookBar, ToldLine
 
 SMALL = (*SHORT, "trainer.max_steps=3", "metrics=basic")
@@ -83,7 +85,7 @@ def test_a_configuration_has_the_values_of_the_command_by_the_names_that_are_typ
         (
             ("loss=grpo,gspo", "seed=0,1"),
             [
-                "needs -m",
+                "needs a sweep",
                 'Use sweep({"loss": ["grpo", "gspo"]}).\n',
                 'Use sweep({"seed": [0, 1]}).',
             ],
@@ -223,6 +225,10 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
             lambda runs: experiment.compare(runs, metric="reward", best_of="seed"),
             r'^best_of="seed" needs .* Use best_of="loss"\.$',
         ),
+        (
+            lambda runs: experiment.compose("seed=1-3"),
+            r'Use sweep\(\{"seed": range\(1, 4\)\}\)\.$',
+        ),
         (lambda runs: experiment.compare("none_here"), r'^compare\("none_here"\) needs'),
         (lambda runs: experiment.load("none_here"), r'^load\("none_here"\) needs'),
         (
@@ -234,6 +240,59 @@ def test_a_folder_is_a_sequence_of_runs_that_can_be_compared(two_runs):
 def test_messages_say_what_to_use_as_python_types_it(two_runs, call, message):
     with pytest.raises(ConfigError, match=message):
         call(two_runs)
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("-m loss=grpo,gspo seed=1 x.y=0.5,1e-6", "-m loss=grpo,gspo x.y=0.5,1e-06 seed=1"),
+        ("-m seed=range(1,4) x=[1,2]", "-m seed=1,2,3 x=[1,2]"),
+        ("sweep sweeps/mine.yaml seed=3", "sweep sweeps/mine.yaml seed=3"),
+        ("resume 'my runs/first'", "continue 'my runs/first' loss=gspo"),
+        ("loss=grpo seed=1", "loss=grpo seed=1"),
+        ("compare outputs/sweeps/mine", "compare outputs/sweeps/mine"),
+    ],
+)
+def test_a_command_becomes_the_call_that_is_the_same(command, meant, monkeypatch):
+    """The call is made, of functions that give the words of the command that they are."""
+    words = shlex.split(command)
+    call = python_call(*words)
+    assert call is not None
+    functions = {
+        "config": ["loss=gspo"],
+        "compose": lambda *overrides: [*overrides],
+        "train": lambda words, folder=None: ["continue", folder, *words] if folder else words,
+        "sweep": lambda grid, *more: experiment._sweep_words("sweep", grid, more)[2][1:],
+        "compare": lambda folder: ["compare", folder],
+    }
+    monkeypatch.setattr(experiment, "sweep_file", Path)
+    assert eval(call, functions) == shlex.split(meant)
+    monkeypatch.setenv(OF_PYTHON, "1")
+    assert pgtk_command(*words) == call
+    monkeypatch.delenv(OF_PYTHON)
+    assert pgtk_command(*words).endswith(f"pgtk {shlex.join(words)}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "resume outputs/first trainer.max_steps=6",
+        "-m x=[1,2],[3]",
+        "--config-dir=mine loss=grpo",
+        "ui",
+        "compare a --margin=0.02",
+    ],
+)
+def test_a_command_without_the_same_call_stays_one(command):
+    assert python_call(*command.split()) is None
+
+
+def test_a_directory_that_is_occupied_is_answered_with_the_call_that_goes_on(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    message = experiment._in_python(occupied("hydra.run.dir=x", tmp_path, "config.yaml"))
+    assert message.endswith(
+        f'Use train(config, "{tmp_path}") to continue that run, or another directory.'
+    )
 
 
 def test_runs_that_failed_before_a_step_are_said_to_have_failed_and_runs_are_a_table(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +25,19 @@ from pgtoolkit.runs.records import (
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, shell_path, shortest_path, text
-from pgtoolkit.tracking.next_commands import pgtk_command
+from pgtoolkit.tracking.next_commands import OF_PYTHON, pgtk_command
 from pgtoolkit.tracking.store_address import absolute_uri
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return the command that continues a run, with overrides.
+    """Return the command, or the call, that continues a run, with overrides.
 
     It repeats the keys that have to be typed, since a run's own file may not decide them.
     """
-    return pgtk_command("resume", shortest_path(run_dir), *_typed_overrides(run_dir), *overrides)
+    typed = _typed_overrides(run_dir)
+    if OF_PYTHON in os.environ and not overrides:
+        typed = []  # A configuration of Python has them.
+    return pgtk_command("resume", shortest_path(run_dir), *typed, *overrides)
 
 
 def going_on_command(run_dir: Path, changes: JsonObject) -> str:

@@ -27,6 +27,7 @@ from pgtoolkit.system.own_end import end, really_exit, refuse_silent_ends
 from pgtoolkit.system.process_state import print_warnings
 from pgtoolkit.system.report import say
 from pgtoolkit.system.terminal import output, prepare_streams
+from pgtoolkit.tracking.next_commands import OF_PYTHON
 from pgtoolkit.tracking.renewed_line import NotebookBar, is_notebook, variables_for
 from pgtoolkit.tracking.signals import answer_stop_signals, answered_by
 
@@ -54,6 +55,7 @@ def call_apart(function: Callable[..., Result], arguments: Sequence, command: li
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             # The user's own value, for servers that run in another environment.
             "PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            OF_PYTHON: "1",
         }
         if is_notebook():
             status = _run_shown(words, environment)

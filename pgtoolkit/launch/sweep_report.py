@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.runs.provenance import changed_modules
 from pgtoolkit.runs.series import mean, ranks, without_rounding
 from pgtoolkit.system.report import key_of, plural, shell_path, shortest_path, text
-from pgtoolkit.tracking.next_commands import pgtk_command, program
+from pgtoolkit.tracking.next_commands import pgtk_command
 
 _RATE = "optimizer.learning_rate"
 _STATES = ("done", "pruned", "failed", "interrupted", "running", "pending")
@@ -126,7 +125,7 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
         lines.append(line)
     lines += rates_that_learn(sweep)
     if "done" in states:
-        lines.append(f"compare: {program('pgtk')} compare {shell_path(sweep.folder)}")
+        lines.append(f"compare: {pgtk_command('compare', shortest_path(sweep.folder))}")
     return lines
 
 
@@ -227,8 +226,8 @@ def _name_of(file: Path) -> str:
 
 
 def command_of(sweep: Sweep) -> str:
-    """Return the command that was typed, for a shell."""
-    return " ".join([program("pgtk"), *map(shlex.quote, sweep.command[1:])])
+    """Return the command that was typed, or the call."""
+    return pgtk_command(*sweep.command[1:])
 
 
 def last_line(log: Path, start: int) -> str | None:

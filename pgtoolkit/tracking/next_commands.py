@@ -1,8 +1,10 @@
-"""Paths, commands and addresses as the user can paste them."""
+"""Paths, commands, calls in Python and addresses as the user can paste them."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -15,6 +17,10 @@ from pgtoolkit.tracking.store_address import DEFAULT_STORE, absolute_uri
 UI_ADDRESS = "http://127.0.0.1:5000"
 """The default address of `mlflow server`."""
 
+OF_PYTHON = "PGTK_CALLED_FROM_PYTHON"
+"""A variable of the processes that `pgtoolkit.experiment` starts: what they say to type is Python,
+where a call is the same as the command."""
+
 _OF_TRAINING = "workflowType=machine_learning"
 """Chooses, in an address, MLflow's pages with runs and charts, not those for language models."""
 
@@ -24,8 +30,58 @@ curves. MLflow draws ten runs by default."""
 
 
 def pgtk_command(*arguments: str) -> str:
-    """Return a command for the shell."""
-    return " ".join([program("pgtk"), *map(shlex.quote, arguments)])
+    """Return a command for the shell, or in a process of OF_PYTHON a call."""
+    call = python_call(*arguments) if OF_PYTHON in os.environ else None
+    return call or " ".join([program("pgtk"), *map(shlex.quote, arguments)])
+
+
+def python_call(*arguments: str) -> str | None:
+    """Return the call of `pgtoolkit.experiment` that is the same as `pgtk` with these arguments;
+    None where there is none."""
+    first, rest = arguments[0], arguments[1:]
+    are_overrides = all(map(_is_override, rest))
+    if first == "compare" and len(rest) == 1:
+        return f"compare({json.dumps(rest[0])})"
+    if first == "resume" and len(rest) == 1:
+        return f"train(config, {json.dumps(rest[0])})"
+    if first == "sweep" and rest and all(map(_is_override, rest[1:])):
+        return f"sweep({', '.join(map(json.dumps, rest))})"
+    if first == "-m" and are_overrides:
+        return _sweep_call(rest)
+    if _is_override(first) and are_overrides:
+        return f"train(compose({', '.join(map(json.dumps, arguments))}))"
+    return None
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _sweep_call(overrides: Sequence[str]) -> str | None:
+    """Return the call that trains a sweep of these overrides; None where their values are written
+    in another way than as a list or a range.
+
+    Keys of several values stand before the others, by which the sweep's folder keeps its name.
+    """
+    grid = []
+    others = []
+    for override in overrides:
+        key, _, values = override.partition("=")
+        numbers = re.fullmatch(r"range\((\d+),(\d+)\)", values)
+        if numbers:
+            grid.append(f"{json.dumps(key)}: range({numbers[1]}, {numbers[2]})")
+        elif re.fullmatch(r"[\w./:@+-]+(,[\w./:@+-]+)+", values):
+            grid.append(f"{json.dumps(key)}: [{', '.join(map(_literal, values.split(',')))}]")
+        elif "," in re.sub(r"\[[^\]]*\]", "", values):
+            return None
+        else:
+            others.append(json.dumps(override))
+    return f"sweep({', '.join(['{' + ', '.join(grid) + '}', *others])})" if grid else None
+
+
+def _literal(value: str) -> str:
+    """Return a value of an override as Python writes it."""
+    return value if re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value) else json.dumps(value)
 
 
 def ui_command(uri: str | None) -> str | None:
