@@ -55,7 +55,12 @@ from pgtoolkit.runs.records import (
     read_status,
     storage,
 )
-from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config, load_tokenizer
+from pgtoolkit.system.model_folder import (
+    ADAPTER_SETTINGS,
+    load_config,
+    load_tokenizer,
+    models_inside,
+)
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, refusal, shell_path, text
 from pgtoolkit.system.yaml_text import to_yaml
@@ -99,6 +104,12 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int | None:
             write_merged(use, run_dir, new_folder)
         return None
     if not is_run(run_dir):
+        checkpoints = [*filter(is_adapter, models_inside(run_dir))]
+        if checkpoints:
+            newest = f"pgtk export {shell_path(checkpoints[-1])} {shell_path(folder)}"
+            reason = "Each of them is a model of its own."
+            needs = "a run directory, or a folder of adapters"
+            raise ConfigError(refusal(use, needs, "a folder of such folders", reason, newest))
         raise not_a_run(use, run_dir, "a run directory")
     refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)

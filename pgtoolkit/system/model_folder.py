@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,8 @@ def load_config(path: str) -> PretrainedConfig:
                 use=f"pgtk export {report.shell_path(folder)} MERGED and model.path=MERGED",
             )
         )
+    if not os.path.exists(folder / "config.json"):
+        _refuse_folder_of_models(path, folder)
     # transformers takes some broken files for missing ones, and uses other settings
     for name in _SETTINGS:
         if os.path.exists(folder / name):
@@ -111,6 +114,30 @@ def load_config(path: str) -> PretrainedConfig:
         "It says what kind of model it is.",
     ):
         return AutoConfig.from_pretrained(os.path.expanduser(path), **how_to_load(path))
+
+
+def models_inside(folder: Path) -> list[Path]:
+    """Return the models and adapters in the folders of a folder, such as a trainer's checkpoints,
+    by their numbers."""
+    files = [*folder.glob("*/config.json"), *folder.glob(f"*/{ADAPTER_SETTINGS}")]
+    inside = {file.parent for file in files}
+    return sorted(inside, key=lambda path: (int((re.findall(r"\d+", path.name) or [-1])[-1]), path))
+
+
+def _refuse_folder_of_models(path: str, folder: Path) -> None:
+    """Raise ConfigError for a folder whose folders are models, or the checkpoints of a run."""
+    if models_inside(folder / "checkpoints"):
+        got = "a run directory"
+        reason = "`pgtk export` writes its model."
+        use = f"pgtk export {report.shell_path(folder)} MODEL and model.path=MODEL"
+    elif models_inside(folder):
+        got = "a folder of such folders"
+        reason = "Each checkpoint of a trainer is a model of its own, or adapters."
+        use = f"model.path={report.shell_path(models_inside(folder)[-1])}"
+    else:
+        return
+    needs = "the folder of a model, with its config.json"
+    raise ConfigError(report.refusal(f"model.path={path}", needs, got, reason, use))
 
 
 def _check_name(path: str) -> None:

@@ -2,6 +2,9 @@
 does."""
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,27 @@ def test_the_merged_model_computes_what_peft_computes(tmp_path, capsys, make, se
         assert (model(input_ids=TOKENS).logits - expected).abs().max() < 1e-5
     assert AutoTokenizer.from_pretrained(merged)("12")["input_ids"] == [1, 2]
     open_model(str(merged))  # as `pgtk check` does
+
+
+def test_a_folder_of_checkpoints_is_refused_with_the_newest(tmp_path, capsys, monkeypatch):
+    """As TRL leaves it where training did not come to its end."""
+    monkeypatch.chdir(tmp_path)
+    adapter_of(tmp_path, small_llama(), r=2, target_modules=["q_proj"])
+    for step in (90, 100):
+        shutil.copytree("adapter", f"a run/checkpoint-{step}")
+    (tmp_path / "a run" / "checkpoint-100" / "trainer_state.json").write_text("{}")
+    message = refusal(capsys, "check", "model=huggingface", "model.path='a run'")
+    assert "Use model.path='a run/checkpoint-100'." in message
+    message = refusal(capsys, "export", "a run", "merged")
+    use = re.findall(r"Use pgtk (.*)\.$", message)[0]
+    assert shlex.split(use) == ["export", "a run/checkpoint-100", "merged"]
+    assert main(shlex.split(use)) == 0
+    shutil.copytree("merged", "whole/checkpoint-3")
+    message = refusal(capsys, "check", "model=huggingface", "model.path=whole")
+    assert "Use model.path=whole/checkpoint-3." in message
+    shutil.copytree("merged", "of pgtk/checkpoints/step-000002")
+    message = refusal(capsys, "check", "model=huggingface", "model.path='of pgtk'")
+    assert "Use pgtk export 'of pgtk' MODEL and model.path=MODEL." in message
 
 
 @pytest.mark.parametrize(
