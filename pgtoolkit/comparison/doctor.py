@@ -45,12 +45,12 @@ def examine(run: Run) -> Examined:
         measured.add(HELD_OUT_SHARE)
     judged = of_trained_documents(run)
     for rule in RULES:
-        if not measured.issuperset(rule.metrics):
-            examined.not_measured.append(rule)
-            continue
         elsewhere = rule.elsewhere_in(run)
         if elsewhere is not None:
             examined.elsewhere.append((rule, elsewhere))
+            continue
+        if not measured.issuperset(rule.metrics):
+            examined.not_measured.append(rule)
             continue
         finding = rule.find(judged)
         if finding is not None:
@@ -83,7 +83,7 @@ def _page(examined: Examined) -> str:
     for rule, finding in examined.failures:
         lines += ["", f"  {rule.name}, since step {finding.step}"]
         lines += folded(f"{finding.seen}. Healthy: {rule.healthy}. {rule.meaning}", "    ", "    ")
-        lines += folded(f"Change: {rule.change}.", "    ", "      ")
+        lines += folded(f"Change: {rule.change_in(run)}.", "    ", "      ")
     if not examined.failures:
         looked_at = len(RULES) - len(examined.not_measured) - len(examined.elsewhere)
         lines.append(f"  None of the {looked_at} known failures that were looked for.")
@@ -112,7 +112,7 @@ def _as_values(examined: Examined) -> dict[str, object]:
             "since": finding.step,
             "seen": finding.seen,
             "healthy": rule.healthy,
-            "change": rule.change,
+            "change": rule.change_in(examined.run),
         }
         for rule, finding in examined.failures
     ]

@@ -69,6 +69,18 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
+class Change:
+    """Something to try.
+
+    text: in words. only_if: the condition, as `holds` reads it, in which a run can try it and does
+    not do so already.
+    """
+
+    text: str
+    only_if: str
+
+
+@dataclass(frozen=True)
 class Rule:
     """A known failure.
 
@@ -76,7 +88,7 @@ class Rule:
     metrics: the columns without which it cannot be looked for.
     find: looks for the failure in a run.
     meaning: why it matters.
-    change: what to try, the likeliest first.
+    changes: what to try, the likeliest first.
     shown_by: further metrics that show it, which a run without the failure may lack.
     measured_by: what makes a run measure the metrics, if it may not.
     elsewhere: where the metrics mean something else, and the rule is silent.
@@ -86,7 +98,7 @@ class Rule:
     metrics: tuple[str, ...]
     find: Callable[[Run], Finding | None]
     meaning: str
-    change: str
+    changes: tuple[str | Change, ...]
     shown_by: tuple[str, ...] = ()
     measured_by: str = ""
     elsewhere: tuple[Elsewhere, ...] = ()
@@ -97,6 +109,14 @@ class Rule:
         metrics = [(name, metric_named(name)) for name in self.shown_by or self.metrics]
         known = [(name, metric.healthy) for name, metric in metrics if metric and metric.healthy]
         return "; ".join(f"{name} {healthy}" for name, healthy in known).replace("`", "")
+
+    def change_in(self, run: Run) -> str:
+        """Return what to try in a run, in words."""
+        return "; ".join(
+            change if isinstance(change, str) else change.text
+            for change in self.changes
+            if isinstance(change, str) or holds(change.only_if, run.config)
+        )
 
     def elsewhere_in(self, run: Run) -> Elsewhere | None:
         """Return why the metrics of this run mean something else, or None."""
@@ -438,6 +458,17 @@ _RECORDED_LOG_PROBS = Elsewhere(
     "The loss has no ratio, and the recorded log-probs may be those of any policy.",
 )
 
+_LOWER_RATE = "optimizer.learning_rate, lower"
+_FEWER_UPDATES = (
+    Change(
+        "fewer updates of a batch: accumulation.docs_per_step, larger",
+        "rollout.name=policy and accumulation.docs_per_step>0",
+    ),
+    Change("fewer rollout.passes over a batch", "rollout.passes>1"),
+)
+_LESS_LAG = Change("less rollout.lag", "rollout.lag>0")
+_NEAR_TO_BEGIN = Change("kl=k3, which holds it near to where it began", "kl.kind=none")
+
 _FAILING_SCORES = (
     "failed_score_fraction",
     "verifier_timeout_fraction",
@@ -453,9 +484,17 @@ RULES = (
         find=_ratios_at_first_update,
         meaning="The weights have not changed since they sampled, so old and new log-probs should "
         "be the same numbers.",
-        change="rollout.old_log_probs=training, which computes the old ones as the new ones are; a "
-        "model folder whose attention or dropout differs between the two; the sampler's "
-        "temperature and chat template",
+        changes=(
+            Change(
+                "rollout.old_log_probs=training, which computes the old ones as the new ones are",
+                "rollout.old_log_probs!=training",
+            ),
+            Change(
+                "a model folder whose attention or dropout differs between the two",
+                "model.name=huggingface",
+            ),
+            "the sampler's temperature and chat template",
+        ),
         elsewhere=(_RECORDED,),
     ),
     Rule(
@@ -464,8 +503,14 @@ RULES = (
         find=_lasting("kl_old_sampling"),
         meaning="The engine samples from another distribution than the trainer computes "
         "gradients of.",
-        change="the sampler's number type and quantization; model.fp32_lm_head=true; "
-        "correction=token_truncate or sequence_mask",
+        changes=(
+            "the sampler's number type and quantization",
+            Change(
+                "model.fp32_lm_head=true",
+                "model.name=huggingface and model.fp32_lm_head=false",
+            ),
+            Change("correction=token_truncate or sequence_mask", "correction.name=none"),
+        ),
         measured_by="a sampler whose log-probs are known",
         elsewhere=(_RECORDED, _PROXIMAL, _TRUNCATED),
     ),
@@ -473,10 +518,18 @@ RULES = (
         name="groups without signal",
         metrics=("zero_advantage_group_fraction",),
         find=_lasting("zero_advantage_group_fraction", unless_solved=True),
-        meaning="All completions of a prompt get one reward, so that nothing is learned from it.",
-        change="prompts that are sometimes solved, a supervised start (experiment=sft), or a "
-        "reward with parts; rollout.max_sampling_rounds=4, which samples others in their place; "
-        "more completions, rollout.group_size",
+        meaning="Every advantage of such a group is 0, mostly since all completions of its prompt "
+        "get one reward: nothing is learned from it.",
+        changes=(
+            "prompts that are sometimes solved",
+            Change("a supervised start (experiment=sft)", "rollout.name=policy"),
+            "a reward with parts",
+            Change(
+                "rollout.max_sampling_rounds=4, which samples others in their place",
+                "rollout.name=policy",
+            ),
+            Change("more completions, rollout.group_size", "rollout.name=policy"),
+        ),
         elsewhere=(_NO_ADVANTAGE, *_OTHER_PROMPTS, _PASS_AT_K, *_NOT_BY_GROUPS),
     ),
     Rule(
@@ -484,8 +537,18 @@ RULES = (
         metrics=("truncated_fraction",),
         find=_lasting("truncated_fraction", unless_solved=True),
         meaning="A completion that is cut off seldom has an answer, and never learns to end.",
-        change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
-        "completions do not end; rollout.overlong_buffer, which makes length cost something",
+        changes=(
+            "rollout.max_completion_length, longer",
+            Change(
+                "task.chat, where completions do not end",
+                "model.name=huggingface and task.chat!=null",
+            ),
+            Change("rollout.stop, where completions do not end", "rollout.stop=[]"),
+            Change(
+                "rollout.overlong_buffer, which makes length cost something",
+                "rollout.overlong_buffer=null and advantage.estimator!=max_rl",
+            ),
+        ),
         elsewhere=(_RECORDED, _ONLY_PENALTIES),
     ),
     Rule(
@@ -493,9 +556,16 @@ RULES = (
         metrics=("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
         find=_clipped,
         meaning="A clipped token has no gradient: most of a batch teaches nothing.",
-        change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
-        "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
-        "larger, or rollout.passes, fewer",
+        changes=(
+            Change("loss.epsilon_low and loss.epsilon_high, wider (0.2)", "loss.name=grpo"),
+            Change("loss.epsilon_low and loss.epsilon_high, wider (3e-4)", "loss.name=gspo"),
+            Change(
+                "the bounds of the loss, wider",
+                "loss.name!=grpo and loss.name!=gspo",
+            ),
+            _LOWER_RATE,
+            *_FEWER_UPDATES,
+        ),
         elsewhere=(_ONLY_PENALTIES, _WEIGHT_CLIPPED, _OWN_FAMILY),
     ),
     Rule(
@@ -504,8 +574,11 @@ RULES = (
         find=_now_and_then(("clamped_log_ratio_fraction",), 0.01),
         meaning="Probabilities have changed by a factor of e^20: the old log-probs belong to other "
         "weights or tokens.",
-        change="the recorded log-probs, which may be one place off; optimizer.learning_rate, "
-        "lower; less rollout.lag",
+        changes=(
+            Change("the recorded log-probs, which may be one place off", "rollout.name=recorded"),
+            _LOWER_RATE,
+            _LESS_LAG,
+        ),
         elsewhere=(_RECORDED_LOG_PROBS,),
     ),
     Rule(
@@ -513,8 +586,15 @@ RULES = (
         metrics=("effective_sample_size",),
         find=_now_and_then(("effective_sample_size",), 0.2),
         meaning="A few tokens with large ratios stand for the whole step.",
-        change="optimizer.learning_rate, lower; fewer updates of a batch; less rollout.lag; a "
-        "family whose ratio is clipped (loss=grpo)",
+        changes=(
+            _LOWER_RATE,
+            *_FEWER_UPDATES,
+            _LESS_LAG,
+            Change(
+                "a loss whose ratio is clipped (loss=grpo)",
+                "loss.name!=grpo and loss.name!=gspo",
+            ),
+        ),
         elsewhere=(_NO_RATIO, _BOUNDED_WEIGHT, _OWN_FAMILY),
     ),
     Rule(
@@ -522,8 +602,12 @@ RULES = (
         metrics=("entropy",),
         find=_lasting("entropy", unless_solved=True),
         meaning="The policy writes one completion for each prompt, and finds no others.",
-        change="optimizer.learning_rate, lower; loss.epsilon_high, above loss.epsilon_low (0.28); "
-        "entropy.coefficient=1e-3; kl=k3, which holds it near to where it began",
+        changes=(
+            _LOWER_RATE,
+            Change("loss.epsilon_high, above loss.epsilon_low (0.28)", "loss.name=grpo"),
+            Change("entropy.coefficient=1e-3", "entropy.coefficient=0"),
+            _NEAR_TO_BEGIN,
+        ),
         measured_by="metrics=with_entropy",
         elsewhere=(_RECORDED, _ONLY_PENALTIES),
     ),
@@ -532,15 +616,33 @@ RULES = (
         metrics=("grad_norm",),
         find=_spikes,
         meaning="Single steps are far larger than others; they often come before a collapse.",
-        change="optimizer.learning_rate, lower; optimizer.max_grad_norm=0.2; less rollout.lag; a "
-        "clip, where the family has none",
+        changes=(
+            _LOWER_RATE,
+            Change(
+                "optimizer.max_grad_norm=0.2",
+                "optimizer.max_grad_norm=null or optimizer.max_grad_norm>0.2",
+            ),
+            _LESS_LAG,
+            Change(
+                "a loss that clips (loss=grpo)",
+                "rollout.name=policy and loss.name=reinforce or "
+                "rollout.name=policy and loss.name=kimi",
+            ),
+        ),
     ),
     Rule(
         name="steps without an update",
         metrics=("num_skipped_steps",),
         find=_skipped,
         meaning="There was nothing to train on, or a number was not finite.",
-        change="its cause, in run.log; optimizer.learning_rate, lower; model.dtype=float32",
+        changes=(
+            "its cause, in run.log",
+            _LOWER_RATE,
+            Change(
+                "model.dtype=float32",
+                "model.name=huggingface and model.dtype!=float32",
+            ),
+        ),
     ),
     Rule(
         name="verifiers failing",
@@ -549,16 +651,33 @@ RULES = (
         find=_now_and_then(_FAILING_SCORES, 0.05),
         meaning="Completions that nobody could score are left out, or punished for it: the policy "
         "may learn to break its verifier.",
-        change="the verifier on the completions that run.log names; task.verifier_seconds, longer; "
-        "task.verifier_processes, so that a crash ends no run",
+        changes=(
+            Change(
+                "the environment on the completions that run.log names", "task.name=conversation"
+            ),
+            Change("the verifier on the completions that run.log names", "task.name!=conversation"),
+            Change("task.verifier_seconds, longer", "task.verifier_processes>0"),
+            Change(
+                "task.verifier_processes, so that a crash ends no run", "task.verifier_processes=0"
+            ),
+            Change("task.environment_seconds, longer", "task.environment_processes>0"),
+            Change(
+                "task.environment_processes, so that a crash ends no run",
+                "task.environment_processes=0",
+            ),
+        ),
     ),
     Rule(
         name="reward lost",
         metrics=("reward",),
         find=_reward_lost,
         meaning="The policy was better before.",
-        change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN "
-        "--step N, or pgtk export --best; kl=k3",
+        changes=(
+            f"{_LOWER_RATE} (a quarter)",
+            "an earlier checkpoint: pgtk resume RUN --step N hydra.run.dir=NEW",
+            Change("the best one: pgtk export RUN DIR --best", "evaluation.every>0"),
+            _NEAR_TO_BEGIN,
+        ),
         elsewhere=(_RECORDED, _ONLY_PENALTIES, *_OTHER_PROMPTS, _PASS_AT_K),
     ),
     Rule(
@@ -567,8 +686,11 @@ RULES = (
         find=_held_out_falls,
         meaning="The policy learns the training prompts, or its verifier's weakness, and not the "
         "task.",
-        change="pgtk samples RUN, which shows what earns the reward; more prompts; pgtk export RUN "
-        "DIR --best, which takes the best checkpoint",
+        changes=(
+            "pgtk samples RUN, which shows what earns the reward",
+            "more prompts",
+            "pgtk export RUN DIR --best, which takes the best checkpoint",
+        ),
         measured_by="evaluation.every",
         elsewhere=(_RECORDED, *_OTHER_PROMPTS),
     ),

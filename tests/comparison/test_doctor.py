@@ -20,10 +20,13 @@ from pgtoolkit.comparison.doctor import diagnose, examine
 from pgtoolkit.comparison.failures import FEWEST_STEPS, RULES, Elsewhere, Rule
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.conditions import parts
+from pgtoolkit.config.keys import key_named
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, read_run, run_directories
-from pgtoolkit.runs.records import read_leaves
+from pgtoolkit.runs.records import leaves, read_leaves
 from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.system.report import text
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = [rule.name for rule in RULES]
@@ -402,6 +405,44 @@ def test_a_rule_is_silent_where_its_number_means_something_else(rule: Rule, else
         assert (rule, elsewhere) in examined.elsewhere
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "loss=grpo",
+        "loss=gspo rollout.lag=4 rollout.passes=2 kl=k1 entropy.coefficient=0.01",
+        "loss=kimi optimizer.max_grad_norm=0.2 task=guess",
+        "experiment=ppo task=prompts task.path=p.jsonl correction=token_mask",
+        "experiment=sft rollout.path=r.parquet model=huggingface model.path=m",
+        "loss=dppo rollout=recorded rollout.path=r.parquet",
+        "task=sums model=huggingface model.path=m rollout.overlong_buffer=2 rollout.stop=[a]",
+    ],
+)
+def test_what_a_rule_says_to_change_is_a_key_of_the_run_and_another_value(overrides):
+    config = dict(leaves(plain_config(config_of(*overrides.split()))))
+    run = replace(made_up(), config=config)
+    for rule in RULES:
+        if rule.elsewhere_in(run):
+            continue
+        changes = rule.change_in(run).replace("run.log", "").replace("hydra.run.dir=NEW", "")
+        assert changes
+        for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", changes):
+            assert key_named(name, config) is not None, (rule.name, name)
+        for name, value in re.findall(r"\b([a-z]+\.[a-z_]+)=([a-z0-9.-]+)", changes):
+            assert text(config[name]) != value, (rule.name, name)
+        assert config["kl.kind"] == "none" or "kl=k3" not in changes
+        assert config["correction.name"] == "none" or "correction=" not in changes
+
+
+def test_what_does_not_fit_a_run_is_not_said_to_be_measurable():
+    """Neither is said to need metrics=with_entropy: its entropy would not be looked at."""
+    run = made_up()
+    run.config["rollout.name"] = "recorded"
+    del run.columns["entropy"]
+    examined = examine(run)
+    assert "entropy gone" in [rule.name for rule, _ in examined.elsewhere]
+    assert "entropy gone" not in [rule.name for rule in examined.not_measured]
+
+
 def test_the_page_says_what_was_not_looked_for_and_why(tmp_path):
     with RunDirectory(tmp_path / "run") as run:
         config = {"seed": 0, "trainer": {"max_steps": 20}, "advantage": {"estimator": "none"}}
@@ -412,11 +453,12 @@ def test_the_page_says_what_was_not_looked_for_and_why(tmp_path):
     page = " ".join(diagnose([str(tmp_path / "run")]).split())
     assert "None of the 1 known failures that were looked for." in page
     assert (
-        "Not looked for, with advantage=none, and a loss that reads no rewards: reward lost. A "
-        "penalty alone trains, such as that of a teacher; rewards are only measured."
+        "Not looked for, with advantage=none, and a loss that reads no rewards: completions cut "
+        "off, everything clipped, entropy gone, reward lost. A penalty alone trains, such as that "
+        "of a teacher; rewards are only measured."
     ) in page
     (values,) = json.loads(diagnose([str(tmp_path / "run")], as_json=True))
-    assert [row["failure"] for row in values["means_something_else"]] == ["reward lost"]
+    assert values["means_something_else"][-1]["failure"] == "reward lost"
 
 
 def test_every_rule_has_a_made_up_run_that_breaks_it():
