@@ -51,8 +51,9 @@ class Recorder(RunCallback):
     early_notes: an attribute of rank 0's recorder: what is logged after a tenth of the steps, and
         two batches at least.
     interrupted_by: the first of STOP_SIGNALS, to any rank, lets the step finish, saves it and is
-        named here. A second SIGINT acts at once. A process that `pgtk` has started, and ranks of
-        another launcher, stop in the same way when the process that started them has ended.
+        named here. A second SIGINT acts at once, but for a checkpoint that a thread is writing. A
+        process that `pgtk` has started, and ranks of another launcher, stop in the same way when
+        the process that started them has ended.
     first_step: the step that this start continues from.
     can_continue: whether an error between two steps has ended the run, which may be resumed.
     saved_step: the step of the newest checkpoint that is whole.
