@@ -23,6 +23,7 @@ from pgtoolkit.config import hydra_keys, refusals, refused_keys
 from pgtoolkit.config.composable import composed_again
 from pgtoolkit.config.conditions import value_of, with_values
 from pgtoolkit.config.files import OPTIONAL, options, own_folder, taken_names
+from pgtoolkit.config.foreign_values import foreign_values
 from pgtoolkit.config.hydra_files import (
     compose_choices,
     compose_files,
@@ -196,6 +197,9 @@ def compose_node(
     typed = {
         key for override in accepted for key in keys_set(override.key_or_group, override.value())
     }
+    # Hydra records no choice of several files.
+    several = {of.key_or_group: of.value() for of in by_effect.choices if type(of.value()) is list}
+    problems += foreign_values(choices_of(config) | several, typed)
     return Node(config, problems, problems_of_files, typed)
 
 

@@ -12,6 +12,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
 
 from pgtoolkit.assembly.train import train
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.validate import validate
 
@@ -139,3 +140,38 @@ def test_the_run_of_a_file_makes_a_step_with_its_loss_and_finite_numbers(name, t
     assert all(
         torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values()
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "use"),
+    [
+        # The same number is another width of the clip of a document's ratio, and of CISPO's weight.
+        (["experiment=dapo", "loss=gspo"], "loss.epsilon_high=0.0004"),
+        (["experiment=[dapo,cispo]"], "loss.epsilon_high=4"),
+        (["experiment=prompt_mean", "loss=gmpo"], "loss.epsilon_high=0.4"),
+        (["experiment=mine", "loss=gspo", "seed=3"], "loss.epsilon_low=0.0003"),
+        (
+            ["experiment=float16", "model=huggingface", "correction=token_mask"],
+            "correction.high=5",
+        ),
+    ],
+)
+def test_a_number_that_a_file_sets_for_its_own_option_is_refused_with_another(
+    tmp_path, monkeypatch, overrides, use
+):
+    monkeypatch.setenv("PGTK_CONFIG_DIR", str(tmp_path))
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [override /loss: grpo]\nloss: {epsilon_low: 0.1}\nseed: 2\n"
+    )
+    key = use.partition("=")[0]
+
+    def problems(*more: str) -> list[str]:
+        found = compose([*overrides, *more]).problems
+        return [problem for problem in found if f"It sets {key}=" in problem]
+
+    (problem,) = problems()
+    assert problem.endswith(f" Use {use}.")
+    assert problems(use) == []
+    assert problems(f"{use}1") == []
+    assert compose(["experiment=mine", "loss=grpo"]).problems == []
