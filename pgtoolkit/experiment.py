@@ -376,7 +376,7 @@ def _sweep_words(
     if "=" in str(grid) and not Path(grid).is_file():
         typed = [*str(grid).split(), *overrides]
         train_or_check = "train" if name == "sweep" else name
-        one = f"{train_or_check}(compose({', '.join(map(json.dumps, typed))}))"
+        single = f"{train_or_check}(compose({', '.join(map(json.dumps, typed))}))"
         several = _in_python(f"Use pgtk -m {' '.join(typed)}.")[len("Use ") : -1]
         raise ConfigError(
             refusal(
@@ -384,7 +384,7 @@ def _sweep_words(
                 needs="keys with their values, or the name or the file of a sweep",
                 got=repr(str(grid)),
                 reason="An override is no sweep.",
-                use=several.replace("sweep(", f"{name}(", 1) if "," in str(grid) else one,
+                use=several.replace("sweep(", f"{name}(", 1) if "," in str(grid) else single,
             )
         )
     try:

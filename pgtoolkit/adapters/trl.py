@@ -162,8 +162,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         for field, parameters in PARAMETERS.items():
             instead[field] = f"{defaults[field]!r}: {self.family.name} has no {parameters[0]}"
             if all(hasattr(self.family, name) for name in parameters):
-                given = ", ".join(f"{name}=..." for name in parameters)
-                instead[field] = f"loss={path}({given})"
+                keywords = ", ".join(f"{name}=..." for name in parameters)
+                instead[field] = f"loss={path}({keywords})"
         return instead
 
     @property

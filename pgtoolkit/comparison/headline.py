@@ -39,9 +39,11 @@ def chosen_metric(groups: Groups, ignore_code: bool = False) -> tuple[str, list[
     skipped = [name for name in before if name not in not_zero]
     if skipped:
         count = sum(any(run.values(name) for name in skipped) for run in runs)
-        where = "in every run" if count == len(runs) else f"in {_having(count, len(runs))}"
+        of_runs = "in every run" if count == len(runs) else f"in {_having(count, len(runs))}"
         verb = "is" if len(skipped) == 1 else "are"
-        notes.append(f"{' and '.join(skipped)} {verb} 0 {where}: the runs are compared by {metric}")
+        notes.append(
+            f"{' and '.join(skipped)} {verb} 0 {of_runs}: the runs are compared by {metric}"
+        )
     held_out = [name for name in before if name.startswith(HELD_OUT) and name in not_zero]
     if held_out and not metric.startswith(HELD_OUT):
         count = sum(bool(run.values(held_out[0])) for run in runs)

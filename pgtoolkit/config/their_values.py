@@ -140,8 +140,8 @@ class TheirValues:
     def evaluated(self, formula: str) -> Any:
         """Return the value of a formula of a table, which is never what a user wrote."""
         code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
-        given = {name.replace(".", "__") for name in self.theirs.values}.__contains__
-        scope = {**_FUNCTIONS, "given": given, "__builtins__": {}}
+        has_value = {name.replace(".", "__") for name in self.theirs.values}.__contains__
+        scope = {**_FUNCTIONS, "given": has_value, "__builtins__": {}}
         result = eval(code, scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 

@@ -109,9 +109,9 @@ class Program:
             if name not in ("GRPOConfig", "GRPOTrainer"):
                 continue
             self._imports[node.name] = name
-            own = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
-            own += [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
-            changed = f", without its own {', '.join(own)}" if own else ""
+            members = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            members += [ast.unparse(each) for each in node.body if isinstance(each, ast.AnnAssign)]
+            changed = f", without its own {', '.join(members)}" if members else ""
             self.assumed.append(f"{node.name} is {name}{changed}")
 
     def _assign(self, target: ast.expr, value: _Code) -> None:

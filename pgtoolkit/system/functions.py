@@ -135,15 +135,15 @@ def defaults_in_file(path: str, file: Path | None = None) -> dict[str, object]:
     return _literals(defaults)
 
 
-def _parameters(given: ast.arguments) -> list[str]:
-    return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+def _parameters(listed: ast.arguments) -> list[str]:
+    return [each.arg for each in (*listed.posonlyargs, *listed.args, *listed.kwonlyargs)]
 
 
-def _defaults(given: ast.arguments) -> dict[str, ast.expr | None]:
+def _defaults(listed: ast.arguments) -> dict[str, ast.expr | None]:
     """Return the parameters with their defaults, None where there is none."""
-    values = [*given.defaults, *given.kw_defaults]
-    missing = len(_parameters(given)) - len(values)
-    return dict(zip(_parameters(given), [*[None] * missing, *values], strict=True))
+    values = [*listed.defaults, *listed.kw_defaults]
+    missing = len(_parameters(listed)) - len(values)
+    return dict(zip(_parameters(listed), [*[None] * missing, *values], strict=True))
 
 
 def _literals(values: dict[str, ast.expr | None]) -> dict[str, object]:
