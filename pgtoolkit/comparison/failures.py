@@ -518,8 +518,8 @@ RULES = (
         name="groups without signal",
         metrics=("zero_advantage_group_fraction",),
         find=_lasting("zero_advantage_group_fraction", unless_solved=True),
-        meaning="Every advantage of such a group is 0, mostly since all completions of its prompt "
-        "get one reward: nothing is learned from it.",
+        meaning="Every advantage of these groups is 0, mostly since all completions of a prompt "
+        "get one reward: nothing is learned from them.",
         changes=(
             "prompts that are sometimes solved",
             Change("a supervised start (experiment=sft)", "rollout.name=policy"),
