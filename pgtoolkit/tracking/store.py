@@ -139,6 +139,8 @@ def open_store(uri: str, experiment: str) -> tuple[MlflowClient, str]:
     if is_default and path and path.exists() and has_other_tables(path):
         raise StorageError(other_tables(f"tracking.uri=sqlite:///{shortest_path(path)}"))
     with _creation_lock(path):
+        if path and not path.exists() and "?" not in path.name:
+            _make_tables(path)
         client = client_of(uri)
         existing = client.get_experiment_by_name(experiment)
         if existing is None:
@@ -149,6 +151,18 @@ def open_store(uri: str, experiment: str) -> tuple[MlflowClient, str]:
         if is_default and path:
             _refuse_artifacts_elsewhere(existing.artifact_location, path, experiment)
         return client, existing.experiment_id
+
+
+def _make_tables(database: Path) -> None:
+    """Make MLflow's tables, which takes seconds, in a file that gets its name once it has all.
+
+    Every later run would refuse the tables of a run that was stopped between two of them.
+    """
+    unfinished = database.with_name(f".{database.name}.unfinished")
+    for suffix in ("", "-journal"):
+        unfinished.with_name(unfinished.name + suffix).unlink(missing_ok=True)
+    client_of(f"sqlite:///{unfinished}").search_experiments(max_results=1)
+    unfinished.rename(database)
 
 
 def _refuse_artifacts_elsewhere(location: str, store: Path, experiment: str) -> None:

@@ -3,11 +3,14 @@
 The problems are those for which MLflow would stop the run; their commands are run by a shell.
 """
 
+import os
 import shlex
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from pgtoolkit.launch.check import check, problems
 from pgtoolkit.system.report import program, shell_path
 from pgtoolkit.tracking.store import open_store
 from pgtoolkit.tracking.store_address import sqlite_path
-from pgtoolkit.tracking.store_file import problem_of_store
+from pgtoolkit.tracking.store_file import _newest_revision, problem_of_store
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,26 @@ def test_a_store_that_a_run_can_use_has_no_problem(store, tmp_path):
     assert problem_of_store(tmp_path / "new/folder/mlflow.db", "tests") is None
     assert store.read_bytes() == before
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_the_store_is_made_leaves_none_that_lacks_tables(tmp_path):
+    store = tmp_path / "mlflow.db"
+    unfinished = tmp_path / ".mlflow.db.unfinished"
+    maker = os.fork()
+    if maker == 0:
+        open_store(uri_of(store), "tests")
+        os._exit(0)
+    while not unfinished.exists() or not unfinished.stat().st_size:
+        assert os.waitpid(maker, os.WNOHANG) == (0, 0)
+        time.sleep(0.01)
+    os.kill(maker, signal.SIGKILL)
+    os.waitpid(maker, 0)
+    assert not store.exists()
+    open_store(uri_of(store), "tests")
+    assert problem_of_store(store, "tests") is None
+    assert not unfinished.exists()
+    assert _newest_revision() is not None
 
 
 def test_a_store_of_an_older_mlflow_needs_the_command_that_upgrades_it(store, run):
