@@ -8,10 +8,22 @@ from pathlib import Path
 PROGRAM = Path(__file__).parents[1] / "examples" / "parts.py"
 SEEN = """
 import json, sys
+from pgtoolkit.errors import ConfigError
+
+refused = []
+for schedule, steps in (("cosine", 5), ("linear", 1), ("constant", 1), ("linear", 2)):
+    of = replace(optimizer, schedule=schedule)
+    other = PolicyGradientModule(policy, loss, Computation(check_finite=False), of, max_steps=2)
+    loader.max_steps = steps
+    try:
+        fit(other, loader)
+    except ConfigError as error:
+        refused.append(str(error))
 print(json.dumps({
     "updates": module.num_updates,
     "documents": module.documents_seen,
     "lengths": [len(completion.tokens) for completion in completions],
+    "refused": refused,
     "are equal": all(c.tokens.equal(completions[0].tokens) for c in completions),
     "config": sorted(name for name in sys.modules if name.startswith("pgtoolkit.config")),
     "hydra": sorted({"hydra", "omegaconf"} & set(sys.modules)),
@@ -30,3 +42,8 @@ def test_the_program_makes_two_steps_without_the_configuration():
     assert len(seen["lengths"]) == 4
     assert seen["are equal"]  # at temperature 0
     assert seen["config"] == seen["hydra"] == []
+    # A schedule that ends before the run does, and one that the run ends before.
+    cosine, linear = seen["refused"]
+    assert "needs max_steps=5, as the StepLoader has (got schedule=cosine, which ends at" in cosine
+    assert "Later steps would have the least rate. Use max_steps=5 in both." in cosine
+    assert "The rate would not come down. Use max_steps=1 in both." in linear

@@ -34,6 +34,7 @@ from pgtoolkit.tasks.settings import (
     TaskSettings,
     TooLong,
 )
+from pgtoolkit.training.settings import Schedule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,16 +89,21 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     )
     report.notes += rollouts.notes_on_texts()
     assert isinstance(config.rollout, RecordedRolloutSettings)
-    _check_number_of_rows(config.rollout, config.accumulation, config.trainer.max_steps, report)
+    schedule = config.optimizer.schedule
+    _check_number_of_rows(
+        config.rollout, config.accumulation, schedule, config.trainer.max_steps, report
+    )
 
 
 def _check_number_of_rows(
     rollout: RecordedRolloutSettings,
     accumulation: AccumulationSettings,
+    schedule: Schedule,
     max_steps: int,
     report: Report,
 ) -> None:
-    """Refuse recorded rollouts that do not fill a step; note where they end before max_steps."""
+    """Refuse recorded rollouts that do not fill a step; note where they end before max_steps, to
+    which a schedule decays."""
     from pgtoolkit.tasks.row_files import count_rows
 
     size = accumulation.docs_per_step
@@ -111,10 +117,13 @@ def _check_number_of_rows(
         return
     last_step = -(-documents * rollout.epochs // size)
     if last_step < max_steps:
+        decays = schedule != Schedule.constant
+        before = f", before optimizer.schedule={schedule} comes to its end" if decays else ""
+        instead = f", or trainer.max_steps={last_step} for a schedule that ends there"
         report.note(
             f"rollout.epochs={rollout.epochs} of {documents} documents ends after at most "
-            f"{last_step} of trainer.max_steps={max_steps} steps. To make them all, use "
-            f"rollout.epochs={-(-max_steps * size // documents)}."
+            f"{last_step} of trainer.max_steps={max_steps} steps{before}. To make them all, use "
+            f"rollout.epochs={-(-max_steps * size // documents)}{instead if decays else ''}."
         )
 
 

@@ -19,6 +19,7 @@ from pgtoolkit.training.frameworks import (
     Profiler,
     lightning,
 )
+from pgtoolkit.training.module import PolicyGradientModule
 
 
 def fit(
@@ -32,8 +33,11 @@ def fit(
 
     An epoch of the Trainer is a batch of rollouts, with all its steps, or a pass over recorded
     ones. The metrics of each step are in `trainer.callback_metrics`, and go to the loggers.
-    Raises ConfigError for a callback whose work pgtoolkit does itself, such as ModelCheckpoint.
+    Raises ConfigError for a callback whose work pgtoolkit does itself, such as ModelCheckpoint, and
+    for a schedule that ends with another step than the loader.
     """
+    if isinstance(module, PolicyGradientModule):
+        module.refuse_another_end(loader.max_steps)
     parts = OwnParts()
     for part in (*callbacks, *loggers, *([] if profiler is None else [profiler])):
         parts.add(type(part).__name__, part)

@@ -35,11 +35,12 @@ from pgtoolkit.rollouts.advantages import Shape
 from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.plain_files import JsonObject
+from pgtoolkit.system.report import refusal
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import LearningRate, make_optimizer
-from pgtoolkit.training.settings import CriticSettings, OptimizerSettings
+from pgtoolkit.training.settings import CriticSettings, OptimizerSettings, Schedule
 from pgtoolkit.training.surprises import Surprises
 from pgtoolkit.training.whole_step import (
     FirstPass,
@@ -126,6 +127,26 @@ class PolicyGradientModule(DynamicAccumulation):
         self._kept_inputs: Inputs | None = None
         self.reference_is_due = False
         self.record: JsonObject = {}
+
+    def refuse_another_end(self, steps: int) -> None:
+        """Raise ConfigError where the learning rate decays to another step than the run's last.
+
+        steps: of the whole run.
+        """
+        schedule = self._optimizer_settings.schedule
+        if schedule == Schedule.constant or steps == self.max_steps:
+            return
+        later = "Later steps would have the least rate"
+        reason = later if steps > self.max_steps else "The rate would not come down"
+        raise ConfigError(
+            refusal(
+                setting=f"PolicyGradientModule(..., max_steps={self.max_steps})",
+                needs=f"max_steps={steps}, as the StepLoader has",
+                got=f"schedule={schedule}, which ends at step {self.max_steps}",
+                reason=f"{reason}.",
+                use=f"max_steps={steps} in both",
+            )
+        )
 
     def add_critic(self, body: Policy, settings: CriticSettings) -> None:
         """Train a critic together with the policy. body: see `Critic`."""

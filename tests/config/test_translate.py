@@ -510,6 +510,8 @@ VERL = [
     ),
     ({}, {"optimizer.warmup_steps": "0", "optimizer.beta2": 0.999}),
     ({f"{ACTOR}.optim.lr_scheduler_type": "cosine"}, {"optimizer.schedule": "cosine"}),
+    # The trainer sets the total of the schedule itself.
+    ({f"{ACTOR}.optim.total_training_steps": 9}, {f"{ACTOR}.optim.total_training_steps": "left"}),
     (
         {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
         {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 1e-7},
@@ -895,6 +897,13 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
     translation = translated(tmp_path, "theirs.json", trl | {"dataset_name": "data"})
     assert found(translation, steps) == steps
     assert found(translated(tmp_path, "theirs.json", of_verl), updates) == updates
+    # Where the prompts end before the steps that are asked for, a schedule has not come down there.
+    for total, says in ((100, "before which the prompts end"), (18, "the rate changes with each")):
+        more = {f"{ACTOR}.optim.lr_scheduler_type": "cosine", "trainer.total_training_steps": total}
+        translation = translated(tmp_path, "theirs.json", of_verl | more)
+        assert found(translation, {"trainer.max_steps": 36}) == {"trainer.max_steps": 36}
+        said = [line for line in translation.differing if "lr_scheduler_type=cosine" in line]
+        assert says in said[-1]
     # Not known: a data set elsewhere, and one of which prompts are left out.
     for values, key, formula in (
         (

@@ -192,6 +192,12 @@ def test_recorded_rollouts_that_end_before_the_last_step_are_noted(capsys, curre
     for epochs, is_noted in ((1, True), (2, False)):
         main(["check", *recorded, f"rollout.epochs={epochs}"])
         assert (f"{note}rollout.epochs=2." in capsys.readouterr().out) is is_noted
+    main(["check", *recorded, "optimizer.schedule=cosine"])
+    note = note.replace(
+        " steps. To", " steps, before optimizer.schedule=cosine comes to its end. To"
+    )
+    ends = "rollout.epochs=2, or trainer.max_steps=3 for a schedule that ends there."
+    assert f"{note}{ends}" in capsys.readouterr().out
 
 
 def test_completions_as_long_as_all_positions_of_the_model_are_refused(capsys):
