@@ -269,6 +269,25 @@ def cut(
     return [[documents[place] for place in part] for part in rooms.parts(max_tokens)]
 
 
+def cut_evenly(
+    shares_of_ranks: Sequence[Sequence[AnyDocument]], max_tokens: int, shares: bool = False
+) -> list[list[list[AnyDocument]]]:
+    """Cut the documents of each rank like `cut`, but with about the same tokens in each part.
+
+    A small part costs nearly the time of a large one, since the host queues as many kernels for it.
+    All ranks get as many parts as the one that needs most; where a rank has fewer documents than
+    that, its last parts are empty.
+    """
+    num_parts = max(len(cut(documents, max_tokens, shares)) for documents in shares_of_ranks)
+    return [
+        [
+            [documents[place] for place in part]
+            for part in Rooms.of(documents, shares).shares_of(num_parts, max_tokens)
+        ]
+        for documents in shares_of_ranks
+    ]
+
+
 @dataclass(frozen=True)
 class Rooms:
     """The tokens that documents take in a micro-batch.
@@ -314,18 +333,19 @@ class Rooms:
             start = end
         return parts
 
-    def shares_of(self, num_ranks: int) -> list[list[int]]:
-        """Return the places of each rank's documents, which follow each other.
+    def shares_of(self, count: int, enough: int | None = None) -> list[list[int]]:
+        """Return the places of each share's documents, which follow each other.
 
-        The rank with the most tokens has as few as can be, but for groups that stay together.
+        The share with the most tokens has as few as can be, but for groups that stay together.
+        enough: tokens of a share with which there are no more shares than `count`; None: all.
         """
         too_few = max(self.alone, default=0) - 1
-        enough = sum(self.alone)
+        enough = sum(self.alone) if enough is None else enough
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
-            if len(self.parts(middle)) <= num_ranks:
+            if len(self.parts(middle)) <= count:
                 enough = middle
             else:
                 too_few = middle
         parts = self.parts(enough)
-        return parts + [[] for _ in range(num_ranks - len(parts))]
+        return parts + [[] for _ in range(count - len(parts))]

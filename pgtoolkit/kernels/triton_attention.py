@@ -22,7 +22,7 @@ _FEWEST_PLACES = 256
 """Places of a row's room that are worth a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "window"])
 def attention_kernel(
     query,
     key,

@@ -53,7 +53,7 @@ def blocks_kernel(
     tl.store(sums + row * BLOCKS + block, tl.sum(tl.exp(x - highest), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def head_kernel(
     hidden,
     weight,

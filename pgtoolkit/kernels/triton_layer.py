@@ -51,7 +51,7 @@ def gate_kernel(both, by_gated, width, BLOCK: tl.constexpr):
     tl.store(gated_places, (silu * up).to(by_gated.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     weight,

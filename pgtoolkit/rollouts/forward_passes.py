@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, pack_sampled
-from pgtoolkit.document import Document, SampledDocument, cut
+from pgtoolkit.document import Document, SampledDocument, cut, cut_evenly
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -80,28 +79,24 @@ class ForwardPasses:
         tolerance: the largest difference that is allowed between these and the trainer's. At least
             some documents go through a forward pass then; SamplerLost if they differ by more.
 
-        Micro-batches that are wholly on_policy need no pass.
+        Documents of the batch's first update need no pass, where they are known.
         """
         sharing = is_sharing(self.share_prompts, documents)
-        num_on_policy = self._num_on_policy(documents, sharing) if recompute else 0
+        num_first = self._num_in_first_update(documents)
+        num_on_policy = 0 if not recompute or self._needs_old_log_probs_before() else num_first
         first_computed = num_on_policy if recompute else len(documents)
         log_probs = [self._on_policy(document) for document in documents[:num_on_policy]]
         log_probs += [LogProbs(_sampled(document)) for document in documents[num_on_policy:]]
         shares = self._shares(len(documents))
         to_compute = [[place for place in share if place >= first_computed] for share in shares]
-        max_tokens = self.accumulation.max_tokens
-        parts = [
-            cut([documents[place] for place in places], max_tokens, sharing)
-            for places in to_compute
-        ]
+        parts = self._parts(documents, to_compute, num_first, sharing)
         versions = {documents[place].model_version for place in shares[0]}
         is_current = versions == {self.trained.num_updates}
         if not any(parts) and tolerance is not None and is_current:
             parts = [[self._some([documents[place] for place in share])] for share in shares]
         if any(parts):
             part = parts[self.layout.rank_in("data_parallel")]
-            num_passes = max(map(len, parts))
-            of_this_rank = self._computed_and_checked(part, num_passes, sharing, tolerance)
+            of_this_rank = self._computed_and_checked(part, sharing, tolerance)
             if any(to_compute):
                 of_ranks = self._gathered(of_this_rank)
                 for places, of_rank in zip(to_compute, of_ranks, strict=True):
@@ -140,13 +135,12 @@ class ForwardPasses:
             places = divide_among_ranks(documents, size, sharing)
         else:
             places = [[*range(first, len(documents), size)] for first in range(size)]
-        shares = [
-            cut([documents[place] for place in of_rank], max_tokens, sharing) for of_rank in places
-        ]
-        num_passes = max(map(len, shares))
+        parts = cut_evenly(
+            [[documents[place] for place in of_rank] for of_rank in places], max_tokens, sharing
+        )[rank]
         vectors: list[Tensor] = []
         with failing_together(self.layout), self.stopwatch.timed("old_log_probs"):
-            for _, of_documents in _passes(shares[rank], num_passes, sharing, measure):
+            for _, of_documents in _passes(parts, sharing, measure):
                 vectors += of_documents
         by_place: dict[int, Tensor] = {}
         for of_rank, of_documents in zip(places, self._gathered(vectors), strict=True):
@@ -164,14 +158,13 @@ class ForwardPasses:
     def _computed_and_checked(
         self,
         parts: list[list[SampledDocument]],
-        num_passes: int,
         sharing: bool,
         tolerance: float | None,
     ) -> list[LogProbs]:
         """Return the trainer's log-probs of the documents of this rank's parts."""
         with failing_together(self.layout):
             with self.stopwatch.timed("old_log_probs"):
-                computed = self._computed(parts, num_passes, sharing)
+                computed = self._computed(parts, sharing)
             if tolerance is not None:
                 documents = [document for part in parts for document in part]
                 self._check_sampled(documents, computed, tolerance)
@@ -198,9 +191,7 @@ class ForwardPasses:
                 trainer = torch.cat([_known(of_one.old_log_probs) for of_one in of_documents])
                 check_batch(sampled, trainer, tolerance, kept_share)
 
-    def _computed(
-        self, parts: list[list[SampledDocument]], num_passes: int, sharing: bool
-    ) -> list[LogProbs]:
+    def _computed(self, parts: list[list[SampledDocument]], sharing: bool) -> list[LogProbs]:
         """Return the documents' log-probs from the forward pass that training uses.
 
         The first ratio is then 1. The sampler's log-probs are kept beside them. Rewards with a KL
@@ -208,7 +199,7 @@ class ForwardPasses:
         are cut, and the distance of a model from itself is to be exactly 0.
         """
         result = []
-        for part, numbers in _passes(parts, num_passes, sharing, self._log_probs):
+        for part, numbers in _passes(parts, sharing, self._log_probs):
             for document, columns in zip(part, numbers, strict=True):
                 old, *reference = columns.unbind(1)
                 ref_log_probs = reference[0] if reference else None
@@ -255,23 +246,45 @@ class ForwardPasses:
         drops = rollout.uninformative == Uninformative.drop
         return self.reads_early or is_late or is_carried or drops or rollout.passes > 1
 
-    def _num_on_policy(self, documents: Sequence[SampledDocument], sharing: bool) -> int:
-        """Return how many documents, from the first on, are on_policy: the forward pass of their
-        update can give their old log-probs.
+    def _num_in_first_update(self, documents: Sequence[SampledDocument]) -> int:
+        """Return how many documents, from the first on, are those of the batch's first update; 0
+        where that is not known yet.
 
-        These are documents of the batch's first update, where it is made of the same micro-batches
-        as a pass before it, or where it is the batch's only update.
+        Its forward pass can give their old log-probs. A pass before it computes them in the same
+        micro-batches, so that both give the same numbers.
         """
-        if self._needs_old_log_probs_before():
-            return 0
         docs_per_step = self.accumulation.docs_per_step
         if docs_per_step >= self._batch_size:
             return len(documents)
         if self.rollout.max_sampling_rounds > 1 or self.layout.size("data_parallel") > 1:
             return 0
-        parts = cut(documents, self.accumulation.max_tokens, sharing)
-        ends = accumulate(len(part) for part in parts)
-        return max((end for end in ends if end <= docs_per_step), default=0)
+        around = documents[max(0, docs_per_step - 1) : docs_per_step + 1]
+        ends_there = len({document.group for document in around}) == 2
+        return docs_per_step if ends_there else 0
+
+    def _parts(
+        self,
+        documents: Sequence[SampledDocument],
+        places_of_ranks: list[list[int]],
+        num_first: int,
+        sharing: bool,
+    ) -> list[list[list[SampledDocument]]]:
+        """Return for each rank the micro-batches of its documents.
+
+        num_first: of all documents, those of the first update, which share no micro-batch with
+            others.
+        """
+        parts: list[list[list[SampledDocument]]] = [[] for _ in places_of_ranks]
+        for is_first in (True, False):
+            of_ranks = [
+                [documents[place] for place in places if (place < num_first) is is_first]
+                for places in places_of_ranks
+            ]
+            for of_rank, more in zip(
+                parts, cut_evenly(of_ranks, self.accumulation.max_tokens, sharing), strict=True
+            ):
+                of_rank += more
+        return parts
 
     @property
     def _batch_size(self) -> int:
@@ -300,18 +313,15 @@ class ForwardPasses:
 
 def _passes(
     parts: Sequence[Sequence[SampledDocument]],
-    num_passes: int,
     sharing: bool,
     measure: Callable[[MicroBatch], Tensor],
 ) -> Iterator[tuple[Sequence[SampledDocument], list[Tensor]]]:
     """Yield each part with the numbers that `measure` gives the trained tokens of its documents:
     (N,) each, or (N, columns) where it returns (T, columns).
 
-    num_passes: calls of `measure`, the last ones without a token where there are fewer parts.
     sharing: whether the documents of a part share what they begin with.
     """
-    for place in range(num_passes):
-        part = parts[place] if place < len(parts) else []
+    for part in parts:
         micro_batch = pack_sampled(part, sharing)
         values = measure(micro_batch).cpu()[micro_batch.labels >= 0]
         by_document = values.split([document.num_trained for document in part])

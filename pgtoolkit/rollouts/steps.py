@@ -9,7 +9,14 @@ from itertools import islice
 import torch
 
 from pgtoolkit.batch import Step, StepTotals, known_vectors, pack
-from pgtoolkit.document import Document, Rooms, SampledDocument, cut, rooms_behind, trajectories_of
+from pgtoolkit.document import (
+    Document,
+    Rooms,
+    SampledDocument,
+    cut_evenly,
+    rooms_behind,
+    trajectories_of,
+)
 from pgtoolkit.rollouts.batch_counts import saves_a_tenth
 from pgtoolkit.system.declared import AutoOrBool
 
@@ -22,7 +29,7 @@ def make_step(
     data_size: int = 1,
     share_prompts: AutoOrBool = False,
 ) -> Step:
-    """Return the step of these documents, in micro-batches of at most `max_tokens`.
+    """Return the step of these documents, in about equal micro-batches of at most `max_tokens`.
 
     documents: those of all `data_size` ranks. The totals count all of them.
     state_after: see `Step`.
@@ -48,10 +55,8 @@ def make_step(
     )
     sharing = is_sharing(share_prompts, documents)
     shares = divide_among_ranks(documents, data_size, sharing)
-    parts_of_ranks = [cut([documents[i] for i in share], max_tokens, sharing) for share in shares]
-    num_parts = max(map(len, parts_of_ranks))
-    parts = parts_of_ranks[data_rank]
-    parts += [[]] * (num_parts - len(parts))
+    of_ranks = [[documents[place] for place in share] for share in shares]
+    parts = cut_evenly(of_ranks, max_tokens, sharing)[data_rank]
     known = known_vectors(*documents)
     micro_batches = []
     places = iter(shares[data_rank])
