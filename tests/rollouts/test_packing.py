@@ -1,6 +1,7 @@
 """Packing documents into micro-batches, against loops over tokens."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgtoolkit.batch import pack, pack_sampled
-from pgtoolkit.document import OPTIONAL_VECTORS, Document, cut
+from pgtoolkit.document import OPTIONAL_VECTORS, Document, cut, cut_evenly
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.shared import SharedAxis
 from pgtoolkit.rollouts.steps import divide_among_ranks, is_sharing, make_step
@@ -108,6 +109,25 @@ def test_cut_keeps_the_order_and_fills_each_part_while_the_next_document_fits(
     assert all(0 < size <= max_tokens for size in sizes)
     for size, following in zip(sizes, parts[1:], strict=False):
         assert size + following[0].num_tokens > max_tokens
+
+
+@given(DOCUMENTS.filter(bool), DOCUMENTS, st.integers(9, 20))
+def test_even_parts_are_as_many_as_cut_makes_and_the_largest_is_as_small_as_can_be(
+    first, second, max_tokens
+):
+    """The reference tries every place where the documents of a rank can be cut."""
+    ranks = cut_evenly([first, second], max_tokens)
+    count = max(len(cut(first, max_tokens)), len(cut(second, max_tokens)))
+    for documents, parts in zip((first, second), ranks, strict=True):
+        assert [id(x) for part in parts for x in part] == [id(x) for x in documents]
+        assert len(parts) == count
+        sizes = [document.num_tokens for document in documents]
+        cuts = itertools.combinations_with_replacement(range(len(sizes) + 1), count - 1)
+        smallest = min(
+            max(sum(sizes[low:high]) for low, high in itertools.pairwise((0, *at, len(sizes))))
+            for at in cuts
+        )
+        assert max(sum(document.num_tokens for document in part) for part in parts) == smallest
 
 
 def test_a_document_longer_than_max_tokens_is_refused_by_its_name():
