@@ -274,7 +274,9 @@ class Program:
         adapters that are loaded on it."""
         beside: dict[str, object] = {}
         loaded = self._followed(node)
-        while isinstance(loaded, ast.Call):
+        followed: list[ast.AST] = []
+        while isinstance(loaded, ast.Call) and loaded not in followed:
+            followed.append(loaded)
             function = ast.unparse(loaded.func)
             arguments = self._arguments(loaded, ["model", "model_id"])
             if function.endswith((".to", ".cuda")):

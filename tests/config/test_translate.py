@@ -1879,6 +1879,11 @@ def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
             'm = get_peft_model(A.from_pretrained("m"), LoraConfig(r=4))\nGRPOTrainer(m)',
             {"peft_config": None, "model.lora_rank": 4, "model.path": "m"},
         ),
+        # What is made of itself is not followed for ever.
+        (
+            "from mine import m\nm = get_peft_model(m.to(0), own)\nGRPOTrainer(m)",
+            {"peft_config": "left", "model": "left", "model.path": "MODEL"},
+        ),
         # Adapters that are loaded are another model than the one below them.
         (
             'm = PeftModel.from_pretrained(A.from_pretrained("m"), "out")\nGRPOTrainer(m)',
@@ -2044,6 +2049,16 @@ algorithm: {adv_estimator: grpo}
     translation = translated(tmp_path, "job.yaml", dump)
     assert [shown for shown, *_ in translation.left] == ["trainer.total_epochs=30 (their default)"]
     assert found(translation, {"rollout.group_size": 4}) == {"rollout.group_size": 4}
+
+
+def test_of_a_length_that_is_not_known_its_copies_say_nothing(tmp_path):
+    script = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$FILE "
+    script += "data.max_response_length=$LENGTH actor_rollout_ref.actor.optim.warmup_style=cosine"
+    translation = translated(tmp_path, "run.sh", script)
+    said = " ".join([*(shown for shown, *_ in translation.left), *translation.differing])
+    assert "data.max_response_length=" in said
+    assert "rollout.response_length" not in said
+    assert "before which the prompts end" not in said
 
 
 def test_an_interpolation_whose_value_is_not_in_the_file_is_not_known(tmp_path):
