@@ -109,7 +109,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int | None:
             newest = f"pgtk export {shell_path(checkpoints[-1])} {shell_path(folder)}"
             reason = "Each of them is a model of its own."
             needs = "a run directory, or a folder of adapters"
-            raise ConfigError(refusal(use, needs, "a folder of such folders", reason, newest))
+            raise ConfigError(refusal(use, needs, "checkpoints in its folders", reason, newest))
         raise not_a_run(use, run_dir, "a run directory")
     refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)

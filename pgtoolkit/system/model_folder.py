@@ -131,7 +131,7 @@ def _refuse_folder_of_models(path: str, folder: Path) -> None:
         reason = "`pgtk export` writes its model."
         use = f"pgtk export {report.shell_path(folder)} MODEL and model.path=MODEL"
     elif models_inside(folder):
-        got = "a folder of such folders"
+        got = "checkpoints in its folders"
         reason = "Each checkpoint of a trainer is a model of its own, or adapters."
         use = f"model.path={report.shell_path(models_inside(folder)[-1])}"
     else:
