@@ -35,7 +35,7 @@ _MOST_PAGES = 6
 """A word that stands for more things is answered by a list of them."""
 
 _MOST_MENTIONS = 20
-"""Of the pages that only mention a word, so many are named."""
+"""Of the pages that only mention a word, at most this number is named."""
 
 
 def explain(words: str, commands: Known | None = None) -> str:
