@@ -265,14 +265,16 @@ second_task() {
 FAR_RATES=optimizer.learning_rate=3e-6,1e-5,3e-5
 
 old_documents() {
-  local folder=$1 seconds=$2 seeds=$3 arm lanes=() runs
+  local folder=$1 seconds=$2 seeds=$3 arm rates lanes=() runs
   shift 3
   for arm in grpo half_shuffled cispo -- tis icepop reinforce_centered -- ipo tis_centered; do
     if [ $arm = -- ]; then
       lanes+=(--)
       continue
     fi
-    mapfile -t runs < <(tuned old_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.lag=64 \
+    rates=$FAR_RATES
+    if [ $arm = grpo ]; then rates+=,1e-4; fi # of the others 3e-5 was the best
+    mapfile -t runs < <(tuned old_$arm $rates 0,1 "$seeds" $(words_of $arm) rollout.lag=64 \
       rollout.old_log_probs=sampling "$@")
     # The control runs at the rate of grpo.
     if [ $arm = half_shuffled ]; then
