@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtoolkit.assembly.inputs import DataProblem, _problem_of_tokens
+from pgtoolkit.assembly.inputs import DataProblem, _try_tokens
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
@@ -75,13 +75,13 @@ def test_the_prompts_of_a_file_are_tried_once_for_all_seeds(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "12", "answer": "1"}\n')
     task = ["task=prompts", f"task.path={file}", "task.verifier=exact_match", "tracking=none"]
-    before = _problem_of_tokens.cache_info()
+    before = _try_tokens.cache_info()
     for seed in (1, 2, 3):
         config, report = validated(compose([*task, f"seed={seed}"]))
         check_machine(config, report)
         assert report.problems == []
-    assert _problem_of_tokens.cache_info().misses == before.misses + 1
-    assert _problem_of_tokens.cache_info().hits == before.hits + 2
+    assert _try_tokens.cache_info().misses == before.misses + 1
+    assert _try_tokens.cache_info().hits == before.hits + 2
 
 
 def test_answers_without_a_number_are_noted_for_last_number(tmp_path):
