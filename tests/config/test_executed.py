@@ -522,24 +522,27 @@ def test_a_default_store_that_keeps_files_elsewhere_gets_no_run(evil, capsys):
     assert not (evil / "victim").exists()
 
 
-def test_a_command_that_trains_names_the_receiver_of_a_token_before_the_first_request(
-    evil, server, monkeypatch
-):
+@pytest.mark.slow
+def test_a_sweep_names_the_receiver_of_a_token_before_the_first_request(evil, server, monkeypatch):
     address, authorizations, printed = server
     (evil / "mine.yaml").write_text(
         f"defaults: [config, _self_]\ntracking: {{uri: '{address}'}}\nhydra: {{sweeper: {{params: "
         f"{{seed: '1,2'}}}}}}\n"
     )
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
-    note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
     short = [override for override in SHORT if not override.startswith("tracking")]
     assert main(["sweep", "mine.yaml", *short]) != 0
+    note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
     assert note in printed[0].splitlines()
     assert set(authorizations) == {"Bearer hunter2"}
-    authorizations.clear()
-    printed.clear()
+
+
+def test_a_resume_names_the_receiver_of_a_token_before_the_first_request(evil, server, monkeypatch):
+    address, authorizations, printed = server
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     save_run(evil, "task.num_digits=3", "tracking=mlflow", f"tracking.uri={address}")
     assert main(["resume", "run", f"tracking.uri={address}"]) == 6
+    note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
     assert note in printed[0].splitlines()
     assert set(authorizations) == {"Bearer hunter2"}
 
