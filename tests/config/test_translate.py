@@ -931,6 +931,63 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         assert reason == f"`trainer.max_steps` counts optimizer steps: {formula}"
 
 
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "says"),
+    [
+        # 70 // 24 = 2 batches a pass, of which verl makes 32 prompts, two mini-batches of 16.
+        (
+            {"data.train_batch_size": 24, MINI: 16},
+            {"trainer.max_steps": 2 * 4 * 2, "evaluation.every": 4, "trainer.checkpoint_every": 8}
+            | {"optimizer.warmup_steps": 6, "critic.steps_before_policy": None},
+            ["v1 fills the batch with empty completions"],
+        ),
+        # The same for each pass, and for what a critic is trained before the policy.
+        (
+            GAE
+            | {"data.train_batch_size": 24, MINI: 16, f"{ACTOR}.ppo_epochs": 2}
+            | {"trainer.critic_warmup": 3, f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+            {"trainer.max_steps": 2 * 4 * 4, "critic.steps_before_policy": 2 * 4},
+            ["v1 fills the batch", "as if the empty completions were of the batch"],
+        ),
+        # One step a batch.
+        (
+            {"data.train_batch_size": 8, MINI: 32, f"{ACTOR}.use_dynamic_bsz": True},
+            {"trainer.max_steps": 8 * 4, "evaluation.every": 2, "trainer.checkpoint_every": 4},
+            ["v1 fills the batch"],
+        ),
+        (
+            {"data.train_batch_size": 8, MINI: 32},
+            {"trainer.max_steps": 8 * 4},
+            ["verl refuses a mini-batch larger than the batch"],
+        ),
+        (
+            {"data.train_batch_size": 24, MINI: 16, "trainer.use_v1": False},
+            {"trainer.max_steps": 2 * 4 * 2},
+            ["the trainer before v1 ends with an error there"],
+        ),
+        ({"data.train_batch_size": 32, MINI: 16}, {"trainer.max_steps": 2 * 4 * 2}, []),
+    ],
+)
+def test_a_batch_that_is_no_multiple_of_its_mini_batches_makes_whole_steps(
+    tmp_path, monkeypatch, values, expected, says
+):
+    """By `_balance_batch` and `upsample_batch_to_divisible_size` of verl 0.9.1, `make_iterator`,
+    which needs a multiple, and `ActorConfig.validate`."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 70)
+    usual = {"data.train_files": "p.jsonl", "trainer.total_epochs": 4, "trainer.save_freq": 4}
+    usual |= {"trainer.test_freq": 2, "data.val_files": "v.jsonl", f"{ROLLOUT}.n": 4}
+    usual |= {f"{ACTOR}.optim.lr_warmup_steps": 3}
+    translation = translated(tmp_path, "theirs.json", GRPO | usual | values)
+    assert found(translation, expected) == expected
+    said = [line for line in translation.differing if line.startswith(f"{MINI}=")]
+    assert len(said) == len(says)
+    assert all(part in line for part, line in zip(says, said, strict=True))
+
+
 DAPO = {
     "data.train_files": "p.jsonl",
     "data.train_batch_size": 64,
