@@ -1852,13 +1852,64 @@ def test_what_has_several_reasons_gives_the_one_that_fits(tmp_path):
         (reason,) = [said for shown, said, _ in translation.left if shown.startswith(f"{name}=")]
         assert says in reason
         assert not_says not in reason
-    # What the first says to type is accepted.
-    translation = translated(tmp_path, "theirs.json", cases[0][0])
-    typed = {key: text(value) for key, (value, _) in translation.typed.items()}
-    typed |= {"sampler.keep_top": "32", "correction": "sequence_mask", "model.path": "tiny"}
-    typed |= {"task.verifier": "exact_match"}
+
+
+@pytest.mark.parametrize(
+    ("given", "low", "high"),
+    [
+        ({}, "null", "3"),
+        ({"vllm_importance_sampling_clip_max": 5}, "null", "5"),
+        ({"vllm_importance_sampling_cap": 2, "vllm_importance_sampling_clip_min": 0.5}, "0.5", "2"),
+        ({"vllm_importance_sampling_clip_max": None}, "null", "1000000000"),
+    ],
+)
+def test_an_advice_has_the_numbers_that_the_command_would_have(tmp_path, given, low, high):
+    """It is what the command has without top_p, and is accepted."""
+    values = {"num_generations": 8, "use_vllm": True} | given
+    values |= {"vllm_importance_sampling_mode": "token_truncate"}
+    expected = {"correction": "token_truncate", "correction.low": low, "correction.high": high}
+    whole = translated(tmp_path, "theirs.json", values)
+    assert found(whole, expected) == expected
+    cut = translated(tmp_path, "theirs.json", values | {"top_p": 0.95})
+    (reason,) = {said for _, said, _ in cut.left if "keep_top" in said}
+    advised = dict(re.findall(r"(correction[.\w]*|sampler.keep_top)=([^\s`]+)(?=[` ])", reason)[:4])
+    assert advised == expected | {"sampler.keep_top": "32"}
+    typed = {key: text(value) for key, (value, _) in cut.typed.items()} | advised
+    typed |= {"model.path": "tiny", "task.verifier": "exact_match"}
     config = compose([f"{key}={value}" for key, value in typed.items()])
     assert [problem for problem in validated(config)[1].problems if "PROMPTS" not in problem] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "advice"),
+    [
+        (
+            "theirs.py",
+            "import trl\nsoft = trl.rewards.get_soft_overlong_punishment(24, 4)\nGRPOTrainer('m', "
+            "[f, soft], GRPOConfig(max_completion_length=64, reward_weights=[1.0, 0.5]))",
+            "get_soft_overlong_punishment(24, 4)` in a module of yours is one among "
+            "`task.verifiers`, with weight=0.5",
+        ),
+        (
+            "theirs.json",
+            {"num_generations": 8, "use_vllm": True, "vllm_tensor_parallel_size": 4},
+            "`sampler.tensor_parallel=4`",
+        ),
+        (
+            "theirs.json",
+            {"actor_rollout_ref.rollout.tensor_model_parallel_size": 4},
+            "`sampler.tensor_parallel=4`",
+        ),
+        (
+            "theirs.py",
+            "m, t = FastLanguageModel.from_pretrained('m', fast_inference=True, "
+            "gpu_memory_utilization=0.7)\nGRPOTrainer(m)",
+            "`sampler.gpu_memory_share=0.7`",
+        ),
+    ],
+)
+def test_other_advice_has_the_numbers_of_the_file(tmp_path, name, values, advice):
+    assert advice in " ".join(said for _, said, _ in translated(tmp_path, name, values).left)
 
 
 def test_arguments_of_loraconfig_have_a_reason(tmp_path):
