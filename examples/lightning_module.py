@@ -40,7 +40,19 @@ class MyModule(DynamicAccumulation):
 
 
 def train(model, documents, docs_per_step, max_tokens):
-    """Train on a list of pgtoolkit.document.Document once; return the module and the trainer."""
+    """Train on the documents once, and return the module and the trainer.
+
+    documents: a list of Document from pgtoolkit.document, each a prompt with one completion:
+
+        Document(
+            tokens=torch.tensor([5, 3, 8, 1]),
+            loss_mask=torch.tensor([False, False, True, True]),  # the completion, 2 tokens
+            advantages=torch.tensor([0.7, 0.7]),  # of these 2, in order
+            old_log_probs=torch.tensor([-1.2, -0.4]),
+            group=0,  # the number of the prompt
+            name="completion 0 of prompt 0",  # in messages
+        )
+    """
     module = MyModule(model)
     steps = torch.utils.data.DataLoader(
         documents, batch_size=docs_per_step, collate_fn=lambda batch: make_step(batch, max_tokens)

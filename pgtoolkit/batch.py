@@ -19,6 +19,7 @@ from pgtoolkit.document import (
     num_shared,
     vectors_of_critic,
 )
+from pgtoolkit.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ def pack(
     known: the optional vectors that all documents of the step have; None: those that these
         documents have.
     shares: whether each document shares with the one before it.
+    Raises DataError where some documents are on_policy and others not.
     """
     micro_batch = pack_sampled(documents, shares)
     predicting = (micro_batch.labels >= 0).nonzero().squeeze(1)
@@ -241,7 +243,13 @@ def pack(
         return values.new_zeros(len(micro_batch.tokens)).index_copy(0, predicting, values)
 
     vectors = {}
-    if not any(document.on_policy for document in documents):
+    on_policy = {document.on_policy for document in documents}
+    if len(on_policy) > 1:
+        raise DataError(
+            "the documents of a micro-batch need to be all on_policy, or none "
+            f"(got both, beside {documents[0].name}). Give each its old_log_probs."
+        )
+    if on_policy != {True}:
         vectors["old_log_probs"] = labelled(_old_log_probs(documents))
     others = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
     for name in ("advantages", *others, *vectors_of_critic(documents)):

@@ -88,10 +88,24 @@ class SampledDocument:
 
     def __post_init__(self):
         # A GPU waits while a batch's documents are made, so this asks torch for little.
+        for name in ("tokens", "loss_mask"):
+            values = getattr(self, name)
+            dtype = torch.bool if name == "loss_mask" else torch.int64
+            if not isinstance(values, Tensor) or values.dtype != dtype:
+                got = values.dtype if isinstance(values, Tensor) else type(values).__name__
+                raise ValueError(
+                    f"{name} of {self.name} needs a tensor of {dtype} (got {got}). Use "
+                    f"torch.as_tensor({name}, dtype={dtype})."
+                )
         trained = self.num_trained
         fits = self.loss_mask.shape == self.tokens.shape
         for name in self._vectors:
             vector = getattr(self, name)
+            if vector is not None and not isinstance(vector, Tensor):
+                raise ValueError(
+                    f"{name} of {self.name} needs a tensor with a number for each of its {trained} "
+                    f"trained tokens (got {type(vector).__name__})."
+                )
             fits = fits and (vector is None or vector.shape[0] == trained)
         if not fits:
             lengths = {
@@ -150,7 +164,7 @@ class SampledDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class Document(SampledDocument):
-    """A sampled document and the numbers that training adds.
+    """A SampledDocument, with all its fields, and the numbers that training adds.
 
     advantages: (N,) float32, of each trained token; 0 until they are made.
     old_log_probs: (N,) float32, log-prob of each trained token under the policy that ratios are

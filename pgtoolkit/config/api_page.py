@@ -39,11 +39,17 @@ _PUBLIC = {
             "StepCoefficients": "",
         },
         "losses/padded.py": {"from_padded": "pgtoolkit."},
+        "losses/top_entropy.py": {"top_entropy": "pgtoolkit."},
         "kernels/losses.py": {"PolicyLoss": "pgtoolkit."},
         "batch.py": {"StepTotals": "pgtoolkit."},
         "losses/kl.py": {"KL": "pgtoolkit.kl."},
         "losses/corrections.py": dict.fromkeys(_CORRECTIONS, "pgtoolkit.corrections."),
         "testing.py": {"assert_conforms": "pgtoolkit.testing."},
+    },
+    "Steps of documents": {
+        "document.py": dict.fromkeys(("SampledDocument", "Document"), "pgtoolkit.document."),
+        "rollouts/steps.py": {"make_step": "pgtoolkit.rollouts.steps."},
+        "training/accumulation.py": {"DynamicAccumulation": "pgtoolkit.training.accumulation."},
     },
     "Experiments": {
         "experiment.py": dict.fromkeys(

@@ -7,6 +7,7 @@ from functools import partial
 from pgtoolkit.runs.metric import Metric
 
 _TOKENS = "trained tokens"
+_FIRST_UPDATE = "at a batch's first update"
 
 _basic = partial(Metric, level="basic")
 _of_ratios = partial(_basic, over="documents", condition="with old log-probs")
@@ -42,9 +43,10 @@ OF_THE_LOSS = (
         "ratio_new_old",
         "mean ratio of new to old probability",
         formula="Σ u ρ / D",
-        healthy="1 on-policy, then close to 1",
+        healthy="1 on-policy, then near 1",
         least=0.98,
         most=1.02,
+        failing_at=_FIRST_UPDATE,
     ),
     _of_ratios(
         "min_ratio_new_old",
@@ -65,6 +67,7 @@ OF_THE_LOSS = (
         formula="Σ u (ρ − λ − 1) / D",
         healthy="0 on-policy, then small",
         most=0.001,
+        failing_at=_FIRST_UPDATE,
     ),
     _of_ratios(
         "clipped_ratio_fraction",

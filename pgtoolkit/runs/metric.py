@@ -32,6 +32,8 @@ class Metric:
     most: float | None = None
     """The smallest and the largest value that `pgtk doctor` does not take for a failure, at the
     steps at which it looks."""
+    failing_at: str = ""
+    """The steps at which it looks, where these are not all."""
     unless: str = ""
     """Where a value beyond them is none, and what is one there."""
     see: str = ""
@@ -51,6 +53,8 @@ class Metric:
             failing = f"below {self.least:g}"
         elif self.most is not None:
             failing = f"above {self.most:g}"
+        if self.failing_at:
+            failing += f" {self.failing_at}"
         if self.unless:
             failing += f"; {self.unless}"
         return f"{self.healthy} (failing: {failing})" if failing else self.healthy

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals, known_vectors
 from pgtoolkit.document import have_old_log_probs
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.errors import DataError, NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.model.attention import local_tokens
@@ -71,6 +71,10 @@ class DynamicAccumulation(lightning.LightningModule):
     """
 
     loss_scale: LossScale | None = None
+
+    reads_old_log_probs: bool = True
+    """Whether the loss reads them. Without them documents are refused, since the numbers of their
+    micro-batches mean nothing, unless a subclass says False."""
 
     def __init__(
         self,
@@ -170,6 +174,7 @@ class DynamicAccumulation(lightning.LightningModule):
         The metrics reach `Callback.on_train_batch_end` under the key "metrics".
         """
         started = time.perf_counter()
+        self._check_old_log_probs(step)
         self._count_documents(step)
         updates_before = self.num_updates
         of_update = {}
@@ -187,6 +192,17 @@ class DynamicAccumulation(lightning.LightningModule):
             metrics["documents_trained"] = self.documents_trained
         metrics |= self._time_and_memory(step, started)
         return {"metrics": metrics}
+
+    def _check_old_log_probs(self, step: Step) -> None:
+        """Raise DataError for documents without the old log-probs that the loss reads."""
+        if self.reads_old_log_probs and not have_old_log_probs(step.documents):
+            names = [x.name for x in step.documents if x.old_log_probs is None and not x.on_policy]
+            raise DataError(
+                f"{type(self).__name__} needs old_log_probs of every document (got none of "
+                f"{names[0]}). Its loss compares the policy with the one that sampled. Give them, "
+                f"or use {type(self).__name__}.reads_old_log_probs = False for a loss that does "
+                "not read them."
+            )
 
     def _count_documents(self, step: Step) -> None:
         documents = int(step.totals.num_documents)

@@ -519,6 +519,10 @@ class PolicyGradientModule(DynamicAccumulation):
         head = self._with_precision(head)
         return loss_of_hidden(hidden, head, micro_batch, totals, self.loss, ranks, self.computation)
 
+    @property
+    def reads_old_log_probs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.loss.reads_old_log_probs
+
     def _check_log_probs(self, step: Step) -> None:
         """Raise DataError for documents without the log-probs that the loss reads.
 

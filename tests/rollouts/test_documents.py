@@ -54,6 +54,30 @@ def test_a_document_refuses_numbers_of_more_tokens_than_are_trained(name):
             dataclasses.replace(sampled, sampling_log_probs=torch.zeros(4))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"tokens": [1, 2, 3]}, "tokens of d needs a tensor of torch.int64 (got list)"),
+        (
+            {"loss_mask": torch.tensor([0, 0.5, 1])},
+            "loss_mask of d needs a tensor of torch.bool (got torch.float32)",
+        ),
+        ({"advantages": 1.0}, "advantages of d needs a tensor with a number for each of its 2"),
+    ],
+    ids=["tokens", "loss_mask", "advantages"],
+)
+def test_a_document_refuses_what_is_no_tensor_and_a_mask_of_weights(wrong, problem):
+    fields = {
+        "tokens": torch.tensor([1, 2, 3]),
+        "loss_mask": torch.tensor([False, True, True]),
+        "advantages": torch.ones(2),
+        "old_log_probs": torch.zeros(2),
+    }
+    Document(**fields, group=0, name="d")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Document(**(fields | wrong), group=0, name="d")
+
+
 def test_a_document_refuses_to_train_its_first_token():
     with pytest.raises(ValueError, match="trains its first token, which nothing stands before"):
         document_of(3, torch.tensor([True, False, True]))

@@ -130,6 +130,15 @@ def test_even_parts_are_as_many_as_cut_makes_and_the_largest_is_as_small_as_can_
         assert max(sum(document.num_tokens for document in part) for part in parts) == smallest
 
 
+def test_documents_that_are_on_policy_are_not_packed_with_others():
+    """The ratios of the others would be 1."""
+    other = document([1] * 3, [False, True, True])
+    on_policy = dataclasses.replace(other, on_policy=True, old_log_probs=None)
+    assert pack([on_policy, on_policy]).old_log_probs is None
+    with pytest.raises(DataError, match="all on_policy, or none"):
+        pack([on_policy, other])
+
+
 def test_a_document_longer_than_max_tokens_is_refused_by_its_name():
     fitting = document([1] * 4, [False] * 4)
     too_long = document([1] * 5, [False] * 5, name="rollouts.jsonl:7")

@@ -19,7 +19,7 @@ from torch import nn
 import pgtoolkit
 from pgtoolkit.batch import MicroBatch, StepTotals, pack
 from pgtoolkit.document import Document
-from pgtoolkit.errors import NumericalError
+from pgtoolkit.errors import DataError, NumericalError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses import reference
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -228,10 +228,21 @@ def test_a_trainer_that_would_average_gradients_is_refused():
         module.on_fit_start()
 
 
+def test_a_loss_that_reads_old_log_probs_needs_them_of_every_document():
+    """Zeros in their place would be probabilities of 1."""
+    module = SmallModule(ONE_PROCESS)
+    known, unknown = documents()[:2]
+    unknown = dataclasses.replace(unknown, old_log_probs=None)
+    with pytest.raises(DataError, match=f"got none of {unknown.name}"):
+        module.training_step(make_step([known, unknown], 1000), 0)
+    assert (module.num_updates, module.documents_seen) == (0, 0)
+
+
 def test_metrics_of_old_log_probs_need_them_of_every_document():
     """Unknown ones are zeros, whose ratio says nothing about the policy."""
     module = SmallModule(ONE_PROCESS)
     module.loss = "reinforce"
+    module.reads_old_log_probs = False
     known = documents()[:2]
     unknown = [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]]
     for step, all_known in ((known + unknown, False), (unknown, False), (known, True)):

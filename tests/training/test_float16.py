@@ -235,7 +235,10 @@ def test_a_sampler_of_another_number_type_has_log_probs_further_from_the_trainer
         settings = with_model(path, f"model.dtype={dtype}", f"sampler.dtype={sampler_dtype}")
         module, loader = build(config_of(*settings, "rollout.prompts_per_batch=8"))
         source = loader.source
-        documents = [source.document(place) for place in range(source.batch_size)]
+        documents = [
+            dataclasses.replace(source.document(place), on_policy=False)  # of several updates
+            for place in range(source.batch_size)
+        ]
         sampled = torch.cat([document.sampling_log_probs for document in documents])
         trained = []
         for micro_batch in make_step(documents, 1000, {}).micro_batches:
