@@ -218,8 +218,8 @@ def a_resume_begins_with_the_first_prompt(right, self):
 
 
 @mutant("rollouts.forward_passes:ForwardPasses._computed")
-def old_log_probs_stay_those_of_the_sampler(right, self, parts, passes, sharing):
-    computed = right(self, parts, passes, sharing)
+def old_log_probs_stay_those_of_the_sampler(right, self, parts, sharing):
+    computed = right(self, parts, sharing)
     return [replace(vectors, old_log_probs=vectors.sampling_log_probs) for vectors in computed]
 
 
@@ -238,9 +238,9 @@ def sampling_log_probs_are_zero_beside_proximal_ones(right, document):
     return right(document) * 0
 
 
-@mutant("rollouts.forward_passes:ForwardPasses._num_on_policy")
-def on_policy_documents_get_a_second_forward_pass(right, self, documents, sharing):
-    return 0
+@mutant("rollouts.forward_passes:ForwardPasses._needs_old_log_probs_before")
+def on_policy_documents_get_a_second_forward_pass(right, self):
+    return True
 
 
 @mutant("document:num_shared")
