@@ -62,6 +62,34 @@ OF_COMPARISONS = (
         see="comparing.md#what-is-compared",
     ),
     Word(
+        "threshold",
+        "the value of a metric that a run has to come to, such as a reward of 0.9; documents to it "
+        "are what is compared",
+        see="comparing.md#what-is-compared",
+    ),
+    Word(
+        "mean",
+        "a column: the mean of the compared number over seeds, with ≥ where a seed did not come to "
+        "the threshold",
+        see="comparing.md#what-is-compared",
+    ),
+    Word(
+        "interval",
+        "a column: the confidence interval of the mean, or of the difference of a pair",
+        see=_SURE,
+    ),
+    Word(
+        "seeds",
+        "a column: how many seeds of each configuration would find the difference that was seen; "
+        "those of a sweep are the values of the key `seed`",
+        see=_SURE,
+    ),
+    Word(
+        "difference",
+        "a column: a configuration's mean less that of the one it is compared with",
+        see=_SURE,
+    ),
+    Word(
         "area under the curve",
         "the mean of a metric over the documents that all runs have seen: `--metric area:NAME`",
         see="comparing.md",
