@@ -12,6 +12,7 @@ from pgtoolkit.assembly.inputs import try_prompts
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
+from pgtoolkit.config.counts import ReadPrompts
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.models import compilation
 from pgtoolkit.config.paths import problems_of_folder
@@ -258,8 +259,9 @@ def page_sections(
         defaults = compose([]).config
         assert defaults is not None
         assert first.composed.name is not None
-        prompts = None if first.report.problems else try_prompts(first.config).prompts
-        sections += plan_sections(first.config, defaults, first.overrides, prompts)
+        sections += plan_sections(
+            first.config, defaults, first.overrides, _read_prompts(checked, first)
+        )
         if first.config.model.name == "huggingface" and not first.report.problems:
             sections += _machine_sections(first.config)
         sections.append(("Run name", [first.composed.name]))
@@ -279,6 +281,16 @@ def _checked_again(problem: str) -> str:
     """Return a problem whose remedy is another command with this command in front of it: who types
     the remedy of a check wants another check, and starts nothing."""
     return re.sub(r"\bpgtk (?=-m |sweep )", "pgtk check ", problem)
+
+
+def _read_prompts(checked: PlannedRun | Sweep, first: PlannedRun) -> ReadPrompts | None:
+    """Return what the prompts tell that the check has read, which are those of runs on this machine
+    without a problem."""
+    if isinstance(checked, Sweep):
+        launcher = checked.config.launcher
+        if launcher is None or launcher.kind != "local":
+            return None
+    return None if first.report.problems else try_prompts(first.config).prompts
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
