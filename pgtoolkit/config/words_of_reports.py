@@ -64,7 +64,7 @@ OF_COMPARISONS = (
     Word(
         "threshold",
         "the value of a metric that a run has to come to, such as a reward of 0.9; documents to it "
-        "are what is compared",
+        "are what is compared: `--reach`",
         see="comparing.md#what-is-compared",
     ),
     Word(

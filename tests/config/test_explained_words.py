@@ -146,7 +146,7 @@ def test_declared_words_are_those_of_the_parts():
         ("controls", ["control, a word of comparisons"]),
         ("surrogate", ["surrogate, a word of these pages"]),
         ("interrupted", ["interrupted, the state of a run"]),
-        ("seeds", ["seeds, a word of comparisons"]),
+        ("seeds", ["seeds, a word of comparisons", "seed: a key"]),
         ("epsilon", ["loss.epsilon_low: a key", "loss.epsilon_high: a key"]),
         ("lora-r", ["model.lora_rank: a key"]),
         ("geo_mean", ["loss=gmpo: verl loss_mode"]),
