@@ -106,13 +106,17 @@ _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}
 class TheirValues:
     """The values of all keys of theirs: what a file sets, else their defaults.
 
-    of: full name -> value. names: the same as formulas write them, and their words.
+    of: full name -> value. names: the same as formulas write them, and their words. own: keys that
+    a program does not set and for which unsloth, which it imports, has a default of its own.
     """
 
     def __init__(self, theirs: TheirConfig):
         self.theirs = theirs
         table = theirs.table
+        by_unsloth = table.content["unsloth"]["own"] if theirs.values.get("launch.unsloth") else []
+        self.own = [name for name in by_unsloth if name not in theirs.values]
         self.of = {name: row.default for name, row in table.rows.items()} | theirs.values
+        self.of |= dict.fromkeys(self.own, Unread("not set"))
         self.of = {name: self.resolved(name, value) for name, value in self.of.items()}
         names = {key: value for key, value in self.of.items() if not isinstance(value, Unread)}
         self.names = {name.replace(".", "__"): value for name, value in names.items()}

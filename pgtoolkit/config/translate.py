@@ -24,6 +24,7 @@ from pgtoolkit.system.report import override, text
 from pgtoolkit.tasks.settings import VERIFIERS, PromptsTaskSettings
 
 IDLE = "it does nothing beside the other keys"
+OF_UNSLOTH = "unsloth's own default, not TRL's: set it in the program"
 
 
 class Translation:
@@ -80,8 +81,13 @@ class Translation:
                 if self._values.may_be(condition):
                     self.differing.append(f"{shown}: {sentence}")
         except NameError:
+            rows = self.theirs.table.rows
+            own = [name for name in self._values.own if (rows[name].see or name) == row.name]
+            self._leave(row, own, OF_UNSLOTH)
             unknown = "what it follows from is known when their program runs"
-            self._leave(row, names or [row.name], unknown)
+            if self._values.own:
+                unknown = "what it follows from is not set, or known when their program runs"
+            self._leave(row, names or ([] if own else [row.name]), unknown)
         except NO_VALUE:
             self._leave(row, names or [row.name], reason or "it has no such value")
 
@@ -110,6 +116,8 @@ class Translation:
                 self.left.append((self.shown(name), reason, row))
 
     def shown(self, name: str) -> str:
+        if name in self._values.own:
+            return name
         shown = f"{name}={text(self._values.of[name])}"
         return shown if name in self.theirs.values else f"{shown} (their default)"
 

@@ -250,7 +250,7 @@ def _program(content: str, module: str) -> TheirConfig:
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
-    values |= _adapters(program)
+    values |= _of_unsloth(program) | _adapters(program)
     for call, positional in tables()["TRL"].content["calls"].items():
         section = "" if call.startswith("GRPO") else "peft_config."
         for name, node in program.given(call, positional).items():
@@ -286,6 +286,24 @@ def _adapters(program: Program) -> dict[str, object]:
         return {} if is_read else {"peft_config": value}
     if "get_peft_model" not in program.calls:
         return {}
-    program.assumed.append("unsloth's trainer is TRL's")
     sizes: dict[str, object] = {"peft_config.r": 16, "peft_config.lora_alpha": 16}
-    return sizes | {"peft_config": True, "peft_config.target_modules": "all-linear"}
+    sizes["peft_config.target_modules"] = "all-linear"
+    given = {f"peft_config.{name}" for name in program.given("get_peft_model", [])}
+    unset = [f"{name.partition('.')[2]}={sizes[name]}" for name in sizes if name not in given]
+    if unset:
+        version = tables()["TRL"].content["unsloth"]["version"]
+        said = f"get_peft_model has {', '.join(unset)}, as by default in unsloth {version}"
+        program.assumed.append(said)
+    return sizes | {"peft_config": True}
+
+
+def _of_unsloth(program: Program) -> dict[str, object]:
+    """Return that a program imports unsloth, whose configuration replaces TRL's."""
+    if not program.imports("unsloth"):
+        return {}
+    version = tables()["TRL"].content["unsloth"]["version"]
+    program.assumed.append(
+        "unsloth's trainer is TRL's, with TRL's defaults of keys that are not listed, as in its "
+        f"version {version}; print(args) there shows those of another one"
+    )
+    return {"launch.unsloth": True}

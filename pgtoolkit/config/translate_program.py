@@ -126,6 +126,10 @@ class Program:
             case _:
                 self._values.setdefault(ast.unparse(target), []).append(value)
 
+    def imports(self, package: str) -> bool:
+        """Return whether the program imports a package or something of it."""
+        return any(path.partition(".")[0] == package for path in self._imports.values())
+
     def given(self, call: str, positional: Sequence[str]) -> dict[str, _Code]:
         """Return the arguments of the first call of a function or a class, and what is set on it
         after the call. positional: the names of arguments without a name."""

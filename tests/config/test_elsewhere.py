@@ -3,6 +3,7 @@ what they say to type exists here, and words of theirs are answered from them.""
 
 import ast
 import dataclasses
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -51,6 +52,32 @@ def test_the_defaults_of_trl_are_those_of_the_installed_classes():
     page = (TABLES.parents[1] / "docs" / "trl_and_verl_keys.md").read_text()
     listed = page.partition("that 1.16.0 does not have:")[2].partition(".\n")[0]
     assert re.findall("`([^`]+)`", listed) == earlier
+
+
+def test_the_keys_of_which_unsloth_has_a_default_are_those_of_the_installed_file():
+    unsloth = importlib.util.find_spec("unsloth")
+    content = tables()["TRL"].content["unsloth"]
+    if unsloth is None or unsloth.origin is None:
+        pytest.skip("unsloth is not installed")
+    if importlib.metadata.version("unsloth") != content["version"]:
+        pytest.skip(f"the table is of unsloth {content['version']}")
+    source = (Path(unsloth.origin).parent / "models" / "rl.py").read_text()
+    replaced: dict[str, object] = {"warmup_steps": 0.1}
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id="replacements")], value=ast.Dict() as values):
+                if len(values.keys) > 5:  # those of all trainers, and those of GRPO's
+                    replaced |= ast.literal_eval(values)
+    rows = tables()["TRL"].rows
+    changed = {
+        name
+        for name in replaced.keys() & rows.keys()
+        if rows[name].typed_keys or rows[name].learns or rows[name].see
+        if replaced[name] != rows[name].default
+    }
+    # The first three change nothing that a command has; the bound follows from the loss.
+    changed -= {"seed", "generation_kwargs", "router_aux_loss_coef"}
+    assert {*content["own"]} == changed | {"epsilon_high"}
 
 
 def test_the_defaults_of_verl_are_those_of_the_installed_file():

@@ -1959,7 +1959,9 @@ def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
         sizes = (typed["model.lora_rank"], typed["model.lora_alpha"])
         assert sizes == {"defaults": (16, 16), "given": (32, 64)}[name]
         assert typed.get("model.lora_targets") == {"defaults": None, "given": ["q_proj"]}[name]
-        assert "unsloth's trainer is TRL's" in translation.theirs.assumed
+        unset = "get_peft_model has r=16, lora_alpha=16, target_modules=all-linear, as by default"
+        said = any(unset in assumed for assumed in translation.theirs.assumed)
+        assert said == (name == "defaults")
     dtype, epochs = "model_init_kwargs.dtype", "num_train_epochs"
     assert found_of["defaults"] == {dtype, epochs} | {
         "model_init_kwargs.load_in_4bit",
@@ -1970,6 +1972,69 @@ def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
         "peft_config.use_rslora",
         "peft_config.random_state",
     }
+
+
+def test_no_default_of_trl_is_filled_in_where_unsloth_has_its_own(tmp_path):
+    """Its models/rl.py of 2026.10.9 has 4 documents and 2 micro-batches, 5e-5, 0.001, a warm-up of
+    a tenth, adamw_8bit, and bounds, masks and penalties that follow from the loss."""
+    config = "\nGRPOTrainer('m', f, GRPOConfig(num_generations=4, max_steps=100{}))"
+    sizes = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+    own = {
+        "accumulation.docs_per_step": sizes,
+        "optimizer.learning_rate": ["learning_rate"],
+        "optimizer.weight_decay": ["weight_decay"],
+        "optimizer.warmup_steps": ["warmup_steps"],
+        "model.dtype": ["bf16"],
+        "rollout.truncated": ["mask_truncated_completions"],
+        "kl.coefficient": ["beta", "optim"],
+        "loss.epsilon_high": ["epsilon_high"],
+    }
+    left = dict.fromkeys([name for names in own.values() for name in names], "left")
+    unset = left | dict.fromkeys(own) | {"kl": "KL", "aggregation": "AGGREGATION", "loss": "LOSS"}
+    unset |= {"loss_type": "left", "epsilon": "left"}
+    for imported in ("from unsloth import FastLanguageModel", "import unsloth.models as m"):
+        translation = translated(tmp_path, "train.py", imported + config.format(""))
+        assert found(translation, unset) == unset
+        page = translate(tmp_path / "train.py", None)
+        assert "learning_rate: unsloth's own default, not TRL's: set it in the program" in page
+        assert "unsloth's trainer is TRL's" in page
+    # What the program sets holds, and what follows from that alone: TRL's own, where it has none.
+    given = (
+        ", loss_type='dapo', learning_rate=5e-6, weight_decay=0.1, warmup_ratio=0.1, beta=0.02, "
+        "per_device_train_batch_size=4, gradient_accumulation_steps=3, epsilon_high=0.3"
+    )
+    told = {"loss": "grpo", "aggregation": "token_mean", "loss.epsilon_high": 0.3, "kl": "k3_ratio"}
+    told |= {"accumulation.docs_per_step": 12, "optimizer.warmup_steps": 10}
+    told |= {"optimizer.weight_decay": 0.1, "rollout.prompts_per_batch": 3, "advantage": "grpo"}
+    told |= {"mask_truncated_completions": "left", "optim": "left", "learning_rate": None}
+    translation = translated(tmp_path, "train.py", "import unsloth" + config.format(given))
+    assert found(translation, told) == told
+    # Without unsloth all of it has TRL's defaults.
+    translation = translated(tmp_path, "train.py", "import trl" + config.format(""))
+    plain = {"optimizer.learning_rate": 1e-6, "kl": "none", "aggregation": "token_mean"}
+    assert found(translation, plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # With dr_grpo it turns the deviation off, whatever is set but None.
+        ("loss_type='dr_grpo'", {"advantage": "ADVANTAGE", "scale_rewards": "left"}),
+        (
+            "loss_type='dr_grpo', scale_rewards='group'",
+            {"advantage": "ADVANTAGE", "scale_rewards": "left"},
+        ),
+        ("loss_type='dr_grpo', scale_rewards='none'", {"advantage": "dr_grpo"}),
+        # Four documents are no whole group of eight: there it takes eight.
+        (
+            "per_device_train_batch_size=2, gradient_accumulation_steps=2",
+            {"accumulation.docs_per_step": None, "per_device_train_batch_size": "left"},
+        ),
+    ],
+)
+def test_what_unsloth_changes_of_what_is_set_is_left_out(tmp_path, given, expected):
+    program = f"import unsloth\nGRPOTrainer('m', f, GRPOConfig(num_generations=8, {given}))"
+    assert found(translated(tmp_path, "train.py", program), expected) == expected
 
 
 @pytest.mark.parametrize(
