@@ -628,7 +628,39 @@ VERL = [
         )
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
     ),
-    ({f"{CORRECTION}.rollout_is": "token"}, {"correction": "token_truncate"}),
+    (
+        {f"{CORRECTION}.rollout_is": "token"},
+        {"correction": "token_truncate", f"{CORRECTION}.rollout_is": None},
+    ),
+    # A loss of documents has the mean of their tokens' factors; a factor of a document is its own.
+    *(
+        (
+            {f"{ACTOR}.policy_loss.loss_mode": mode, f"{CORRECTION}.rollout_is": level},
+            {f"{CORRECTION}.rollout_is": near, "correction": f"{level}_truncate"},
+        )
+        for mode in ("gspo", "geo_mean")
+        for level, near in (("token", "near"), ("sequence", None))
+    ),
+    # A deprecated name counts before the one that has taken its place.
+    (
+        {f"{ACTOR}.optim.grad_clip": 0.3, f"{ACTOR}.optim.clip_grad": 2},
+        {"optimizer.max_grad_norm": 0.3, f"{ACTOR}.optim.grad_clip": None},
+    ),
+    (
+        GAE | {f"{ACTOR}.optim.grad_clip": 0.3, "critic.optim.grad_clip": 0.3},
+        {"optimizer.max_grad_norm": 0.3, "critic.optim.clip_grad": None}
+        | {"critic.optim.grad_clip": None},
+    ),
+    (GAE | {"critic.optim.grad_clip": 0.3}, {"critic.optim.grad_clip": "left"}),
+    (
+        {"trainer.remove_previous_ckpt_in_save": True, "trainer.max_actor_ckpt_to_keep": 5},
+        {"trainer.keep_checkpoints": 1},
+    ),
+    ({"algorithm.gdpo_reward_keys": ["a", "b"]} | GRPO, {"algorithm.gdpo_reward_keys": "left"}),
+    (
+        {f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32"}},
+        {f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "left"},
+    ),
     (
         {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": 5},
         {"correction": "sequence_truncate", "correction.high": 5},
