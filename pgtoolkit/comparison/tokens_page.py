@@ -33,7 +33,7 @@ def html(inspected: Inspected, command: str) -> str:
     ]
     data = {
         "title": legible(
-            f"What the loss did to each token: step {inspected.number} of {inspected.name}"
+            f"What the loss did to each token of step {inspected.number} of {inspected.name}"
         ),
         "facts": list(map(legible, inspected.facts)),
         "command": legible(command),

@@ -81,6 +81,8 @@ class Theirs:
         for condition, here in self.cases:
             values: dict[str, list[str]] = {}
             for value, typed in here.items() if isinstance(here, dict) else [("", here)]:
+                # As code, since `token: x` would be hidden as a secret.
+                value = f"`{value}`" if value else ""
                 values.setdefault(f"`{typed}`" if typed else "nothing to type", []).append(value)
             cases.append(
                 (f"where `{condition}` " if condition else "")

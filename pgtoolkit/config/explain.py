@@ -49,7 +49,7 @@ def explain(words: str, commands: Known | None = None) -> str:
     if len(pages) <= _MOST_PAGES or " " in words:
         return "\n\n".join(page.text for page in pages)
     lines = [f"{words} may be", *(f"  {page.title}" for page in pages)]
-    names = [page.title.partition(":")[0] for page in pages]
+    names = [re.split(": | is ", page.title)[0] for page in pages]
     other = next((name for name in names if name != words), words)
     return "\n".join([*lines, f"pgtk explain {other} says more of one."])
 
@@ -180,7 +180,8 @@ def _page_on_theirs(row: Theirs) -> Page:
     here = "there is none" if row.here == NONE else row.here
     parts = {"default there": text(row.default), "here": here, "": row.remark}
     parts["where"] = words_used(row)
-    return Page("row", f"{row.name}: {row.kind}; see docs/trl_and_verl_keys.md", parts)
+    # No colon behind the name: what follows `hub_token:` would be hidden as a secret.
+    return Page("row", f"{row.name} is {row.kind}; see docs/trl_and_verl_keys.md", parts)
 
 
 def _chosen_code(words: str, known: Known) -> list[Page]:

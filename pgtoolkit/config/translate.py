@@ -20,6 +20,7 @@ from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.functions import is_dotted_path
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import override, text
 from pgtoolkit.tasks.settings import VERIFIERS, PromptsTaskSettings
 
@@ -79,7 +80,7 @@ class Translation:
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
             for condition, sentence in row.differs.items():
                 if self._values.may_be(condition):
-                    self.differing.append(f"{shown}: {sentence}")
+                    self.differing.append(f"{redact(shown)}: {sentence}")
         except NameError:
             rows = self.theirs.table.rows
             own = [name for name in self._values.own if (rows[name].see or name) == row.name]

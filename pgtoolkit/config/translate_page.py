@@ -10,6 +10,7 @@ from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import read
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
 OF_TRY = " Its note on the warm-up is of the try alone."
@@ -17,8 +18,8 @@ OF_TRY = " Its note on the warm-up is of the try alone."
 
 
 def translate(path: Path, processes: int | None) -> str:
-    """Return the page on a file of TRL or verl. processes: how many train; None for as many as the
-    file says."""
+    """Return the page on a file of TRL or verl, in which secrets are hidden. processes: how many
+    train; None for as many as the file says."""
     theirs = read(path)
     theirs.values |= {"launch.num_processes": processes} if processes else {}
     translation = Translation(theirs)
@@ -30,16 +31,17 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     """Yield the lines of the page."""
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
-    yield from (f"{path}, a configuration of {name}, is here", "")
+    yield from (redact(f"{path}, a configuration of {name}, is here"), "")
     steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
     words = [word for word in translation.overrides if word not in steps]
-    yield f"  {shlex.join(['pgtk', *words, *steps])}"
+    yield redact(f"  {shlex.join(['pgtk', *words, *steps])}")
     instead = "in place of its last word" if steps else "behind it"
     config = translation.composed.config
     of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""
     yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")
     by_default = [
-        f"{key}={text(value)}: {translation.shown(row.name)}; ours is {translation.ours(key)}"
+        f"{_line(f'{key}={text(value)}', translation.shown(row.name))}; ours is "
+        f"{redact(translation.ours(key))}"
         for key, (value, row) in translation.typed.items()
         if row is not None and not translation.behind[row.name]
         if text(value) != translation.ours(key)
@@ -51,7 +53,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         line = f"{reason}{instead}"
         left[learned].setdefault(line, []).append(shown)
     left_out = {
-        learned: [f"{', '.join(names)}: {line}" for line, names in left[learned].items()]
+        learned: [_line(", ".join(names), line) for line, names in left[learned].items()]
         for learned in left
     }
     unknown = [key for key in translation.theirs.values if table.row(key) is None]
@@ -60,21 +62,26 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     sections = {
         "What changes what is learned, and is left out:": left_out[True],
         "Assumed:": [
-            *translation.theirs.assumed,
+            *map(redact, translation.theirs.assumed),
             *(f"{key} is to be filled in" for key in translation.to_fill),
         ],
         f"What follows from defaults of {name} that are not ours:": by_default,
         "What is not quite the same:": translation.differing,
         "What else has no equal here, and is left out:": left_out[False],
-        f"Keys that {name} is not known to have:": [", ".join(unknown)] if unknown else [],
+        f"Keys that {name} is not known to have:": [redact(", ".join(unknown))] if unknown else [],
         f"Keys of earlier versions, which {name} does not have:": (
             [", ".join(earlier)] if earlier else []
         ),
-        "What this machine lacks for it:": translation.lacking,
+        "What this machine lacks for it:": [*map(redact, translation.lacking)],
     }
     for title, lines in sections.items():
         if lines:
             yield from ("", title, *(f"  {line}".replace("`", "") for line in lines))
+
+
+def _line(settings: str, remark: str) -> str:
+    """Return a line on settings. Of each part the secrets are hidden by itself."""
+    return f"{redact(settings)}: {redact(remark)}"
 
 
 def _is_learned(translation: Translation, row: Theirs) -> bool:

@@ -263,7 +263,7 @@ def _doctor(args: argparse.Namespace, parser: _Parser) -> None:
 def _translate(args: argparse.Namespace, parser: _Parser) -> None:
     from pgtoolkit.config.translate_page import translate
 
-    say(translate(args.file, args.processes))
+    say(translate(args.file, args.processes), is_redacted=True)
 
 
 REPORTS = {

@@ -149,7 +149,7 @@ class Conversations:
             if ends:
                 return []
             return [
-                "the model has no end-of-sequence token: completions are trained without an end. "
+                "the model has no end-of-sequence token, and completions are trained without one. "
                 + _END
             ]
         try:

@@ -72,13 +72,16 @@ def refusal(setting: str, needs: str, got: object, reason: str, use: str) -> str
     return f"{setting} needs {needs} (got {value}). {reason} Use {use}."
 
 
-def say(text: str, error: bool = False) -> None:
+def say(text: str, error: bool = False, is_redacted: bool = False) -> None:
     """Print for the user, on standard output or standard error.
 
     All that the user sees goes through here or through the log. Secrets are hidden, and characters
     that act on a terminal, as in a stranger's name of a run, are shown as codes.
+
+    is_redacted: the secrets in it are hidden already, in each of its parts by itself: as a whole,
+        `x=token: a reason` would look like one.
     """
-    write_line(legible(redact(text)), output(2 if error else 1))
+    write_line(legible(text if is_redacted else redact(text)), output(2 if error else 1))
 
 
 def print_error(error: PgtoolkitError) -> int:

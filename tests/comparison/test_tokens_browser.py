@@ -130,7 +130,7 @@ def test_a_narrow_window_holds_the_page_with_room_for_its_tokens(page, width):
 
 
 def test_html_in_a_token_stays_text(page):
-    assert page.title.startswith("What the loss did to each token: step 1 of rollouts.jsonl")
+    assert page.title.startswith("What the loss did to each token of step 1 of rollouts.jsonl")
     assert HOSTILE in page_text(page)
     assert "<i>document</i> 0" in page_text(page)
 

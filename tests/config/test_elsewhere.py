@@ -201,9 +201,9 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ),
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
         ("param_offload", "here: there is none nothing is offloaded to the CPU"),
-        ("total_epochs", "trainer.total_epochs: a key of verl"),
+        ("total_epochs", "trainer.total_epochs is a key of verl"),
         *(
-            (word, f"{word}: a key of earlier versions of TRL, which 1.16.0 lacks; see")
+            (word, f"{word} is a key of earlier versions of TRL, which 1.16.0 lacks; see")
             for word in ("warmup_ratio", "dataset_num_proc", "max_prompt_length")
         ),
     ],

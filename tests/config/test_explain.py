@@ -6,8 +6,9 @@ import re
 import pytest
 from builders.refusals import refusal
 
+from pgtoolkit.config.elsewhere import tables
 from pgtoolkit.config.entries import entries
-from pgtoolkit.config.explain import explain
+from pgtoolkit.config.explain import explain, explain_as_json, pages_on
 from pgtoolkit.config.explained import explanations
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
@@ -95,7 +96,7 @@ def test_every_word_of_the_line_that_a_run_prints_is_explained():
         ("trajectory", "trajectory, a column of recorded rollouts the same for all documents"),
         ("exit status 75", "in a script: Starts it again with `pgtk resume`"),
         ("loss_agg_mode", "aggregation=token_mean: verl loss_agg_mode"),
-        ("epsilon", "epsilon: a key of TRL; see docs/trl_and_verl_keys.md"),
+        ("epsilon", "epsilon is a key of TRL; see docs/trl_and_verl_keys.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
         ("D", "D counts the documents of the step"),
@@ -146,3 +147,14 @@ def test_an_unknown_word_is_answered_with_the_nearest(capsys, word, near):
 
 def test_a_word_that_is_near_to_no_other_is_answered_with_the_page_of_keys(capsys):
     assert refusal(capsys, "explain", "behaviour").endswith("Use pgtk --help, or docs/keys.md.\n")
+
+
+def test_no_page_on_a_key_of_theirs_looks_like_a_secret():
+    """All that is printed goes through `redact`, which takes `token: x` for one."""
+    rows = [row for table in tables().values() for row in table.rows.values()]
+    texts = [row.sentence(row.name) for row in rows]
+    with_tokens = [row.name for row in rows if "token" in f"{row.name} {row.named}"]
+    for name in with_tokens:
+        texts += [page.text for page in pages_on(name)] + [explain_as_json(name)]
+    assert len(with_tokens) > 30
+    assert [text for text in texts if redact(text) != text] == []

@@ -2384,3 +2384,21 @@ def another(default: object) -> object:
     if isinstance(default, int | float):
         return default + 3
     return {"x": 1} if isinstance(default, dict) else "something"
+
+
+def test_a_value_is_no_secret_before_a_colon_and_a_secret_is_never_shown(tmp_path, capsys):
+    secret = "abcdefgh"
+    file = tmp_path / "theirs.json"
+    values = {"num_generations": 8, "loss_type": "cispo", "importance_sampling_level": "token"}
+    file.write_text(json.dumps(values | {"hub_token": secret, "other_token": secret}))
+    assert main(["translate", str(file)]) == 0
+    page = capsys.readouterr().out
+    assert "hub_token=***" in page
+    assert secret not in page
+    script = "python -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=token \\\n"
+    script += f" trainer.project_name=password={secret}"
+    (tmp_path / "run.sh").write_text(script)
+    assert main(["translate", str(tmp_path / "run.sh")]) == 0
+    page = capsys.readouterr().out
+    assert re.search(r"loss_agg_mode=token: (?!\*)", page)
+    assert secret not in page

@@ -500,7 +500,7 @@ ENDLESS_ANSWERS = (
             None,
             [],
             (
-                "the model has no end-of-sequence token: completions are trained without an end. "
+                "the model has no end-of-sequence token, and completions are trained without one. "
                 f"{ADD}"
             ),
         ),
