@@ -22,6 +22,7 @@ from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on, needs_sampler
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import shares_prompts
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
 from pgtoolkit.config.saved import record_of
@@ -135,7 +136,7 @@ def module_of(
         reference_every=config.kl.update_every,
         reference_rate=config.kl.update_rate,
     )
-    module.surprises = Surprises(config.loss.name, config.rollout, config.advantage.estimator)
+    module.surprises = Surprises(chosen(config, "loss"), config.rollout, config.advantage.estimator)
     module.adaptive_kl = config.kl.adaptive
     module.shape = Shape.of(config.advantage)
     module.sampling = config.rollout.sampling

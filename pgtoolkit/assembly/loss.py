@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.own_code import typed_key
+from pgtoolkit.config.rules.loss_terms import without_advantages
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
@@ -21,8 +22,13 @@ from pgtoolkit.losses.function import NEW, FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
-from pgtoolkit.losses.trial import check_function, check_reducer, measured_by
-from pgtoolkit.rollouts.settings import Truncated
+from pgtoolkit.losses.trial import (
+    check_function,
+    check_reducer,
+    measured_by,
+    trains_on_advantages_alone,
+)
+from pgtoolkit.rollouts.settings import AdvantageEstimator, Truncated
 from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
@@ -59,6 +65,15 @@ def loss_of(config: Config) -> Loss:
             )
             if misfits:
                 raise ConfigError("\n".join(misfits))
+        if config.advantage.estimator == AdvantageEstimator.none:
+            misfits = without_advantages(
+                config,
+                reads_rewards=_reads_rewards(family),
+                learns_at_once=not trains_on_advantages_alone(family, spread=0),
+                learns_later=not trains_on_advantages_alone(family, spread=0.05),
+            )
+            if misfits:
+                raise ConfigError("\n".join(misfits))
     else:
         family = configured(loss, FAMILIES)
         assert family is not None  # every option of loss has a family
@@ -76,6 +91,11 @@ def loss_of(config: Config) -> Loss:
         entropy_top_fraction=config.entropy.top_fraction,
         measures_penalty=config.kl.target is not None,
     )
+
+
+def _reads_rewards(family: Family) -> bool:
+    is_function = isinstance(family, FunctionFamily)
+    return is_function and bool(family.asked & {"rewards", "group_rewards"})
 
 
 def note_on_advantages(loss: Loss, path: str, estimator: str) -> str | None:

@@ -20,6 +20,7 @@ from pgtoolkit.assembly.inputs import (
 from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.models import has_window, sizes
 from pgtoolkit.config.own_code import chosen
+from pgtoolkit.config.rules.loss_terms import notes_of_own_family
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Sampler
 from pgtoolkit.model.misfits import (
@@ -95,6 +96,8 @@ def check_machine(config: Config, report: Report) -> None:
             note = note_on_advantages(loss, chosen(config, "loss"), chosen(config, "advantage"))
             if note is not None:
                 report.note(note)
+            if config.loss.name == "custom":
+                notes_of_own_family(config, loss.family, report)
             if is_recorded and not report.concerns("rollout", "model"):
                 check_recorded_rollouts(config, loss, report)
 

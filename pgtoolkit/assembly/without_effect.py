@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pgtoolkit.config.conditions import holds, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, default, shown
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.runs.series import Columns, values
 from pgtoolkit.system.report import text
 
@@ -152,6 +153,7 @@ SILENT = (
         {"dropped_group_fraction": _is_zero},
         "no prompt was dropped",
     ),
+    Silent("loss.name", "", {"grad_norm": _is_zero}, "the gradient of every step was exactly 0"),
     Silent("rollout.retire_at", "", {"retired_prompts": _is_zero}, "no prompt was retired"),
     Silent("optimizer.max_grad_norm", "", {"grad_norm": _at_most}, "no gradient was longer"),
 )
@@ -174,4 +176,7 @@ def without_effect(config: Mapping[str, object], columns: Columns) -> Iterator[s
         if all(measured.values()) and all(
             shows(measured[name], value) for name, shows in silent.shown_by.items()
         ):
+            group = silent.key.partition(".")[0]
+            if silent.key == OPTION_KEYS.get(group):
+                value = chosen(config, group)
             yield f"{shown(silent.key)}={text(value)}: {silent.never}"

@@ -83,6 +83,26 @@ def check_function(family: FunctionFamily) -> None:
         raise without_gradient(family.name)
 
 
+def trains_on_advantages_alone(family: Family, spread: float) -> bool:
+    """Return whether a family has a gradient on made-up documents, and none once all of their
+    advantages are 0.
+
+    spread: the distance of the new log-probs from the old ones, 0 where the policy has sampled.
+    """
+    vectors = _vectors(torch.Generator().manual_seed(0), spread)
+    return _has_gradient(family, vectors) and not _has_gradient(
+        family, vectors | {"advantages": torch.zeros_like(vectors["advantages"])}
+    )
+
+
+def _has_gradient(family: Family, vectors: dict[str, Tensor]) -> bool:
+    """Return whether a number of the documents of `_vectors` moves with its log-prob."""
+    numbers = _Numbers(vectors, _documents(), torch.tensor(_GROUPS))
+    if isinstance(family, FunctionFamily):
+        return bool((_of_function(family, numbers)["gradient"] != 0).any())
+    return bool((_of_class(family, numbers)["slope"] != 0).any())
+
+
 def check_reducer(aggregation: Custom) -> None:
     """Raise ValueError for a reducer that weighs a token of made-up documents otherwise in a part
     of the step, with the same totals."""

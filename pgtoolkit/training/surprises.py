@@ -17,6 +17,9 @@ log = logging.getLogger("pgtoolkit")
 _TOO_HARD = (
     "Is the task too hard or too easy, or are answers longer than rollout.max_completion_length?"
 )
+_STEPS_WITHOUT_GRADIENT = 3
+"""Steps in a row, from the first on, whose gradient is exactly 0 before a note says so."""
+
 _CAUSES = {
     AdvantageEstimator.gae: "the critic expects what every completion gets, or all advantages are "
     f"equal and advantage.whiten makes them 0. {_TOO_HARD}",
@@ -43,6 +46,7 @@ class Surprises:
         self._rollout = rollout
         self._estimator = estimator
         self._noted_no_signal = False
+        self._steps_without_gradient: int | None = 0  # None once a step had a gradient
         self._noted_mismatch = False
         self._noted_overflow = False
 
@@ -61,6 +65,7 @@ class Surprises:
                 f"0, so the step teaches the policy nothing: {cause} This note "
                 "is printed once; see the metric zero_advantage_group_fraction."
             )
+        self._look_at_gradient(metrics.get("grad_norm"))
         if not self._noted_overflow:
             note = overflow_note(metrics)
             if note:
@@ -71,6 +76,22 @@ class Surprises:
             if note:
                 self._noted_mismatch = True
                 log.warning(f"note: {note}")
+
+    def _look_at_gradient(self, norm: float | None) -> None:
+        """Note that no step has had a gradient yet; norm: of this step, None where it has none."""
+        if norm is None or self._steps_without_gradient is None:
+            return
+        if norm != 0:
+            self._steps_without_gradient = None
+            return
+        self._steps_without_gradient += 1
+        if self._steps_without_gradient == _STEPS_WITHOUT_GRADIENT and not self._noted_no_signal:
+            log.warning(
+                f"note: the gradient of {_STEPS_WITHOUT_GRADIENT} steps, from the first on, is "
+                f"exactly 0, so nothing is learned: neither loss={self._loss} with "
+                f"advantage={self._estimator} nor a penalty depends on the policy there. This note "
+                "is printed once; see the metric grad_norm."
+            )
 
     def of_first_update(self, documents: list[Document], log_probs: float) -> None:
         """Look at the first update: whether the policy's mean log-prob is the documents' old one.

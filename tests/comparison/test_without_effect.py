@@ -45,12 +45,13 @@ CASES = [
     ("rollout.max_sampling_rounds=4", {}, {"dropped_prompt_fraction": [0]}, [1e-9]),
     ("rollout.uninformative=drop", {}, {"dropped_group_fraction": [0]}, [1e-9]),
     ("rollout.retire_at=0.5", {}, {"retired_prompts": [0, 0]}, [0, 1]),
+    ("loss=gspo", {}, {"grad_norm": [0, 0]}, [0, 1e-30]),
     ("optimizer.max_grad_norm=5", {}, {"grad_norm": [5]}, [5.01]),
 ]
 """Where a key is shown by two metrics, the other one shows nothing."""
 
 SHOWN_BY_TWO = {"min_correction_factor": [1], "max_correction_factor": [1]}
-OPTIONS = {"correction": "correction.name", "kl": "kl.kind"}
+OPTIONS = {"correction": "correction.name", "kl": "kl.kind", "loss": "loss.name"}
 DEFAULTS = {"rollout.name": "policy", "advantage.estimator": "grpo", "model.name": "transformer"}
 
 
@@ -82,6 +83,11 @@ def test_every_row_has_a_case():
         for key, name in ((case[0].partition("=")[0], next(iter(case[2]))) for case in CASES)
     }
     assert {(row.key, name) for row in SILENT for name in row.shown_by} == keys
+
+
+def test_a_loss_of_ones_own_without_a_gradient_is_named_as_it_is_typed():
+    config = {**DEFAULTS, "loss.name": "custom", "loss.path": "mine.loss"}
+    assert told(config, {"grad_norm": [0, 0]}) == ["loss=mine.loss"]
 
 
 def test_a_key_at_its_default_is_not_named():

@@ -20,6 +20,7 @@ from pgtoolkit.config.names import digest, name_from, plain_config, run_name
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, notes, problems
 from pgtoolkit.launch.sweep import refuse_another
@@ -57,6 +58,16 @@ def centred(log_probs, advantages):
 
 def named_as_ours(log_probs, advantages):
     return -advantages * log_probs, {"reward": log_probs}
+
+def step_norm(log_ratio, advantages, ratio, step):
+    r = ratio(log_ratio)
+    return -r * advantages / step.mean(r)
+
+def rewarded(log_ratio, rewards, group_rewards, ratio):
+    return -ratio(log_ratio) * (rewards - group_rewards)
+
+def likelihood(log_probs):
+    return -log_probs
 
 def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return mask.double() / (2 * totals.num_tokens)
@@ -355,6 +366,62 @@ def test_advantages_that_nothing_reads_are_noted(mine):
         ["loss=mine.Squared"],
     ):
         assert "reads no advantages" not in " ".join(notes_of(*words))
+
+
+LEARNS_NOTHING = "advantage=none needs kl other than none and k1 or entropy.coefficient other than"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["loss=mine.soft_clip"], [LEARNS_NOTHING]),  # of tokens
+        (["loss=mine.step_norm"], [LEARNS_NOTHING]),  # of the step
+        (["loss=mine.Squared"], [LEARNS_NOTHING]),  # a class: as kimi, 0 where the policy sampled
+        (["loss=mine.of_groups"], []),  # it compares rewards itself
+        (["loss=mine.rewarded"], []),
+        (["loss=mine.likelihood"], []),
+        (["loss=mine.soft_clip", "kl=k1"], [LEARNS_NOTHING]),
+        (["loss=mine.soft_clip", "entropy.coefficient=0.1"], []),
+        (
+            ["loss=mine.soft_clip", "kl=k3"],
+            ["advantage=none needs kl.reference other than initial"],
+        ),
+        (["loss=mine.rewarded", "kl=k3"], []),
+        (
+            ["loss=mine.soft_clip", "entropy.coefficient=0.1", "correction=token_truncate"],
+            ["advantage=none needs correction=none"],
+        ),
+        (["loss=mine.Squared", "entropy.coefficient=0.1", "correction=token_truncate"], []),
+        (
+            ["loss=mine.likelihood", "advantage.reward_scale=2", "rollout.uninformative=drop"],
+            ["advantage=none needs advantage.reward_scale=1", "rollout.uninformative=drop needs"],
+        ),
+        (["loss=mine.rewarded", "advantage.reward_scale=2", "rollout.uninformative=drop"], []),
+    ],
+)
+def test_without_advantages_a_loss_of_ones_own_needs_something_else_to_learn_from(
+    mine, words, refused
+):
+    if any(word.startswith("kl=") for word in words):
+        words = [*words, "kl.coefficient=0.1", "kl.reference=initial"]
+    config = compose([*words, "advantage=none", "rollout.old_log_probs=training"]).config
+    _, report = validate(config)
+    assert report.problems == []  # what it reads is known only once it is imported
+    if not refused:
+        loss_of(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        loss_of(config)
+    told = str(error.value).splitlines()
+    assert [line.startswith(begin) for line, begin in zip(told, refused, strict=True)] == [
+        True for _ in refused
+    ]
+
+
+def test_notes_on_losses_of_a_document_hold_for_a_function_of_ones_own(mine):
+    words = ["loss=mine.of_groups", "advantage=none", "entropy.top_fraction=0.5"]
+    said = " ".join(notes(check([*words, "tracking=none"])))
+    assert "entropy.top_fraction with loss=mine.of_groups: a group has one loss" in said
 
 
 def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_it(mine):

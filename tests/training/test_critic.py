@@ -513,3 +513,23 @@ def test_a_step_without_advantages_is_explained_by_the_estimator(caplog):
         surprises.of_step({"zero_advantage_group_fraction": 1}, 8)
         (note,) = [record.getMessage() for record in caplog.records]
         assert f"so the step teaches the policy nothing: {says}" in note
+
+
+def test_a_run_without_a_gradient_says_so_once_in_its_third_step(caplog):
+    """Nothing is said of zeros after a gradient, nor where a note says that advantages are 0."""
+    rollout = compose([]).config.rollout
+    zeros = {"grad_norm": 0.0}
+    silent = {**zeros, "zero_advantage_group_fraction": 1}
+    for steps, number in (
+        ([zeros] * 2, 0),
+        ([zeros] * 5, 1),
+        ([{"grad_norm": 1e-30}, *[zeros] * 5], 0),
+        ([{}, *[zeros] * 3], 1),  # a step that trains nothing has no gradient
+        ([silent] * 5, 0),
+    ):
+        caplog.clear()
+        surprises = Surprises("mine.loss", rollout, AdvantageEstimator.grpo)
+        for metrics in steps:
+            surprises.of_step(metrics, 8)
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("loss=mine.loss with advantage=grpo" in text for text in said) == number

@@ -7,7 +7,8 @@ import string
 from pgtoolkit.config.conditions import holds, with_values
 from pgtoolkit.config.keys import ignored, keys_of
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.own_code import family_of_config
+from pgtoolkit.config.own_code import chosen, family_of_config
+from pgtoolkit.config.rules import table
 from pgtoolkit.config.rules.named import existing, importable
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.family import Family
@@ -39,9 +40,10 @@ def loss(c: Config, report: Report) -> Config:
     family = family_of_config(c)
     if isinstance(c.loss, CustomLossSettings) and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
-    for note in family.notes() if family is not None else ():
-        report.note(note)
-    if family is not None and family.by_document and splits != 1:
+    if family is None:
+        return c
+    report.notes += family.notes()
+    if family.by_document and splits != 1:
         report.refuse(
             setting=f"loss={c.loss.name}",
             needs="loss.num_splits=1",
@@ -50,19 +52,49 @@ def loss(c: Config, report: Report) -> Config:
             "recombine.",
             use="loss.num_splits=1",
         )
-    _top_entropy(c, family, report)
+    _note_kept_units(c, family, report)
     return c
 
 
-def _top_entropy(c: Config, family: Family | None, report: Report) -> None:
+def notes_of_own_family(c: Config, family: Family, report: Report) -> None:
+    """Add the notes on a loss of the user's own, now that it is imported, that the other rules give
+    on those of ours."""
+    report.notes += family.notes()
+    _note_kept_units(c, family, report)
+    _note_lengths_as_weights(c, family, report)
+    if c.advantage.estimator == "gae":
+        _note_mean_advantages(c, family, report)
+
+
+def without_advantages(
+    c: Config, *, reads_rewards: bool, learns_at_once: bool, learns_later: bool
+) -> list[str]:
+    """Return the problems of a loss of the user's own under advantage=none, now that it is
+    imported, by the rows on those of ours that are like it.
+
+    learns_at_once: it has a gradient without advantages where the policy is the one that sampled;
+        learns_later: where it has moved.
+    """
+    report = Report()
+    rows = [
+        *(() if learns_at_once else table.OWN_AT_ONCE),
+        *(() if learns_later else table.OWN_LATER),
+        *(() if reads_rewards else table.OWN_WITHOUT_REWARDS),
+    ]
+    for row in rows:
+        row(c, report)
+    return report.problems
+
+
+def _note_kept_units(c: Config, family: Family, report: Report) -> None:
     """Note where leaving out the terms of tokens does not leave out the tokens."""
-    if c.entropy.top_fraction is None or family is None:
+    if c.entropy.top_fraction is None:
         return
     of_group = isinstance(family, FunctionFamily) and family.level == "step"
     if of_group or family.by_document:
         unit = "group" if of_group else "document"
         report.note(
-            f"entropy.top_fraction with loss={c.loss.name}: a {unit} has one loss, whose "
+            f"entropy.top_fraction with loss={chosen(c, 'loss')}: a {unit} has one loss, whose "
             "weight is its share of tokens that are kept, and all of its tokens are trained."
         )
 
@@ -83,8 +115,15 @@ def aggregation(c: Config, report: Report) -> None:
         reason = "It is imported when the run starts."
         importable(report, "aggregation.reducer", str(reducer), reason)
     family = family_of_config(c)
-    if family is not None and family.by_document and mode != "sample_mean" and reducer is None:
-        settings = f"loss={c.loss.name} with aggregation={mode}"
+    if family is not None:
+        _note_lengths_as_weights(c, family, report)
+
+
+def _note_lengths_as_weights(c: Config, family: Family, report: Report) -> None:
+    """Note a loss by document that is not averaged by document."""
+    mode = c.aggregation.mode
+    if family.by_document and mode != "sample_mean" and c.aggregation.reducer is None:
+        settings = f"loss={chosen(c, 'loss')} with aggregation={mode}"
         report.note(f"{settings} weights a document by its number of trained tokens.")
 
 
@@ -211,10 +250,16 @@ def _critic(c: Config, report: Report) -> None:
     if c.model.name == "huggingface":
         existing(report, "critic.path", c.critic.path, hub=True)
     family = family_of_config(c)
-    if family is not None and family.by_document:
+    if family is not None:
+        _note_mean_advantages(c, family, report)
+
+
+def _note_mean_advantages(c: Config, family: Family, report: Report) -> None:
+    """Note a family that is given the mean of the advantages that a critic tells apart."""
+    if family.by_document and not isinstance(family, FunctionFamily):
         report.note(
-            f"loss={c.loss.name} takes the mean of the advantages of a document's tokens, which "
-            "advantage=gae tells apart: loss=grpo, PPO's, takes each."
+            f"loss={chosen(c, 'loss')} takes the mean of the advantages of a document's tokens, "
+            "which advantage=gae tells apart: loss=grpo, PPO's, takes each."
         )
 
 

@@ -6,10 +6,13 @@ The table in docs/keys.md is written from here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pgtoolkit.config.rules.rule import Rule
 
 _READS_NO_REWARDS = "loss!=custom and loss!=tpo and loss!=lpo"
-"""Holds for losses that are 0 where advantages are: the others may read rewards themselves."""
+"""Holds for losses of ours that are 0 where advantages are. What one of the user's own reads is
+known once it is imported: the rows below `_for_own` are tried then."""
 
 _ONLY_DISTANCE = (
     "advantage=none and loss!=tpo and loss!=lpo and entropy.coefficient=0 and "
@@ -118,6 +121,14 @@ BALANCED = (
     ),
 )
 
+_TOP_ENTROPY_OF_NOTHING = Rule(
+    f"entropy.top_fraction!=null and advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
+    needs="entropy.top_fraction=null",
+    because="It chooses tokens of the policy term, which is 0 without advantages; penalties "
+    "keep every token.",
+    use="entropy.top_fraction=null",
+)
+
 TOP_ENTROPY = (
     Rule(
         "entropy.top_fraction!=null",
@@ -126,13 +137,7 @@ TOP_ENTROPY = (
         "documents from step to step.",
         use="accumulation=dynamic",
     ),
-    Rule(
-        f"entropy.top_fraction!=null and advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
-        needs="entropy.top_fraction=null",
-        because="It chooses tokens of the policy term, which is 0 without advantages; penalties "
-        "keep every token.",
-        use="entropy.top_fraction=null",
-    ),
+    _TOP_ENTROPY_OF_NOTHING,
 )
 
 _OF_THE_SAMPLER = (
@@ -200,6 +205,34 @@ GROUP_LOSS = (
     ),
 )
 
+_NOTHING_TO_LEARN = Rule(
+    f"advantage=none and {_READS_NO_REWARDS}",
+    needs="kl!=none and kl!=k1 or entropy.coefficient!=0",
+    because="Advantages of 0 teach nothing, nor does k1, whose gradient is free of the reference.",
+    use="advantage=dr_grpo or kl=k3_ratio kl.reference=FOLDER",
+)
+
+_TEACHES_ITSELF = Rule(
+    f"{_ONLY_DISTANCE} and loss!=custom and kl!=none and kl!=k1",
+    needs="kl.reference!=initial",
+    because="The policy begins there, where the distance from it is least, and would stay.",
+    use="kl.reference=FOLDER",
+)
+
+_CORRECTS_NOTHING = Rule(
+    f"advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
+    needs="correction=none",
+    because="It multiplies the surrogate, which is 0, and no penalty.",
+    use="correction=none or advantage=dr_grpo",
+)
+
+_LENGTH_WITHOUT_REWARD = Rule(
+    f"advantage=none and {_READS_NO_REWARDS}",
+    needs="rollout.overlong_buffer=null",
+    because=_NO_REWARD_READ,
+    use="rollout.overlong_buffer=null or advantage=dr_grpo",
+)
+
 ADVANTAGE = (
     Rule(
         "advantage=given",
@@ -207,25 +240,9 @@ ADVANTAGE = (
         because="Advantages can only be given with recorded rollouts.",
         use="advantage=dr_grpo",
     ),
-    Rule(
-        f"advantage=none and {_READS_NO_REWARDS}",
-        needs="kl!=none and kl!=k1 or entropy.coefficient!=0",
-        because="Advantages of 0 teach nothing, nor does k1, whose gradient is free of the "
-        "reference.",
-        use="kl=k3_ratio kl.reference=FOLDER",
-    ),
-    Rule(
-        f"{_ONLY_DISTANCE} and kl!=none and kl!=k1",
-        needs="kl.reference!=initial",
-        because="The policy begins there, where the distance from it is least, and would stay.",
-        use="kl.reference=FOLDER",
-    ),
-    Rule(
-        f"advantage=none and loss!=kimi and {_READS_NO_REWARDS}",
-        needs="correction=none",
-        because="It multiplies the surrogate, which is 0, and no penalty.",
-        use="correction=none or advantage=dr_grpo",
-    ),
+    _NOTHING_TO_LEARN,
+    _TEACHES_ITSELF,
+    _CORRECTS_NOTHING,
     Rule(
         "advantage=custom",
         needs="advantage.path!=null",
@@ -238,12 +255,7 @@ ADVANTAGE = (
         because="It normalises the score of each verifier in its group, before it adds them up.",
         use="advantage=grpo",
     ),
-    Rule(
-        f"advantage=none and {_READS_NO_REWARDS}",
-        needs="rollout.overlong_buffer=null",
-        because=_NO_REWARD_READ,
-        use="rollout.overlong_buffer=null or advantage=dr_grpo",
-    ),
+    _LENGTH_WITHOUT_REWARD,
     Rule(
         "advantage=gdpo",
         needs="rollout.overlong_buffer=null",
@@ -260,6 +272,20 @@ ADVANTAGE = (
     ),
 )
 
+_SHAPE_WITHOUT_REWARDS = tuple(
+    Rule(
+        f"advantage=none and {_READS_NO_REWARDS}",
+        needs=off,
+        because="Neither this advantage nor this loss reads rewards.",
+        use=f"{off} or advantage=dr_grpo",
+    )
+    for off in (
+        "advantage.reward_shift=0",
+        "advantage.reward_scale=1",
+        "advantage.reward_clip=null",
+    )
+)
+
 SHAPE = (
     Rule(
         "advantage=max_rl",
@@ -267,19 +293,7 @@ SHAPE = (
         because="It divides by the mean of the rewards, which are not negative.",
         use="advantage.reward_shift=0 or advantage=dr_grpo",
     ),
-    *(
-        Rule(
-            f"advantage=none and {_READS_NO_REWARDS}",
-            needs=off,
-            because="Neither this advantage nor this loss reads rewards.",
-            use=f"{off} or advantage=dr_grpo",
-        )
-        for off in (
-            "advantage.reward_shift=0",
-            "advantage.reward_scale=1",
-            "advantage.reward_clip=null",
-        )
-    ),
+    *_SHAPE_WITHOUT_REWARDS,
     *(
         Rule(
             "advantage=none",
@@ -291,19 +305,7 @@ SHAPE = (
     ),
 )
 
-SIGNAL = (
-    Rule(
-        "rollout.max_sampling_rounds>1",
-        needs="advantage!=gae and advantage!=reinforce_plus_plus",
-        because=_COMPARED_WITH_OTHERS,
-        use="rollout.max_sampling_rounds=1 or advantage=dr_grpo",
-    ),
-    Rule(
-        "rollout.uninformative=drop",
-        needs="advantage!=gae and advantage!=reinforce_plus_plus",
-        because=_COMPARED_WITH_OTHERS,
-        use="rollout.uninformative=train or advantage=dr_grpo",
-    ),
+_SIGNAL_WITHOUT_REWARDS = (
     Rule(
         f"rollout.max_sampling_rounds>1 and {_READS_NO_REWARDS}",
         needs="advantage!=none",
@@ -322,6 +324,22 @@ SIGNAL = (
         because=_PENALTIES_ALONE,
         use="rollout.retire_at=null or advantage=dr_grpo",
     ),
+)
+
+SIGNAL = (
+    Rule(
+        "rollout.max_sampling_rounds>1",
+        needs="advantage!=gae and advantage!=reinforce_plus_plus",
+        because=_COMPARED_WITH_OTHERS,
+        use="rollout.max_sampling_rounds=1 or advantage=dr_grpo",
+    ),
+    Rule(
+        "rollout.uninformative=drop",
+        needs="advantage!=gae and advantage!=reinforce_plus_plus",
+        because=_COMPARED_WITH_OTHERS,
+        use="rollout.uninformative=train or advantage=dr_grpo",
+    ),
+    *_SIGNAL_WITHOUT_REWARDS,
     Rule(
         "rollout.max_sampling_rounds>1 and advantage=custom",
         needs="rollout.group_size!=1",
@@ -604,3 +622,21 @@ TABLE = (
     *EVALUATION,
 )
 """All rows, in the order of the table in docs/keys.md."""
+
+
+def _for_own(*rows: Rule) -> tuple[Rule, ...]:
+    """Return rows on losses of ours as they hold for one of the user's own, too."""
+    return tuple(replace(row, when=row.when.replace("loss!=custom and ", "")) for row in rows)
+
+
+OWN_AT_ONCE = _for_own(_NOTHING_TO_LEARN, _TEACHES_ITSELF)
+"""Rows for an own loss that has no gradient without advantages where the policy is the one that
+sampled."""
+
+OWN_LATER = _for_own(_TOP_ENTROPY_OF_NOTHING, _CORRECTS_NOTHING)
+"""Rows for an own loss that has none where the policy has moved, either."""
+
+OWN_WITHOUT_REWARDS = _for_own(
+    _LENGTH_WITHOUT_REWARD, *_SHAPE_WITHOUT_REWARDS, *_SIGNAL_WITHOUT_REWARDS
+)
+"""Rows for an own loss that is not given the rewards."""
