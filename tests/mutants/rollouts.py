@@ -243,6 +243,16 @@ def on_policy_documents_get_a_second_forward_pass(right, self):
     return True
 
 
+@mutant("rollouts.forward_passes:ForwardPasses._num_in_first_update")
+def the_second_update_of_a_batch_is_taken_for_on_policy_too(right, self, documents):
+    return min(2 * right(self, documents), len(documents))
+
+
+@mutant("document:Rooms.shares_of")
+def micro_batches_are_filled_one_after_the_other(right, self, count, enough=None):
+    return right(self, count) if enough is None else self.parts(enough)
+
+
 @mutant("document:num_shared")
 def documents_share_the_last_token_of_a_prompt_too_few(right, before, document):
     return max(0, right(before, document) - 1)
