@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pgtoolkit.system.plain_files import JsonObject
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import nearest, text
 
 NONE = "–"  # noqa: RUF001
 """What stands in a table for a key without an equal."""
@@ -127,6 +127,19 @@ class Table:
         while name and name not in self.rows:
             name = name.rpartition(".")[0]
         return self.rows.get(name)
+
+    def near(self, name: str) -> str | None:
+        """Return the key that is probably meant by one that is not there: of the same section, or
+        of the same last part."""
+        section, _, leaf = name.rpartition(".")
+        ends = {
+            row.rpartition(".")[2]: row for row in self.rows if row.rpartition(".")[0] == section
+        }
+        near = nearest(leaf, ends, 0.75)
+        if near is not None:
+            return ends[near]
+        same = [row for row in self.rows if row.rpartition(".")[2] == leaf]
+        return nearest(name, same, 0.6)
 
 
 @functools.cache

@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.elsewhere import Theirs
+from pgtoolkit.config.elsewhere import Theirs, words_used
 from pgtoolkit.config.keys import default, key_named
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.config.their_values import NO_VALUE, VERIFIER, Overrides, TheirValues
 from pgtoolkit.config.translate_file import TheirConfig
+from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import override, text
+from pgtoolkit.system.report import nearest, override, text
 from pgtoolkit.tasks.settings import VERIFIERS, PromptsTaskSettings
 
 IDLE = "it does nothing beside the other keys"
 OF_UNSLOTH = "unsloth's own default, not TRL's: set it in the program"
+
+
+def _misfit(row: Theirs | None, value: object) -> str:
+    """Return what a word is not that stands in the place of a number, or of true or false; empty
+    where it may be what their program takes."""
+    if row is None or type(value) is not str or "${" in value or value in row.named:
+        return ""
+    if not (row.cases or row.see):
+        return ""  # which is listed with its reason
+    if isinstance(row.default, bool):
+        return "it is neither true nor false"
+    if isinstance(row.default, int | float):
+        with contextlib.suppress(ValueError):
+            [float(bound) for bound in value.split("_")]  # verl's threshold may be 0.5_5.0
+            return ""
+        return "it is no number"
+    return ""
 
 
 class Translation:
@@ -40,6 +59,12 @@ class Translation:
         self.theirs = theirs
         self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
+        misfits = {
+            name: _misfit(theirs.table.rows.get(name), theirs.values[name])
+            for name in theirs.values
+        }
+        self._misfits = {name: misfit for name, misfit in misfits.items() if misfit}
+        theirs.values |= {name: Unread(theirs.values[name]) for name in self._misfits}
         self._values = TheirValues(theirs)
         names = self._values.names
         if names.get("processes") == 1 and not names["launched"]:
@@ -88,9 +113,29 @@ class Translation:
             unknown = "what it follows from is known when their program runs"
             if self._values.own:
                 unknown = "what it follows from is not set, or known when their program runs"
-            self._leave(row, names or ([] if own else [row.name]), unknown)
+            if self._misfits:
+                unknown = f"what it follows from is not known: {self._misfits_behind(row)}"
+            for name in names:
+                self._leave(row, [name], self._misfits.get(name, unknown))
+            self._leave(row, [] if own or names else [row.name], unknown)
         except NO_VALUE:
+            value = text(self._values.of[row.name])
+            near = nearest(value, row.named, 0.8) if row.name in names else None
+            if near and value not in row.named:
+                near = f"of the values that have an equal here, {near} is nearest"
+                reason = f"{reason}; {near}" if reason else near
             self._leave(row, names or [row.name], reason or "it has no such value")
+
+    def _misfits_behind(self, row: Theirs) -> str:
+        """Return those keys with a word in the place of a number that a row's formulas name; all
+        where they name none."""
+        conditions = [*row.reasons, *row.differs, *(condition for condition, _ in row.cases)]
+        formulas = " ".join([words_used(row), row.acts, *row.typed, *conditions])
+        ends = {name: ".".join(name.split(".")[-2:]) for name in self._misfits}
+        named = [
+            name for name in ends if re.search(rf"(?<!\w){re.escape(ends[name])}(?!\w)", formulas)
+        ]
+        return ", ".join(map(self.shown, named or self._misfits))
 
     def _is_idle(self, row: Theirs, name: str, typed: Overrides) -> bool:
         """Return whether a key is not read beside a row's other keys: with another value, also one
@@ -147,7 +192,8 @@ class Translation:
                 self.typed[filled_in] = self._first[filled_in]
             if all(of is not row or "is refused here" not in reason for _, reason, of in self.left):
                 problem = problems[0].rstrip(".")  # others of its row are refused as a consequence
-                self._leave(row, [row.name], f"{key}={text(value)} is refused here: {problem}")
+                names = self.behind[row.name] or [row.name]
+                self._leave(row, names, f"{key}={text(value)} is refused here: {problem}")
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine.

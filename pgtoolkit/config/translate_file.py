@@ -25,6 +25,9 @@ _SEVERAL = re.compile(
 ).match
 """Matches a word that stands for several words, none of which is a value of the option before."""
 
+_SETTING = re.compile(r"--[\w-]+(?:=|$)|[+~]{0,2}\w+(?:\.\w+)+=").match
+"""Matches a setting that stands where a command begins."""
+
 _PUNISHMENT = re.compile(
     rf"{PUNISHMENT}(?:\(max_completion_len=(\d+), soft_punish_cache=(\d+)\))?"
 ).fullmatch
@@ -32,12 +35,15 @@ _PUNISHMENT = re.compile(
 
 @dataclass
 class TheirConfig:
-    """Holds the values that a file sets, by full dotted name. assumed: sentences on how it was
-    read."""
+    """Holds the values that a file sets, by full dotted name.
+
+    assumed: sentences on how it was read. lost: settings that a script hands to no command.
+    """
 
     table: Table
     values: dict[str, object]
     assumed: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 def read(path: Path) -> TheirConfig:
@@ -141,6 +147,7 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     signs = "|".join(tables()["TRL"].content["signs"])
     configs = []
     others = []
+    lost: list[str] = []
     for words in Script(content, folder).commands:
         started = words[words.index("-m") + 1 :] if "-m" in words else words
         if started[0] in tables()["verl"].content["modules"]:
@@ -148,7 +155,9 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
         elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
             configs.append(_launched(words, folder))
         else:
-            if started is not words or words[0] == "trl":
+            if _SETTING(words[0]):
+                lost += words
+            elif started is not words or words[0] == "trl":
                 others.append(" ".join(started[: 1 + (started is words)]))
             continue
         pairs = itertools.pairwise(started)
@@ -162,6 +171,7 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
         raise ValueError(f"a script that starts {[*others, 'neither of them with its keys'][0]}")
     if len(configs) > 1:
         configs[0].assumed.append(f"the first of its {len(configs)} commands is meant")
+    configs[0].lost += lost
     return configs[0]
 
 

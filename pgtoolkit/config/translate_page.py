@@ -13,7 +13,7 @@ from pgtoolkit.config.translate_file import read
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
-OF_TRY = " Its note on the warm-up is of the try alone."
+OF_TRY = " That it notes that the steps end in the warm-up is of the try alone."
 """What is said of two steps that end during warm-up."""
 
 
@@ -56,7 +56,18 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
         learned: [_line(", ".join(names), line) for line, names in left[learned].items()]
         for learned in left
     }
-    unknown = [key for key in translation.theirs.values if table.row(key) is None]
+    lost = translation.theirs.lost
+    if lost:
+        reason = (
+            "bash hands them to no command, since the one before them ends: at a comment, or at a "
+            "backslash that is not the last of its line"
+        )
+        left_out[True].insert(0, _line(" ".join(lost), reason))
+    unknown = [
+        f"{key} (is {near} meant?)" if near else key
+        for key, near in ((key, table.near(key)) for key in translation.theirs.values)
+        if table.row(key) is None
+    ]
     set_rows = [table.rows[key] for key in translation.theirs.values if key in table.rows]
     earlier = sorted(row.name for row in set_rows if row.gone_in)
     sections = {
@@ -91,7 +102,7 @@ def _is_learned(translation: Translation, row: Theirs) -> bool:
 
 
 def _instead(translation: Translation, row: Theirs) -> str:
-    """Return the part of the command that stands for what a row types."""
+    """Return our defaults of what a row types, which the command does not set."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
     filled = translation.to_fill
     keys = [
@@ -99,4 +110,5 @@ def _instead(translation: Translation, row: Theirs) -> str:
     ]
     keys = [key for key in keys if key_named(key, translation.composed.config)]
     instead = [f"{key}={translation.ours(key)}" for key in keys]
-    return f"; the command has {' '.join(instead)}" if instead else ""
+    defaults = "defaults here are" if len(instead) > 1 else "default here is"
+    return f"; the {defaults} {' '.join(instead)}" if instead else ""

@@ -430,7 +430,7 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
     assert "optimizer.warmup_steps=5" in page
     assert (
         " trainer.max_steps=50\n\nFor a try of two steps, type trainer.max_steps=2 in place of its "
-        "last word. Its note on the warm-up is of the try alone.\n" in page
+        "last word. That it notes that the steps end in the warm-up is of the try alone.\n" in page
     )
     assert "Keys of earlier versions, which TRL 1.16.0 does not have:\n  warmup_ratio\n" in page
     assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
@@ -438,7 +438,7 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
     assert "warmup_steps=0" not in page
     file.write_text(json.dumps({"num_generations": 8, "max_steps": 50}))
     assert main(["translate", str(file)]) == 0
-    assert "warm-up is of the try" not in capsys.readouterr().out  # there is none
+    assert "end in the warm-up" not in capsys.readouterr().out  # there is none
 
 
 SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
@@ -1264,7 +1264,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert {"accumulation.docs_per_step=32", "optimizer.learning_rate=2e-06", "seed=3"} <= {
         *shlex.split(command)
     }
-    assert "\n\nFor a try of two steps, type trainer.max_steps=2 behind it. Its note" in page
+    assert "\n\nFor a try of two steps, type trainer.max_steps=2 behind it. That it" in page
     learned, _, others = page.partition("What changes what is learned, and is left out:")[
         2
     ].partition("Assumed:")
@@ -1276,7 +1276,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
-    share = "a share of the steps, whose number follows from the data there; the command has "
+    share = "a share of the steps, whose number follows from the data there; the default here is "
     assert f"  warmup_ratio=0.1: {share}optimizer.warmup_steps=10\n" in page
     assert f"  save_steps=0.1: {share}trainer.checkpoint_every=100\n" in page
     assert "is not known to have:\n  zzz\n" in page
@@ -2402,3 +2402,93 @@ def test_a_value_is_no_secret_before_a_colon_and_a_secret_is_never_shown(tmp_pat
     page = capsys.readouterr().out
     assert re.search(r"loss_agg_mode=token: (?!\*)", page)
     assert secret not in page
+
+
+def test_a_word_in_the_place_of_a_number_is_named_and_no_default_is_taken_for_it(tmp_path):
+    """`Flase` is no false, and 256 times `eight` no number; what follows from them is not known."""
+    values = {
+        f"{ACTOR}.use_kl_loss": "Flase",
+        f"{ROLLOUT}.n": "eight",
+        f"{ACTOR}.optim.lr": "1e-6x",
+    }
+    values |= {"data.max_prompt_length": "512,", f"{ACTOR}.clip_ratio_low": "0.3"}
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
+    reasons = {shown: reason for shown, reason, _ in translation.left}
+    assert reasons[f"{ACTOR}.use_kl_loss=Flase"] == "it is neither true nor false"
+    for setting in (f"{ROLLOUT}.n=eight", f"{ACTOR}.optim.lr=1e-6x", "data.max_prompt_length=512,"):
+        assert reasons[setting] == "it is no number"
+    assert reasons[f"{MINI}=256 (their default)"] == (
+        f"what it follows from is not known: {ROLLOUT}.n=eight"
+    )
+    assert translation.typed["kl"] == ("KL", None)
+    typed = {"rollout.group_size", "accumulation.docs_per_step", "optimizer.learning_rate"}
+    assert not typed & {*translation.typed}
+    assert text(translation.typed["loss.epsilon_low"][0]) == "0.3"  # a number in quotes
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        (f"{ACTOR}.loss_agg_mode", "token_mean", "token-mean is nearest"),
+        ("algorithm.adv_estimator", "grpoo", "grpo is nearest"),
+        # A value that is known has a reason of its own.
+        (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", "without loss_scale_factor"),
+        (f"{ACTOR}.policy_loss.loss_mode", "clip_cov", "the losses by covariance are not there"),
+    ],
+)
+def test_a_value_that_is_mistyped_is_answered_by_the_nearest_one(tmp_path, key, value, expected):
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | {key: value})
+    (reason,) = [reason for shown, reason, _ in translation.left if shown == f"{key}={value}"]
+    assert expected in reason
+    assert ("nearest" in reason) == ("nearest" in expected)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "near"),
+    [
+        ("verl", f"{ACTOR}.clip_ratio_hgih", f"{ACTOR}.clip_ratio_high"),
+        ("verl", "algoritm.gamma", "algorithm.gamma"),
+        ("verl", f"{ACTOR}.nothing_like_it", None),
+        ("TRL", "num_generation", "num_generations"),
+        ("TRL", "zzz", None),
+    ],
+)
+def test_a_key_that_is_mistyped_is_answered_by_the_one_that_is_meant(trainer, key, near):
+    assert tables()[trainer].near(key) == near
+
+
+@pytest.mark.parametrize("before", ["\\ \n", "\\\n # a comment\n"], ids=["blank", "comment"])
+def test_settings_that_bash_hands_to_no_command_are_named(tmp_path, capsys, before):
+    """A backslash before a blank goes on in no line, and a comment ends a command."""
+    file = tmp_path / "run.sh"
+    start = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+    file.write_text(
+        f"python3.11 -V\nrun.sh\n{start}{before} {ROLLOUT}.n=8 \\\n +{ACTOR}.optim.lr=1e-5\n"
+    )
+    assert main(["translate", str(file)]) == 0
+    page = capsys.readouterr().out
+    lost = page.partition("What changes what is learned, and is left out:\n")[2].splitlines()[0]
+    assert lost.startswith(f"  {ROLLOUT}.n=8 +{ACTOR}.optim.lr=1e-5: bash hands them to no command")
+    bash = subprocess.run(["bash", file], capture_output=True, text=True, check=False).stderr
+    assert f"{ROLLOUT}.n=8: command not found" in bash
+    file.write_text(f"{start} \\\n {ROLLOUT}.n=8 \\\n\n")
+    assert main(["translate", str(file)]) == 0
+    assert "hands them" not in capsys.readouterr().out
+
+
+def test_our_defaults_are_not_said_to_stand_in_the_command(tmp_path, capsys):
+    """What is refused is listed by the key that the file sets."""
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps(SIZES | GRPO | {f"{ACTOR}.clip_ratio_c": 0.5}))
+    assert main(["translate", str(file)]) == 0
+    page = capsys.readouterr().out
+    assert "trainer.max_steps=" not in page.partition("\n\nFor a try")[0]
+    assert "; the default here is trainer.max_steps=300\n" in page
+    assert f"\n  {ACTOR}.clip_ratio_c=0.5: loss.dual_clip=0.5 is refused here" in page
+
+
+def test_a_bound_of_batches_that_v1_ignores_is_said_to_be(tmp_path):
+    filters = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 1}
+    filters |= {"algorithm.filter_groups.max_num_gen_batches": 10}
+    said = translated(tmp_path, "theirs.json", SIZES | GRPO | filters).differing
+    assert [line for line in said if "v1 ignores max_num_gen_batches" in line]
