@@ -11,7 +11,7 @@ from typing import Any
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.translate_file import TheirConfig, value_of
 from pgtoolkit.config.translate_program import Unread
-from pgtoolkit.errors import DataError
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
@@ -23,26 +23,42 @@ FORMULA = re.compile(r"\{([^}]*)\}")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}", re.S)
 
 
-def _files_of(path: object) -> list[Path]:
-    """Return the file on this machine at a path, or the only one of a folder there; else none."""
-    place = Path(str(path or "?")).expanduser()
-    files = [*place.iterdir()] if place.is_dir() else [place]
-    files = [file for file in files if file.suffix in (".jsonl", ".parquet") and file.is_file()]
-    return files if len(files) == 1 else []
+def _has_split(path: object, split: object) -> bool:
+    """Return whether prompts on this machine have a split of this name."""
+    from pgtoolkit.tasks.prompt_rows import prompt_files
+
+    if not path or is_data_set_name(str(path)):
+        return False
+    with contextlib.suppress(ConfigError, DataError):
+        return bool(prompt_files(str(path), str(split)))
+    return False
 
 
-def _num_rows(path: object) -> int:
-    """Return the number of prompts in a file; 0 if it is not known."""
+def _files_of(path: object, split: object) -> list[Path]:
+    """Return the files on this machine at a path: those of the split, where it has splits."""
+    from pgtoolkit.tasks.prompt_rows import prompt_files
+
+    if not path or is_data_set_name(str(path)):
+        return []
+    files: list[Path] = []
+    with contextlib.suppress(ConfigError, DataError):
+        files = prompt_files(str(path), str(split) if _has_split(path, split) else None)
+    return files if all(file.suffix in (".jsonl", ".parquet") for file in files) else []
+
+
+def _num_rows(path: object, split: object = None) -> int:
+    """Return the number of prompts in files; 0 if it is not known."""
     from pgtoolkit.tasks.row_files import count_rows
 
-    return sum(count_rows(str(file), "task.path") or 0 for file in _files_of(path))
+    counts = [count_rows(str(file), "task.path") or 0 for file in _files_of(path, split)]
+    return sum(counts) if all(counts) else 0
 
 
-def _first_row(path: object) -> dict[str, object]:
-    """Return the first prompt of a file with its columns; empty if it is not known."""
+def _first_row(path: object, split: object = None) -> dict[str, object]:
+    """Return the first prompt of files with its columns; empty if it is not known."""
     from pgtoolkit.tasks.row_files import open_files
 
-    for file in _files_of(path):
+    for file in _files_of(path, split):
         with contextlib.suppress(DataError):
             for _, _, row in open_files([file], None)[0].rows():
                 return {} if isinstance(row, str) else row
@@ -97,7 +113,7 @@ Overrides = dict[str, tuple[object, Theirs | None]]
 """Our key -> its value, and the row that it follows from."""
 
 _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_rows": _num_rows}
-_FUNCTIONS |= {"first_row": _first_row}
+_FUNCTIONS |= {"first_row": _first_row, "has_split": _has_split}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}

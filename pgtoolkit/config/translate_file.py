@@ -268,7 +268,7 @@ def _program(content: str, module: str) -> TheirConfig:
                 values |= {} if section else program.model(node)
             elif name == "processing_class":
                 values |= program.tokenizer(node)
-            elif name == "train_dataset":
+            elif name in ("train_dataset", "eval_dataset"):
                 values[name] = program.rows(node)
             elif name == "reward_funcs":
                 values[name] = program.rewards(node)

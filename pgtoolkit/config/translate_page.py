@@ -109,6 +109,7 @@ def _instead(translation: Translation, row: Theirs) -> str:
         key for key in keys if not any(key.startswith(by) or by.startswith(key) for by in filled)
     ]
     keys = [key for key in keys if key_named(key, translation.composed.config)]
+    keys = [key for key in keys if not key.startswith("evaluation.sets.")]  # it has no such set
     instead = [f"{key}={translation.ours(key)}" for key in keys]
     defaults = "defaults here are" if len(instead) > 1 else "default here is"
     return f"; the {defaults} {' '.join(instead)}" if instead else ""

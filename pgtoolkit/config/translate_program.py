@@ -354,13 +354,15 @@ class Program:
             return Unread(f"{PUNISHMENT}({', '.join(written)})")
         return str(node.value) if isinstance(node, ast.Constant) else Unread(code)
 
-    def rows(self, node: ast.AST) -> dict[str, object] | Unread:
+    def rows(self, node: ast.AST) -> dict[str, object] | Unread | None:
         """Return how a data set is loaded, by the names of load_dataset's arguments; the code where
         that is not known.
 
         columns: those that the program renames, by their new names. changed: the methods that
-        make other rows.
+        make other rows. None where the program gives none.
         """
+        if self.value(node) is None:
+            return None
         try:
             rows = self._rows(node)
             if isinstance(rows.get("data_files"), dict):

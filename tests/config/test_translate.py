@@ -1944,11 +1944,166 @@ def test_other_advice_has_the_numbers_of_the_file(tmp_path, name, values, advice
     assert advice in " ".join(said for _, said, _ in translated(tmp_path, name, values).left)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.py", "GRPOTrainer('m', peft_config=LoraConfig(r=16, lora_alpha=8, use_rslora=True))"),
+        ("t.py", "get_peft_model(m, r=16, lora_alpha=8, use_rslora=True)\nGRPOTrainer('m')"),
+        ("t.yaml", "{num_generations: 8, use_peft: true, lora_alpha: 8, use_rslora: true}"),
+    ],
+)
+def test_adapters_that_are_scaled_by_the_root_of_the_rank_are_carried(tmp_path, name, content):
+    """alpha / sqrt(r) there is alpha' / r here: 8 / 4 = 32 / 16."""
+    sizes = {"model.lora_rank": 16, "model.lora_alpha": 32}
+    assert found(translated(tmp_path, name, content), sizes) == sizes
+
+
+HELD_OUT = """
+from datasets import load_dataset
+{data}
+GRPOTrainer("m", f, GRPOConfig(eval_strategy="steps", eval_steps=10, num_generations_eval=2{more}),
+    train_dataset={train}, eval_dataset={test})
+"""
+SET = "evaluation.sets.held_out"
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "test", "expected"),
+    [
+        (
+            'file = load_dataset("json", data_files="test.jsonl", split="train")',
+            'load_dataset("json", data_files="train.jsonl", split="train")',
+            "file",
+            {f"{SET}.path": "test.jsonl", f"{SET}.split": None, "eval_dataset.split": None},
+        ),
+        (
+            'files = load_dataset("json", data_files={"train": "a.jsonl", "test": "b.jsonl"})',
+            'files["train"]',
+            'files["test"]',
+            {f"{SET}.path": "b.jsonl", "task.path": "a.jsonl"},
+        ),
+        # A set has the split of training where it says no other.
+        (
+            "",
+            'load_dataset("org/set", "main", split="train")',
+            'load_dataset("json", data_files="test.jsonl", split="train")',
+            {f"{SET}.path": "test.jsonl", f"{SET}.split": "null", f"{SET}.config": "null"},
+        ),
+        (
+            'rows = load_dataset("org/set", "main")',
+            'rows["train"]',
+            'rows["test"]',
+            {f"{SET}.path": "org/set", f"{SET}.split": "test", f"{SET}.config": "main"},
+        ),
+        # Other rows than those of a whole file or split.
+        *(
+            (
+                'rows = load_dataset("org/set")',
+                'rows["train"]',
+                test,
+                {f"{SET}.path": None, "evaluation.every": None, "eval_strategy": "left"},
+            )
+            for test in ('rows["test"].map(f)', 'load_dataset("org/set", split="test[:9]")')
+        ),
+        ("", "a", "None", {"evaluation.every": None, "eval_strategy": "left"}),
+        ("", "a", '{"one": a}', {"eval_dataset": "left", "eval_strategy": "left"}),
+    ],
+)
+def test_a_program_that_gives_a_file_or_a_split_to_evaluate_on_becomes_a_set(
+    tmp_path, data, train, test, expected
+):
+    program = HELD_OUT.format(data=data, train=train, test=test, more="")
+    if "evaluation.every" not in expected and f"{SET}.path" in expected:
+        expected = expected | {"evaluation.every": 10, "evaluation.completions_per_prompt": 2}
+    translation = translated(tmp_path, "t.py", program)
+    assert found(translation, expected) == expected
+    if expected.get("eval_strategy") == "left" and "{" not in test:
+        advice = (
+            "`evaluation.every=10 evaluation.sets.held_out.path=FILE "
+            "evaluation.prompts_per_set=1000000 evaluation.completions_per_prompt=2`"
+        )
+        assert any(advice in reason for _, reason, _ in translation.left)
+
+
+def test_prompts_of_this_machine_have_the_splits_that_they_have(tmp_path, monkeypatch):
+    """What is typed of them is accepted: a folder with a file for each split has splits, a file
+    has none, and so has a folder of files with other names."""
+    monkeypatch.chdir(tmp_path)
+    row = '{"prompt": "2 + 3", "solution": "5"}\n'
+    for file, count in (("splits/train", 6), ("splits/test", 2), ("parts/a", 3), ("parts/b", 1)):
+        place = tmp_path / f"{file}.jsonl"
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(row * count)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 5}
+    values = {"num_generations": 4, "per_device_train_batch_size": 4, "reward_funcs": ["os.getcwd"]}
+    values |= {"model_name_or_path": "m", "num_train_epochs": 1}
+    loads = "GRPOTrainer('m', f, GRPOConfig(num_train_epochs=1), train_dataset=load_dataset({}))"
+    for name, content, expected in (
+        (
+            "a.json",
+            values | evaluated | {"dataset_name": "splits"},
+            {"task.split": "train", f"{SET}.split": "test", "trainer.max_steps": 6},
+        ),
+        (
+            "a.json",
+            values | {"dataset_name": "splits", "dataset_train_split": "test"},
+            {"task.split": "test", "trainer.max_steps": 2},
+        ),
+        (
+            "a.json",
+            values | evaluated | {"dataset_name": "splits/train.jsonl"},
+            {"task.split": None, f"{SET}.split": None, "evaluation.every": None}
+            | {"eval_strategy": "left", "trainer.max_steps": 6},
+        ),
+        (
+            "a.json",
+            values | evaluated | {"dataset_name": "parts"},
+            {"task.split": None, f"{SET}.split": None, "trainer.max_steps": 4},
+        ),
+        ("a.py", loads.format("'splits', split='train'"), {"task.split": "train"}),
+        (
+            "a.py",
+            loads.format("'parts', split='train'"),
+            {"task.split": None, "train_dataset.split": None, "trainer.max_steps": 4},
+        ),
+    ):
+        translation = translated(tmp_path, name, content)
+        expected = expected | {"task.answer_field": "solution"}
+        assert found(translation, expected) == expected, content
+        typed = {key: text(value) for key, (value, _) in translation.typed.items()}
+        typed |= {"task.verifier": "exact_match"}
+        config = compose([f"{key}={value}" for key, value in typed.items()])
+        problems = [problem for problem in validated(config)[1].problems if "split" in problem]
+        assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "field"),
+    [
+        ('"json", data_files="train.jsonl", split="train[:50%]"', "solution"),
+        ('"splits", split="train[:50%]"', "solution"),
+        # Other rows may have other columns.
+        ('"json", data_files="train.jsonl", split="train").map(f', None),
+    ],
+)
+def test_a_part_of_a_file_has_its_columns(tmp_path, monkeypatch, rows, field):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "splits").mkdir()
+    for file in ("train.jsonl", "splits/train.jsonl", "splits/test.jsonl"):
+        (tmp_path / file).write_text('{"prompt": "2 + 3", "solution": "5"}\n')
+    program = f"GRPOTrainer('m', f, train_dataset=load_dataset({rows}))"
+    translation = translated(tmp_path, "t.py", program)
+    expected = {"task.path": "PROMPTS", "task.answer_field": field, "train_dataset.path": "left"}
+    assert found(translation, expected) == expected
+    (reason,) = {why for shown, why, _ in translation.left if shown.startswith("train_dataset.p")}
+    assert "with `task.answer_field=NAME` where" in reason
+
+
 def test_arguments_of_loraconfig_have_a_reason(tmp_path):
     peft = pytest.importorskip("peft")
-    program = 'GRPOTrainer("m", peft_config=LoraConfig(use_rslora=True, modules_to_save=["head"]))'
+    program = 'GRPOTrainer("m", peft_config=LoraConfig(use_dora=True, modules_to_save=["head"]))'
     reasons = {shown: why for shown, why, _ in translated(tmp_path, "a.py", program).left}
-    for shown in ("peft_config.use_rslora=true", "peft_config.modules_to_save=[head]"):
+    for shown in ("peft_config.use_dora=true", "peft_config.modules_to_save=[head]"):
         assert reasons[shown] == "LoRA itself, and no variant of it"
     rows = tables()["TRL"].rows
     for field in dataclasses.fields(peft.LoraConfig):
@@ -1978,7 +2133,7 @@ def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
             "given",
             "load_in_4bit=False",
             'r=32, lora_alpha=2 * 32, target_modules=["q_proj"], lora_dropout=0.1, '
-            'use_rslora=True, random_state=1, bias="none", loftq_config=None, '
+            'use_dora=True, random_state=1, bias="none", loftq_config=None, '
             'use_gradient_checkpointing="unsloth"',
         ),
     ):
@@ -2001,7 +2156,7 @@ def test_what_unsloth_is_given_is_carried_or_listed(tmp_path):
     }
     assert found_of["given"] == {dtype, epochs} | {
         "peft_config.lora_dropout",
-        "peft_config.use_rslora",
+        "peft_config.use_dora",
         "peft_config.random_state",
     }
 
