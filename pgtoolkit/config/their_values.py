@@ -73,6 +73,15 @@ def _from_here(path: object) -> str:
     return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
 
 
+def _sets(paths: object) -> dict[str, dict[str, object]]:
+    """Return `evaluation.sets` of several files, by the names of these; empty where two are alike,
+    or one is no name of a set."""
+    files = paths if isinstance(paths, list) and len(paths) > 1 else []
+    sets: dict[str, dict[str, object]] = {Path(str(file)).stem: {"path": file} for file in files}
+    is_whole = len(sets) == len(files) and all(name.isidentifier() for name in sets)
+    return sets if is_whole and all(isinstance(file, str) for file in files) else {}
+
+
 VERIFIER = "VERIFIER"
 """What stands for a reward function that has no dotted path."""
 
@@ -116,7 +125,7 @@ _FUNCTIONS = {"ceil": math.ceil, "int": int, "float": float, "max": max, "num_ro
 _FUNCTIONS |= {"first_row": _first_row, "has_split": _has_split}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
-_FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here}
+_FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
 
 
 class TheirValues:

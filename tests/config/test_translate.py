@@ -481,7 +481,15 @@ VERL = [
         {"evaluation.every": None, "data.val_files": "left"},
     ),
     (VALIDATION | {"data.val_max_samples": 100}, {"evaluation.every": None}),
-    (VALIDATION | {"data.val_files": "[a.parquet,b.parquet]"}, {"data.val_files": "left"}),
+    # Several files are several sets, by their names, where these differ.
+    (
+        VALIDATION | {"data.val_files": ["d/a.parquet", "d/b.parquet"]},
+        {"evaluation.sets": {"a": {"path": "d/a.parquet"}, "b": {"path": "d/b.parquet"}}}
+        | {"evaluation.every": 10, "evaluation.temperature": 0, "data.val_files": None}
+        | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 4}
+        | {"trainer.test_freq": "near", "evaluation.sets.held_out.path": None},
+    ),
+    (VALIDATION | {"data.val_files": ["d/a.parquet", "e/a.parquet"]}, {"data.val_files": "left"}),
     ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "near"}),
     (
         {},
