@@ -231,6 +231,33 @@ def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:
     return [(row.name, row) for row in of_each]
 
 
+def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
+    """Return the rows whose cases name a value, such as bnpo, with what is typed for it, in words
+    and code."""
+    if re.fullmatch(r"true|false|null|none|auto|[\W\d.]*", value):
+        return []
+    found = []
+    for row in (row for table in tables().values() for row in table.rows.values()):
+        cases = [
+            (f"where `{condition}` " if condition else "")
+            + (f"`{here[value]}`" if here[value] else "nothing to type")
+            for condition, here in row.cases
+            if isinstance(here, dict) and value in here
+        ]
+        if cases:
+            found.append((row, "; else ".join(cases)))
+    return found
+
+
+def keys_in_section(name: str) -> dict[str, list[str]]:
+    """Return the keys of each trainer in sections of this name, such as filter_groups."""
+    found = {
+        trainer: [key for key in table.rows if f".{name}." in f".{key}"]
+        for trainer, table in tables().items()
+    }
+    return {trainer: names for trainer, names in found.items() if names}
+
+
 def words_used(row: Theirs) -> str:
     """Return what the words are that the conditions of a row use."""
     conditions = [*row.reasons, *row.differs, *(condition for condition, _ in row.cases)]

@@ -14,7 +14,16 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from pgtoolkit.config.elsewhere import NONE, Theirs, keys_called, known_as, words_used
+from pgtoolkit.config.elsewhere import (
+    NONE,
+    Theirs,
+    keys_called,
+    keys_in_section,
+    known_as,
+    rows_with_value,
+    tables,
+    words_used,
+)
 from pgtoolkit.config.explained import Page, explanations, page_on_metric
 from pgtoolkit.config.field_words import FIELD_WORDS
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside
@@ -48,7 +57,7 @@ def explain(words: str, commands: Known | None = None) -> str:
     pages = pages_on(words, commands)
     if len(pages) <= _MOST_PAGES or " " in words:
         return "\n\n".join(page.text for page in pages)
-    lines = [f"{words} may be", *(f"  {page.title}" for page in pages)]
+    lines = [f"{words} may be", *(f"  {_in_a_line(page)}" for page in pages)]
     names = [re.split(": | is ", page.title)[0] for page in pages]
     other = next((name for name in names if name != words), words)
     return "\n".join([*lines, f"pgtk explain {other} says more of one."])
@@ -69,7 +78,16 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
     known = {word: list(pages) for word, pages in explanations().items()}
     for word, pages in (commands or {}).items():
         known.setdefault(word, []).extend(pages)
-    for look_up in (_chosen_code, _known, _in_sentence, _own_code, _mentioned):
+    for look_up in (
+        _chosen_code,
+        _metric_of_trl,
+        _set_value,
+        _known,
+        _of_trainers,
+        _in_sentence,
+        _own_code,
+        _mentioned,
+    ):
         pages = look_up(words, known)
         if pages:
             by_title = {page.title: page for page in pages}
@@ -106,6 +124,50 @@ def _known(words: str, known: Known) -> list[Page]:
         if pages:
             return pages
     return []
+
+
+def _in_a_line(page: Page) -> str:
+    """Return the title of a page, with its text where that is a short one."""
+    content = page.parts.get("", "")
+    is_short = page.kind == "row" and set(page.parts) == {""} and len(content) <= 100
+    return f"{page.title}: {content}" if is_short else page.title
+
+
+def _metric_of_trl(words: str, known: Known) -> list[Page]:
+    """Return a page on a metric that TRL logs, and those on ours that it names."""
+    metrics = tables()["TRL"].content["metrics"]
+    name = words.strip().removeprefix("train/")
+    here = metrics.get(name) or metrics.get(f"completions/{name}")
+    if here is None:
+        return []
+    ours = [page for word in re.findall("`(\\w+)`", here) for page in known.get(word, ())]
+    page = Page("row", f"{name}: a metric of TRL", {"here": here})
+    return [page, *(page for page in ours if page.kind == "metric")]
+
+
+def _set_value(words: str, _known: Known) -> list[Page]:
+    """Return the pages on a value that is typed with the name of another trainer's key."""
+    name, _, value = words.strip().partition("=")
+    return _on_value(value, name)
+
+
+def _on_value(value: str, name: str) -> list[Page]:
+    """Return a page for each key of other trainers that has this value. name: the key's end."""
+    return [
+        Page("row", f"{value}: a value of {row.trainer}'s {row.name}", {"here": here})
+        for row, here in rows_with_value(value)
+        if not name or f".{row.name}".endswith(f".{name}")
+    ]
+
+
+def _of_trainers(words: str, _known: Known) -> list[Page]:
+    """Return a page for each key of other trainers that has this value, and for sections of their
+    keys."""
+    pages = _on_value(words.strip(), "")
+    for trainer, names in keys_in_section(words.strip()).items():
+        parts = {"keys": ", ".join(names), "": "`pgtk explain KEY` says what one of them is here"}
+        pages.append(Page("row", f"{words.strip()}: a section of keys of {trainer}", parts))
+    return pages
 
 
 def _meant(word: str, known: Known) -> list[Page]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pgtoolkit.config.elsewhere import NONE
 from pgtoolkit.config.entries import Entry, entries
 from pgtoolkit.config.files import (
     config_directory,
@@ -244,5 +245,5 @@ def _names_elsewhere() -> Explained:
                 codes = re.findall(r"`([^`]+)`", f"{head} {cell}")
                 words = {part for code in codes for part in (code, code.partition("=")[0])}
                 title = f"{table.group}={' '.join(settings)}: {head.replace('`', '')}"
-                if cell:
+                if cell and cell != NONE:
                     yield sorted(words - ours), Page("row", title, {"": cell})

@@ -35,7 +35,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
     words = [word for word in translation.overrides if word not in steps]
     yield redact(f"  {shlex.join(['pgtk', *words, *steps])}")
-    instead = "in place of its last word" if steps else "behind it"
+    instead = "in place of its last word, as a key is typed once" if steps else "behind it"
     config = translation.composed.config
     of_try = OF_TRY if config and config.optimizer.warmup_steps >= 2 else ""
     yield from ("", f"For a try of two steps, type trainer.max_steps=2 {instead}.{of_try}")

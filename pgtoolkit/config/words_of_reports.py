@@ -170,6 +170,12 @@ STATES = (
 """The states of a run."""
 
 OF_THE_FIELD = (
+    Word(
+        "GRPOConfig",
+        "TRL's class of settings: `pgtk translate FILE` makes a command of a program or a file of "
+        "them, and `pgtk explain KEY` says what one of its keys is here",
+        see="trl_and_verl.md",
+    ),
     Word("old policy", "the weights before the updates of a batch: `rollout.old_log_probs`"),
     Word(
         "surrogate",

@@ -20,6 +20,7 @@ from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.tables import keys_of_trainer
 from pgtoolkit.config.translate import Translation
 from pgtoolkit.config.translate_file import TheirConfig
+from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.system.yaml_text import plain_yaml
 
 TABLES = Path(inspect.getfile(Translation)).parent
@@ -202,6 +203,20 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ("tau_pos", "where: mode is actor.policy_loss.loss_mode"),
         ("param_offload", "here: there is none nothing is offloaded to the CPU"),
         ("total_epochs", "trainer.total_epochs is a key of verl"),
+        # Values of keys, alone and with the key; sections of keys; metrics; a class.
+        ("bnpo", "else aggregation=token_mean"),
+        ("loss_type=luspo", "aggregation=constant aggregation.divisor=1"),
+        ("low_var_kl", "here: kl=k3"),
+        ("seq_mean_k1", "correction.mean=geometric"),
+        ("loss_type", "aggregation=token_mean: TRL loss_type: dapo (default), cispo, vespo"),
+        ("filter_groups", "keys: algorithm.filter_groups.enable,"),
+        ("rollout_correction", "algorithm.rollout_correction.rollout_is_threshold"),
+        ("clip_ratio/high_mean", "here: clipped_high_fraction"),
+        ("frac_reward_zero_std", "zero_advantage_group_fraction: a metric share of those in which"),
+        ("reward_std", "here: there is none"),
+        ("completions/mean_length", "completion_length: a metric mean number of trained tokens"),
+        ("completions/clipped_ratio", "here: truncated_fraction"),
+        ("GRPOConfig", "pgtk translate FILE makes a command"),
         *(
             (word, f"{word} is a key of earlier versions of TRL, which 1.16.0 lacks; see")
             for word in ("warmup_ratio", "dataset_num_proc", "max_prompt_length")
@@ -211,6 +226,19 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
 def test_explain_answers_the_words_of_other_trainers(word, answer):
     page = " ".join(explain(word).split())
     assert answer.replace("`", "") in page.replace("`", "")
+
+
+def test_metrics_of_trl_are_those_that_it_logs_and_name_ours():
+    metrics = tables()["TRL"].content["metrics"]
+    for name, here in metrics.items():
+        for word in re.findall(r"`(\w+)`", here):
+            assert metric_named(word) is not None, (name, word)
+    trl = importlib.util.find_spec("trl")
+    is_read = trl is not None and trl.origin is not None
+    if is_read and importlib.metadata.version("trl") == tables()["TRL"].content["version"]:
+        trainer = Path(trl.origin).parent / "trainer" / "grpo_trainer.py"
+        logged = re.findall(r'_metrics\[mode\]\["([^"]+)"\]', trainer.read_text())
+        assert {*metrics} <= {*logged}
 
 
 @pytest.mark.parametrize(

@@ -430,7 +430,8 @@ def test_a_value_is_explained_by_the_key_that_the_file_sets(tmp_path, capsys):
     assert "optimizer.warmup_steps=5" in page
     assert (
         " trainer.max_steps=50\n\nFor a try of two steps, type trainer.max_steps=2 in place of its "
-        "last word. That it notes that the steps end in the warm-up is of the try alone.\n" in page
+        "last word, as a key is typed once. That it notes that the steps end in the warm-up is of "
+        "the try alone.\n" in page
     )
     assert "Keys of earlier versions, which TRL 1.16.0 does not have:\n  warmup_ratio\n" in page
     assert "optimizer.warmup_steps=5:" not in page  # in the list of their defaults
