@@ -47,6 +47,12 @@ def _misfit(row: Theirs | None, value: object) -> str:
     return ""
 
 
+def _without_digits(value: str) -> str:
+    """Return a value without its digits: what differs by these alone is no typing error, as `k1`
+    and `k2`."""
+    return re.sub(r"\d", "", value)
+
+
 class Translation:
     """Finds the overrides that a configuration of theirs is here.
 
@@ -121,7 +127,8 @@ class Translation:
         except NO_VALUE:
             value = text(self._values.of[row.name])
             near = nearest(value, row.named, 0.8) if row.name in names else None
-            if near and value not in row.named:
+            is_known = value in row.named or f"`{value}`" in reason
+            if near and not is_known and _without_digits(value) != _without_digits(near):
                 near = f"of the values that have an equal here, {near} is nearest"
                 reason = f"{reason}; {near}" if reason else near
             self._leave(row, names or [row.name], reason or "it has no such value")

@@ -973,6 +973,7 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
 
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+KL_LOSS = {f"{ACTOR}.use_kl_loss": True}
 
 
 @pytest.mark.parametrize(
@@ -2598,10 +2599,12 @@ def test_a_word_in_the_place_of_a_number_is_named_and_no_default_is_taken_for_it
         # A value that is known has a reason of its own.
         (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", "without loss_scale_factor"),
         (f"{ACTOR}.policy_loss.loss_mode", "clip_cov", "the losses by covariance are not there"),
+        (f"{CORRECTION}.rollout_rs", "token_k1", "The band of `k1`"),
+        (f"{ACTOR}.kl_loss_type", "abs", "`abs` and `full` have no equal"),
     ],
 )
 def test_a_value_that_is_mistyped_is_answered_by_the_nearest_one(tmp_path, key, value, expected):
-    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | {key: value})
+    translation = translated(tmp_path, "theirs.json", SIZES | GRPO | KL_LOSS | {key: value})
     (reason,) = [reason for shown, reason, _ in translation.left if shown == f"{key}={value}"]
     assert expected in reason
     assert ("nearest" in reason) == ("nearest" in expected)
