@@ -137,6 +137,8 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
         return _of_function(path, function, options, num_splits)
     setting = f"loss={path}"
     family_class = import_function("loss", path, (), [*options], [*FAMILIES])
+    for name, value in options.items():
+        _refuse_other_type(path, name, getattr(function, name, None), value)
     state = ProcessState()
     try:
         family = family_class(**options)
@@ -197,8 +199,8 @@ def _of_function(
 def _refuse_other_options(
     path: str, defaults: dict[str, object], options: dict[str, object]
 ) -> None:
-    """Raise ConfigError for a value of a parameter that a function does not have, and for a text
-    where the default is a number."""
+    """Raise ConfigError for a value of a parameter that a function does not have, and for one of
+    another type than its default."""
     for name, value in options.items():
         if name not in defaults:
             near = nearest(name, defaults)
@@ -211,17 +213,27 @@ def _refuse_other_options(
                     use=f"loss.{near}={text(value)}" if near else f"{path} without it",
                 )
             )
-        default = defaults[name]
-        if type(default) in (int, float) and isinstance(value, str):
-            raise ConfigError(
-                refusal(
-                    setting=f"loss.{name}={value}",
-                    needs="a number",
-                    got=value,
-                    reason=f"By default {path} has {text(default)} there.",
-                    use=f"loss.{name}={text(default)}",
-                )
+        _refuse_other_type(path, name, defaults[name], value)
+
+
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+"""What a value has to be where the default is of a type, in words."""
+
+
+def _refuse_other_type(path: str, name: str, default: object, value: object) -> None:
+    """Raise ConfigError for the value of a parameter whose default is of another type."""
+    kind = type(default)
+    is_fitting = type(value) is kind or (kind is float and type(value) is int)
+    if kind in _TYPES and value is not None and not is_fitting:
+        raise ConfigError(
+            refusal(
+                setting=f"loss.{name}={text(value)}",
+                needs=_TYPES[kind],
+                got=value,
+                reason=f"By default {path} has {text(default)} there.",
+                use=f"loss.{name}={text(default)}",
             )
+        )
 
 
 def _said(error: Exception) -> str:

@@ -59,6 +59,9 @@ def centred(log_probs, advantages):
 def named_as_ours(log_probs, advantages):
     return -advantages * log_probs, {"reward": log_probs}
 
+def best_of(log_probs, advantages, *, k=2, squares=False):
+    return -advantages * log_probs * k
+
 def step_norm(log_ratio, advantages, ratio, step):
     r = ratio(log_ratio)
     return -r * advantages / step.mean(r)
@@ -448,6 +451,22 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
             ["loss=mine.soft_clip", "loss.softness=little"],
             r"loss.softness=little needs a number \(got little\).* Use loss.softness=0.3\.",
         ),
+        (
+            ["loss=mine.soft_clip", "loss.softness=true"],
+            r"loss.softness=true needs a number \(got true\).* Use loss.softness=0.3\.",
+        ),
+        (
+            ["loss=mine.best_of", "loss.k=2.5"],
+            r"loss.k=2.5 needs a whole number \(got 2.5\).* has 2 there\. Use loss.k=2\.",
+        ),
+        (
+            ["loss=mine.best_of", "loss.squares=1"],
+            r"loss.squares=1 needs true or false \(got 1\).* Use loss.squares=false\.",
+        ),
+        (
+            ["loss=mine.Squared", "loss.tau=little"],
+            r"loss.tau=little needs a number \(got little\).* Use loss.tau=0.1\.",
+        ),
         (["loss=mine.named_as_ours"], "returns a metric named reward, which each run has"),
         (["loss=mine.centred"], "it depends on other tokens. Ask for `documents`"),
         (
@@ -464,6 +483,11 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
 def test_a_loss_function_that_cannot_be_right_is_refused(mine, overrides, message):
     with pytest.raises(ConfigError, match=message):
         loss_of(compose(overrides).config)
+
+
+def test_a_whole_number_is_a_value_where_the_default_is_any_number(mine):
+    for words in (["loss=mine.soft_clip", "loss.softness=1"], ["loss=mine.Squared", "loss.tau=1"]):
+        loss_of(compose(words).config)
 
 
 def test_a_function_that_its_file_lacks_has_no_equation(tmp_path, monkeypatch):
