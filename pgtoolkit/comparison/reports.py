@@ -254,7 +254,10 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
     }
     verdict = text_report.verdict(pair, compared.sign, compared.margin)
     difference = pair.difference if pair.is_common else None
-    return {**vars(pair), **labels, "difference": difference, "verdict": verdict}
+    columns = {**vars(pair), **labels, "difference": difference, "verdict": verdict}
+    del columns["improvement"]  # of values, whichever is better
+    better = text_report.probability_of_better(pair, compared.sign)
+    return {**columns, "better": better}
 
 
 def _finite(value: object) -> object:

@@ -403,9 +403,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
     if pair.seeds_needed is not None:
         too_many = pair.seeds_needed > MOST_SEEDS
         seeds = f">{MOST_SEEDS}" if too_many else str(pair.seeds_needed)
-    better = pair.improvement
-    if better is not None and compared.sign < 0:
-        better = 1 - better
+    better = probability_of_better(pair, compared.sign)
     return [
         str(pair.counts[1]),
         *difference_and_interval(pair, write),
@@ -416,6 +414,16 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
         "paired" if pair.paired else "Welch",
         verdict(pair, compared.sign, margin),
     ]
+
+
+def probability_of_better(pair: Comparison, sign: float) -> float | None:
+    """Return the probability that a run of the second is better than one of the first.
+
+    sign: of what is compared, -1 where a lower value is better.
+    """
+    if pair.improvement is None or sign >= 0:
+        return pair.improvement
+    return 1 - pair.improvement
 
 
 def difference_and_interval(

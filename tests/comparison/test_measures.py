@@ -15,6 +15,7 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.headline import chosen_metric
 from pgtoolkit.comparison.measures import Goal, goal_of, reached
 from pgtoolkit.comparison.notes import length_notes
+from pgtoolkit.comparison.reports import as_json
 from pgtoolkit.comparison.text_report import difference_rows, group_rows, render_comparison
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
@@ -206,6 +207,12 @@ def test_a_threshold_that_is_reached_at_the_limit_itself_is_better_than_never():
     assert [compared.arrived(group) for group in compared.groups] == [2, 0]
     (pair,) = compared.comparisons
     assert (pair.difference, pair.improvement, pair.p, pair.equal_p) == (10, 1, None, None)
+    # The second is higher with certainty, and better never: fewer are better.
+    (written,) = json.loads(as_json(compared))["pairs"]
+    assert (written["difference"], written["better"]) == (10, 0)
+    assert "improvement" not in written
+    header, cells = difference_rows(compared, compared.comparisons)[:2]
+    assert cells[header.index("better")] == "0.00"
     reached, never = group_rows(compared)[1:]
     assert reached[1:4] == ["2 of 2", "30 ± 0", "15"]
     assert never[1:4] == ["0 of 2", "≥40", "≥9"]
