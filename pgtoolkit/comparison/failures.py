@@ -656,15 +656,14 @@ RULES = (
                 "the environment on the completions that run.log names", "task.name=conversation"
             ),
             Change("the verifier on the completions that run.log names", "task.name!=conversation"),
+            Change(
+                "task.verifier_retries, task.verifier_retry_seconds or the timeout of the "
+                "verifier's client, larger, where run.log says that it does not reach its server",
+                "task.name=prompts",
+            ),
+            # Without processes of its own a crash ends the run, and is no failed score.
             Change("task.verifier_seconds, longer", "task.verifier_processes>0"),
-            Change(
-                "task.verifier_processes, so that a crash ends no run", "task.verifier_processes=0"
-            ),
             Change("task.environment_seconds, longer", "task.environment_processes>0"),
-            Change(
-                "task.environment_processes, so that a crash ends no run",
-                "task.environment_processes=0",
-            ),
         ),
     ),
     Rule(

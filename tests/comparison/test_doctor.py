@@ -295,6 +295,16 @@ def test_a_failure_is_named_with_the_step_since_which_it_holds(columns, name, st
         assert failures[0][1].step == step
 
 
+def test_lost_scores_of_prompts_are_answered_with_the_keys_of_a_judge_behind_a_server():
+    """Processes of their own change nothing for a function that is awaited."""
+    run = made_up(failed_score_fraction=0.5 * HALF)
+    for config, said in ({"task.name": "prompts"}, True), ({"task.name": "reverse"}, False):
+        run.config = {**run.config, "task.verifier_processes": 0, **config}
+        ((rule, _),) = examine(run).failures
+        assert ("task.verifier_retries, task.verifier_retry_sec" in rule.change_in(run)) == said
+        assert "verifier_processes" not in rule.change_in(run)
+
+
 HALF_EMPTY = {"num_documents": 64, "num_empty_documents": 32}
 
 
