@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
+from pgtoolkit.config.evaluation_sets import HeldOut
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.rules.run import SHORT
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
@@ -23,6 +24,7 @@ from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 from pgtoolkit.tasks.settings import PromptsTaskSettings, TaskSettings
+from pgtoolkit.tasks.shared_prompts import note_on_shared
 
 _AS_TEXTS = ("exact_match", "regular_expression")
 """Verifiers that compare an answer with the completion, character by character."""
@@ -86,6 +88,21 @@ def preview(
     num_hidden = len(tokens) - len(pairs)
     more = f" and {num_hidden} more" if num_hidden else ""
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
+
+
+def notes_on_shared_prompts(training: TaskSettings, sets: Sequence[HeldOut]) -> list[str]:
+    """Return a note on each evaluation set of a file with prompts of the file of training, of which
+    both are read. Raises PgtoolkitError for a file that cannot be."""
+    of_files = [held_out for held_out in sets if isinstance(held_out.task, PromptsTaskSettings)]
+    if not isinstance(training, PromptsTaskSettings) or not of_files:
+        return []
+    task = make_task(scored_by_nobody(training), 0)
+    notes = []
+    for held_out in of_files:
+        other = make_task(scored_by_nobody(held_out.task), held_out.seed, held_out=True)
+        count = min(held_out.prompts, other.num_prompts or held_out.prompts)
+        notes.append(note_on_shared(held_out.name, other, count, task))
+    return [note for note in notes if note is not None]
 
 
 def notes_on_rows(tokenized: TokenizedTask, settings: TaskSettings) -> list[str]:

@@ -22,13 +22,7 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.evaluator import (
-    Evaluator,
-    PromptSet,
-    as_evaluated,
-    asked_by_both,
-    different,
-)
+from pgtoolkit.rollouts.evaluator import Evaluator, PromptSet, as_evaluated
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.sampled import SampledRollouts
 from pgtoolkit.rollouts.settings import AdvantageEstimator, PolicyRolloutSettings
@@ -49,6 +43,7 @@ from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, check_turns
 from pgtoolkit.tasks.settings import TaskSettings, TooLong
+from pgtoolkit.tasks.shared_prompts import different, note_on_shared
 from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
@@ -250,15 +245,11 @@ def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
             log.warning(f"note: {note}")
     for prompt_set in sets:
         task = prompt_set.task.task
-        num_shared = 0
+        shared = None
         if training_task is not None:
-            num_shared = asked_by_both(training_task, task, prompt_set.count)
-        if num_shared:
-            log.warning(
-                f"note: {num_shared} of the {prompt_set.count} prompts of evaluation set "
-                f"{prompt_set.name} are also prompts of training: what is measured on those is "
-                "not held out."
-            )
+            shared = note_on_shared(prompt_set.name, task, prompt_set.count, training_task)
+        if shared is not None:
+            log.warning(f"note: {shared}")
         if isinstance(task, ConversationTask):
             continue  # conversations may begin alike, and differ by the seeds of their prompts
         prompts = map(task.prompt, range(prompt_set.count))

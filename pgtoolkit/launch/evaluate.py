@@ -29,7 +29,7 @@ from pgtoolkit.config.rules.task import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
-from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
@@ -77,6 +77,9 @@ def evaluate_command(
         raise refused(problems)
     if problems:
         say("Warning: evaluated on training prompts.")
+
+    if trained is not None and trained.rollout.name == "policy":
+        _note_shared_prompts(trained, chosen)
 
     from pgtoolkit.assembly.evaluated_policy import evaluate_policy
     from pgtoolkit.assembly.export import saved_state
@@ -307,6 +310,20 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
             )
         )
     return problems
+
+
+def _note_shared_prompts(trained: Config, chosen: Config) -> None:
+    """Print a note on each set with prompts of the file that the run was trained on."""
+    from pgtoolkit.assembly.preview import notes_on_shared_prompts
+
+    try:
+        for note in notes_on_shared_prompts(trained.task, held_out_sets(chosen)):
+            say(f"note: {note}")
+    except (ConfigError, DataError) as error:
+        say(
+            "note: whether training asked some of these prompts is not known, since its own "
+            f"cannot be read: {first_line(error)}"
+        )
 
 
 def _check(config: Config) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Score, Task
+from pgtoolkit.tasks.tasks import Score
 
 
 @dataclass(frozen=True)
@@ -219,19 +219,3 @@ def as_evaluated(evaluation: EvaluationSettings, rollout: RolloutSettings) -> Po
         top_k=sampling.top_k,
         stop=list(sampling.stop),
     )
-
-
-def asked_by_both(task: Task, other: Task, count: int) -> int:
-    """Return how many of the first `count` prompts of `other` are among those of a task.
-
-    Return 0 for a task whose prompts never end.
-    """
-    if task.num_prompts is None:
-        return 0
-    known = different(task.rows())
-    return sum(not known.isdisjoint(different([other.prompt(number)])) for number in range(count))
-
-
-def different(prompts: Iterable[Prompt]) -> set[str]:
-    """Return a text for each different prompt."""
-    return {repr((prompt.text, prompt.messages)) for prompt in prompts}

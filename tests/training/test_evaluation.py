@@ -267,7 +267,8 @@ def write_questions(path: Path, numbers: Iterable[int]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, caplog):
+def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, caplog, capsys):
+    """By check, and as a run begins."""
     write_questions(tmp_path / "train.jsonl", range(6))
     write_questions(tmp_path / "test.jsonl", (4, 5, 40, 51))
     settings = [setting for setting in SHORT if not setting.startswith("task.")]
@@ -279,7 +280,10 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     ]
     with caplog.at_level("WARNING", logger="pgtoolkit"):
         build(config_of(*settings))
-    assert "2 of the 4 prompts of evaluation set test are also prompts of training" in caplog.text
+    said = "2 of the 4 prompts of evaluation set test are also prompts of training"
+    assert said in caplog.text
+    assert main(["check", *settings, "tracking=none"]) == 0
+    assert capsys.readouterr().out.count(said) == 1
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +440,18 @@ def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
     ]
     assert main([*words, "task.prompt_field=question", "task.answer_field=solution"]) == 0
     assert evaluated_sets(capsys.readouterr().out) == {"renamed": (1, "renamed.jsonl")}
+
+
+def test_prompts_of_training_in_a_file_of_another_name_are_counted_by_evaluate(
+    folder_of_files, capsys
+):
+    write_questions(folder_of_files / "partly.jsonl", (0, 55, 5, 5))
+    assert main(["evaluate", "with", "--on", "partly.jsonl", "--on", "other.jsonl"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "are also prompts" in line]
+    assert notes == [
+        "note: 3 of the 4 prompts of evaluation set partly are also prompts of training: what is "
+        "measured on those is not held out."
+    ]
 
 
 def test_training_prompts_are_evaluated_with_a_warning_if_asked_for(folder_of_files, capsys):
