@@ -92,7 +92,8 @@ OF_DATA_AND_TRAINER = (
     ),
     _of_attempts(
         "reward/NAME",
-        "mean score of each of several verifiers, before its weight",
+        "mean score of each of several verifiers, before its weight, also over those that `reward` "
+        "leaves out",
         condition="with `task.verifiers`",
         see="data.md#verifiers",
     ),
