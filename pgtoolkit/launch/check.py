@@ -15,6 +15,7 @@ from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.counts import ReadPrompts
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
+from pgtoolkit.config.keys import is_own_code
 from pgtoolkit.config.models import compilation
 from pgtoolkit.config.paths import problems_of_folder
 from pgtoolkit.config.plan import plan_sections
@@ -74,6 +75,7 @@ def check_sweep(
         sweep.has_folder = not folder_problems
     for number, job_overrides in enumerate(config.jobs):
         sweep.runs.append(check_job(sweep, job_overrides, number))
+    _name_files_of_options(sweep)
     _check_measure(sweep)
     is_local = config.launcher is not None and config.launcher.kind == "local"
     if len(sweep.runs) == 1 and is_local:
@@ -82,6 +84,36 @@ def check_sweep(
             "pgtk without -m for a single run."
         )
     return sweep
+
+
+def _name_files_of_options(sweep: Sweep) -> None:
+    """Add to the refusal of a parameter that only code of the user's has, beside other options of a
+    sweep, how that code gets it by itself: as an option of a file."""
+    for override in sweep.runs[0].overrides:
+        name = key_of(override)
+        group, _, leaf = name.partition(".")
+        options = sweep.config.varying.get(group, ())
+        own = next((option for option in options if is_own_code(group, option)), None)
+        refusals = (f"{override} needs ", f"Unknown key {name!r}")
+        refused = [run for run in sweep.runs if _begins(run, refusals)]
+        if own is None or len(refused) == len(sweep.runs):
+            continue
+        others = ",".join(option for option in options if option != own)
+        advice = (
+            f" For {own} alone, write `_target_: {own}` and `{leaf}: {override.partition('=')[2]}` "
+            f"into my_options/{group}/my_option.yaml, and use pgtk --config-dir=my_options -m "
+            f"{group}={others},my_option without {override}."
+        )
+        for run in refused:
+            run.report.problems = [
+                problem + advice if problem.startswith(refusals) else problem
+                for problem in run.report.problems
+            ]
+
+
+def _begins(run: PlannedRun, beginnings: tuple[str, ...]) -> bool:
+    """Return whether a problem of a run begins in one of these ways."""
+    return any(problem.startswith(beginnings) for problem in run.report.problems)
 
 
 def _check_measure(sweep: Sweep) -> None:

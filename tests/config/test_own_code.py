@@ -2,6 +2,7 @@
 chosen. tests/system/test_functions.py trains with it."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -483,6 +484,27 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
 def test_a_loss_function_that_cannot_be_right_is_refused(mine, overrides, message):
     with pytest.raises(ConfigError, match=message):
         loss_of(compose(overrides).config)
+
+
+def test_a_parameter_of_one_loss_of_a_sweep_is_answered_with_an_option_of_a_file(mine, monkeypatch):
+    """What it says to write and to type is accepted; nothing is said of a key that none has."""
+    both = "loss=grpo,mine.soft_clip"
+    (problem,) = problems(check([both, "loss.softness=0.1", "tracking=none"], multirun=True))
+    found = re.search(
+        r"^loss=grpo: .* write `(.*)` and `(.*)` into (my_options/loss/my_option\.yaml), and use "
+        r"pgtk --config-dir=my_options -m (loss=grpo,my_option) without loss\.softness=0\.1\.$",
+        problem,
+    )
+    assert found is not None
+    path = mine / found[3]
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{found[1]}\n{found[2]}\n")
+    monkeypatch.setenv("PGTK_CONFIG_DIR", "my_options")
+    sweep = check([found[4], "tracking=none"], multirun=True)
+    assert problems(sweep) == []
+    assert sweep.runs[1].config.loss.options == {"softness": 0.1}
+    told = problems(check([both, "loss.hardness=1", "tracking=none"], multirun=True))
+    assert "my_options" not in " ".join(told)
 
 
 def test_a_whole_number_is_a_value_where_the_default_is_any_number(mine):
