@@ -93,11 +93,18 @@ def _name_files_of_options(sweep: Sweep) -> None:
         name = key_of(override)
         group, _, leaf = name.partition(".")
         options = sweep.config.varying.get(group, ())
-        own = next((option for option in options if is_own_code(group, option)), None)
         refusals = (f"{override} needs ", f"Unknown key {name!r}")
         refused = [run for run in sweep.runs if _begins(run, refusals)]
-        if own is None or len(refused) == len(sweep.runs):
+        taking = [run.overrides for run in sweep.runs if not _begins(run, refusals)]
+        takers = [
+            option
+            for option in options
+            if is_own_code(group, option)
+            and any(f"{group}={option}" in overrides for overrides in taking)
+        ]
+        if not takers:
             continue
+        own = takers[0]
         others = ",".join(option for option in options if option != own)
         advice = (
             f" For {own} alone, write `_target_: {own}` and `{leaf}: {override.partition('=')[2]}` "

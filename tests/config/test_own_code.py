@@ -503,6 +503,8 @@ def test_a_parameter_of_one_loss_of_a_sweep_is_answered_with_an_option_of_a_file
     sweep = check([found[4], "tracking=none"], multirun=True)
     assert problems(sweep) == []
     assert sweep.runs[1].config.loss.options == {"softness": 0.1}
+    for_one = ["loss=mine.likelihood,mine.soft_clip", "loss.softness=0.1", "tracking=none"]
+    assert "For mine.soft_clip alone" in " ".join(problems(check(for_one, multirun=True)))
     told = problems(check([both, "loss.hardness=1", "tracking=none"], multirun=True))
     assert "my_options" not in " ".join(told)
 
