@@ -221,7 +221,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
 ):
     """Each answer by itself looks right. The second batch has the same weights as the first,
     so that no proof of a version comes first."""
-    num_on_policy = {"training": 5, "sampling": 0, ONE_UPDATE: 16}
+    num_on_policy = {"training": 8, "sampling": 0, ONE_UPDATE: 16}
     settings = (*f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5")
     with contextlib.closing(server.rollouts_of(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]
