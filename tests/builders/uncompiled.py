@@ -23,15 +23,16 @@ def uncompiled_functions() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    _forget_code()
+    forget_code()
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        _forget_code()
+        forget_code()
 
 
-def _forget_code() -> None:
+def forget_code() -> None:
+    """Let each function be compiled again, also where a test before has used it."""
     for function in (
         rowwise.rms_norm,
         rowwise.activation,

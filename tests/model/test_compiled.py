@@ -16,7 +16,7 @@ import torch
 from builders.documents import document_of
 from builders.models import HAS_COMPILER, VOCABULARY, save_with_tokenizer, small_llama, small_policy
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
-from builders.uncompiled import uncompiled_functions
+from builders.uncompiled import forget_code, uncompiled_functions
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -69,18 +69,6 @@ def distances(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> list[flo
     return [float((x - y).norm() / y.norm()) for x, y in zip(tensors, expected, strict=True)]
 
 
-def forget_compiled_functions() -> None:
-    """Let each function be compiled again, also where a test before this one has used it."""
-    for function in (
-        rowwise.rms_norm,
-        rowwise.activation,
-        rowwise.gate,
-        rowwise.rotary,
-        rowwise.turned_heads,
-    ):
-        function.cache_clear()
-
-
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,7 +86,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     Other lengths compile nothing new. On a CPU, where compiling takes longest, only the kind with
     the fewest functions is compiled for bfloat16. A mixture is not: where two experts are nearly
     as likely, rounding may choose the other one."""
-    forget_compiled_functions()
+    forget_code()
     before = counters["stats"]["unique_graphs"]
     counts = []
 
@@ -147,7 +135,7 @@ def assert_states_are_those_of_transformers(
 def test_each_function_of_recomputed_layers_is_compiled_once_with_its_derivative():
     """States and gradients are those of transformers. The backward pass runs in a thread of its
     own, as on a GPU, where it does not see the forward pass's autocast."""
-    forget_compiled_functions()
+    forget_code()
     policy = small_policy("qwen2_checkpointed_by_document")
     plain = replace(policy, model=copy.deepcopy(policy.model.float()))
     compiled.switch_on(policy.model)
