@@ -22,6 +22,7 @@ from pgtoolkit.runs.records import (
     read_data,
     read_resolved,
 )
+from pgtoolkit.system.functions import parameters_in_file
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, shell_path, shortest_path, text
@@ -151,8 +152,13 @@ def has_counterpart(run_dir: str | Path) -> bool:
         return False
     if config.get("rollout", {}).get("name") != "recorded":
         return True
-    family = FAMILIES.get(config["loss"]["name"])
-    return family is None or family.reads_old_log_probs
+    loss = config["loss"]
+    family = FAMILIES.get(loss["name"])
+    if family is not None:
+        return family.reads_old_log_probs
+    # The documents of a function that reads no old log-probs may have none.
+    parameters = parameters_in_file(loss.get("path") or "")
+    return parameters is None or bool({"log_ratio", "old_log_probs"} & {*parameters})
 
 
 def counterpart_command(run_dir: str | Path) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.own_code import typed_key
-from pgtoolkit.config.rules.loss_terms import without_advantages
+from pgtoolkit.config.rules.loss_terms import without_advantages, without_others
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS, Custom, Reducer, aggregation_of
@@ -63,6 +63,8 @@ def loss_of(config: Config) -> Loss:
                 config.rollout.group_size or 1,
                 config.correction.name,
             )
+            if family.asked & {"groups", "group_rewards"}:
+                misfits += without_others(config)
             if misfits:
                 raise ConfigError("\n".join(misfits))
         if config.advantage.estimator == AdvantageEstimator.none:

@@ -20,13 +20,17 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import digest, name_from, plain_config, run_name
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
+from pgtoolkit.config.rules.loss_terms import notes_of_own_family
 from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, notes, problems
 from pgtoolkit.launch.sweep import refuse_another
+from pgtoolkit.losses.families import Gspo
+from pgtoolkit.losses.function import FunctionLoss
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
+from pgtoolkit.system.report import Report
 
 MINE = """
 import losses.families
@@ -72,6 +76,9 @@ def rewarded(log_ratio, rewards, group_rewards, ratio):
 
 def likelihood(log_probs):
     return -log_probs
+
+def of_sampler(log_probs, sampling_log_probs, advantages, ratio):
+    return -ratio(log_probs - sampling_log_probs) * advantages
 
 def halves(totals, *, mask, document_index, tokens_per_document, group_index):
     return mask.double() / (2 * totals.num_tokens)
@@ -358,7 +365,7 @@ def test_advantages_that_nothing_reads_are_noted(mine):
         assert problems(checked) == []
         return notes(checked)
 
-    (note,) = notes_of("loss=mine.of_groups")
+    (note,) = notes_of("loss=mine.of_groups", "rollout.prompts_per_batch=8")
     assert note == (
         "loss=mine.of_groups reads no advantages: advantage=dr_grpo decides only metrics, and "
         "which prompts count as uninformative. Use advantage=none."
@@ -428,6 +435,61 @@ def test_notes_on_losses_of_a_document_hold_for_a_function_of_ones_own(mine):
     assert "entropy.top_fraction with loss=mine.of_groups: a group has one loss" in said
 
 
+OUTDATED = "has no ratio: nothing corrects for updates between sampling and a step"
+OF_SAMPLING = "under a lag: ratios are to the weights that sampled"
+OF_BATCH = "under a lag: ratios are to the weights with which training on a batch begins"
+SEVERAL = "ratios compare with log-probs from before the first pass"
+ON_POLICY = "of rollouts: every ratio is 1, nothing is clipped"
+ROUNDED = "logits are rounded to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("loss", "setting", "said"),
+    [
+        ("soft_clip", "rollout.lag=1", [OF_SAMPLING]),
+        ("likelihood", "rollout.lag=1", [OUTDATED]),
+        ("of_sampler", "rollout.lag=1", []),  # it compares with the sampler's log-probs itself
+        ("Squared", "rollout.lag=1", [OF_SAMPLING]),
+        ("soft_clip", "rollout.passes=2", [SEVERAL]),
+        ("likelihood", "rollout.passes=2", [OUTDATED]),
+        ("soft_clip", "rollout.prompts_per_batch=8", [ON_POLICY]),
+        ("Squared", "rollout.prompts_per_batch=8", [ON_POLICY]),
+        ("likelihood", "rollout.prompts_per_batch=8", []),
+    ],
+)
+def test_what_notes_say_of_ratios_holds_for_a_loss_of_ones_own(mine, loss, setting, said):
+    words = [f"loss=mine.{loss}", "tracking=none", setting]
+    assert [*validate(compose(words).config)[1].notes] == []  # it is not imported yet
+    told = notes(check(words))
+    of_ratios = (OUTDATED, OF_SAMPLING, OF_BATCH, SEVERAL, ON_POLICY, ROUNDED)
+    assert [part for part in of_ratios if part in " ".join(told)] == said
+    assert "differ only in their weights" not in " ".join(told)  # of this one nobody knows
+
+
+def test_notes_on_anchors_and_rounding_read_what_a_loss_of_ones_own_declares(mine):
+    def said_of(family, *words):
+        report = Report()
+        notes_of_own_family(compose(["loss=mine.soft_clip", *words]).config, family, report)
+        return " ".join(report.notes)
+
+    lag = ("rollout.lag=1", "rollout.old_log_probs=proximal")
+    assert "and nothing corrects for the updates" in said_of(FunctionLoss(of_ratio), *lag)
+    both = said_of(FunctionLoss(of_both), *lag)
+    assert OF_BATCH in both
+    assert "corrects for" not in both
+    model = ("model=huggingface", "model.path=a/b", "model.fp32_lm_head=false")
+    assert ROUNDED in said_of(Gspo(epsilon_low=3e-4), *model)
+    assert ROUNDED not in said_of(FunctionLoss(of_ratio), *model)
+
+
+def of_ratio(log_ratio, advantages):
+    return -log_ratio.exp() * advantages
+
+
+def of_both(log_probs, old_log_probs, sampling_log_probs, advantages):
+    return -(log_probs - old_log_probs).exp() * advantages
+
+
 def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_it(mine):
     assert "l_t = -softness tanh((r - 1) / softness) A" in equation(
         compose(["loss=mine.soft_clip"]).config
@@ -475,6 +537,14 @@ def test_check_shows_the_first_line_of_a_functions_docstring_without_importing_i
             "multiple of the group size 8 .* Use accumulation.docs_per_step=16",
         ),
         (["loss=mine.of_groups", "accumulation=fixed"], "Use accumulation=dynamic"),
+        (
+            ["loss=mine.of_groups", "rollout.group_size=1"],
+            r"^loss=mine.of_groups needs rollout.group_size other than 1 \(got 1\)\.",
+        ),
+        (
+            ["loss=mine.rewarded", "rollout.group_size=1"],
+            r"^loss=mine.rewarded needs rollout.group_size other than 1 \(got 1\)\.",
+        ),
         (
             ["loss=mine.of_groups", "correction=token_mask", "rollout.old_log_probs=training"],
             "Use correction=none",

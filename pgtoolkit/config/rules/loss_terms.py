@@ -10,6 +10,8 @@ from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.own_code import chosen, family_of_config
 from pgtoolkit.config.rules import table
 from pgtoolkit.config.rules.named import existing, importable
+from pgtoolkit.config.rules.run import note_rounded_logits
+from pgtoolkit.config.rules.step import notes_on_ratios
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import FunctionFamily
@@ -64,6 +66,9 @@ def notes_of_own_family(c: Config, family: Family, report: Report) -> None:
     _note_lengths_as_weights(c, family, report)
     if c.advantage.estimator == "gae":
         _note_mean_advantages(c, family, report)
+    notes_on_ratios(c, family, report)
+    _note_anchor(c, family, report)
+    note_rounded_logits(c, family, report)
 
 
 def without_advantages(
@@ -82,6 +87,15 @@ def without_advantages(
         *(() if reads_rewards else table.OWN_WITHOUT_REWARDS),
     ]
     for row in rows:
+        row(c, report)
+    return report.problems
+
+
+def without_others(c: Config) -> list[str]:
+    """Return the problems of a loss of the user's own that reads what other completions of a prompt
+    have, now that it is imported, by the row on those of ours that are like it."""
+    report = Report()
+    for row in table.OWN_OF_GROUPS:
         row(c, report)
     return report.problems
 
@@ -412,11 +426,16 @@ def _takes_reference_prompt(template: str, report: Report) -> bool:
 
 
 def anchor(c: Config, report: Report) -> None:
+    family = family_of_config(c)
+    if family is not None:
+        _note_anchor(c, family, report)
+
+
+def _note_anchor(c: Config, family: Family, report: Report) -> None:
     """Note at which weights ratios are anchored, if these are not the weights that sampled."""
     rollout = c.rollout
-    family = family_of_config(c)
     correction = c.correction.name
-    if rollout.name != "policy" or (family is not None and not family.reads_old_log_probs):
+    if rollout.name != "policy" or not family.reads_old_log_probs:
         return
     setting = f"rollout.old_log_probs={rollout.old_log_probs}"
     is_proximal = rollout.old_log_probs == "proximal"
@@ -429,10 +448,11 @@ def anchor(c: Config, report: Report) -> None:
         effect = "ratios are to the weights that sampled, all updates since then included"
         report.note(f"{setting} under a lag: {effect}.")
         return
-    corrects = "nothing corrects for"
+    sentence = f"{setting} under a lag: ratios are to the weights with which training on a batch "
+    sentence += "begins"
+    updates = "the updates between those and the weights that sampled"
     if correction != "none":
-        corrects = f"correction={correction} corrects for"
-    report.note(
-        f"{setting} under a lag: ratios are to the weights with which training on a batch begins, "
-        f"and {corrects} the updates between those and the weights that sampled."
-    )
+        sentence += f", and correction={correction} corrects for {updates}"
+    elif not (isinstance(family, FunctionFamily) and "sampling_log_probs" in family.asked):
+        sentence += f", and nothing corrects for {updates}"
+    report.note(f"{sentence}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pgtoolkit.config.conditions import holds, joined_singles, parts, singles, value_of
 from pgtoolkit.config.keys import OPTION_KEYS, in_words, shown
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.schema import Config
 from pgtoolkit.system.report import Report, text
 
@@ -38,7 +39,7 @@ class Rule:
         setting = parts(singles(when)[0])[0]
         failing = next(single for single in singles(needs) if not holds(single, config))
         report.refuse(
-            setting=f"{shown(setting)}={text(value_of(config, setting))}",
+            setting=_with_value(setting, config),
             needs=in_words(needs),
             got=_got(parts(failing)[0], config),
             reason=self.because,
@@ -58,5 +59,11 @@ def _by_keys(condition: str) -> str:
 
 def _got(name: str, config: Config) -> str:
     """Return a value as a refusal shows what it got: an option with its group."""
-    value = text(value_of(config, name))
-    return f"{shown(name)}={value}" if shown(name) != name else value
+    return _with_value(name, config) if shown(name) != name else text(value_of(config, name))
+
+
+def _with_value(name: str, config: Config) -> str:
+    """Return a key and its value as the user types them: an option as that of its group."""
+    group = shown(name)
+    value = value_of(config, name) if group == name else chosen(config, group)
+    return f"{group}={text(value)}"

@@ -9,6 +9,7 @@ from pgtoolkit.config.models import measures_prompts, shape, trains_experts
 from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.named import existing, importable, installed
 from pgtoolkit.config.schema import Config
+from pgtoolkit.losses.family import Family
 from pgtoolkit.model.misfits import cannot_share, cannot_update_by_muon, unknown_parts
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.batch_counts import steps_of_batch
@@ -141,7 +142,9 @@ def model(c: Config, report: Report) -> None:
     if c.optimizer.name == "muon":
         problems.append(cannot_update_by_muon(trains_experts(c)))
     report.problems += [problem for problem in problems if problem is not None]
-    _note_rounded_logits(c, report)
+    family = family_of_config(c)
+    if family is not None:
+        note_rounded_logits(c, family, report)
 
 
 def _tiny(c: Config, model: TinyModelSettings, report: Report) -> None:
@@ -176,13 +179,12 @@ def _huggingface(model: HuggingFaceModelSettings, report: Report) -> None:
         )
 
 
-def _note_rounded_logits(c: Config, report: Report) -> None:
+def note_rounded_logits(c: Config, family: Family, report: Report) -> None:
     """Note logits that are too coarse for the narrow bounds of a ratio by document."""
     model = c.model
     if model.name != "huggingface" or model.dtype == "float32" or model.fp32_lm_head:
         return
-    family = family_of_config(c)
-    if family is None or not family.by_document or family.bounds[0] <= 1 - 1e-3:
+    if not family.by_document or family.bounds[0] <= 1 - 1e-3:
         return
     number_type = "float16" if model.dtype == "float16" else "bfloat16"
     report.note(

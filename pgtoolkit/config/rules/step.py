@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pgtoolkit.config.counts import tokens_at_least
 from pgtoolkit.config.models import measures_prompts, shape, vocabulary_size
-from pgtoolkit.config.own_code import family_of_config
+from pgtoolkit.config.own_code import chosen, family_of_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.family import Family
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.model.misfits import misfits
 from pgtoolkit.ranks.environment import AXES, joined, world_size
@@ -40,20 +42,56 @@ def accumulation(c: Config, report: Report) -> None:
             f"loss={c.loss.name}", family, docs, group_size, c.correction.name
         )
     batch = documents_per_batch(c.rollout)
-    has_no_ratio = family is not None and not family.reads_old_log_probs
-    passes = c.rollout.passes if isinstance(c.rollout, PolicyRolloutSettings) else 1
-    if passes > 1 and not has_no_ratio:
-        report.note(
-            f"rollout.passes={passes}: ratios compare with log-probs from before the first pass "
-            "over a batch, so that clips act from pass two on, also where a batch is one step."
-        )
     if batch is not None and docs > 0:
         _steps_per_batch(c, batch, docs, report)
-        if has_no_ratio and not _is_on_policy(c, batch) and c.advantage.estimator != "none":
-            report.note(
-                f"loss={c.loss.name} has no ratio: nothing corrects for updates between sampling "
-                "and a step. It is made for one step per batch of rollouts and no rollout.lag."
-            )
+    if family is not None:
+        notes_on_ratios(c, family, report)
+
+
+def notes_on_ratios(c: Config, family: Family, report: Report) -> None:
+    """Note what updates between sampling and a step do to the ratios of a loss.
+
+    family: of the configuration; of a loss of the user's own once it is imported.
+    """
+    rollout = c.rollout
+    batch = documents_per_batch(rollout)
+    if not isinstance(rollout, PolicyRolloutSettings) or batch is None:
+        return
+    if family.reads_old_log_probs and rollout.passes > 1:
+        report.note(
+            f"rollout.passes={rollout.passes}: ratios compare with log-probs from before the first "
+            "pass over a batch, so that clips act from pass two on, also where a batch is one step."
+        )
+    docs = c.accumulation.docs_per_step
+    last = c.accumulation.last_step
+    if docs == 0 or (docs > batch and last == "drop"):
+        return
+    if _is_on_policy(c, batch):
+        _note_on_policy(c, family, max(1, docs // batch) if last == "carry" else 1, report)
+    elif not compares_log_probs(family) and c.advantage.estimator != "none":
+        report.note(
+            f"loss={chosen(c, 'loss')} has no ratio: nothing corrects for updates between sampling "
+            "and a step. It is made for one step per batch of rollouts and no rollout.lag."
+        )
+
+
+def compares_log_probs(family: Family) -> bool:
+    """Return whether a loss may compare the policy with the one that sampled, by any log-probs."""
+    if isinstance(family, FunctionFamily):
+        return bool(family.asked & {"log_ratio", "old_log_probs", "sampling_log_probs"})
+    return family.reads_old_log_probs
+
+
+def _note_on_policy(c: Config, family: Family, num_batches: int, report: Report) -> None:
+    """Note that every ratio is 1. num_batches: those of a step."""
+    # Batches that one step carries together are sampled before it.
+    batches = "batch" if num_batches == 1 else f"{num_batches} batches"
+    sentence = f"one optimizer step per {batches} of rollouts: every ratio is 1, nothing is clipped"
+    is_surrogate = not isinstance(family, FunctionFamily) and c.loss.name in FAMILIES
+    if is_surrogate:
+        report.note(f"{sentence}, and the losses differ only in their weights.")
+    elif family.reads_old_log_probs:
+        report.note(f"{sentence}.")
 
 
 def _size_of_step(c: Config, report: Report) -> None:
@@ -95,7 +133,6 @@ def _steps_per_batch(c: Config, batch: int, docs: int, report: Report) -> None:
             use=f"accumulation.docs_per_step={batch}",
         )
         return
-    is_on_policy = _is_on_policy(c, batch)
     if docs > batch and last == "short":
         effect = f"is never reached: a batch of rollouts has {batch} documents"
         report.note(f"accumulation.docs_per_step={docs} {effect}.")
@@ -107,14 +144,6 @@ def _steps_per_batch(c: Config, batch: int, docs: int, report: Report) -> None:
         }
         reason = f"does not divide the {batch} documents of a batch"
         report.note(f"accumulation.docs_per_step={docs} {reason}: {effects[last]}.")
-    if is_on_policy:
-        # Batches that one step carries together are sampled before it.
-        count = max(1, docs // batch) if last == "carry" else 1
-        batches = "batch" if count == 1 else f"{count} batches"
-        report.note(
-            f"one optimizer step per {batches} of rollouts: every ratio is 1, nothing is clipped, "
-            "and the losses differ only in their weights."
-        )
 
 
 def parallelism(c: Config, report: Report) -> None:

@@ -185,6 +185,13 @@ CENTERING = (
     ),
 )
 
+_GROUP_OF_ONE = Rule(
+    "loss=tpo or loss=lpo",
+    needs="rollout.group_size!=1",
+    because="It compares the completions of a prompt, and a single one has none beside it.",
+    use="rollout.group_size=8",
+)
+
 GROUP_LOSS = (
     Rule(
         "loss=tpo or loss=lpo",
@@ -192,12 +199,7 @@ GROUP_LOSS = (
         because="It compares the rewards of a prompt's completions itself, and reads no "
         "advantages.",
     ),
-    Rule(
-        "loss=tpo or loss=lpo",
-        needs="rollout.group_size!=1",
-        because="A prompt's only completion has all of the softmax, so it teaches nothing.",
-        use="rollout.group_size=8",
-    ),
+    _GROUP_OF_ONE,
     Rule(
         "loss=lpo and rollout.max_staleness>0 or loss=lpo and rollout.lag>0",
         needs="rollout.old_log_probs=proximal",
@@ -640,3 +642,6 @@ OWN_WITHOUT_REWARDS = _for_own(
     _LENGTH_WITHOUT_REWARD, *_SHAPE_WITHOUT_REWARDS, *_SIGNAL_WITHOUT_REWARDS
 )
 """Rows for an own loss that is not given the rewards."""
+
+OWN_OF_GROUPS = (replace(_GROUP_OF_ONE, when="loss=custom"),)
+"""Rows for an own loss that reads what other completions of a prompt have."""
