@@ -25,7 +25,8 @@ from pgtoolkit.kernels.losses import (
     loss_of_logits,
 )
 from pgtoolkit.losses.aggregation import AggregationName, Reducer, aggregation_of
-from pgtoolkit.losses.checks import check_mask, check_name, shown
+from pgtoolkit.losses.arrays import Array, mask_of_tokens
+from pgtoolkit.losses.checks import check_name, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, correction_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES, Family, LossName, family_of
@@ -100,31 +101,31 @@ def _of_the_loss(function: str, loss: object, value: object) -> str:
 @_refusing_others
 def policy_loss(
     logits: Tensor,
-    labels: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    document_index: Tensor,
+    labels: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    document_index: Array,
     *,
     loss: LossName | Family | Callable = "gspo",
     aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
-    group_index: Tensor | None = None,
-    trajectory_index: Tensor | None = None,
+    group_index: Array | None = None,
+    trajectory_index: Array | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: CorrectionName | Correction | None = None,
-    sampling_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    coefficients: Tensor | None = None,
-    factors: Tensor | None = None,
-    sampling_top_ids: Tensor | None = None,
-    sampling_top_log_probs: Tensor | None = None,
-    sampling_kept_ids: Tensor | None = None,
+    sampling_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    coefficients: Array | None = None,
+    factors: Array | None = None,
+    sampling_top_ids: Array | None = None,
+    sampling_top_log_probs: Array | None = None,
+    sampling_kept_ids: Array | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
-    ref_log_probs: Tensor | None = None,
+    ref_log_probs: Array | None = None,
     ref_logits: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
@@ -138,7 +139,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """Return the policy-gradient loss of packed documents, differentiable by their logits.
 
-    T is the number of positions of all documents, V the size of the vocabulary.
+    T is the number of positions of all documents, V the size of the vocabulary. What comes beside
+    the model's output may be lists or numpy's arrays, too, which go to its device.
 
     logits: (T, V) floating.
     labels: (T,) int64, the token that the logits at each position predict, negative where not
@@ -270,32 +272,32 @@ def policy_loss(
 def linear_policy_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
-    labels: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    document_index: Tensor,
+    labels: Array,
+    old_log_probs: Array,
+    advantages: Array,
+    document_index: Array,
     *,
     bias: Tensor | None = None,
     loss: LossName | Family | Callable = "gspo",
     aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
-    group_index: Tensor | None = None,
-    trajectory_index: Tensor | None = None,
+    group_index: Array | None = None,
+    trajectory_index: Array | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: CorrectionName | Correction | None = None,
-    sampling_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    coefficients: Tensor | None = None,
-    factors: Tensor | None = None,
-    sampling_top_ids: Tensor | None = None,
-    sampling_top_log_probs: Tensor | None = None,
-    sampling_kept_ids: Tensor | None = None,
+    sampling_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    coefficients: Array | None = None,
+    factors: Array | None = None,
+    sampling_top_ids: Array | None = None,
+    sampling_top_log_probs: Array | None = None,
+    sampling_kept_ids: Array | None = None,
     temperature: float = 1.0,
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
-    ref_log_probs: Tensor | None = None,
+    ref_log_probs: Array | None = None,
     ref_hidden: Tensor | None = None,
     ref_lm_head_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
@@ -402,26 +404,26 @@ def linear_policy_loss(
 @_refusing_others
 def log_prob_loss(
     log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    document_index: Tensor,
-    mask: Tensor,
+    old_log_probs: Array,
+    advantages: Array,
+    document_index: Array,
+    mask: Array,
     *,
     loss: LossName | Family | Callable = "gspo",
     aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
-    group_index: Tensor | None = None,
-    trajectory_index: Tensor | None = None,
+    group_index: Array | None = None,
+    trajectory_index: Array | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: CorrectionName | Correction | None = None,
-    sampling_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    coefficients: Tensor | None = None,
-    factors: Tensor | None = None,
+    sampling_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    coefficients: Array | None = None,
+    factors: Array | None = None,
     kl: KL | None = None,
-    ref_log_probs: Tensor | None = None,
+    ref_log_probs: Array | None = None,
     metrics: str = "none",
     check_finite: bool = True,
     **parameters: float | str | None,
@@ -430,7 +432,7 @@ def log_prob_loss(
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to
         one axis, padding included.
-    mask: (T,) bool, True where a token is trained; other positions are not read.
+    mask: (T,) bool, or 0 and 1, where a token is trained; other positions are not read.
     metrics: "none" or "basic". Entropy needs the logits, and so there is no bonus for it either.
 
     The other tensors and keywords are those of `policy_loss`.
@@ -476,23 +478,23 @@ class StepCoefficients(NamedTuple):
 @_refusing_others
 def step_coefficients(
     log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    document_index: Tensor,
-    mask: Tensor,
+    old_log_probs: Array,
+    advantages: Array,
+    document_index: Array,
+    mask: Array,
     *,
     loss: LossName | Family | Callable,
     aggregation: AggregationName = "sample_mean",
     divisor: float | None = None,
     reducer: Reducer | None = None,
-    group_index: Tensor | None = None,
+    group_index: Array | None = None,
     num_documents: int | None = None,
     correction: CorrectionName | Correction | None = None,
-    sampling_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    factors: Tensor | None = None,
+    sampling_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    factors: Array | None = None,
     kl: KL | None = None,
-    ref_log_probs: Tensor | None = None,
+    ref_log_probs: Array | None = None,
     metrics: str = "none",
     check_finite: bool = True,
     **parameters: float | str | None,
@@ -511,7 +513,7 @@ def step_coefficients(
             policy_loss(..., loss=of_groups, **of_piece).loss.backward()
 
     log_probs: (T,) floating, of each token of the step under the policy in training.
-    mask: (T,) bool, True where a token is trained; other positions are not read.
+    mask: (T,) bool, or 0 and 1, where a token is trained; other positions are not read.
 
     The other tensors and keywords are those of `policy_loss`. All is computed in float64 on the
     CPU, so that each of several ranks that call it with the same numbers gets the same bits. The
@@ -551,13 +553,13 @@ def step_coefficients(
 
 def _tokens_of_log_probs(
     log_probs: Tensor,
-    mask: Tensor,
-    vectors: tuple[Tensor | None, ...],
+    mask: Array,
+    vectors: tuple[Array | None, ...],
     num_documents: int | None,
-    indices: tuple[Tensor | None, Tensor | None],
+    indices: tuple[Array | None, Array | None],
     totals: StepTotals | None,
     loss: Loss,
-    rewards: Tensor | None,
+    rewards: Array | None,
 ) -> Tokens:
     """Return the tokens of log-probs that the caller has computed.
 
@@ -566,16 +568,16 @@ def _tokens_of_log_probs(
     if loss.metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
     arguments.tensor_of_rank("log_probs", log_probs)
-    arguments.tensor_of_rank("mask", mask)
+    if isinstance(mask, Tensor):
+        arguments.tensor_of_rank("mask", mask)
     if log_probs.dim() != 1 or not log_probs.is_floating_point():
         use = ". Use log_probs.float()" if log_probs.dim() == 1 else ""
         raise ValueError(
             f"log_probs needs one floating number per token (got {shown(log_probs)}){use}"
         )
-    check_mask(mask, len(log_probs))
     arguments.check_sampling(loss, vectors[3])
     arguments.check_reference(loss, vectors[4])
-    labels = mask.long() - 1
+    labels = mask_of_tokens(mask, log_probs).long() - 1
     return arguments.tokens_of(
         "log_probs", log_probs, (labels, *vectors), num_documents, indices, totals, rewards=rewards
     )

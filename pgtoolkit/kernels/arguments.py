@@ -8,6 +8,7 @@ from torch import Tensor
 from pgtoolkit.batch import DocumentCounts, StepTotals, Tokens
 from pgtoolkit.kernels.losses import Computation, LMHead
 from pgtoolkit.kernels.products import accumulation_dtype
+from pgtoolkit.losses.arrays import Array, on_device_of
 from pgtoolkit.losses.checks import (
     check_positive,
     check_whole,
@@ -35,16 +36,16 @@ _ONE_AXIS = (
 def tokens_of(
     name: str,
     rows: Tensor,
-    vectors: tuple[Tensor | None, ...],
+    vectors: tuple[Array | None, ...],
     num_documents: int | None,
-    of_documents: tuple[Tensor | None, Tensor | None],
+    of_documents: tuple[Array | None, Array | None],
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
-    rewards: Tensor | None = None,
-    top: tuple[Tensor | None, Tensor | None] = (None, None),
-    kept_ids: Tensor | None = None,
+    rewards: Array | None = None,
+    top: tuple[Array | None, Array | None] = (None, None),
+    kept_ids: Array | None = None,
 ) -> Tokens:
-    """Return the tokens of `rows`, with integers as int64.
+    """Return the tokens of `rows`, with integers as int64, and lists and other arrays as tensors.
 
     name: the keyword of rows, (T, ...).
     vectors: the first of VECTORS, (T,) each; None for an optional one that is missing.
@@ -61,48 +62,50 @@ def tokens_of(
         if vector is None and key not in _NEEDED:
             continue
         is_index = key in ("labels", "document_index")
-        check_tensor(key, vector, rows, (len(rows),), per_row, is_integer=is_index)
-        assert vector is not None
-        vector = vector if vector.is_floating_point() else vector.long()
-        named[key] = vector.contiguous()
+        made = checked(key, vector, rows, (len(rows),), per_row, is_integer=is_index)
+        made = made if made.is_floating_point() else made.long()
+        named[key] = made.contiguous()
     if num_documents is None:
         num_documents = count_documents(named["document_index"], is_whole_step=totals is None)
     check_whole("num_documents", num_documents, 0)
-    indices = {}
+    per_document = f"one entry per document, {num_documents}"
+    indices: dict[str, Tensor] = {}
     for key, index in zip(OF_DOCUMENTS, of_documents, strict=True):
         if index is not None:
-            indices[key] = index
-    check_totals(totals, num_documents, indices, like=rows)
+            shape = (num_documents,)
+            indices[key] = checked(key, index, rows, shape, per_document, is_integer=True, hint="")
+    check_totals(totals, num_documents, indices)
     if counts is not None:
         check_counts(counts, num_documents)
     if rewards is not None:
         needed = f"one reward per document, {num_documents}"
-        check_tensor("rewards", rewards, rows, (num_documents,), needed, hint="")
+        rewards = checked("rewards", rewards, rows, (num_documents,), needed, hint="")
     top_ids, top_log_probs = top
     if top_ids is not None and top_log_probs is not None:
-        _check_ids("sampling_top_ids", top_ids, rows, name)
-        needed = f"the shape of sampling_top_ids, {tuple(top_ids.shape)}"
-        check_tensor("sampling_top_log_probs", top_log_probs, rows, top_ids.shape, needed)
-        named["sampling_top_ids"] = top_ids
-        named["sampling_top_log_probs"] = top_log_probs
+        ids = _checked_ids("sampling_top_ids", top_ids, rows, name)
+        needed = f"the shape of sampling_top_ids, {tuple(ids.shape)}"
+        named["sampling_top_ids"] = ids
+        named["sampling_top_log_probs"] = checked(
+            "sampling_top_log_probs", top_log_probs, rows, ids.shape, needed
+        )
     if kept_ids is not None:
-        _check_ids("sampling_kept_ids", kept_ids, rows, name)
-        named["sampling_kept_ids"] = kept_ids
+        named["sampling_kept_ids"] = _checked_ids("sampling_kept_ids", kept_ids, rows, name)
     indices = {key: index.long() for key, index in indices.items()}
     return Tokens(**named, num_documents=num_documents, **indices, counts=counts, rewards=rewards)
 
 
-def _check_ids(key: str, ids: Tensor, rows: Tensor, name: str) -> None:
-    """Raise ValueError for tokens of the sampler, (T, k), that do not fit the rows."""
-    width = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() == 2 else 0
+def _checked_ids(key: str, ids: Array, rows: Tensor, name: str) -> Tensor:
+    """Return tokens of the sampler, (T, k); raises ValueError where they do not fit the rows."""
+    made = on_device_of(rows, key, ids, is_integer=True)
+    width = made.shape[-1] if isinstance(made, Tensor) and made.dim() == 2 else 0
     shape = (len(rows), width) if width else None
     needed = f"one row of k >= 1 entries per row of {name}, {len(rows)}"
-    check_tensor(key, ids, rows, shape, needed, is_integer=True)
+    return checked(key, made, rows, shape, needed, is_integer=True)
 
 
 def check_top(
-    loss: Loss, top_ids: Tensor | None, top_log_probs: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    loss: Loss, top_ids: Array | None, top_log_probs: Array | None
+) -> tuple[Array | None, Array | None]:
     """Return the likeliest tokens of the sampler and their log-probs.
 
     Raises ValueError where only one of them is there, and where the loss does not read them.
@@ -125,7 +128,7 @@ def check_switches(**switches: object) -> None:
             raise ValueError(f"{key} needs True or False (got {shown(value)})")
 
 
-def check_rewards(loss: Loss, rewards: Tensor | None) -> None:
+def check_rewards(loss: Loss, rewards: Array | None) -> None:
     """Raise ValueError for rewards that the loss does not read."""
     family = loss.family
     asked = family.asked if isinstance(family, FunctionFamily) else frozenset()
@@ -136,7 +139,7 @@ def check_rewards(loss: Loss, rewards: Tensor | None) -> None:
         )
 
 
-def check_sampling(loss: Loss, sampling_log_probs: Tensor | None) -> None:
+def check_sampling(loss: Loss, sampling_log_probs: Array | None) -> None:
     """Raise ValueError for log-probs of the sampler that have no effect."""
     has_effect = loss.correction is not None or loss.metrics != "none"
     if sampling_log_probs is not None and not has_effect and not _asks(loss, "sampling_log_probs"):
@@ -152,7 +155,7 @@ def _asks(loss: Loss, name: str) -> bool:
     return isinstance(loss.family, FunctionFamily) and name in loss.family.asked
 
 
-def check_reference(loss: Loss, ref_log_probs: Tensor | None, **of_rows: Tensor | None) -> None:
+def check_reference(loss: Loss, ref_log_probs: Array | None, **of_rows: Tensor | None) -> None:
     """Raise ValueError for a penalty without its reference, and for a reference that has no effect.
 
     of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may
@@ -303,6 +306,23 @@ def tensor_of_rank(key: str, value: object) -> Tensor:
     return value
 
 
+def checked(
+    key: str,
+    values: object,
+    like: Tensor,
+    shape: tuple[int, ...] | None,
+    needed: str,
+    is_integer: bool = False,
+    hint: str = _ONE_AXIS,
+) -> Tensor:
+    """Return data as a tensor, lists and other arrays on the device of `like`; raises ValueError
+    as `check_tensor` does."""
+    value = on_device_of(like, key, values, is_integer)
+    check_tensor(key, value, like, shape, needed, is_integer, hint)
+    assert isinstance(value, Tensor)
+    return value
+
+
 def check_tensor(
     key: str,
     value: object,
@@ -379,16 +399,13 @@ def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
 
 
 def check_totals(
-    totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor], like: Tensor
+    totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor]
 ) -> None:
     """Raise ValueError for groups, trajectories or totals that cannot belong to these documents.
 
     of_documents: by name, the indices of OF_DOCUMENTS that are present.
     The values of tensors are read on a CPU only: reading them from a GPU costs a synchronisation.
     """
-    for key, index in of_documents.items():
-        needed = f"one entry per document, {num_documents}"
-        check_tensor(key, index, like, (num_documents,), needed, is_integer=True, hint="")
     trajectories = of_documents.get("trajectory_index")
     if trajectories is not None and not trajectories.is_cuda and num_documents:
         smallest = int(trajectories.min())

@@ -56,18 +56,6 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_mask(mask: object, num_tokens: int) -> None:
-    """Raise ValueError unless mask is a tensor with one bool per token."""
-    dtype = str(getattr(mask, "dtype", ""))
-    fits = getattr(mask, "shape", None) == (num_tokens,)
-    if fits and dtype == "torch.bool":
-        return
-    use = use_of_array("mask", mask)
-    if fits and dtype.startswith("torch."):
-        use = ". Use mask.bool()"
-    raise ValueError(f"mask needs one bool per token, {num_tokens} (got {shown(mask)}){use}")
-
-
 def use_of_array(key: str, value: object) -> str:
     """Return what to type in the place of a list or of NumPy's array, to be put behind a sentence;
     empty for a tensor and for what is no array. key: its keyword."""

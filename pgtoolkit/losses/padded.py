@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pgtoolkit.losses.arrays import Array, of_bools, of_floats, of_integers, tensor_of
 from pgtoolkit.losses.checks import shown
-
-
-class Array(Protocol):
-    """A tensor, or another array that `torch.as_tensor` takes, such as numpy's."""
-
-    def __array__(self) -> object: ...
 
 
 def from_padded(
@@ -27,6 +22,9 @@ def from_padded(
     mask: Array | None = None,
     sampling_log_probs: Array | None = None,
     ref_log_probs: Array | None = None,
+    rewards: Array | None = None,
+    group_index: Array | None = None,
+    trajectory_index: Array | None = None,
 ) -> dict[str, Any]:
     """Return keywords of `policy_loss`, `linear_policy_loss` or `log_prob_loss`.
 
@@ -34,9 +32,9 @@ def from_padded(
         out = pgtoolkit.policy_loss(**arguments, loss="grpo")
 
     A batch has B documents, padded to the length T. Each row is a document, also if it has no
-    trained token. Arguments are tensors, or numpy arrays, which go to the device of the model's
-    output. Floating dtypes are kept; lists and arrays of whole numbers become float64, but for
-    labels and mask.
+    trained token. Arguments are tensors, numpy's arrays or lists, which go to the device of the
+    model's output. Floating dtypes are kept; lists and whole numbers become float64, but for
+    labels, mask and indices.
 
     logits, hidden, log_probs: (B, T, V), (B, T, H) or (B, T), one of the three, as the model gives
         it, with its gradient.
@@ -47,13 +45,14 @@ def from_padded(
         say so.
     advantages: (B,), a number for each document, or (B, T).
     old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
+    rewards, group_index, trajectory_index: (B,), a number for each document, as in `policy_loss`.
 
     Raises ValueError for what is no array, and where shapes do not fit together.
     """
     outputs = {}
     for name, output in (("logits", logits), ("hidden", hidden), ("log_probs", log_probs)):
         if output is not None:
-            outputs[name] = _of_floats(_tensor(name, output))
+            outputs[name] = of_floats(tensor_of(name, output))
     if len(outputs) != 1:
         raise ValueError(
             "from_padded needs one of logits, hidden and log_probs (got "
@@ -68,7 +67,7 @@ def from_padded(
 
     def flat(key: str, values: Array) -> Tensor:
         """Return (B * T,) values; raises ValueError for another shape."""
-        value = _tensor(key, values).to(rows.device)
+        value = tensor_of(key, values).to(rows.device)
         if key == "advantages" and value.shape == (documents,):
             value = value[:, None].expand(size)
         if value.shape != size:
@@ -102,52 +101,32 @@ def from_padded(
             )
     vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
     keywords |= {
-        key: _of_floats(flat(key, value)) for key, value in vectors.items() if value is not None
+        key: of_floats(flat(key, value)) for key, value in vectors.items() if value is not None
     }
-    trained = None if mask is None else _as_bool(flat("mask", mask))
+    trained = None if mask is None else of_bools(flat("mask", mask))
     if labels is not None:
-        tokens = flat("labels", labels)
-        if tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise ValueError(f"labels needs integers (got {shown(tokens)}). Use labels.long()")
+        tokens = of_integers("labels", flat("labels", labels), isinstance(labels, Tensor))
         trained = tokens >= 0 if trained is None else trained & (tokens >= 0)
         if name != "log_probs":
             keywords["labels"] = torch.where(trained, tokens, -1)
     if name == "log_probs":
         keywords["mask"] = trained
+    of_documents = {
+        "rewards": rewards,
+        "group_index": group_index,
+        "trajectory_index": trajectory_index,
+    }
+    for key, values in of_documents.items():
+        if values is None:
+            continue
+        value = tensor_of(key, values).to(rows.device)
+        if value.shape != (documents,):
+            raise ValueError(
+                f"{key} needs one number a document, ({documents},) as the rows of {name} (got "
+                f"{shown(value)})"
+            )
+        if key == "rewards":
+            keywords[key] = of_floats(value)
+        else:
+            keywords[key] = of_integers(key, value, isinstance(values, Tensor))
     return keywords
-
-
-def _tensor(key: str, values: Array) -> Tensor:
-    """Return an array as a tensor, a list of floating numbers in float64; raises ValueError for
-    what is none. key: its keyword."""
-    try:
-        value = torch.as_tensor(values)
-        if isinstance(values, list | tuple) and value.is_floating_point():
-            value = torch.as_tensor(values, dtype=torch.float64)
-        return value
-    except (TypeError, ValueError, RuntimeError) as error:
-        # A model of transformers returns an object that has the tensor.
-        fields = [name for name in ("logits", "last_hidden_state") if hasattr(values, name)]
-        use = "".join(f". Use {key}=output.{name} of this output" for name in fields[:1])
-        raise ValueError(
-            f"{key} needs a tensor or an array of numbers (got a {type(values).__name__}){use}"
-        ) from error
-
-
-def _of_floats(values: Tensor) -> Tensor:
-    """Return numbers that are floats by meaning, whole ones in float64."""
-    is_whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-    return values.double() if is_whole else values
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    """Return a mask of 0 and 1 as bool; raises ValueError for other numbers."""
-    if mask.dtype == torch.bool:
-        return mask
-    others = mask[(mask != 0) & (mask != 1)]
-    if others.numel():
-        raise ValueError(
-            f"mask needs 0 and 1, where a token is trained (got {others[0].item():g}). "
-            "Use mask=weights > 0 for weights; they belong to the advantages"
-        )
-    return mask.bool()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.checks import check_mask, is_finite, shown, use_of_array
+from pgtoolkit.losses.arrays import Array, mask_of_tokens, of_floats, tensor_of
+from pgtoolkit.losses.checks import is_finite, shown
 from pgtoolkit.losses.views import quantile
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class TopEntropy(NamedTuple):
 
 
 @torch.no_grad()
-def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> TopEntropy:
+def top_entropy(entropy: Array, mask: Array, fraction: float) -> TopEntropy:
     """Keep the tokens of a whole step at which the policy is least certain.
 
     The threshold is the (1 - fraction) quantile of the entropies, by linear interpolation; a token
@@ -43,15 +44,17 @@ def top_entropy(entropy: Tensor, mask: Tensor, fraction: float) -> TopEntropy:
 
     entropy: (T,) floating, of the softmax of logits / temperature at each position, of all
         documents of the step.
-    mask: (T,) bool, True where a token is trained; other positions are not read, and their factor
-        is 0.
+    mask: (T,) bool, or 0 and 1, where a token is trained; other positions are not read, and their
+        factor is 0.
     fraction: above 0, and at most 1.
+    Lists and numpy's arrays are taken as tensors are.
     """
     check_fraction("fraction", fraction)
-    if not isinstance(entropy, Tensor) or entropy.dim() != 1 or not entropy.is_floating_point():
-        got = f"{shown(entropy)}){use_of_array('entropy', entropy)}"
-        raise ValueError(f"entropy needs one floating number per token (got {got}")
-    check_mask(mask, len(entropy))
+    numbers = tensor_of("entropy", entropy)
+    entropy = numbers if isinstance(entropy, Tensor) else of_floats(numbers)
+    if entropy.dim() != 1 or not entropy.is_floating_point():
+        raise ValueError(f"entropy needs one floating number per token (got {shown(entropy)})")
+    mask = mask_of_tokens(mask, entropy)
     wide = entropy.double()
     is_readable = torch.isfinite(wide)
     trained = wide[mask & is_readable]

@@ -18,6 +18,7 @@ from pgtoolkit import (
     kl,
     linear_policy_loss,
     policy_loss,
+    step_coefficients,
 )
 from pgtoolkit.kernels.chunks import DocumentCounts
 from pgtoolkit.losses.aggregation import TokenMean
@@ -230,18 +231,64 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CALL, *INDICES])
 @pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy], ids=["list", "numpy"])
-def test_a_list_or_an_array_is_refused_with_what_makes_a_tensor_of_it(name, kind):
-    right = (CALL | INDICES)[name]
-    wrong = kind(right.detach())
+def test_logits_as_a_list_or_an_array_are_refused_with_what_makes_a_tensor_of_them(kind):
+    wrong = kind(CASE.logits.detach())
     with pytest.raises(
-        ValueError, match=rf"^{name} needs a tensor \(got a (list|ndarray)"
+        ValueError, match=r"^logits needs a tensor \(got a (list|ndarray)"
     ) as refused:
-        policy_loss(**CALL | {name: wrong})
+        policy_loss(**CALL | {"logits": wrong})
     use = str(refused.value).partition(" Use ")[2].partition(",")[0]
-    mended = eval(use, {"torch": torch, name: wrong})
-    assert torch.equal(mended.float(), right.float())
+    mended = eval(use, {"torch": torch, "logits": wrong})
+    assert torch.equal(mended.float(), CASE.logits.float())
+
+
+FURTHER = {
+    "sampling_log_probs": CASE.old_log_probs,
+    "ref_log_probs": CASE.old_log_probs - 0.1,
+    "factors": torch.ones_like(CASE.old_log_probs),
+}
+
+
+@pytest.mark.parametrize("kind", [Tensor.tolist, Tensor.numpy], ids=["list", "numpy"])
+def test_lists_and_arrays_beside_the_models_output_count_as_tensors_do(kind):
+    of_data = {name: value for name, value in CALL.items() if name != "logits"}
+    of_data |= INDICES | FURTHER
+    options = {"loss": "grpo", "aggregation": "prompt_mean", "metrics": "basic"}
+    expected = policy_loss(CASE.logits, **of_data, **options)
+    given = {name: kind(value.detach()) for name, value in of_data.items()}
+    out = policy_loss(CASE.logits, **given, **options)
+    assert float(out.loss) == float(expected.loss)
+    assert float(out.metrics["kl_ref"]) == float(expected.metrics["kl_ref"])
+    rewards = [1, 0, 1, 1, 0, 0]
+    of_rewards = {"loss": "tpo", "group_index": kind(CASE.group_index), "rewards": rewards}
+    log_probs = torch.where(CASE.labels >= 0, expected.log_probs.detach(), 0.0)
+    vectors = {name: kind(of_data[name]) for name in CALL if name not in ("logits", "labels")}
+    mask = CASE.labels >= 0
+    with_list = step_coefficients(log_probs, mask=kind(mask), **vectors, **of_rewards)
+    tensors = {name: of_data[name] for name in vectors}
+    of_rewards |= {"group_index": CASE.group_index, "rewards": torch.tensor(rewards).double()}
+    of_tensors = step_coefficients(log_probs, mask=mask, **tensors, **of_rewards)
+    assert float(with_list.loss) == float(of_tensors.loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        (
+            "group_index",
+            ["a", "b"],
+            r"^group_index needs a tensor or an array of numbers \(got a l",
+        ),
+        ("group_index", [0.5] * 6, r"Use torch.as_tensor\(group_index\).long\(\)$"),
+        ("advantages", [[1.0], [2.0, 3.0]], r"^advantages needs a tensor or an array of numbers"),
+        ("advantages", [1.0], r"^advantages needs one entry per row of logits, 32 \(got \(1,\), f"),
+        ("labels", "many", r"^labels needs a tensor \(got 'many'\)"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused_with_what_is_wrong(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(**CALL | {name: wrong})
 
 
 def test_the_result_of_a_call_shows_its_loss_and_its_metrics():

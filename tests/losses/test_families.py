@@ -101,8 +101,11 @@ def test_a_family_that_contradicts_itself_is_refused(family, message):
     ("change", "message"),
     [
         ({"metrics": "with_entropy"}, "needs logits"),
-        ({"mask": torch.ones(32)}, r"mask needs one bool per token.*\). Use mask.bool\(\)$"),
-        ({"mask": torch.ones(31)}, r"mask needs one bool per token, 32 \(got \(31,\), float32\)$"),
+        ({"mask": torch.full((32,), 0.5)}, r"mask needs 0 and 1, .*\(got 0.5\). Use mask=weights"),
+        (
+            {"mask": torch.ones(31)},
+            r"mask needs a bool, or 0 or 1, per token, 32 \(got \(31,\), fl",
+        ),
         ({"temperature": 2.0, "loss": "grpo"}, r"already. Use log_probs of logits / temperature$"),
         ({"temperature": 2.0, "loss": "tpo"}, r"Use loss=pgtoolkit.families.Tpo\(temperature=2.0"),
         ({"temperature": 2.0, "loss": len}, r"Use loss=functools.partial\(..., temperature=2.0"),

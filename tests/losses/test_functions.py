@@ -545,8 +545,12 @@ def test_rewards_coefficients_and_factors_that_are_not_finite_are_refused(poison
     entropy = torch.where(inputs["document_index"] == 3, poison, 1.0)
     factors, threshold = top_entropy(entropy, inputs["labels"] >= 0, 0.5)
     assert threshold == 1
-    with pytest.raises(ValueError, match=r"^entropy needs .*Use torch.as_tensor\(entropy\), on"):
-        top_entropy(entropy.tolist(), inputs["labels"] >= 0, 0.5)
+    of_lists = top_entropy(entropy.tolist(), (inputs["labels"] >= 0).tolist(), 0.5)
+    assert torch.equal(of_lists.factors.nan_to_num(7.0), factors.double().nan_to_num(7.0))
+    with pytest.raises(
+        ValueError, match=r"^entropy needs one floating number per token \(got \(2,"
+    ):
+        top_entropy(torch.tensor([1, 2]), torch.ones(2), 0.5)
     with pytest.raises(DataError, match=r"^factors needs finite numbers .*nan in document 3\)"):
         policy_loss(**inputs, loss="grpo", factors=factors)
     for name, loss in (("coefficients", towards_rewards), ("factors", "grpo")):

@@ -196,6 +196,37 @@ def test_a_mask_of_other_numbers_than_0_and_1_is_refused(weight):
         from_padded(**vectors, advantages=torch.zeros(1), mask=mask)
     keywords = from_padded(**vectors, advantages=torch.zeros(1), mask=[[1, 0, 1]])
     assert keywords["mask"].tolist() == [True, False, True]
+    flat = (torch.zeros(3), torch.zeros(3), torch.ones(3), torch.zeros(3).long())
+    with pytest.raises(ValueError, match=rf"^mask needs 0 and 1, .*\(got {weight:g}\)"):
+        log_prob_loss(*flat, mask[0])
+    of_bools = log_prob_loss(*flat, torch.tensor([True, False, True])).loss
+    for given in (torch.tensor([1, 0, 1]), torch.tensor([1.0, 0, 1]), [1, 0, 1]):
+        assert float(log_prob_loss(*flat, given).loss) == float(of_bools)
+
+
+def test_numbers_of_a_document_are_taken_as_lists_or_arrays():
+    of_documents = {"group_index": [0, 0, 1, 1, 2, 2], "rewards": np.array([1, 0, 1, 1, 0, 1])}
+    made = from_padded(logits=LOGITS, **padded_vectors(**of_documents))
+    assert made["group_index"].dtype == torch.int64
+    assert made["group_index"].tolist() == of_documents["group_index"]
+    assert made["rewards"].tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    for key, wrong, message in (
+        (
+            "group_index",
+            ["a"] * 6,
+            r"^group_index needs a tensor or an array of numbers \(got a lis",
+        ),
+        ("group_index", 0.5, r"^group_index needs one number a document, \(6,\) as the rows of"),
+        (
+            "group_index",
+            np.full(6, 0.5),
+            r"integers .*Use torch.as_tensor\(group_index\).long\(\)$",
+        ),
+        ("trajectory_index", torch.ones(6), r"integers .*\. Use trajectory_index.long\(\)$"),
+        ("rewards", [[1.0]] * 6, r"^rewards needs one number a document, \(6,\) .* \(got \(6, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_padded(logits=LOGITS, **padded_vectors(**{key: wrong}))
 
 
 def test_labels_say_which_log_probs_are_trained_as_they_do_of_logits():
