@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,10 +131,17 @@ class SampledDocument:
             return len(self.tokens)
         return max(len(self.tokens), len(self.reference_tokens))
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         """Return N_d, the number of trained tokens."""
         return int(self.loss_mask.count_nonzero())
+
+    @cached_property
+    def num_untrained_first(self) -> int:
+        """Return the number of tokens before the first trained one; all where none is trained."""
+        if not self.num_trained:
+            return len(self.tokens)
+        return int(self.loss_mask.to(torch.uint8).argmax())
 
     @property
     def is_excluded(self) -> bool:
@@ -214,6 +222,11 @@ AnyDocument = TypeVar("AnyDocument", bound=SampledDocument)
 """One class of documents, for what takes and returns documents of either."""
 
 
+def fields_of(document: SampledDocument) -> dict[str, Any]:
+    """Return what the document was made of, by name, without the numbers that it has kept since."""
+    return {each.name: getattr(document, each.name) for each in fields(document)}
+
+
 def vectors_of_critic(documents: Sequence[Document]) -> tuple[str, ...]:
     """Return the names in CRITIC_VECTORS that the documents of a step have: all or none."""
     return CRITIC_VECTORS if documents and documents[0].values is not None else ()
@@ -238,9 +251,7 @@ def num_shared(before: SampledDocument, document: SampledDocument) -> int:
 
     None of them is trained in this document, and at least one of its tokens is left over.
     """
-    limit = min(len(before.tokens), len(document.tokens) - 1)
-    if document.num_trained:
-        limit = min(limit, int(document.loss_mask.to(torch.uint8).argmax()))
+    limit = min(len(before.tokens), len(document.tokens) - 1, document.num_untrained_first)
     if limit < 1:
         return 0
     ours = document.tokens[:limit]

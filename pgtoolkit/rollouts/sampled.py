@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pgtoolkit.completion import Completion, Prompt, Request
-from pgtoolkit.document import Document
+from pgtoolkit.document import Document, fields_of
 from pgtoolkit.errors import VerifierLost
 from pgtoolkit.losses.adaptive_kl import AdaptiveKL
 from pgtoolkit.losses.corrections import Correction
@@ -216,7 +216,7 @@ class SampledRollouts(Source):
                 {"prompt": number, "completions": [_saved(completion) for completion in group]}
                 for number, group in self._unscored.items()
             ],
-            "documents": [dict(vars(document)) for document in documents],
+            "documents": [fields_of(document) for document in documents],
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -398,7 +398,7 @@ class SampledRollouts(Source):
             )
             documents = [
                 Document(
-                    **vars(document) | vars(of_document),
+                    **fields_of(document) | vars(of_document),
                     advantages=torch.zeros(document.num_trained),
                 )
                 for document, of_document in zip(sampled, log_probs, strict=True)
