@@ -54,7 +54,8 @@ def pack(file: Path, sweeps: list[Path]) -> None:
     relative to the current directory, which is where an unpacked sweep goes on. The same runs make
     the same file.
     """
-    with tarfile.open(file, "w:xz" if file.suffix == ".xz" else "w:gz") as packed:
+    part = file.with_suffix(".part")
+    with tarfile.open(part, "w:xz" if file.suffix == ".xz" else "w:gz") as packed:
         for path in sorted(path for sweep in sweeps for path in sweep.rglob("status.json")):
             status = json.loads(path.read_text())
             ended_by_numbers = str(status.get("reason")).startswith("NumericalError")
@@ -65,6 +66,7 @@ def pack(file: Path, sweeps: list[Path]) -> None:
                 entry = tarfile.TarInfo(str(path.parent / name))
                 entry.size = len(data)
                 packed.addfile(entry, io.BytesIO(data))
+    part.replace(file)
 
 
 def _content(run: Path, status: dict) -> dict[str, str]:
