@@ -93,7 +93,8 @@ def best_value(sweep: Path, key: str, seeds: int) -> str:
     lower of two that tie.
 
     The final score of a run is the mean of its last two evaluations, and 0 if numbers that are not
-    finite have ended it. Raises RuntimeError unless each of three values or more has enough finished runs.
+    finite have ended it. Raises RuntimeError unless there are three values or more, and each has
+    enough finished runs.
     """
     finals: dict[float, list[float]] = {}
     for run in sorted(sweep.iterdir()):
@@ -103,7 +104,8 @@ def best_value(sweep: Path, key: str, seeds: int) -> str:
             finals.setdefault(value, []).append(final)
     counts = {value: len(of_value) for value, of_value in finals.items()}
     if len(counts) < 3 or set(counts.values()) != {seeds}:
-        raise RuntimeError(f"{sweep}: {seeds} complete runs of three values or more needed (got {counts})")
+        needed = f"{seeds} complete runs of each of three values or more needed"
+        raise RuntimeError(f"{sweep}: {needed} (got {counts})")
     means = {value: round(statistics.fmean(finals[value]), 9) for value in finals}
     return str(min(means, key=lambda value: (-means[value], value)))
 
