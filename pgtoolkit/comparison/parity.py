@@ -225,6 +225,11 @@ def _on_groups(side: TheirSide, step: RecordedStep) -> Iterator[str]:
 def _on_the_cut(side: TheirSide, documents: int) -> Iterator[str]:
     """Yield sentences on micro-batches that change a number, where they may not be theirs."""
     convention = side.convention
+    if convention.generated and documents > convention.generated:
+        yield (
+            f"{side.trainer} counts tokens by generated batch, of {convention.generated} documents "
+            "that stand beside each other here."
+        )
     size = convention.documents or documents
     if not convention.depends_on_cut or documents <= size:
         return
@@ -282,7 +287,7 @@ def side_of(path: Path) -> Side:
     assert as_ours is not None  # checked
     name = f"{trainer} {theirs.table.content['version']}"
     notes = [f"{name}: {line}" for line in translation.differing if line.startswith(_NOTED)]
-    notes += [f"{name}: {line}" for line in assumed if line]
+    notes += [f"{name}: {line}" for line in (*translation.apart, *assumed) if line]
     return TheirSide(convention, name, shell_path(path), typed, as_ours, keys, values, notes)
 
 

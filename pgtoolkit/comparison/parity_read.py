@@ -48,6 +48,7 @@ class StepValues(dict[str, Any]):
 
     unread: name -> the text of a value that is made when their program runs. Asking for one of
         these raises ConfigError.
+    generated, documents: of TRL, how many a generated batch and a step have; None where not known.
     """
 
     def __init__(self, theirs: TheirConfig):
@@ -56,6 +57,8 @@ class StepValues(dict[str, Any]):
         super().__init__({name: values.of[name] for name in values.of.keys() - unread.keys()})
         self.unread = unread
         trainer = theirs.table.content["trainer"]
+        sizes = [values.names.get(name) for name in ("generated", "documents")]
+        self.generated, self.documents = (of if isinstance(of, int) else None for of in sizes)
         if trainer == "TRL" and "processes" in values.names:
             self["num_processes"] = values.names["processes"]
         problems = [
@@ -92,6 +95,10 @@ def trl_convention(v: StepValues) -> Convention:
     scale = v["scale_rewards"]
     depends_on_cut = loss_type == "bnpo" or v["entropy_coef"] != 0
     cut = v.__getitem__ if depends_on_cut else v.get
+    mean_of = "micro_batch" if loss_type == "bnpo" else "step"
+    by_items = loss_type in ("dapo", "cispo")  # by TRL's num_items_in_batch
+    if by_items and v.generated and v.documents and v.documents > v.generated:
+        mean_of = "step" if v.documents % v.generated else "generated_batch"
     return Convention(
         deviation=deviations.get(scale) or scale,
         deviation_epsilon=1e-4,
@@ -105,7 +112,8 @@ def trl_convention(v: StepValues) -> Convention:
         entropy_weights="micro_batch",
         mean=mean,
         divisor=v["max_completion_length"] if loss_type == "dr_grpo" else 1,
-        mean_of="micro_batch" if loss_type == "bnpo" else "step",
+        mean_of=mean_of,
+        generated=v.generated if mean_of == "generated_batch" else None,
         masks_truncated=v["mask_truncated_completions"],
         truncated_counted=mean != "token",
         temperature=v["temperature"],

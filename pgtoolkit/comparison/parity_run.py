@@ -13,7 +13,12 @@ import torch
 
 from pgtoolkit.comparison.parity_step import RecordedStep
 from pgtoolkit.comparison.parity_switches import TheirSide
-from pgtoolkit.comparison.parity_theirs import Rows, micro_batches, their_numbers
+from pgtoolkit.comparison.parity_theirs import (
+    Rows,
+    counted_together,
+    micro_batches,
+    their_numbers,
+)
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.plain_files import JsonObject
 
@@ -49,6 +54,11 @@ def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> Json
         tensors["ref"] = rows.ref()
     if step.sampling is not None:
         tensors["sampling"] = rows.sampling()
+    documents = range(len(trained.attempts))
+    parts = micro_batches(convention, documents)
+    generated = [[*documents]]
+    if convention.mean_of == "generated_batch":
+        generated = counted_together(convention, documents)
     return {
         "trainer": side.trainer.partition(" ")[0],
         "dtype": dtype,
@@ -57,7 +67,8 @@ def request(step: RecordedStep, side: TheirSide, dtype: str = "float64") -> Json
         "rewards": read["rewards"][kept].tolist() if step.has_rewards else None,
         "groups": [*trained.groups],
         "ranks": convention.ranks,
-        "micro_batches": micro_batches(convention, range(len(trained.attempts))),
+        "micro_batches": parts,
+        "generated_batches": generated,
         "corrects": convention.correction is not None,
     }
 

@@ -59,10 +59,11 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], request: dict) -> dict[str,
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     parts = request["micro_batches"]
+    batches = request["generated_batches"]
     accumulation = len(parts) / request["ranks"]
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     attributes = {name: v[name] for name in TRL_ATTRIBUTES if name in v} | {
-        "args": SimpleNamespace(**(v | {"steps_per_generation": accumulation})),
+        "args": SimpleNamespace(**(v | {"steps_per_generation": accumulation / len(batches)})),
         "accelerator": SimpleNamespace(
             gather=lambda tensor: tensor.reshape(-1),
             reduce=lambda tensor, reduction: tensor,
@@ -82,6 +83,7 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], request: dict) -> dict[str,
     entropy = rows.get("entropy", torch.zeros_like(leaf))
     total = torch.zeros((), dtype=leaf.dtype)
     for part in parts:
+        (generated,) = [batch for batch in batches if part[0] in batch]
         new = leaf[part]
         of_model = (new, entropy[part], None)
         vars(trainer)["_get_per_token_logps_and_entropies"] = lambda *_, result=of_model, **__: (
@@ -94,7 +96,7 @@ def trl_step(v: dict, rows: dict[str, torch.Tensor], request: dict) -> dict[str,
             "completion_ids": ids,
             "completion_mask": rows["mask"][part].long(),
             "advantages": rows["advantages"][part],
-            "num_items_in_batch": rows["mask"].sum(),
+            "num_items_in_batch": rows["mask"][generated].sum(),
             "importance_sampling_ratio": rows["correction"][part],
             "old_per_token_logps": rows["old"][part],
         }

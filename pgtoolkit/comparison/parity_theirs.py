@@ -43,14 +43,16 @@ class Convention:
     entropy_coefficient 0 is no bonus on the entropy. entropy_weights: those of the loss, or
         micro_batch, a mean over the tokens of each.
     correction: "token_mask" and so on; None without.
-    mean: what the loss is a mean of; divisor: of constant. mean_of: the step, or each micro-batch.
+    mean: what the loss is a mean of; divisor: of constant. mean_of: the step, each micro-batch, or
+        each generated_batch of a step that has several.
     scale: by which every weight is multiplied, such as 2 where two micro-batches are added up.
     masks_truncated: whether completions that were cut off are not trained; truncated_counted:
         whether their tokens are counted all the same.
     mask_shift: by how many tokens the mask is shifted, 0 where it is right: with 1 the first token
         of each completion is not trained, with -1 the last.
     temperature: that log-probs are of.
-    documents: of a micro-batch, on one of the ranks.
+    documents: of a micro-batch, on one of the ranks. generated: of a generated batch, on all ranks;
+        None where a step has no several of them.
     """
 
     deviation: str = "group"
@@ -88,6 +90,7 @@ class Convention:
     mask_shift: int = 0
     temperature: float = 1.0
     documents: int | None = None
+    generated: int | None = None
     ranks: int = 1
 
     @property
@@ -312,16 +315,27 @@ def _entropy_bonus(
 
 def micro_batches(c: Convention, documents: Sequence[int]) -> list[list[int]]:
     """Return the documents of each micro-batch of all ranks, in order."""
-    size = c.documents or len(documents)
-    return [[*documents[start : start + size]] for start in range(0, len(documents), size)]
+    return _cut(documents, c.documents)
+
+
+def counted_together(c: Convention, documents: Sequence[int]) -> list[list[int]]:
+    """Return the documents whose tokens, or themselves, are counted for one denominator."""
+    sizes = {"micro_batch": c.documents, "generated_batch": c.generated}
+    return _cut(documents, sizes.get(c.mean_of))
+
+
+def _cut(documents: Sequence[int], size: int | None) -> list[list[int]]:
+    """Return the documents in parts of a size, in order; all in one for None."""
+    size = size or len(documents)
+    return [[*documents[start : start + size]] for start in range(0, len(documents), size or 1)]
 
 
 def _weights(c: Convention, rows: Rows, mask: Tensor, kept: Tensor) -> Tensor:
-    """Return (B, T) w_t: each denominator counted over the step, or over a micro-batch."""
+    """Return (B, T) w_t: each denominator counted over the step, or over a part of it."""
     counted = mask if not c.truncated_counted else rows.unmasked * kept[:, None]
     weights = torch.zeros_like(mask)
     documents = kept.nonzero().flatten().tolist()
-    parts = [documents] if c.mean_of == "step" else micro_batches(c, documents)
+    parts = counted_together(c, documents)
     for part in parts:
         counts = counted[part].sum(1, True)
         if c.mean == "token":

@@ -26,8 +26,9 @@ class Theirs:
     cases: (condition, what to type here, or that by their value), of which the first that fits
     counts. reasons: (condition, why there is no equal), of which all that fit are said. default:
     None, too, for a section whose keys have no row of their own. learns: whether what is learned
-    depends on it although no key of ours is typed for it. gone_in: the version of the table where
-    that lacks the key, which earlier ones have.
+    depends on it although no key of ours is typed for it. differs: (condition, what is not quite
+    the same); apart: the same of what changes what is learned. gone_in: the version of the table
+    where that lacks the key, which earlier ones have.
     """
 
     trainer: str
@@ -39,6 +40,7 @@ class Theirs:
     reasons: dict[str, str] = field(default_factory=dict)
     learns: bool = False
     differs: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
     gone_in: str = ""
 
     @property
@@ -101,7 +103,8 @@ class Theirs:
     def remark(self) -> str:
         """Why some or all values have no equal, and what differs."""
         condition = f"acts where `{self.acts}`" if self.acts else ""
-        return "; ".join(part for part in (condition, self.reason, *self.differs.values()) if part)
+        differs = [*self.apart.values(), *self.differs.values()]
+        return "; ".join(part for part in (condition, self.reason, *differs) if part)
 
     def sentence(self, name: str) -> str:
         """Return a sentence on what a key of theirs is here."""
@@ -169,6 +172,7 @@ def _rows(content: JsonObject) -> dict[str, Theirs]:
             reasons=reason if isinstance(reason, dict) else {"": reason},
             learns=row.get("learns", False),
             differs=row.get("differs", {}),
+            apart=row.get("apart", {}),
             **texts,
         )
     for block in content["none"]:
@@ -260,7 +264,7 @@ def keys_in_section(name: str) -> dict[str, list[str]]:
 
 def words_used(row: Theirs) -> str:
     """Return what the words are that the conditions of a row use."""
-    conditions = [*row.reasons, *row.differs, *(condition for condition, _ in row.cases)]
+    conditions = [*row.reasons, *row.apart, *row.differs, *(case[0] for case in row.cases)]
     formulas = [row.acts, *row.typed, *conditions]
     written = " ".join([*formulas, *re.findall(r"\{.*?\}", row.reason)])
     used = []

@@ -57,6 +57,7 @@ class Translation:
     """Finds the overrides that a configuration of theirs is here.
 
     left: (key with its value, why it has no equal, its row). differing: what is not quite the same.
+    apart: what is typed and changes what is learned all the same.
     lacking: what this machine lacks.
     behind: the name of a row -> the file's keys that its values follow from; none: their defaults.
     """
@@ -65,6 +66,7 @@ class Translation:
         self.theirs = theirs
         self.left: list[tuple[str, str, Theirs]] = []
         self.differing: list[str] = []
+        self.apart: list[str] = []
         misfits = {
             name: _misfit(theirs.table.rows.get(name), theirs.values[name])
             for name in theirs.values
@@ -109,9 +111,10 @@ class Translation:
             self._leave(row, idle, IDLE, True)
             self.behind[row.name] = [name for name in names if name not in idle]
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
-            for condition, sentence in row.differs.items():
-                if self._values.may_be(condition):
-                    self.differing.append(f"{redact(shown)}: {sentence}")
+            for said, sentences in ((self.apart, row.apart), (self.differing, row.differs)):
+                for condition, sentence in sentences.items():
+                    if self._values.may_be(condition):
+                        said.append(f"{redact(shown)}: {sentence}")
         except NameError:
             rows = self.theirs.table.rows
             own = [name for name in self._values.own if (rows[name].see or name) == row.name]

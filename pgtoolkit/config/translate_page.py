@@ -63,6 +63,7 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
             "backslash that is not the last of its line"
         )
         left_out[True].insert(0, _line(" ".join(lost), reason))
+    left_out[True] += translation.apart
     unknown = [
         f"{key} (is {near} meant?)" if near else key
         for key, near in ((key, table.near(key)) for key in translation.theirs.values)

@@ -21,6 +21,7 @@ TRL = [
     {"loss_type": "cispo", "epsilon_high": 1.3},
     {"loss_type": "sapo", "entropy_coef": 0.1},
     {"mask_truncated_completions": True},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "steps_per_generation": 1},
     {"use_vllm": True},
     {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "temperature": 0.7},
 ]

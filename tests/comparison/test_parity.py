@@ -141,6 +141,9 @@ ONLY_IN_THEIR_CODE = [
     ("TRL", {"scale_rewards": "none", "mask_truncated_completions": True}, [],
      ["weights: whether the tokens of completions that mask_truncated_completions leaves out "
       "(`rollout.truncated=mask`) are counted is false in TRL 1.16.0 and true in ours"]),
+    ("TRL", {"scale_rewards": "none", "per_device_train_batch_size": 2, "steps_per_generation": 1,
+             "gradient_accumulation_steps": 3}, [],
+     ["weights: tokens and documents are counted over the generated_batch in TRL 1.16.0 and step"]),
     ("TRL", {"scale_rewards": "none", "delta": 1.1}, [],
      ["surrogate: the bound of every ratio is 1.1 in TRL 1.16.0 and null in ours"]),
     ("TRL", {"scale_rewards": "none", "beta": 0.1, "importance_sampling_level": "sequence"},
@@ -251,7 +254,7 @@ GRPOTrainer(model=made, reward_funcs=my_reward, args=args, train_dataset=dataset
 """
     side = side_of_text(tmp_path, "train.py", program.replace("EPSILON", "epsilon=0.1"))
     of_sizes, note = side.notes
-    assert of_sizes.startswith("TRL 1.16.0: loss_type=dapo (their default): a step is divided by")
+    assert of_sizes.startswith("TRL 1.16.0: loss_type=dapo (their default): a token has the weight")
     assert note == (
         "TRL 1.16.0: made when the program runs, and no number of this step depends on it: "
         "model=made, per_device_train_batch_size=size(), train_dataset=load('prompts')"

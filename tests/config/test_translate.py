@@ -1241,6 +1241,25 @@ def test_what_is_left_out_of_trl_stands_where_it_belongs(tmp_path):
         assert shown in parts["What else"], shown
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "per_generation", "weighed", "shuffled"),
+    [(4, 4, False, False), (4, 1, True, False), (1, 4, True, True), (4, 6, True, True)],
+)
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "grpo"])
+def test_what_a_generated_batch_that_is_no_step_changes_is_said(
+    tmp_path, loss_type, accumulation, per_generation, weighed, shuffled
+):
+    """TRL counts num_items_in_batch over a generated batch, and shuffles that before it cuts it."""
+    values = {"loss_type": loss_type, "gradient_accumulation_steps": accumulation}
+    values |= {"steps_per_generation": per_generation, "num_generations": 4}
+    translation = translated(tmp_path, "file.json", values)
+    said = "a token has the weight steps_per_generation / gradient_accumulation_steps"
+    is_weighed = weighed and loss_type != "grpo"
+    assert is_weighed == any(f": {said}" in line for line in translation.differing)
+    begins = f"steps_per_generation={per_generation}: the documents of a generated batch are shuffl"
+    assert [line[: len(begins)] for line in translation.apart] == [begins] * shuffled
+
+
 def test_nothing_is_said_of_an_evaluation_without_prompts(tmp_path):
     script = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.val_files={}"
     assert [
