@@ -240,7 +240,7 @@ def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
     and code."""
     if re.fullmatch(r"true|false|null|none|auto|[\W\d.]*", value):
         return []
-    found = []
+    rows_of_value = []
     for row in (row for table in tables().values() for row in table.rows.values()):
         cases = [
             (f"where `{condition}` " if condition else "")
@@ -249,17 +249,17 @@ def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
             if isinstance(here, dict) and value in here
         ]
         if cases:
-            found.append((row, "; else ".join(cases)))
-    return found
+            rows_of_value.append((row, "; else ".join(cases)))
+    return rows_of_value
 
 
 def keys_in_section(name: str) -> dict[str, list[str]]:
     """Return the keys of each trainer in sections of this name, such as filter_groups."""
-    found = {
+    of_trainers = {
         trainer: [key for key in table.rows if f".{name}." in f".{key}"]
         for trainer, table in tables().items()
     }
-    return {trainer: names for trainer, names in found.items() if names}
+    return {trainer: names for trainer, names in of_trainers.items() if names}
 
 
 def words_used(row: Theirs) -> str:

@@ -117,8 +117,8 @@ class Translation:
                         said.append(f"{redact(shown)}: {sentence}")
         except NameError:
             rows = self.theirs.table.rows
-            own = [name for name in self._values.own if (rows[name].see or name) == row.name]
-            self._leave(row, own, OF_UNSLOTH)
+            by_unsloth = [name for name in self._values.own if (rows[name].see or name) == row.name]
+            self._leave(row, by_unsloth, OF_UNSLOTH)
             unknown = "what it follows from is known when their program runs"
             if self._values.own:
                 unknown = "what it follows from is not set, or known when their program runs"
@@ -126,7 +126,7 @@ class Translation:
                 unknown = f"what it follows from is not known: {self._misfits_behind(row)}"
             for name in names:
                 self._leave(row, [name], self._misfits.get(name, unknown))
-            self._leave(row, [] if own or names else [row.name], unknown)
+            self._leave(row, [] if by_unsloth or names else [row.name], unknown)
         except NO_VALUE:
             value = text(self._values.of[row.name])
             near = nearest(value, row.named, 0.8) if row.name in names else None

@@ -298,12 +298,12 @@ def _adapters(program: Program) -> dict[str, object]:
         return {}
     sizes: dict[str, object] = {"peft_config.r": 16, "peft_config.lora_alpha": 16}
     sizes["peft_config.target_modules"] = "all-linear"
-    given = {f"peft_config.{name}" for name in program.given("get_peft_model", [])}
-    unset = [f"{name.partition('.')[2]}={sizes[name]}" for name in sizes if name not in given]
+    passed = {f"peft_config.{name}" for name in program.given("get_peft_model", [])}
+    unset = [f"{name.partition('.')[2]}={sizes[name]}" for name in sizes if name not in passed]
     if unset:
         version = tables()["TRL"].content["unsloth"]["version"]
-        said = f"get_peft_model has {', '.join(unset)}, as by default in unsloth {version}"
-        program.assumed.append(said)
+        assumption = f"get_peft_model has {', '.join(unset)}, as by default in unsloth {version}"
+        program.assumed.append(assumption)
     return sizes | {"peft_config": True}
 
 

@@ -104,10 +104,11 @@ def _name_files_of_options(sweep: Sweep) -> None:
         ]
         if not takers:
             continue
-        own = takers[0]
-        others = ",".join(option for option in options if option != own)
+        taker = takers[0]
+        others = ",".join(option for option in options if option != taker)
         advice = (
-            f" For {own} alone, write `_target_: {own}` and `{leaf}: {override.partition('=')[2]}` "
+            f" For {taker} alone, write `_target_: {taker}` and "
+            f"`{leaf}: {override.partition('=')[2]}` "
             f"into my_options/{group}/my_option.yaml, and use pgtk --config-dir=my_options -m "
             f"{group}={others},my_option without {override}."
         )

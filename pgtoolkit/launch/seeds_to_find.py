@@ -54,11 +54,11 @@ def lines_on_seeds(checked: PlannedRun | Sweep, size: float) -> list[str]:
             f"{noise.spread:.2g} over seeds",
         ]
     else:
-        fewest, most = (seeds_needed(size, [spread**2] * 2) for spread in STUDY.values())
+        lowest, highest = (seeds_needed(size, [spread**2] * 2) for spread in STUDY.values())
         spreads = " and ".join(f"{spread:g} ({task})" for task, spread in STUDY.items())
         lines = [
-            f"To find a difference of {size:g}, each configuration needs {fewest} or "
-            f"{number_of_seeds(most)} (t-test, level {LEVEL}, power {POWER}, one pair alone).",
+            f"To find a difference of {size:g}, each configuration needs {lowest} or "
+            f"{number_of_seeds(highest)} (t-test, level {LEVEL}, power {POWER}, one pair alone).",
             f"from the spreads over seeds of another model: {spreads}, final held-out pass@1 of "
             "grpo with SmolLM2-135M in docs/study.md. Yours may be several times as large: check "
             "anew once two seeds of a configuration have finished.",

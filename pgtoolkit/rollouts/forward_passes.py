@@ -79,7 +79,8 @@ class ForwardPasses:
         tolerance: the largest difference that is allowed between these and the trainer's. At least
             some documents go through a forward pass then; SamplerLost if they differ by more.
 
-        Documents of the batch's first update need no pass, where they are known.
+        The documents of the batch's first update go through no pass here, if it is known which
+        these are: the update's own forward pass gives their old log-probs.
         """
         sharing = is_sharing(self.share_prompts, documents)
         num_first = self._num_in_first_update(documents)

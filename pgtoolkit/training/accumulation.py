@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from typing import TypedDict, cast
+from typing import ClassVar, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,11 @@ class DynamicAccumulation(lightning.LightningModule):
     reads_old_log_probs: bool = True
     """Whether the loss reads them. Without them documents are refused, since the numbers of their
     micro-batches mean nothing, unless a subclass says False."""
+
+    without_old_log_probs: ClassVar[str] = (
+        "reads_old_log_probs = False of the module if its loss does not read them"
+    )
+    """What the refusal says to use where they are unknown."""
 
     def __init__(
         self,
@@ -194,14 +199,22 @@ class DynamicAccumulation(lightning.LightningModule):
         return {"metrics": metrics}
 
     def _check_old_log_probs(self, step: Step) -> None:
-        """Raise DataError for documents without the old log-probs that the loss reads."""
-        if self.reads_old_log_probs and not have_old_log_probs(step.documents):
-            names = [x.name for x in step.documents if x.old_log_probs is None and not x.on_policy]
+        """Raise DataError for documents without the old log-probs that the loss reads.
+
+        They may come from a loader of the user's own, or from the checkpoint of a run that is
+        resumed with another correction. An on_policy document has none, and after an update it
+        would need them.
+        """
+        without_old = [
+            document.name
+            for document in step.documents
+            if document.old_log_probs is None and document.anchor_version != self.num_updates
+        ]
+        if without_old and self.reads_old_log_probs:
             raise DataError(
-                f"{type(self).__name__} needs old_log_probs of every document (got none of "
-                f"{names[0]}). Its loss compares the policy with the one that sampled. Give them, "
-                f"or use {type(self).__name__}.reads_old_log_probs = False for a loss that does "
-                "not read them."
+                f"the loss needs old_log_probs of every document (got none of {without_old[0]}). "
+                "It compares the policy with the one that sampled. Give them, or use "
+                f"{self.without_old_log_probs}."
             )
 
     def _count_documents(self, step: Step) -> None:

@@ -85,6 +85,7 @@ class PolicyGradientModule(DynamicAccumulation):
     record: what a checkpoint keeps of the run's configuration.
     """
 
+    without_old_log_probs = "loss=reinforce correction=none kl=none"
     reference: Policy | None = None
     evaluator: Evaluator | None = None
     critic: Critic | None = None
@@ -167,7 +168,7 @@ class PolicyGradientModule(DynamicAccumulation):
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
-        self._check_log_probs(step)
+        self._check_sampling_log_probs(step)
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
         if self.keeps_layers is not None:
@@ -523,23 +524,11 @@ class PolicyGradientModule(DynamicAccumulation):
     def reads_old_log_probs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.loss.reads_old_log_probs
 
-    def _check_log_probs(self, step: Step) -> None:
-        """Raise DataError for documents without the log-probs that the loss reads.
+    def _check_sampling_log_probs(self, step: Step) -> None:
+        """Raise DataError for documents without the sampler's log-probs that the loss reads.
 
-        They may come from a loader of the user's own, or from the checkpoint of a run that is
-        resumed with another correction.
+        They may come from the checkpoint of a run that is resumed with another correction.
         """
-        without_old = [
-            document.name
-            for document in step.documents
-            if document.old_log_probs is None and document.anchor_version != self.num_updates
-        ]
-        if without_old and self.loss.reads_old_log_probs:
-            raise DataError(
-                f"the loss needs old_log_probs of every document (got none of {without_old[0]}). "
-                "It compares the policy with the one that sampled. Give them, or use "
-                "loss=reinforce correction=none kl=none."
-            )
         without_top = [
             document.name for document in step.documents if document.sampling_top_ids is None
         ]
