@@ -233,9 +233,13 @@ def test_a_loss_that_reads_old_log_probs_needs_them_of_every_document():
     module = SmallModule(ONE_PROCESS)
     known, unknown = documents()[:2]
     unknown = dataclasses.replace(unknown, old_log_probs=None)
-    with pytest.raises(DataError, match=f"got none of {unknown.name}"):
-        module.training_step(make_step([known, unknown], 1000), 0)
-    assert (module.num_updates, module.documents_seen) == (0, 0)
+    of_an_update = dataclasses.replace(unknown, on_policy=True, anchor_version=0)
+    for step_documents, updates in (([known, unknown], 0), ([of_an_update], 1)):
+        module.num_updates = updates
+        message = f"got none of {unknown.name}.* use reads_old_log_probs = False"
+        with pytest.raises(DataError, match=message):
+            module.training_step(make_step(step_documents, 1000), 0)
+    assert (module.num_updates, module.documents_seen) == (1, 0)
 
 
 def test_metrics_of_old_log_probs_need_them_of_every_document():
