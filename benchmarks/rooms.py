@@ -7,6 +7,7 @@ room or a file is the first sentence of its docstring.
 """
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -17,9 +18,14 @@ BEGIN = "<!-- rooms -->\n"
 END = "<!-- end -->\n"
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def purpose(file: Path) -> str:
     """Return the first paragraph of a file's docstring, as one line."""
-    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    docstring = ast.get_docstring(parsed(file)) or ""
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
@@ -27,7 +33,7 @@ def imported_rooms(room: str, rooms: set[str]) -> set[str]:
     """Return the other rooms that the files of `room` import, also within functions."""
     imported = set()
     for file in (PACKAGE / room).rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

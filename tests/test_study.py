@@ -302,7 +302,10 @@ def test_the_problems_of_the_pretrained_model_are_new_and_have_right_answers(tmp
     )
 
 
-def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_counts(tmp_path):
+def test_the_worked_sums_are_right_and_only_what_follows_the_last_semicolon_counts(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(chains, "NUM_TRAINING", 2000)
     chains.write_problems(tmp_path, 7)
     prompts = {}
     for name in ("train", "held_out"):

@@ -84,13 +84,13 @@ def _calls(
     programs = folder / "programs"
     home = folder / "home"
     environments = [home / name / "bin" for name in ("vllm", "trl", "verl")]
-    places = (programs, *environments, work / ".venv/bin")
-    for place in places:
-        place.mkdir(parents=True)
+    programs.mkdir()
     for name in STAND_INS:
-        for place in places:
-            (place / name).write_text(_RECORDS)
-            (place / name).chmod(0o755)
+        (programs / name).write_text(_RECORDS)
+        (programs / name).chmod(0o755)
+    for place in (*environments, work / ".venv/bin"):
+        place.parent.mkdir(parents=True)
+        place.symlink_to(programs)
     variables = {
         "PATH": f"{programs}:/usr/bin:/bin",
         "HOME": str(home),

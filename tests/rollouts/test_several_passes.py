@@ -270,9 +270,14 @@ def trained_steps(*overrides: str) -> Iterator[Trained]:
 
 
 def frozen(module: PolicyGradientModule) -> Models:
-    reference = None if module.reference is None else copy.deepcopy(module.reference.model)
-    critic = None if module.critic is None else copy.deepcopy(module.critic.body.model)
-    return Models(copy.deepcopy(module.model), reference, critic)
+    reference = None if module.reference is None else copied(module.reference.model)
+    critic = None if module.critic is None else copied(module.critic.body.model)
+    return Models(copied(module.model), reference, critic)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a model with weights of its own and the configuration of this one."""
+    return copy.deepcopy(model, {id(model.config): model.config})
 
 
 def assert_as_specified(trained: Trained, **choices: object) -> None:

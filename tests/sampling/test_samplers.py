@@ -166,12 +166,22 @@ def test_each_end_of_the_folder_and_of_the_tokenizer_ends_a_completion(folder):
 
 
 @torch.no_grad()
-def distribution(
-    model: transformers.PreTrainedModel, tokens: list[int], temperature: float, top_p: float
-) -> list[float]:
+def distributions(
+    model: transformers.PreTrainedModel,
+    prompt: list[int],
+    tokens: list[int],
+    temperature: float,
+    top_p: float,
+) -> list[list[float]]:
+    """Return the probabilities of all tokens at the place of each of a completion's."""
+    document = torch.tensor([prompt + tokens])
+    logits = model(input_ids=document).logits[0, len(prompt) - 1 : -1].double().tolist()
+    return [distribution(at_place, temperature, top_p) for at_place in logits]
+
+
+def distribution(logits: list[float], temperature: float, top_p: float) -> list[float]:
     """Return the probabilities of the next token, in plain loops: tempered, cut to the likeliest,
     renormalised."""
-    logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].double().tolist()
     largest = max(logits)
     weights = [math.exp((logit - largest) / temperature) for logit in logits]
     probabilities = [weight / sum(weights) for weight in weights]
@@ -200,10 +210,10 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperatur
     for prompt in (PROMPT, OTHER):
         for completion in sampler.complete(single_requests([PROMPT, prompt] * 4))[1::2]:
             tokens = completion.tokens.tolist()
+            expected = distributions(model, prompt, tokens, temperature, top_p or 1.0)
             for place, token in enumerate(tokens):
-                expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
                 assert completion.log_probs[place].item() == pytest.approx(
-                    math.log(expected[token]), abs=1e-5
+                    math.log(expected[place][token]), abs=1e-5
                 )
 
 
@@ -234,10 +244,10 @@ def test_a_static_cache_gives_the_same_distribution(folder, device, temperature,
         tokens = completion.tokens.tolist()
         assert (tokens[-1] == END) == (completion.finish_reason == "stop")
         assert END not in tokens[:-1]
+        expected = distributions(model, prompt, tokens, temperature, top_p or 1.0)
         for place, token in enumerate(tokens):
-            expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
             assert completion.log_probs[place].item() == pytest.approx(
-                math.log(expected[token]), abs=2e-5
+                math.log(expected[place][token]), abs=2e-5
             )
 
 

@@ -5,8 +5,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -81,15 +79,6 @@ def test_a_compiled_model_is_refused_without_a_compiler(capsys, monkeypatch):
     error = refusal_of_start(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
     assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in error
     assert "Use model.compile=false." in error
-
-
-def test_a_check_of_the_defaults_imports_nothing_large():
-    script = (
-        "import sys; from pgtoolkit.cli import main; main(['check', 'experiment=dapo']); "
-        "assert not {'torch', 'numpy', 'pyarrow', 'huggingface_hub', 'mlflow', 'transformers'} & "
-        "set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
 def test_functions_that_are_missing_or_take_other_parameters_are_refused(capsys, current_folder):

@@ -13,6 +13,8 @@ from pgtoolkit.assembly.train import train
 from pgtoolkit.errors import DataError, Interrupted, VerifierLost
 
 JUDGE = "tasks.rewards_for_tests.judge"
+STEPS = 4
+"""Two batches of 16 completions."""
 
 
 def overrides_of(folder: Path, verifier: str = JUDGE) -> list[str]:
@@ -25,6 +27,7 @@ def overrides_of(folder: Path, verifier: str = JUDGE) -> list[str]:
         f"task.verifier={verifier}",
         "task.verifier_retry_seconds=0",
         "trainer.checkpoint_every=100",
+        f"trainer.max_steps={STEPS}",
     ]
 
 
@@ -38,7 +41,7 @@ def assert_same_end(folder: Path, expected: Path) -> None:
     """Check that two runs have the same metrics, evaluations and last checkpoint."""
     assert metrics_of(folder) == metrics_of(expected)
     assert evaluations_of(folder) == evaluations_of(expected)
-    state, expected_state = checkpoint_of(folder, 6), checkpoint_of(expected, 6)
+    state, expected_state = checkpoint_of(folder, STEPS), checkpoint_of(expected, STEPS)
     assert_equal(state, expected_state)
 
 
@@ -47,13 +50,12 @@ def judge_is_there(monkeypatch):
     monkeypatch.setattr(rewards_for_tests, "judge_calls_left", 10**9)
 
 
-# Batches have 16 completions, and two steps.
 CASES = {
     "on policy": (JUDGE, [], 21),
     "overlap, awaited": (
         f"{JUDGE}_async",
         ["rollout.max_staleness=5", "rollout.old_log_probs=sampling"],
-        37,
+        21,
     ),
     "further rounds": (
         JUDGE,
@@ -63,7 +65,7 @@ CASES = {
     "evaluation": (
         JUDGE,
         ["evaluation.every=2", "evaluation.prompts_per_set=4", "evaluation.seed=7"],
-        75,
+        43,
     ),
 }
 
@@ -82,7 +84,7 @@ def test_a_run_whose_judge_goes_away_goes_on_to_the_same_bits(tmp_path, case):
         train(config, folder)
     *_, last = str(caught.value).splitlines()
     step = len(metrics_of(folder))
-    assert 0 < step < 6
+    assert 0 < step < STEPS
     assert last == f"Saved up to step {step}. Continue with: {resume_command(folder)}"
     assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
 
@@ -104,7 +106,7 @@ def test_a_judge_that_was_never_there_ends_the_run_with_status_3(tmp_path):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
     rewards_for_tests.judge_calls_left = 10**9
     train(config, tmp_path / "run", resume=True)
-    assert len(metrics_of(tmp_path / "run")) == 6
+    assert len(metrics_of(tmp_path / "run")) == STEPS
 
 
 def test_a_fault_of_a_reward_function_loses_no_step(tmp_path):
