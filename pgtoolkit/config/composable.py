@@ -3,6 +3,7 @@ is frozen."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Literal, get_origin, get_type_hints
@@ -31,16 +32,22 @@ def changeable(schema: type) -> type:
 
 def composed_again(config: Config) -> DictConfig:
     """Return a configuration as OmegaConf has it, so that overrides can be set on it."""
-    composed = OmegaConf.structured(changeable(Config))
-    values = plain_config(config)
-    for name, group in vars(config).items():
-        if is_dataclass(group):
-            composed[name] = OmegaConf.structured(changeable(type(group)))
-    OmegaConf.set_struct(composed, True)
+    kinds = {name: type(group) for name, group in vars(config).items() if is_dataclass(group)}
+    composed = copy.deepcopy(_schema(tuple(kinds.items())))
     for key in keys_of(config):
         if key.free:
             OmegaConf.update(composed, key.name, {})
             OmegaConf.set_struct(OmegaConf.select(composed, key.name), False)
-    merged = OmegaConf.merge(composed, values)
+    merged = OmegaConf.merge(composed, plain_config(config))
     assert isinstance(merged, DictConfig)  # as `composed` is
     return merged
+
+
+@functools.cache
+def _schema(kinds: tuple[tuple[str, type], ...]) -> DictConfig:
+    """Return the schema as OmegaConf has it, with a class of settings for each group."""
+    composed = OmegaConf.structured(changeable(Config))
+    for name, kind in kinds:
+        composed[name] = OmegaConf.structured(changeable(kind))
+    OmegaConf.set_struct(composed, True)
+    return composed

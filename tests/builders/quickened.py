@@ -14,6 +14,7 @@ import math
 import os
 import sqlite3
 import types
+from abc import ABCMeta
 from collections import defaultdict
 from pathlib import Path
 
@@ -157,13 +158,16 @@ def quicken_hydra():
 
     Interpolations are parsed once, too, and what a package has is looked up once. The map for
     interpolations is made only where a default has an interpolation. Nodes, and what is known of
-    them, are copied by their fields.
+    them, are copied by their fields, and only where they are put into a composition. Whether an
+    object is one is asked without classes that are registered, of which there are none, and
+    parents are set only where they change.
     """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
     from hydra._internal.core_plugins import importlib_resources_config_source as of_packages
-    from omegaconf import DictConfig, ListConfig, ValueNode, base, grammar_parser
-    from omegaconf.base import Box, Metadata
+    from hydra.plugins.config_source import ConfigResult
+    from omegaconf import DictConfig, ListConfig, ValueNode, _utils, base, grammar_parser
+    from omegaconf.base import Box, Metadata, Node
 
     load = ConfigRepository.load_config
     make_map = defaults_list._create_interpolation_map
@@ -197,9 +201,18 @@ def quicken_hydra():
             vars(child)["_parent"] = result
         return result
 
+    class KnowsOwnClasses(ABCMeta):
+        """Looks for no class that is registered as a subclass."""
+
+        __instancecheck__ = type.__instancecheck__
+
+    def subclasses_of(kind):
+        return {kind, *(each for child in kind.__subclasses__() for each in subclasses_of(child))}
+
     def set_parents(node):
         for child in children_of(node):
-            child._set_parent(node)
+            if vars(child)["_parent"] is not node:
+                child._set_parent(node)
             if isinstance(child, Box):
                 child._re_parent()
 
@@ -219,7 +232,21 @@ def quicken_hydra():
             return load(repository, config_path)
         if config_path not in parsed:
             parsed[config_path] = load(repository, config_path)
-        return copy.deepcopy(parsed[config_path])
+        return CopiedWhenRead(parsed[config_path])
+
+    class CopiedWhenRead(ConfigResult):
+        """A file of which each composition has a copy, made where it is put into one. Lists of
+        defaults are expanded without one."""
+
+        def __init__(self, read):
+            vars(self).update(vars(read), read=vars(read)["config"])
+            del vars(self)["config"]
+
+        def __getattr__(self, name):
+            if name != "config":
+                raise AttributeError(name)
+            self.config = copy.deepcopy(self.read)
+            return self.config
 
     def interpolation_map(overrides, defaults, self_added):
         if any(default.is_interpolation() for default in defaults):
@@ -239,9 +266,12 @@ def quicken_hydra():
     packages = of_packages.ImportlibResourcesConfigSource
     packages.is_config = looked_up_once(packages.is_config)
     packages.is_group = looked_up_once(packages.is_group)
+    _utils.is_attr_class = lambda value: False  # we have none of attrs
     Metadata.__deepcopy__ = copied_metadata
     for kind in ValueNode.__subclasses__():
         kind.__deepcopy__ = copied_node
+    for kind in subclasses_of(Node):
+        kind.__class__ = KnowsOwnClasses
     for kind in (DictConfig, ListConfig):
         kind.__deepcopy__ = copied_container
         kind._re_parent = set_parents
