@@ -19,6 +19,7 @@ from builders.quickened import (
     quicken_git,
     quicken_hydra,
     quicken_interpreter,
+    quicken_logs,
     quicken_processes,
     quicken_stores,
 )
@@ -30,6 +31,7 @@ from pgtoolkit.system.terminal import forget_streams
 pytest_plugins = ["cpu_seconds"]
 
 quicken_processes()
+quicken_logs()
 quicken_git()
 quicken_hydra()
 quicken_compositions()

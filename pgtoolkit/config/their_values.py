@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
@@ -128,6 +131,21 @@ _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
 
 
+@functools.cache
+def _compiled(formula: str) -> CodeType:
+    """Return the code of a formula of a table, in which names have __ for a dot."""
+    return compile(re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip()), "<formula>", "eval")
+
+
+def _names_in_sections(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the full names in each section, those of sections inside it too."""
+    sections: dict[str, list[str]] = {}
+    for name in names:
+        for dot in re.finditer(r"\.", name):
+            sections.setdefault(name[: dot.start()], []).append(name)
+    return sections
+
+
 class TheirValues:
     """The values of all keys of theirs: what a file sets, else their defaults.
 
@@ -145,9 +163,9 @@ class TheirValues:
         self.of = {name: self.resolved(name, value) for name, value in self.of.items()}
         names = {key: value for key, value in self.of.items() if not isinstance(value, Unread)}
         self.names = {name.replace(".", "__"): value for name, value in names.items()}
+        sections = _names_in_sections(names)
         for word, formula in table.content["words"].items():
-            inside = [name for name in names if name.startswith(f"{formula}.")]  # of a section
-            for name in inside:
+            for name in sections.get(formula, ()):
                 self.names[name.replace(formula, word).replace(".", "__")] = names[name]
             with contextlib.suppress(*NO_VALUE):
                 self.names[word] = self.evaluated(formula)
@@ -168,10 +186,12 @@ class TheirValues:
 
     def evaluated(self, formula: str) -> Any:
         """Return the value of a formula of a table, which is never what a user wrote."""
-        code = re.sub(r"(?<=\w)\.(?=[a-z])", "__", formula.strip())
-        has_value = {name.replace(".", "__") for name in self.theirs.values}.__contains__
+
+        def has_value(name: str) -> bool:
+            return name in {key.replace(".", "__") for key in self.theirs.values}
+
         scope = {**_FUNCTIONS, "given": has_value, "__builtins__": {}}
-        result = eval(code, scope, self.names)
+        result = eval(_compiled(formula), scope, self.names)
         return float(f"{result:.12g}") if isinstance(result, float) else result
 
     def may_be(self, condition: str) -> bool:
