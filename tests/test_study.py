@@ -190,7 +190,7 @@ def test_the_best_rate_is_that_of_the_tables(unpacked):
     losses."""
     for sweep in ("pretrained_rates_constant", "pretrained_rates_sample_mean"):
         assert float(best_value(unpacked / sweep, "optimizer.learning_rate", 2)) == 1e-5
-    with pytest.raises(RuntimeError, match="2 complete runs of three values"):
+    with pytest.raises(RuntimeError, match="2 complete runs of each of three values"):
         best_value(unpacked / "pretrained_rates", "optimizer.learning_rate", 2)
 
 
