@@ -15,11 +15,11 @@ from torch import nn
 
 from pgtoolkit.assembly.loss import loss_of
 from pgtoolkit.assembly.machine import lacking_devices
-from pgtoolkit.assembly.make_task import make_task
+from pgtoolkit.assembly.make_task import held_out_numbers, make_task
 from pgtoolkit.assembly.opening import opening
 from pgtoolkit.assembly.sources import evaluator_of, source_of
 from pgtoolkit.config.counts import samples_async
-from pgtoolkit.config.evaluation_sets import is_on, needs_sampler
+from pgtoolkit.config.evaluation_sets import is_on, needs_sampler, sets_beside_training
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import shares_prompts
 from pgtoolkit.config.own_code import chosen
@@ -72,7 +72,8 @@ def build(
     on_gpu = accelerator(config.trainer.device, config.kernel) == "gpu"
     if on_gpu:
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
-    task = make_task(config.task, config.seed, partial(read_once, layout))
+    never = held_out_numbers(config.task, sets_beside_training(config))
+    task = make_task(config.task, config.seed, partial(read_once, layout), never=never)
     policy = policy_of(config, task.alphabet, layout)
     share_prompts = sharing(shares_prompts(config), policy)
     log.info(opening(config.model, config.rollout, config.sampler, policy, on_gpu, layout))

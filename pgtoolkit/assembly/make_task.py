@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
+from pgtoolkit.config.evaluation_sets import HeldOut
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.generated import SumsTask
 from pgtoolkit.tasks.prompt_tasks import PromptsTask
@@ -18,11 +21,16 @@ from pgtoolkit.tasks.tasks import Once, ReasoningGymTask, ReverseTask, Task
 
 
 def make_task(
-    settings: TaskSettings, seed: int, once: Once = lambda read: read(), held_out: bool = False
+    settings: TaskSettings,
+    seed: int,
+    once: Once = lambda read: read(),
+    held_out: bool = False,
+    never: Collection[str] = (),
 ) -> Task:
     """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
     held_out: of a task that divides its problems itself, those that training never asks.
+    never: see `ReverseTask`.
     """
     match settings:
         case PromptsTaskSettings():
@@ -34,5 +42,15 @@ def make_task(
         case ReasoningGymTaskSettings():
             return ReasoningGymTask(settings, seed)
         case ReverseTaskSettings():
-            return ReverseTask(settings, seed)
+            return ReverseTask(settings, seed, never)
     raise TypeError(f"no task is known for {type(settings).__name__}")
+
+
+def held_out_numbers(task: TaskSettings, sets: Iterable[HeldOut]) -> frozenset[str]:
+    """Return the prompts of evaluation sets that this task, if it is `reverse`, could ask, too."""
+    return frozenset(
+        make_task(held_out.task, held_out.seed).prompt(number).text
+        for held_out in sets
+        if isinstance(task, ReverseTaskSettings) and held_out.task == task
+        for number in range(held_out.prompts)
+    )

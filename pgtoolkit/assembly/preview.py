@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pgtoolkit.assembly.make_task import make_task
@@ -23,14 +23,23 @@ from pgtoolkit.tasks.answer_checks import FIRST
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
-from pgtoolkit.tasks.settings import PromptsTaskSettings, TaskSettings
-from pgtoolkit.tasks.shared_prompts import note_on_shared
+from pgtoolkit.tasks.settings import (
+    PromptsTaskSettings,
+    ReasoningGymTaskSettings,
+    ReverseTaskSettings,
+    TaskSettings,
+)
+from pgtoolkit.tasks.shared_prompts import note_on_repeated, note_on_shared
 
 _AS_TEXTS = ("exact_match", "regular_expression")
 """Verifiers that compare an answer with the completion, character by character."""
 
 _SHOWN_TOKENS = 20
 _SHOWN_CHARACTERS = 200
+
+_LOOKED_AT = (PromptsTaskSettings, ReasoningGymTaskSettings, ReverseTaskSettings)
+"""Tasks whose prompts of training may be those of an evaluation set. `sums` divides its problems,
+and conversations begin as the user's environment says."""
 
 
 class Preview(NamedTuple):
@@ -48,14 +57,15 @@ def preview(
     seed: int,
     rollout: PolicyRolloutSettings,
     model: TinyModelSettings | HuggingFaceModelSettings,
+    never: Collection[str] = (),
 ) -> Preview:
     """Return the first prompt; without its tokens if the model is not here. No hub is asked.
 
-    settings: of the task.
+    settings: of the task. never: prompts that its evaluation holds out, see `make_task`.
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
     longest = rollout.max_completion_length
-    task = make_task(scored_by_nobody(settings), seed)
+    task = make_task(scored_by_nobody(settings), seed, never=never)
     prompt = task.prompt(0)
     text = repr(prompt.text)
     dots = "..." if len(text) > _SHOWN_CHARACTERS else ""
@@ -90,18 +100,41 @@ def preview(
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
 
 
-def notes_on_shared_prompts(training: TaskSettings, sets: Sequence[HeldOut]) -> list[str]:
-    """Return a note on each evaluation set of a file with prompts of the file of training, of which
-    both are read. Raises PgtoolkitError for a file that cannot be."""
-    of_files = [held_out for held_out in sets if isinstance(held_out.task, PromptsTaskSettings)]
-    if not isinstance(training, PromptsTaskSettings) or not of_files:
+def notes_on_shared_prompts(
+    training: TaskSettings,
+    seed: int,
+    sets: Sequence[HeldOut],
+    num_asked: int = 0,
+    never: Collection[str] = (),
+) -> list[str]:
+    """Return a note on each evaluation set with prompts of training: of files, which are read, and
+    of generators. Raises PgtoolkitError for a file that cannot be read.
+
+    training, seed: of the run. num_asked: prompts that training without end has asked. never: those
+        that it asked never, see `make_task`.
+    """
+    kind = type(training)
+    of_kind = [held_out for held_out in sets if isinstance(held_out.task, kind)]
+    if not isinstance(training, _LOOKED_AT) or not of_kind:
         return []
-    task = make_task(scored_by_nobody(training), 0)
+    task = make_task(scored_by_nobody(training), seed, never=never)
     notes = []
-    for held_out in of_files:
+    for held_out in of_kind:
         other = make_task(scored_by_nobody(held_out.task), held_out.seed, held_out=True)
         count = min(held_out.prompts, other.num_prompts or held_out.prompts)
-        notes.append(note_on_shared(held_out.name, other, count, task))
+        notes.append(note_on_shared(held_out.name, other, count, task, num_asked))
+    return [note for note in notes if note is not None]
+
+
+def notes_on_repeated_prompts(sets: Sequence[HeldOut]) -> list[str]:
+    """Return a note on each evaluation set that asks a prompt more than once. Raises PgtoolkitError
+    for a file that cannot be read."""
+    notes = []
+    for held_out in sets:
+        if held_out.task.name not in ("conversation", "guess"):
+            task = make_task(scored_by_nobody(held_out.task), held_out.seed, held_out=True)
+            count = min(held_out.prompts, task.num_prompts or held_out.prompts)
+            notes.append(note_on_repeated(held_out.name, task, count))
     return [note for note in notes if note is not None]
 
 

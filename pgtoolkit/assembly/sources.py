@@ -40,10 +40,9 @@ from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.declared import AutoOrBool
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.chat_template import chat_of
-from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, check_turns
 from pgtoolkit.tasks.settings import TaskSettings, TooLong
-from pgtoolkit.tasks.shared_prompts import different, note_on_shared
+from pgtoolkit.tasks.shared_prompts import note_on_repeated, note_on_shared
 from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
@@ -248,17 +247,10 @@ def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
         shared = None
         if training_task is not None:
             shared = note_on_shared(prompt_set.name, task, prompt_set.count, training_task)
-        if shared is not None:
-            log.warning(f"note: {shared}")
-        if isinstance(task, ConversationTask):
-            continue  # conversations may begin alike, and differ by the seeds of their prompts
-        prompts = map(task.prompt, range(prompt_set.count))
-        num_repeated = prompt_set.count - len(different(prompts))
-        if num_repeated:
-            log.warning(
-                f"note: {num_repeated} of the {prompt_set.count} prompts of {prompt_set.name} "
-                "repeat an earlier one."
-            )
+        repeated = note_on_repeated(prompt_set.name, task, prompt_set.count)
+        for note in [shared, repeated]:
+            if note is not None:
+                log.warning(f"note: {note}")
 
 
 def _prompt_set(

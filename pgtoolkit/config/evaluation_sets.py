@@ -115,6 +115,12 @@ def is_on(config: Config) -> bool:
     return config.evaluation.every > 0
 
 
+def sets_beside_training(config: Config) -> list[HeldOut]:
+    """Return the sets of held-out prompts that are evaluated while a policy is trained on prompts:
+    what these ask, training must not."""
+    return held_out_sets(config) if is_on(config) and config.rollout.name == "policy" else []
+
+
 def needs_sampler(config: Config) -> bool:
     """Return whether a run writes completions: to train on, or in its evaluations alone."""
     return config.rollout.name == "policy" or is_on(config)

@@ -13,7 +13,7 @@ from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.counts import ReadPrompts
-from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
+from pgtoolkit.config.evaluation_sets import sets_beside_training
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.keys import is_own_code
 from pgtoolkit.config.models import compilation
@@ -348,13 +348,20 @@ def _first_prompt(config: Config, report: Report) -> tuple[list[str], list[str]]
 
     Prompts that no run could use, such as one that the tokenizer cannot encode, are refused.
     """
-    from pgtoolkit.assembly.preview import notes_on_shared_prompts, preview
+    from pgtoolkit.assembly.make_task import held_out_numbers
+    from pgtoolkit.assembly.preview import (
+        notes_on_repeated_prompts,
+        notes_on_shared_prompts,
+        preview,
+    )
 
     try:
         assert isinstance(config.rollout, PolicyRolloutSettings)
-        lines, notes = preview(config.task, config.seed, config.rollout, config.model)
-        if is_on(config):
-            notes = [*notes, *notes_on_shared_prompts(config.task, held_out_sets(config))]
+        sets = sets_beside_training(config)
+        never = held_out_numbers(config.task, sets)
+        lines, notes = preview(config.task, config.seed, config.rollout, config.model, never)
+        notes = [*notes, *notes_on_shared_prompts(config.task, config.seed, sets)]
+        notes += notes_on_repeated_prompts(sets)
         return lines, notes
     except PgtoolkitError as error:
         report.problems.append(first_line(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import time
@@ -19,6 +20,7 @@ from pgtoolkit.config.evaluation_sets import (
     held_out_sets,
     key_of_seed,
     sampling_in_words,
+    sets_beside_training,
 )
 from pgtoolkit.config.keys import ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
@@ -31,6 +33,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.launch.start import refused
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.system.columns import aligned
@@ -78,15 +81,16 @@ def evaluate_command(
     if problems:
         say("Warning: evaluated on training prompts.")
 
-    if trained is not None and trained.rollout.name == "policy":
-        _note_shared_prompts(trained, chosen)
-
     from pgtoolkit.assembly.evaluated_policy import evaluate_policy
     from pgtoolkit.assembly.export import saved_state
     from pgtoolkit.training.run_log import quieten
 
     quieten()
     state = None if run_dir is None else saved_state(run_dir, command, step, best)
+    if trained is not None and isinstance(trained.rollout, PolicyRolloutSettings):
+        num_documents = 0 if state is None else state["documents_seen"]
+        num_asked = math.ceil(num_documents / trained.rollout.group_size)
+        _note_shared_prompts(trained, chosen, num_asked)
     folder = _folder(name_from(overrides, {}) if source is None else source.resolve().name)
     write_atomically(folder / "evaluation.yaml", redact(to_yaml(plain_config(chosen))))
     try:
@@ -312,12 +316,18 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
     return problems
 
 
-def _note_shared_prompts(trained: Config, chosen: Config) -> None:
-    """Print a note on each set with prompts of the file that the run was trained on."""
+def _note_shared_prompts(trained: Config, chosen: Config, num_asked: int) -> None:
+    """Print a note on each set with prompts that the run was trained on.
+
+    num_asked: how many prompts training has asked, where they never end.
+    """
+    from pgtoolkit.assembly.make_task import held_out_numbers
     from pgtoolkit.assembly.preview import notes_on_shared_prompts
 
+    never = held_out_numbers(trained.task, sets_beside_training(trained))
+    sets = held_out_sets(chosen)
     try:
-        for note in notes_on_shared_prompts(trained.task, held_out_sets(chosen)):
+        for note in notes_on_shared_prompts(trained.task, trained.seed, sets, num_asked, never):
             say(f"note: {note}")
     except (ConfigError, DataError) as error:
         say(

@@ -8,13 +8,15 @@ import re
 from pathlib import Path
 
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.task import prompts
+from pgtoolkit.config.schema import Config
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.output_files import unwritable
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import Report, shell_path
-from pgtoolkit.tasks.settings import TaskSettings
+from pgtoolkit.tasks.settings import ReverseTaskSettings
 
 
 def write_solutions(out: Path, overrides: list[str], count: int) -> str:
@@ -23,11 +25,16 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     Each row is {"prompt", "completion"}.
     Raises ConfigError where the task or the file cannot be used.
     """
-    from pgtoolkit.assembly.make_task import make_task
+    from pgtoolkit.assembly.make_task import held_out_numbers, make_task
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
-    task, seed = _checked_task(out, overrides)
-    prompts_of_task = make_task(scored_by_nobody(task), seed)
+    config = _checked_task(out, overrides)
+    task = config.task
+    seed = config.seed
+    never = held_out_numbers(task, held_out_sets(config))
+    if isinstance(task, ReverseTaskSettings) and 2 * len(never) > 10**task.num_digits:
+        never = frozenset()  # an evaluation with these would be refused
+    prompts_of_task = make_task(scored_by_nobody(task), seed, never=never)
     count = min(count, prompts_of_task.num_prompts or count)
     questions = set()
     with replacing(out) as file:
@@ -44,8 +51,9 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     return f"{rows}: {shell_path(out)}"
 
 
-def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskSettings, int]:
-    """Return the task and the seed; raises ConfigError with all problems, those of the file too."""
+def _checked_task(out: Path, overrides: list[str]) -> Config:
+    """Return the task and the seed in their configuration; raises ConfigError with all problems,
+    those of the file too."""
     composed = compose(overrides)
     config = composed.config
     default_of = functools.partial(default, config, choices=composed.choices)
@@ -86,4 +94,4 @@ def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskSettings, int]:
         prompts(config.task, report)
     if config is None or report.problems:
         raise refused(report.problems)
-    return config.task, config.seed
+    return config

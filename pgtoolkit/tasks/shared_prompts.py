@@ -1,20 +1,23 @@
-"""Counts held-out prompts that training asks, too, and says so."""
+"""Counts held-out prompts that training asks, too, or that repeat, and says so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from pgtoolkit.completion import Prompt
+from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.tasks import Task
 
 
-def note_on_shared(name: str, held_out: Task, count: int, training: Task) -> str | None:
-    """Return a note on an evaluation set with prompts of training; None where it has none, and for
-    training whose prompts never end.
+def note_on_shared(
+    name: str, held_out: Task, count: int, training: Task, num_asked: int = 0
+) -> str | None:
+    """Return a note on an evaluation set with prompts of training; None where it has none.
 
-    count: of the set, from its first prompt on.
+    count: of the set, from its first prompt on. num_asked: of training whose prompts never end,
+        those that are looked at, from its first on.
     """
-    num_shared = asked_by_both(training, held_out, count)
+    num_shared = asked_by_both(training, held_out, count, num_asked)
     if not num_shared:
         return None
     return (
@@ -23,14 +26,24 @@ def note_on_shared(name: str, held_out: Task, count: int, training: Task) -> str
     )
 
 
-def asked_by_both(task: Task, other: Task, count: int) -> int:
+def note_on_repeated(name: str, held_out: Task, count: int) -> str | None:
+    """Return a note on an evaluation set that asks a prompt more than once; None where each of its
+    first `count` prompts is another one."""
+    if isinstance(held_out, ConversationTask):
+        return None  # conversations may begin alike, and differ by the seeds of their prompts
+    num_repeated = count - len(different(map(held_out.prompt, range(count))))
+    if not num_repeated:
+        return None
+    return f"{num_repeated} of the {count} prompts of {name} repeat an earlier one."
+
+
+def asked_by_both(task: Task, other: Task, count: int, num_asked: int = 0) -> int:
     """Return how many of the first `count` prompts of `other` are among those of a task.
 
-    Return 0 for a task whose prompts never end.
+    num_asked: see `note_on_shared`.
     """
-    if task.num_prompts is None:
-        return 0
-    known = different(task.rows())
+    asked = map(task.prompt, range(num_asked)) if task.num_prompts is None else task.rows()
+    known = different(asked)
     return sum(not known.isdisjoint(different([other.prompt(number)])) for number in range(count))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -121,17 +121,25 @@ class ReverseTask(Task):
     The reward is the fraction of right positions among the n digits and the end, which is right if
     it comes after exactly n characters. So a policy without any skill gets some reward, and each
     position can be learned by itself.
+
+    never: texts of prompts that are not asked: in their place another number is drawn. There must
+        be other ones.
     """
 
     alphabet = ReverseTaskSettings.alphabet
 
-    def __init__(self, settings: ReverseTaskSettings, seed: int):
+    def __init__(self, settings: ReverseTaskSettings, seed: int, never: Collection[str] = ()):
         self._num_digits = settings.num_digits
         self._seed = seed
+        self._never = never
 
     def prompt(self, index: int) -> Prompt:
-        digits = "".join(str(self._digit(index, place)) for place in range(self._num_digits))
-        return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
+        draw = str(index)
+        while True:
+            digits = "".join(str(self._digit(draw, place)) for place in range(self._num_digits))
+            if digits + "=" not in self._never:
+                return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
+            draw += " again"
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         answer = prompt.answer
@@ -139,9 +147,9 @@ class ReverseTask(Task):
         ends = finished and len(completion) == len(answer)
         return Score((right + ends) / (len(answer) + 1), ends and completion == answer)
 
-    def _digit(self, index: int, place: int) -> int:
+    def _digit(self, draw: str, place: int) -> int:
         # A hash, not a generator of random numbers: the same in every version of every library.
-        digest = hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()
+        digest = hashlib.sha256(f"{self._seed} {draw} {place}".encode()).digest()
         return int.from_bytes(digest[:8], "little") % 10
 
 

@@ -46,6 +46,26 @@ def test_an_evaluation_set_is_the_task_with_the_keys_that_it_changes():
     assert "in total at most 8768 completions, besides 19200 documents of training" in lines
 
 
+@pytest.mark.parametrize(
+    ("overrides", "use"),
+    [
+        (["task.num_digits=2"], "evaluation.prompts_per_set=50"),
+        (["task.num_digits=2"], "task.num_digits=3"),
+        (
+            ["task.num_digits=1", "evaluation.sets={a: {prompts: 3}, b: {seed: 3, prompts: 3}}"],
+            "evaluation.sets.a.prompts=2 evaluation.sets.b.prompts=2",
+        ),
+    ],
+)
+def test_held_out_numbers_leave_half_of_all_to_training(overrides, use):
+    _, problems = config_and_problems(ON, *overrides)
+    assert len(problems) == 1
+    assert use in problems[0]
+    kept = [item for item in overrides if item.split("=")[0] != use.split("=")[0]]
+    assert config_and_problems(ON, *kept, *use.split())[1] == []
+    assert config_and_problems(*overrides[:1])[1] == []
+
+
 def test_the_plan_counts_the_evaluations_before_the_first_and_after_the_last_step():
     config, _ = config_and_problems("evaluation.every=7", "trainer.max_steps=8")
     assert (

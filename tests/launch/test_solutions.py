@@ -8,6 +8,8 @@ from builders.runs import module_and_loader
 
 from pgtoolkit.cli import main
 from pgtoolkit.tasks.generated import is_held_out
+from pgtoolkit.tasks.settings import ReverseTaskSettings
+from pgtoolkit.tasks.tasks import ReverseTask
 
 
 def solutions(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
@@ -42,6 +44,15 @@ def test_rows_are_worked_answers_which_sft_trains_on_as_prompt_and_completion(tm
     for row, document in zip(rows, next(iter(loader)).documents, strict=False):
         assert decode(document.tokens[~document.loss_mask]) == row["prompt"]
         assert decode(document.tokens[document.loss_mask]) == row["completion"] + "<end>"
+
+
+def test_numbers_that_an_evaluation_holds_out_by_default_are_not_written(tmp_path, capsys):
+    solutions(capsys, tmp_path / "s.jsonl", "task=reverse", "task.num_digits=3", "--count", 500)
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    task = ReverseTask(ReverseTaskSettings(name="reverse", num_digits=3), 10**9)
+    held_out = {task.prompt(number).text for number in range(128)}
+    assert len(rows) == 500
+    assert not held_out & {row["prompt"] for row in rows}
 
 
 def test_each_prompt_of_a_file_is_written_once(tmp_path, capsys):

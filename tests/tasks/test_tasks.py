@@ -7,7 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders.runs import config_of
 
+from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.keys import option_values
@@ -46,6 +48,23 @@ def test_prompts_of_reverse_depend_only_on_seed_and_index():
     assert task.prompt(0).text == "896334="
     digits = "".join(task.prompt(index).answer for index in range(500))
     assert all(250 < digits.count(digit) < 350 for digit in "0123456789")
+
+
+def test_reverse_draws_another_number_in_place_of_one_that_is_held_out():
+    """Of the 1,000 numbers of 3 digits training would ask most of 128 that are held out."""
+    settings = ("evaluation.every=5", "evaluation.sets={a: {prompts: 99}, b: {seed: 7}}")
+    _, loader = build(config_of("task.num_digits=3", "seed=1", "trainer.device=cpu", *settings))
+    task = loader.source.task
+    without = reverse(1, 3)
+    sets = [reverse(10**9, 3).prompt(number).text for number in range(99)]
+    held_out = {*sets, *(reverse(7, 3).prompt(number).text for number in range(128))}
+    asked = [without.prompt(index) for index in range(2000)]
+    assert sum(prompt.text in held_out for prompt in asked) > 300
+    for prompt in asked:
+        again = task.prompt(prompt.index)
+        assert again.text not in held_out
+        assert again == prompt or prompt.text in held_out
+    assert len({task.prompt(index).text for index in range(6000)}) == 1000 - len(held_out)
 
 
 @pytest.mark.parametrize(

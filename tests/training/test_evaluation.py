@@ -26,11 +26,13 @@ from builders.runs import (
 from omegaconf import OmegaConf
 
 from pgtoolkit.assembly.build import build
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.rollouts.evaluator import mean_and_error, pass_at_k
 from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
+from pgtoolkit.tasks.settings import ReverseTaskSettings
 from pgtoolkit.training.checkpoint import list_checkpoints
 
 EVALUATED = (
@@ -284,6 +286,29 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     assert said in caplog.text
     assert main(["check", *settings, "tracking=none"]) == 0
     assert capsys.readouterr().out.count(said) == 1
+
+
+def test_check_counts_numbers_that_a_set_asks_again(capsys):
+    assert main(["check", "task.num_digits=3", "evaluation.every=20", "tracking=none"]) == 0
+    task = make_task(ReverseTaskSettings(name="reverse", num_digits=3), 10**9)
+    again = 128 - len({task.prompt(number).text for number in range(128)})
+    output = capsys.readouterr().out
+    assert f"{again} of the 128 prompts of held_out repeat an earlier one." in output
+    assert "also prompts of training" not in output
+
+
+def test_an_evaluation_counts_numbers_that_a_run_without_a_held_out_set_was_trained_on(
+    short, tmp_path, monkeypatch, capsys
+):
+    """The run has asked four numbers in each of its three batches."""
+    monkeypatch.chdir(tmp_path)
+    digits = ReverseTaskSettings(name="reverse", num_digits=3)
+    trained = {make_task(digits, 0).prompt(number).text for number in range(12)}
+    seed = next(seed for seed in range(1, 999) if make_task(digits, seed).prompt(0).text in trained)
+    words = [f"evaluation.seed={seed}", "evaluation.prompts_per_set=1"]
+    assert main(["evaluate", str(short), *words]) == 0
+    said = "note: 1 of the 1 prompts of evaluation set held_out are also prompts of training"
+    assert said in "".join(capsys.readouterr())
 
 
 @pytest.fixture(scope="module")

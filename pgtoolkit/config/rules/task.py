@@ -200,6 +200,7 @@ def evaluation(c: Config, report: Report) -> Config:
         return _check_sets(c, report)
     c = evaluated(c, report)
     _check_best(c, report)
+    _check_room_for_training(c, report)
     for held_out in held_out_sets(c):
         reason = are_training_prompts(c, held_out)
         if reason:
@@ -219,6 +220,36 @@ def evaluation(c: Config, report: Report) -> Config:
                 use=use,
             )
     return c
+
+
+def _check_room_for_training(c: Config, report: Report) -> None:
+    """Refuse held-out numbers of the task `reverse` that leave less than half of all to training,
+    which draws another number in place of one that is held out."""
+    task = c.task
+    if not isinstance(task, tasks.ReverseTaskSettings) or c.rollout.name != "policy":
+        return
+    sets = [held_out for held_out in held_out_sets(c) if held_out.task == task]
+    num_held_out = sum(held_out.prompts for held_out in sets)
+    half = 10**task.num_digits // 2
+    if num_held_out <= half:
+        return
+    least = half // len(sets)
+    uses = [f"task.num_digits={len(str(2 * num_held_out - 1))}"]
+    if least:
+        names = [
+            f"evaluation.sets.{held_out.name}.prompts"
+            if c.evaluation.sets
+            else "evaluation.prompts_per_set"
+            for held_out in sets
+        ]
+        uses.insert(0, " ".join(f"{name}={least}" for name in names))
+    report.refuse(
+        setting=f"task.num_digits={task.num_digits} with evaluation.every={c.evaluation.every}",
+        needs=f"at most {half} held-out numbers",
+        got=num_held_out,
+        reason=f"Training asks none of them, and needs half of the {2 * half} numbers.",
+        use=", or ".join(uses),
+    )
 
 
 def evaluated(c: Config, report: Report) -> Config:
