@@ -140,7 +140,8 @@ def policy_loss(
     """Return the policy-gradient loss of packed documents, differentiable by their logits.
 
     T is the number of positions of all documents, V the size of the vocabulary. What comes beside
-    the model's output may be lists or numpy's arrays, too, which go to its device.
+    the model's output may be lists or numpy's arrays, too, which go to its device. All of it is
+    constant: no gradient flows into it, also where old_log_probs are the log-probs themselves.
 
     logits: (T, V) floating.
     labels: (T,) int64, the token that the logits at each position predict, negative where not

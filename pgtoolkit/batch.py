@@ -258,7 +258,8 @@ def pack(
         for name, unused in zip(TOP_VECTORS, (-1, -math.inf), strict=True):
             rows = [getattr(document, name) for document in documents]
             vectors[name] = _rows(rows, unused, len(micro_batch.tokens), predicting)
-    return replace(micro_batch, **vectors)
+    # Data are constants of the loss, also where a document was made of tensors with a graph.
+    return replace(micro_batch, **{name: vector.detach() for name, vector in vectors.items()})
 
 
 def _rows(of_documents: Sequence[Tensor], unused: float, length: int, predicting: Tensor) -> Tensor:

@@ -222,7 +222,8 @@ def loss_of_log_probs(
     new = wide.detach()
     if check_finite:
         objective.check_finite(new, MadeFrom("log_probs", tokens, None))
-    losses, coefficients = objective.losses_and_coefficients(new)
+    with torch.no_grad():  # data may have a graph, and are constants
+        losses, coefficients = objective.losses_and_coefficients(new)
     if check_finite:
         objective.check_function(new)
     # The slopes come from a formula. This expression has the value and the derivative of the loss.
