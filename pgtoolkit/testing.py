@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pgtoolkit.api import step_coefficients
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.kernels.arguments import check_switches
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import AggregationName, aggregation_of
-from pgtoolkit.losses.checks import shown
+from pgtoolkit.losses.checks import check_positive, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, Factors, correction_of
 from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.families import Family, LossName, family_of
@@ -95,6 +96,8 @@ def assert_conforms(
         raise ValueError(
             f"assert_conforms needs a loss of single log-probs, and {kl.kind} is one of whole rows"
         )
+    check_switches(micro_batches=micro_batches)
+    check_positive("tolerance", tolerance)
     _refuse_swapped(function, loss)
     _refuse_unknown_inputs(family_of(loss, **parameters), kl)
     definition = _Definition(

@@ -621,11 +621,11 @@ LossName = Literal[
 def family_of(loss: str | Family | Callable, **parameters: float | str | None) -> Family:
     """Return the family of this name, the object itself, or the family of a function.
 
-    parameters: those of the family or of the function; None for the paper's or its own value.
-    Raises ValueError for an unknown name, for a parameter that the family does not have, and for
-    parameters next to an object.
+    parameters: those of the family or of the function. None is a value like others, and not the
+        default: "no bound" where a family says so.
+    Raises ValueError for an unknown name, for a parameter that the family does not have, for None
+    where a family needs a number, and for parameters next to an object.
     """
-    parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
         if parameters:
             raise ValueError(
@@ -638,9 +638,12 @@ def family_of(loss: str | Family | Callable, **parameters: float | str | None) -
         return FunctionLoss(loss, parameters)
     check_name("loss", loss, FAMILIES)
     assert isinstance(loss, str)
-    known = {field.name for field in fields(FAMILIES[loss])}
-    for name in sorted(parameters.keys() - known):
+    known = {field.name: field for field in fields(FAMILIES[loss])}
+    for name in sorted(parameters.keys() - known.keys()):
         raise ValueError(
             f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}"
         )
+    for name, value in parameters.items():
+        if value is None and "default_if" in known[name].metadata:
+            raise ValueError(f"{name} needs a number (got None). Leave it out for its default")
     return FAMILIES[loss](**parameters)

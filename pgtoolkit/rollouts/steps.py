@@ -17,6 +17,7 @@ from pgtoolkit.document import (
     rooms_behind,
     trajectories_of,
 )
+from pgtoolkit.losses.checks import check_whole, shown
 from pgtoolkit.rollouts.batch_counts import saves_a_tenth
 from pgtoolkit.system.declared import AutoOrBool
 
@@ -40,6 +41,9 @@ def make_step(
     the documents of a rank run out, its further micro-batches are empty. Groups and trajectories
     are numbered within the step.
     """
+    check_whole("max_tokens", max_tokens, 1)
+    if share_prompts not in (True, False, "auto"):
+        raise ValueError(f"share_prompts needs True, False or 'auto' (got {shown(share_prompts)})")
     trained = [document.num_trained for document in documents]
     groups, tokens_per_group = _numbered([document.group for document in documents], trained)
     trajectories = tokens_per_trajectory = None

@@ -200,6 +200,9 @@ def test_functions_and_options_that_cannot_be_compared_are_refused():
         )
     with pytest.raises(ValueError, match=r"scalar tensor .got"):
         assert_conforms(lambda log_probs: log_probs, "grpo", aggregation="token_mean")
+    for option in ("tolerance", "micro_batches"):
+        with pytest.raises(ValueError, match=rf"^{option} needs .*\(got None\)$"):
+            assert_conforms(grpo, "grpo", aggregation="token_mean", **{option: None})
 
 
 @pytest.mark.slow

@@ -112,6 +112,9 @@ def test_a_family_that_contradicts_itself_is_refused(family, message):
         ({"log_probs": torch.zeros(32, 2)}, "one floating number per token"),
         ({"loss": families.Cispo(), "epsilon_high": 3.0}, "its parameters belong to it, Cispo"),
         ({"loss": "cispo", "epsilon_low": 1.5}, "epsilon_low needs a number from 1e-09 to 0.999"),
+        ({"loss": "cispo", "epsilon_high": None}, r"1e-09 to 1e\+09 \(got None\)$"),
+        ({"loss": families.Cispo(), "epsilon_high": None}, "its parameters belong to it, Cispo"),
+        ({"loss": "dppo", "delta_high": None}, r"a number \(got None\). Leave it out for its def"),
     ],
 )
 def test_log_prob_loss_refuses_wrong_arguments(change, message):
@@ -125,6 +128,22 @@ def test_log_prob_loss_refuses_wrong_arguments(change, message):
             num_documents=case.num_documents,
             **arguments,
         )
+
+
+def scaled(log_probs, advantages, scale=0.5):
+    return -log_probs * advantages * (3.0 if scale is None else scale)
+
+
+def test_none_is_a_value_of_a_parameter_and_not_its_default():
+    case = make_case()
+
+    def value(loss, **parameters):
+        mask = case.labels >= 0
+        vectors = case.tensors[2:]
+        return log_prob_loss(case.old_log_probs, *vectors, mask, loss=loss, **parameters).loss
+
+    assert family_of("cispo", epsilon_low=None).bounds == (0.0, 5.0)
+    assert float(value(scaled, scale=None)) == pytest.approx(6 * float(value(scaled)), rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,18 @@ def test_totals_count_documents_without_trained_tokens():
     assert totals.tokens_per_group.tolist() == [2, 3, 0]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": None}, r"^max_tokens needs a whole number >= 1 \(got None\)"),
+        ({"max_tokens": 9, "share_prompts": None}, "^share_prompts needs True, False or 'auto'"),
+    ],
+)
+def test_a_step_without_a_size_or_with_half_a_choice_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_step([], **options)
+
+
 def test_documents_are_divided_among_ranks_by_their_tokens():
     lengths = [2, 2, 3, 3, 9, 5]
     divided = [document(i, length, trained=1) for i, length in enumerate(lengths)]
