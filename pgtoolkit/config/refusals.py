@@ -103,7 +103,7 @@ def given_twice(parsed: list[Override]) -> list[str]:
 
 
 def _changes_part(override: Override, dictionary: Override) -> bool:
-    """Return whether an override sets a key inside of what another sets to a dictionary."""
+    """Return whether an override sets a key of a dictionary that another sets."""
     return isinstance(dictionary.value(), dict) and override.key_or_group.startswith(
         f"{dictionary.key_or_group}."
     )

@@ -111,10 +111,10 @@ class Translation:
             self._leave(row, idle, IDLE, True)
             self.behind[row.name] = [name for name in names if name not in idle]
             shown = ", ".join(map(self.shown, self.behind[row.name] or [row.name]))
-            for said, sentences in ((self.apart, row.apart), (self.differing, row.differs)):
+            for notes, sentences in ((self.apart, row.apart), (self.differing, row.differs)):
                 for condition, sentence in sentences.items():
                     if self._values.may_be(condition):
-                        said.append(f"{redact(shown)}: {sentence}")
+                        notes.append(f"{redact(shown)}: {sentence}")
         except NameError:
             rows = self.theirs.table.rows
             by_unsloth = [name for name in self._values.own if (rows[name].see or name) == row.name]

@@ -103,7 +103,7 @@ def _is_learned(translation: Translation, row: Theirs) -> bool:
 
 
 def _instead(translation: Translation, row: Theirs) -> str:
-    """Return our defaults of what a row types, which the command does not set."""
+    """Return our defaults of the keys that a row types and the command leaves out."""
     keys = [key for key in dict.fromkeys(row.typed_keys) if key not in translation.typed]
     filled = translation.to_fill
     keys = [
