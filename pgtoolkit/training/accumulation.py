@@ -202,13 +202,15 @@ class DynamicAccumulation(lightning.LightningModule):
         """Raise DataError for documents without the old log-probs that the loss reads.
 
         They may come from a loader of the user's own, or from the checkpoint of a run that is
-        resumed with another correction. An on_policy document has none, and after an update it
-        would need them.
+        resumed with another correction. An on_policy document has none, and would need them after
+        further updates than those of its `anchor_version`.
         """
+        present = (None, self.num_updates)
         without_old = [
             document.name
             for document in step.documents
-            if document.old_log_probs is None and document.anchor_version != self.num_updates
+            if document.old_log_probs is None
+            and not (document.on_policy and document.anchor_version in present)
         ]
         if without_old and self.reads_old_log_probs:
             raise DataError(

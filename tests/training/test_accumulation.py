@@ -240,6 +240,8 @@ def test_a_loss_that_reads_old_log_probs_needs_them_of_every_document():
         with pytest.raises(DataError, match=message):
             module.training_step(make_step(step_documents, 1000), 0)
     assert (module.num_updates, module.documents_seen) == (1, 0)
+    of_this_step = dataclasses.replace(unknown, on_policy=True)
+    module._check_old_log_probs(make_step([of_this_step], 1000))
 
 
 def test_metrics_of_old_log_probs_need_them_of_every_document():
