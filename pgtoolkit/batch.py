@@ -56,7 +56,7 @@ class Tokens:
     coefficients: (T,) floating, or None: c_t of the surrogate, where the loss of the whole step was
         computed before from all of its log-probs.
     rewards, group_rewards: (documents,) floating, each document's reward and the mean of its
-        group's; None where no loss asks for them.
+        group's attempts that have one; None where no loss asks for them.
     num_documents: documents of this piece.
     group_index: (documents,) int64, each document's group as the totals number them.
     trajectory_index: (documents,) int64, its trajectory; None where each document is one by itself.

@@ -303,14 +303,14 @@ class PolicyGradientTrainer(GRPOTrainer):
         if of_rewards:
             assert self._rewards is not None
             rewards = self._rewards.double()
-            has_tokens = self.accelerator.gather(trained_tokens(batch).any(1))
-            is_member = has_tokens & ~rewards.isnan()
-            rewards = rewards.where(~rewards.isnan(), 0.0)
+            # As TRL's baseline: also those that are cut off and masked.
+            is_scored = ~rewards.isnan()
+            rewards = rewards.where(is_scored, 0.0)
             batch["is_excluded"] = self._rewards.isnan()[first : first + rows]
             batch["rewards"] = rewards[first : first + rows]
             of_groups = self._completions_per_prompt()
-            counts = is_member.view(-1, of_groups).sum(1).clamp(min=1)
-            means = (rewards * is_member).view(-1, of_groups).sum(1) / counts
+            counts = is_scored.view(-1, of_groups).sum(1).clamp(min=1)
+            means = rewards.view(-1, of_groups).sum(1) / counts
             batch["group_rewards"] = means[group_index]
         return batch
 

@@ -276,7 +276,11 @@ PARAMETERS_OF_LOSSES = (
     Word("ref_log_probs", "f, the log-probs under the reference", type="(T,)"),
     Word("advantages", "A; a function without it takes `advantage=none`", type="(T,)"),
     Word("rewards", "the document's reward as estimators get it", type="(T,)"),
-    Word("group_rewards", "the mean reward of the document's group", type="(T,)"),
+    Word(
+        "group_rewards",
+        "the mean reward of the document's group, `dr_grpo`'s baseline",
+        type="(T,)",
+    ),
     Word("lengths", "the trained tokens of the document", type="(T,)"),
     Word("position", "the token's index among these", type="(T,)"),
     Word(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,37 @@ class Evaluated:
     ratio_by_document: bool
     metrics: dict[str, Tensor]
     bounds: tuple[float, float] | None
+
+    def at(self, rows: Tensor, length: int) -> Evaluated:
+        """Return the results at the positions `rows` of (length,), 0 elsewhere."""
+
+        def placed(vector: Tensor) -> Tensor:
+            return vector.new_zeros(length).index_copy(0, rows, vector)
+
+        return replace(
+            self,
+            losses=placed(self.losses),
+            coefficients=placed(self.coefficients),
+            log_ratio=placed(self.log_ratio),
+            clamped=placed(self.clamped),
+            metrics={name: placed(vector) for name, vector in self.metrics.items()},
+        )
+
+    def measured_beside(self, others: Evaluated, is_other: Tensor) -> Evaluated:
+        """Return the others' results, and elsewhere the ratio and the metrics of these.
+
+        others: 0 where is_other, (T,) bool, is False.
+        """
+        zeros = torch.zeros_like(self.losses)
+        return replace(
+            others,
+            log_ratio=torch.where(is_other, others.log_ratio, self.log_ratio),
+            clamped=torch.where(is_other, others.clamped, self.clamped),
+            metrics={
+                name: torch.where(is_other, vector, self.metrics.get(name, zeros))
+                for name, vector in others.metrics.items()
+            },
+        )
 
 
 def evaluate(

@@ -223,28 +223,41 @@ def _known_before(
     if "position" in asked:
         known["position"] = documents.before(torch.ones_like(weights))
     if tokens.rewards is not None and asked & {"rewards", "group_rewards"}:
-        # A document of weight 0 may have no reward.
-        is_member = ~(documents.sum(weights.abs()) == 0)
-        rewards = torch.where(is_member, tokens.rewards, 0.0)
+        # A document of weight 0 may have no reward. If it has one, that is part of the baseline.
+        has_weight = ~(documents.sum(weights.abs()) == 0)
+        is_known = has_weight | torch.isfinite(tokens.rewards)
+        rewards = torch.where(is_known, tokens.rewards, 0.0)
         known["rewards"] = documents.broadcast(rewards.to(weights.dtype))
         group_rewards = tokens.group_rewards
         if group_rewards is None and tokens.group_index is not None and not is_piece:
-            group_rewards = _means_of_groups(rewards, tokens.group_index, is_member)
+            counted = is_known
+            if tokens.trajectory_index is not None:
+                counted = is_known & _are_first(tokens.trajectory_index, is_known)
+            group_rewards = _means_of_groups(rewards, tokens.group_index, counted)
         if group_rewards is not None:
             known["group_rewards"] = documents.broadcast(group_rewards.to(weights.dtype))
     return known
 
 
-def _means_of_groups(rewards: Tensor, group_index: Tensor, is_member: Tensor) -> Tensor:
-    """Return (documents,), the mean reward of the members of each document's group.
+def _are_first(index: Tensor, candidates: Tensor) -> Tensor:
+    """Return (documents,) bool, True for the first candidate of each number in the index."""
+    _, number = index.unique(return_inverse=True)
+    place = torch.arange(len(index), device=index.device)
+    place = torch.where(candidates, place, len(index))
+    first = torch.full_like(number, len(index)).scatter_reduce(0, number, place, "amin")
+    return candidates & (place == first[number])
 
-    rewards: (documents,), 0 for a document that is no member.
+
+def _means_of_groups(rewards: Tensor, group_index: Tensor, counted: Tensor) -> Tensor:
+    """Return (documents,), the mean reward of those of each document's group that are counted.
+
+    rewards: (documents,), finite where not counted.
     """
     groups, index = group_index.unique(return_inverse=True)
-    members = is_member.double()
+    counts = counted.double()
     # A product of a matrix of 0 and 1 adds in a fixed order, on a GPU as well.
     belongs = (index == torch.arange(len(groups), device=index.device)[:, None]).double()
-    return ((belongs @ rewards.double()) / (belongs @ members).clamp(min=1))[index]
+    return ((belongs @ (rewards.double() * counts)) / (belongs @ counts).clamp(min=1))[index]
 
 
 def _check_level(tokens: Tokens, loss: Loss, is_whole_step: bool) -> None:

@@ -24,7 +24,7 @@ from pgtoolkit.losses.data_faults import Data, MadeFrom
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import FunctionFamily
-from pgtoolkit.losses.function_values import check_results, evaluate
+from pgtoolkit.losses.function_values import Evaluated, check_results, evaluate
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS
 from pgtoolkit.losses.top_entropy import check_fraction
@@ -344,13 +344,66 @@ class Objective:
         token_log_ratio = torch.where(self.mask, log_probs.detach() - self.old_log_probs, 0.0)
         factors = self._off_policy_factors(log_probs.detach(), token_log_ratio)
         weights = self.weights if factors is None else self.weights * factors.values
-        rows, views = self._seen_by(family)
+        evaluated = self._evaluated(family, log_probs, weights)
+        losses = evaluated.losses
+        if factors is not None:
+            losses = factors.values * losses
+        return TokenTerms(
+            torch.where(self.mask, losses, 0.0),
+            torch.where(self.mask, evaluated.coefficients, 0.0),
+            evaluated.log_ratio.exp(),
+            evaluated.log_ratio,
+            evaluated.clamped,
+            token_log_ratio,
+            factors,
+            evaluated.ratio_by_document,
+            evaluated.metrics,
+            evaluated.bounds,
+        )
+
+    def _evaluated(self, family: FunctionFamily, log_probs: Tensor, weights: Tensor) -> Evaluated:
+        """Return the function's results at all positions, 0 where it gets no token.
+
+        A document of weight 0 has no part in those of other documents, and no loss. Its ratio and
+        its metrics are those of a call in which it is beside the others, while `groups` and `step`
+        count these alone.
+        """
+        if family.level == "token":
+            return self._call(family, log_probs, weights, None, (None, None, None))
+        if family.level == "document" and self.documents.is_sorted:
+            views = DocumentView(self.documents), None, None
+            return self._call(family, log_probs, weights, None, views)
+        trained = self.documents.counts > 0
+        members = self.members()
+        has_members = bool(members.any())
+        rows, views = self._seen_by(trained, members if has_members else trained)
+        of_all = self._call(family, log_probs, weights, rows, views)
+        if bool((members == trained).all()):
+            return of_all
+        if not has_members:
+            zeros = torch.zeros_like(log_probs)
+            return replace(of_all, losses=zeros, coefficients=zeros)
+        rows, views = self._seen_by(members, members)
+        of_members = self._call(family, log_probs, weights, rows, views)
+        is_member = self.documents.broadcast(members.double()) > 0
+        return of_all.measured_beside(of_members, is_member)
+
+    def _call(
+        self,
+        family: FunctionFamily,
+        log_probs: Tensor,
+        weights: Tensor,
+        rows: Tensor | None,
+        views: tuple[DocumentView | None, GroupView | None, StepView | None],
+    ) -> Evaluated:
+        """Return the function's results at all positions, 0 where it gets no token.
+
+        rows: the positions of the tokens that it gets, document by document; None for all, in their
+            order. views: documents, groups and step.
+        """
 
         def seen(vector: Tensor) -> Tensor:
             return torch.where(self.mask, vector, 0.0) if rows is None else vector[rows]
-
-        def at_positions(vector: Tensor) -> Tensor:
-            return vector if rows is None else zeros.to(vector.dtype).index_copy(0, rows, vector)
 
         evaluated = evaluate(
             family,
@@ -359,22 +412,7 @@ class Objective:
             {name: seen(vector) for name, vector in self.vectors_of_function().items()},
             *views,
         )
-        log_ratio = at_positions(evaluated.log_ratio)
-        losses = at_positions(evaluated.losses)
-        if factors is not None:
-            losses = factors.values * losses
-        return TokenTerms(
-            torch.where(self.mask, losses, 0.0),
-            torch.where(self.mask, at_positions(evaluated.coefficients), 0.0),
-            log_ratio.exp(),
-            log_ratio,
-            at_positions(evaluated.clamped),
-            token_log_ratio,
-            factors,
-            evaluated.ratio_by_document,
-            {name: at_positions(vector) for name, vector in evaluated.metrics.items()},
-            evaluated.bounds,
-        )
+        return evaluated if rows is None else evaluated.at(rows, len(log_probs))
 
     @cached_property
     def calls_function(self) -> bool:
@@ -383,31 +421,31 @@ class Objective:
         It is not called with empty vectors, of which it may take the maximum.
         """
         assert isinstance(self.family, FunctionFamily)
-        if len(self.mask) and self.family.level == "token":
-            return True
-        if self.documents.group is not None:
-            return True  # its sums are collectives
-        return bool(len(self.mask)) and (self.documents.is_sorted or bool(self.members().any()))
+        if self.family.level == "token" or self.documents.is_sorted:
+            return bool(len(self.mask)) or self.documents.group is not None
+        # Ranks that share documents all call it, also without a token: its sums are collectives.
+        return bool((self.documents.counts > 0).any())
 
     def _seen_by(
-        self, family: FunctionFamily
-    ) -> tuple[Tensor | None, tuple[DocumentView | None, GroupView | None, StepView | None]]:
+        self, shown: Tensor, members: Tensor
+    ) -> tuple[Tensor, tuple[DocumentView, GroupView | None, StepView | None]]:
         """Return (rows, (documents, groups, step)) as a function gets them.
 
-        rows: the positions of the tokens that it gets, document by document; None for all, in
-            their order. It does not get documents that have weight 0 or no trained token.
+        shown, members: (documents,) bool: the documents that it gets, and those of them that
+            `groups` and `step` count; a group without a member counts all that are shown.
+        rows: the positions of their tokens, document by document.
         """
-        if family.level == "token":
-            return None, (None, None, None)
-        if family.level == "document" and self.documents.is_sorted:
-            return None, (DocumentView(self.documents), None, None)
-        members = self.members()
-        rows, documents = self.documents.only(members)
+        rows, documents = self.documents.only(shown)
+        if self.family.by_document:
+            return rows, (DocumentView(documents), None, None)
+        counted = members[shown]
         groups = None
+        num_groups = None
         if self.group_index is not None:
-            numbers, group_index = self.group_index[members].unique(return_inverse=True)
-            groups = GroupView(group_index, len(numbers))
-        step = StepView(len(rows), len(documents.counts), None if groups is None else len(groups))
+            numbers, group_index = self.group_index[shown].unique(return_inverse=True)
+            groups = GroupView(group_index, len(numbers), counted)
+            num_groups = len(self.group_index[members].unique())
+        step = StepView(len(rows), int(counted.sum()), num_groups, counted[documents.index])
         return rows, (DocumentView(documents), groups, step)
 
     def members(self) -> Tensor:

@@ -6,6 +6,7 @@ passes.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, Tokens
+from pgtoolkit.document import trajectories_of
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import LossOfStep
 from pgtoolkit.losses.corrections import Correction, Factors
@@ -71,8 +73,9 @@ def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANG
 
     shape: makes rewards what estimators get.
 
-    A group's is the mean over its documents that have a trained token and a weight. Where a
-    document has no reward, though one should have been made, the step has none.
+    A group's is the mean over its attempts that have a score, the baseline of advantage=dr_grpo:
+    also of those that have weight 0 or no trained token. Where a document has no reward, though one
+    should have been made, the step has none.
     """
     family = loss.family
     if not isinstance(family, FunctionFamily) or not family.asked & {"rewards", "group_rewards"}:
@@ -81,21 +84,19 @@ def with_rewards(step: Step, loss: Loss, layout: Layout, shape: Shape = _UNCHANG
     for micro_batch in step.micro_batches:
         for place, group in zip(micro_batch.step_places, _groups(micro_batch), strict=True):
             document = step.documents[place]
-            reward = shape.reward_of(document)
-            left_out = document.is_excluded or document.kept_set_overflows
-            left_out |= loss.masks_truncated and bool(document.truncated)
-            is_member = bool(document.num_trained) and not left_out
-            here[place] = group, 0.0 if document.is_excluded else reward, is_member
+            reward = 0.0 if document.is_excluded else shape.reward_of(document)
+            here[place] = group, reward, not document.is_excluded
     everywhere = _of_all_ranks(here, layout)
     if any(reward is None for _, reward, _ in everywhere.values()):
         return step
-    of_groups: dict[int, list[float]] = {}
-    for group, reward, is_member in everywhere.values():
-        of_groups.setdefault(group, [])
-        if is_member:
-            of_groups[group].append(reward)
+    of_groups: dict[int, dict[tuple[bool, int], float]] = {}
+    attempts = trajectories_of(step.documents)
+    for place, (group, reward, is_scored) in everywhere.items():
+        of_attempts = of_groups.setdefault(group, {})
+        if is_scored:
+            of_attempts[attempts[place]] = reward
     means = {
-        group: sum(rewards) / len(rewards) if rewards else 0.0
+        group: math.fsum(rewards.values()) / max(1, len(rewards))
         for group, rewards in of_groups.items()
     }
     micro_batches = []

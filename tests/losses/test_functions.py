@@ -576,6 +576,96 @@ def test_the_reward_of_a_document_without_a_trained_token_is_not_read():
     assert torch.equal(found, expected)
 
 
+def test_a_groups_mean_reward_counts_each_attempt_that_has_one():
+    inputs = data()
+    inputs["labels"] = torch.where(inputs["document_index"] == 3, -1, inputs["labels"])
+    rewards = torch.tensor([2.0, 1.0, 0.0, 5.0, 3.0, 3.0, 0.0], dtype=torch.float64)
+    attempts = torch.tensor([0, 1, 2, 3, 4, 4, 5])
+    groups = torch.tensor([0, 1, 0, 0, 1, 1, 1])
+
+    def means(rewards):
+        seen = {}
+
+        def by_group(log_ratio, group_rewards, ratio):
+            trained = inputs["labels"] >= 0
+            numbers = inputs["document_index"][trained].tolist()
+            seen.update(zip(numbers, group_rewards[trained].tolist(), strict=True))
+            return -ratio(log_ratio) * group_rewards
+
+        options = {"group_index": groups, "trajectory_index": attempts}
+        policy_loss(**inputs, loss=by_group, rewards=rewards, **options)
+        return [seen[0], seen[4]]
+
+    # Document 3 has no trained token and yet a reward; 4 and 5 are one attempt.
+    assert means(rewards) == pytest.approx([7 / 3, 4 / 3])
+    rewards[3] = math.nan
+    assert means(rewards) == pytest.approx([1.0, 4 / 3])
+
+
+def by_token(log_ratio, advantages, ratio):
+    return -ratio(log_ratio) * advantages, {"one": torch.ones_like(log_ratio)}
+
+
+def by_documents(log_ratio, advantages, ratio, documents):
+    of_documents = documents.mean(advantages)
+    losses = -ratio(log_ratio) * documents.spread(of_documents)
+    return losses, {"one": torch.ones_like(of_documents)}
+
+
+def by_groups(log_ratio, advantages, ratio, documents, groups, step):
+    mean = groups.mean(documents.mean(advantages))
+    count = torch.ones_like(advantages) * step.num_documents
+    losses = -ratio(log_ratio) * (advantages - documents.spread(groups.spread(mean)))
+    return losses, {"one": mean * 0 + 1, "mean": mean, "count": count}
+
+
+def without_ratio(log_ratio, documents, groups):
+    return groups.sum(documents.mean(log_ratio) ** 2)
+
+
+def test_a_document_of_weight_0_counts_in_metrics_whatever_the_function_asks_for():
+    """As with the families: its ratio counts, and a group's number stands for it, too. The number
+    itself is that of the others."""
+    left_out = 5
+
+    def weights(totals, *, document_index, tokens_per_document, **_):
+        counts = torch.cat([tokens_per_document, tokens_per_document.new_ones(1)])
+        weight = 1 / (totals.num_documents * counts[document_index]).double()
+        return torch.where(document_index == left_out, 0.0, weight)
+
+    inputs = data()
+    step = step_of(inputs)
+    trained = step["mask"]
+    index = inputs["document_index"][trained]
+    counts = torch.bincount(index, minlength=7)
+    ratio = (step["log_probs"] - inputs["old_log_probs"])[trained].exp()
+    expected = {
+        "ratio_new_old": float((ratio / counts[index]).sum() / 7),
+        "effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        "max_ratio_new_old": float(ratio.max()),
+        "one": int((counts > 0).sum()) / 7,
+    }
+    advantages = torch.zeros(7, dtype=torch.float64)
+    advantages[index] = inputs["advantages"][trained]
+    options = {"reducer": weights, "group_index": GROUPS, "metrics": "basic"}
+    for loss in (by_token, by_documents, by_groups, without_ratio):
+        made = step_coefficients(**step, loss=loss, **options)
+        assert made.coefficients[inputs["document_index"] == left_out].abs().sum() == 0
+        measured = {name: float(made.metrics[name]) for name in expected if name in made.metrics}
+        assert len(measured) == len(expected) - (loss is without_ratio)
+        assert measured == pytest.approx({name: expected[name] for name in measured}), loss
+        if loss is by_groups:
+            members = [d for d in range(7) if counts[d] and d != left_out]
+            assert float(made.metrics["count"]) == pytest.approx(len(members) * expected["one"])
+            means = [
+                sum(float(advantages[d]) for d in members if GROUPS[d] == group)
+                / sum(int(GROUPS[d]) == group for d in members)
+                for group in range(3)
+            ]
+            of_all = sum(means[int(GROUPS[d])] for d in range(7) if counts[d]) / 7
+            assert float(made.metrics["mean"]) == pytest.approx(of_all)
+
+
 def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):
     """The mean over documents of the means of soft-clipped tokens, as somebody might have it."""
     ratio = torch.where(mask, log_probs - old_log_probs, 0.0).exp()

@@ -111,6 +111,14 @@ def by_loops(is_on_policy: bool) -> tuple:
         share = sum(step[number].num_trained for number in members) / sum(trained)
         loss = loss + of_group * share / 3
         mean_target += sum(targets) / len(step)
+        if first <= LEFT_OUT < first + 3:
+            # It is measured beside the others, with a reward of 0.
+            logits = net(step[LEFT_OUT].tokens).log_softmax(-1)
+            places = step[LEFT_OUT].loss_mask.nonzero()[:, 0]
+            old_of_it = logits[places - 1, step[LEFT_OUT].tokens[places]].sum().detach()
+            if not is_on_policy:
+                old_of_it = old_sum(step[LEFT_OUT])
+            mean_target += math.exp(float(old_of_it) - mean) / sum(powers) / len(step)
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     return float(loss.detach()), list(gradients), mean_target
 
@@ -279,6 +287,31 @@ def test_the_second_pass_begins_with_the_states_that_the_first_one_ended_with():
     num = len(step.micro_batches)
     assert num > 2
     assert with_graph == [False] * (num - 1) + [True] * num
+
+
+def test_a_groups_mean_reward_is_the_baseline_of_its_advantages():
+    """Also completions that are cut off and masked, and those without a trained token, count in it;
+    an attempt of two documents counts once, and one without a score not at all."""
+    step = documents(is_on_policy=False)
+    rewards = [1.0, 4.0, 0.0, 2.0, None, 5.0, 3.0, 3.0, 0.0]
+    step = [
+        replace(
+            document,
+            reward=reward,
+            truncated=number in (1, 3),
+            trajectory=0 if number in (6, 7) else None,
+        )
+        for number, (document, reward) in enumerate(zip(step, rewards, strict=True))
+    ]
+    assert not step[5].num_trained
+    loss = replace(loss_of("groups"), masks_truncated=True)
+    made = with_rewards(make_step(step, 24, None, 0, 1), loss, ONE_PROCESS)
+    found = {}
+    for micro_batch in made.micro_batches:
+        assert micro_batch.group_rewards is not None
+        found |= dict(zip(micro_batch.step_places, micro_batch.group_rewards.tolist(), strict=True))
+    expected = 3 * [5 / 3] + 3 * [3.5] + 3 * [1.5]
+    assert [found[place] for place in range(9)] == pytest.approx(expected)
 
 
 def test_documents_without_one_sign_are_named():
