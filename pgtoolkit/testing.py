@@ -20,7 +20,7 @@ from pgtoolkit.losses.checks import check_positive, shown
 from pgtoolkit.losses.corrections import Correction, CorrectionName, Factors, correction_of
 from pgtoolkit.losses.documents import DocumentSums, counted_by_sign
 from pgtoolkit.losses.families import Family, LossName, family_of
-from pgtoolkit.losses.function import FunctionFamily
+from pgtoolkit.losses.function import FunctionFamily, FunctionLoss
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.make_objective import mean_of_factors, sums_of_factors
 from pgtoolkit.losses.reference_terms import correction_names
@@ -114,7 +114,7 @@ def assert_conforms(
         expected = definition.compute(step)
         problem = subject.difference(step, [slice(None)], expected, tolerance)
         if problem:
-            also = _other_aggregation(definition, subject, step, tolerance)
+            also = _other_aggregation(definition, subject, step, expected, tolerance)
             problems.append(f"on a whole step, {_described(spread)}, {problem}{also}")
             continue
         if micro_batches:
@@ -269,7 +269,11 @@ class _Definition:
     def __str__(self) -> str:
         divisor = "" if self.divisor is None else f", divisor={self.divisor:g}"
         terms = [str(term) for term in (self.correction, self.kl) if term is not None]
-        return " with ".join([f"{self.family}, aggregation={self.aggregation}{divisor}", *terms])
+        family = str(self.family)
+        if isinstance(self.family, FunctionLoss):
+            options = "".join(f", {name}={value}" for name, value in self.family.options.items())
+            family = f"{self.family.name}{options}"
+        return " with ".join([f"{family}, aggregation={self.aggregation}{divisor}", *terms])
 
     def compute(self, step: _Step) -> _Expected:
         """Return the results of the reference for a complete step."""
@@ -462,15 +466,22 @@ def _problems_of_pieces(
 
 
 def _other_aggregation(
-    definition: _Definition, subject: _Subject, step: _Step, tolerance: float
+    definition: _Definition, subject: _Subject, step: _Step, expected: _Expected, tolerance: float
 ) -> str:
-    """Return a sentence on the aggregation that the function computes instead; empty if none."""
+    """Return a sentence on the one aggregation of which the function has the value; empty if there
+    is none, or several, or if it is the expected value, as 0 may be under each of them."""
     value, _ = subject.result(step, [slice(None)])
-    for name in ("sample_mean", "prompt_mean", "token_mean"):
-        other = replace(definition, aggregation=name, divisor=None).compute(step).value
-        if name != definition.aggregation and _relative_error(value, other) < tolerance:
-            return f". That is the value of aggregation={name}"
-    return ""
+    if _relative_error(value, expected.value) < tolerance:
+        return ""
+    fitting = [
+        name
+        for name in ("sample_mean", "prompt_mean", "token_mean")
+        if _relative_error(
+            value, replace(definition, aggregation=name, divisor=None).compute(step).value
+        )
+        < tolerance
+    ]
+    return f". That is the value of aggregation={fitting[0]}" if len(fitting) == 1 else ""
 
 
 def _relative_error(value: float, expected: float) -> float:
