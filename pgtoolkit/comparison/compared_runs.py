@@ -82,7 +82,8 @@ class Compared:
     limit: documents within which the threshold is looked for. That is as far as every run has been
         that did not reach it, and infinite if all reached it.
     keys: the varying keys that tell the groups apart, as shown.
-    following: varying keys whose values follow from those.
+    axis: those of `keys` that the planned comparisons are about.
+    following: varying keys that tell no further groups apart.
     common: the configuration that all share.
     groups: the bases of the comparisons, then the others, the best first.
     first: the group of the sweep's first values, the base if the user names none.
@@ -106,6 +107,7 @@ class Compared:
     comparisons: Comparisons
     left_out: list[tuple[Run, str]]
     notes: list[str]
+    axis: list[str] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     best_of: str | None = None

@@ -112,6 +112,7 @@ def compare(
         comparisons=Comparisons([]),
         left_out=left_out,
         notes=notes,
+        axis=[pair.partition("=")[0] for pair in against.split(",")] if against else [],
         over=blocks,
         asked=asked,
         best_of=best_of,
@@ -132,6 +133,7 @@ def compare(
     elif compared.first.counted:
         others = [group for group in compared.groups if group is not compared.first]
         compared.groups = [compared.first, *others]
+    compared.axis = compared.axis or [key for key in compared.keys if key not in compared.asked]
     compared.name_groups()
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
     numbers = recorded_numbers(compared.groups)
@@ -397,9 +399,9 @@ def _block(run: Run, blocks: Sequence[str]) -> tuple:
 def _varying(
     runs: Sequence[Run], first: Sequence[str] = (), ignore_code: bool = False
 ) -> tuple[list[str], list[str], dict[str, object]]:
-    """Return (names that tell the runs apart, names that follow from those, names that all share).
+    """Return (names that tell the runs apart, other names that vary, names that all share).
 
-    The last is {name: value}. A name follows from others if adding it divides the runs no further.
+    The last is {name: value}. The second divide the runs no further than the first do.
     first: names that are looked at before all others, and so follow from none.
     ignore_code: do not tell runs apart by the user's own modules.
     """

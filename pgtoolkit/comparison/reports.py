@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from pgtoolkit.comparison import text_report
+from pgtoolkit.comparison.beside import beside, more_than_the_axis
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
 from pgtoolkit.comparison.figure import picture
 from pgtoolkit.comparison.measures import AXES, reached
@@ -82,6 +83,7 @@ class ReportRow:
 def configurations(compared: Compared) -> list[ReportRow]:
     """Return a row for each configuration, in their order."""
     pairs = {pair.second: pair for pairs in text_report.planned(compared) for pair in pairs}
+    bases = {pair.first for pair in pairs.values()}
     rows = []
     for place, group in enumerate(compared.groups):
         mean, std = mean_and_std(compared.tested_values(group))
@@ -90,7 +92,7 @@ def configurations(compared: Compared) -> list[ReportRow]:
         if pair is not None:
             verdict = text_report.verdict(pair, compared.sign, compared.margin)
         else:
-            verdict = "base" if pairs else "not compared"
+            verdict = "base" if place in bases else "not compared"
         num_reached = compared.arrived(group) if compared.by_documents else None
         rows.append(ReportRow(group, mean, interval, std, pair, verdict, num_reached))
     return rows
@@ -160,6 +162,7 @@ def _latex(compared: Compared, command: str) -> str:
         f"Made by {command}",
         *text_report.definition_of_tested_mean(compared),
         text_report.question(compared),
+        *more_than_the_axis(compared, pairs),
         *without_verdict(compared, pairs),
         *text_report.worth_of_intervals(pairs),
         *([text_report.UNKNOWN] if any(row[-1] == "unknown" for row in rows) else []),
@@ -257,7 +260,10 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
     columns = {**vars(pair), **labels, "difference": difference, "verdict": verdict}
     del columns["improvement"]  # of values, whichever is better
     better = text_report.probability_of_better(pair, compared.sign)
-    return {**columns, "better": better}
+    beside_axis = {
+        name: [text(value) for value in values] for name, values in beside(compared, pair).items()
+    }
+    return {**columns, "better": better, "beside": beside_axis}
 
 
 def _finite(value: object) -> object:
@@ -374,7 +380,8 @@ def _tables_of_differences(compared: Compared) -> list[str]:
             title = f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>"
             parts.append(f"{title}\n{table}")
             shown += pairs
-    sentences = without_verdict(compared, shown) + text_report.worth(compared, shown)
+    sentences = more_than_the_axis(compared, shown)
+    sentences += without_verdict(compared, shown) + text_report.worth(compared, shown)
     sentences += noise_sentences(compared, noise_of(compared))
     return [*parts, _sentences(sentences)]
 

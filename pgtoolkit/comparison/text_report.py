@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import statistics
+from pgtoolkit.comparison.beside import follows, more_than_the_axis
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
@@ -78,6 +79,7 @@ def render_comparison(compared: Compared, keys_are_shown: bool = False) -> str:
         lines += [f"  {line}" for line in aligned(rows)]
     pairs = [pair for pairs in shown for pair in pairs]
     sentences = [
+        *more_than_the_axis(compared, pairs),
         *without_verdict(compared, pairs),
         *worth(compared, pairs),
         *noise_sentences(compared, noise_of(compared)),
@@ -129,8 +131,11 @@ def heading(compared: Compared) -> str:
     keys = differing_keys(compared)
     if not keys:
         return f"{start}: they differ in nothing that counts but the seed"
-    follows = f" (and so in {', '.join(compared.following)})" if compared.following else ""
-    return f"{start}, which differ in {', '.join(keys)}{follows}"
+    so_in = [name for name in compared.following if follows(name, keys)]
+    with_them = [name for name in compared.following if name not in so_in]
+    following = f" (and so in {', '.join(so_in)})" if so_in else ""
+    together = f", and together with these in {', '.join(with_them)}" if with_them else ""
+    return f"{start}, which differ in {', '.join(keys)}{following}{together}"
 
 
 def differing_keys(compared: Compared) -> list[str]:

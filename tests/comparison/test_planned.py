@@ -16,7 +16,9 @@ from builders.studies import four_losses
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import margin_of
+from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_parts
 from pgtoolkit.comparison.statistics import Comparisons, Sample
+from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.runs.find import Run
 
 PASS = "evaluation/held_out/pass@1"
@@ -68,6 +70,49 @@ def test_runs_are_compared_by_area_or_final_value_as_the_metric_says():
     assert next(iter(final.comparisons)).difference == pytest.approx(0.8 - 0.4)
     assert not area.by_documents
     assert compare(runs, PASS).goal.threshold is not None
+
+
+def test_what_a_pair_differs_in_beside_the_named_key_is_said_wherever_the_pair_is_shown():
+    """As of experiment=grpo,dr_grpo,gspo_paper: of the last the loss and the KL penalty differ."""
+    grpo = {"loss.name": "grpo", "loss.epsilon_low": 0.2, "aggregation.mode": "sample_mean"}
+    k3 = {"kl.kind": "k3", "kl.coefficient": 0.04}
+    none = {"kl.kind": "none", "kl.coefficient": None}
+    runs = [
+        run_of([0.2, 0.3, end + seed / 50], seed, **config)
+        for end, config in (
+            (0.5, {**grpo, **k3}),
+            (0.4, {**grpo, **none, "aggregation.mode": "constant"}),
+            (0.1, {**grpo, **none, "loss.name": "gspo", "loss.epsilon_low": 3e-4}),
+        )
+        for seed in range(3)
+    ]
+    compared = compare(runs, f"final:{PASS}", against="loss=grpo")
+    page = " ".join(render_comparison(compared).split())
+    assert (
+        "which differ in loss, aggregation (and so in loss.epsilon_low), and together with these "
+        "in kl, kl.coefficient"
+    ) in page
+    said = (
+        "gspo, sample_mean against grpo, sample_mean: they differ in more than loss, in kl (none, "
+        "not k3), kl.coefficient (null, not 0.04). The verdict is on all of this together."
+    )
+    assert said in page
+    assert f"% {said}" in _latex(compared, "")
+    assert said in " ".join(html_parts(compared)[1])
+    of_pair = {
+        (pair["first"], pair["second"]): pair["beside"]
+        for pair in json.loads(as_json(compared))["pairs"]
+    }
+    expected = {"kl": ["k3", "none"], "kl.coefficient": ["0.04", "null"]}
+    assert of_pair["grpo, sample_mean", "gspo, sample_mean"] == expected
+    verdicts = {row.group.label: row.verdict for row in configurations(compared)}
+    assert verdicts["grpo, sample_mean"] == "base"
+    assert verdicts["grpo, constant"] == "not compared"  # nothing differs from it in loss alone
+    # What an option of the named key brings with it is no further difference.
+    alike = [run for run in runs if run.config["kl.kind"] == "none"]
+    for run in alike:
+        run.config["aggregation.mode"] = "constant"
+    assert "more than" not in render_comparison(compare(alike, f"final:{PASS}"))
 
 
 @pytest.mark.parametrize(("count", "taken"), [(3, 1), (8, 2), (9, 3), (11, 3), (60, 3)])

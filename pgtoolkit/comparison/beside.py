@@ -1,0 +1,66 @@
+"""What two configurations differ in beside the keys that a comparison is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
+from pgtoolkit.comparison.statistics import Comparison
+from pgtoolkit.config.keys import shown
+from pgtoolkit.runs.history import CODE, CONTENTS
+from pgtoolkit.system.report import text
+
+_Values = tuple[object, object]
+
+
+def follows(name: str, keys: Sequence[str]) -> bool:
+    """Return whether a name is one of these keys, or a key of an option that one of them chooses.
+
+    A name in another group may take its values together with a key all the same, such as where
+    two experiments are compared: it is another difference then.
+    """
+    name = name.removeprefix(CONTENTS)
+    return name.startswith(CODE) or any(f"{name}.".startswith(f"{key}.") for key in keys)
+
+
+def beside(compared: Compared, pair: Comparison) -> dict[str, _Values]:
+    """Return name -> (value of the pair's first configuration, value of its second) for all that
+    they differ in beside the axis of the comparison."""
+    first, second = (compared.groups[place] for place in (pair.first, pair.second))
+    blocks = [] if compared.best_of is None else [compared.best_of]
+    known = [*compared.axis, *blocks, *map(shown, compared.over)]
+    values = {
+        name: (_value(first, name), _value(second, name))
+        for name in [*compared.keys, *compared.following]
+        if name not in compared.asked and not follows(name, known)
+    }
+    return {name: both for name, both in values.items() if repr(both[0]) != repr(both[1])}
+
+
+def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[str]:
+    """Return a sentence on each base whose pairs differ in more than the axis of the comparison."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for pair in pairs:
+        differences = ", ".join(
+            f"{name} ({text(there)}, not {text(here)})"
+            for name, (here, there) in beside(compared, pair).items()
+        )
+        if differences:
+            first = compared.groups[pair.first].label
+            second = compared.groups[pair.second].label
+            named.setdefault((first, differences), []).append(second)
+    axis = " and ".join(compared.axis)
+    return [
+        f"{' and '.join(seconds)} against {first}: they differ in more than {axis}, in "
+        f"{differences}. The verdict is on all of this together."
+        for (first, differences), seconds in named.items()
+    ]
+
+
+def _value(group: RunGroup, name: str) -> object:
+    """Return the value with which a group learned, of a name as it is shown."""
+    if name in group.values:
+        return group.values[name]
+    run = group.runs[0]
+    known = {shown(key): key for key in (*run.config, *run.trained_with)}
+    return learned(run, known.get(name, name))
