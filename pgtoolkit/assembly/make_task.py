@@ -29,18 +29,19 @@ def make_task(
 ) -> Task:
     """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
-    held_out: of a task that divides its problems itself, those that training never asks.
+    held_out: whether its prompts are those of an evaluation; of a task that divides its problems
+        itself, those that training never asks.
     never: see `ReverseTask`.
     """
     match settings:
         case PromptsTaskSettings():
-            return PromptsTask(settings, seed, once)
+            return PromptsTask(settings, seed, once, held_out)
         case ConversationTaskSettings() | GuessTaskSettings():
-            return ConversationTask(settings, seed, once)
+            return ConversationTask(settings, seed, once, held_out)
         case SumsTaskSettings():
             return SumsTask(settings, seed, held_out)
         case ReasoningGymTaskSettings():
-            return ReasoningGymTask(settings, seed)
+            return ReasoningGymTask(settings, seed, held_out)
         case ReverseTaskSettings():
             return ReverseTask(settings, seed, never)
     raise TypeError(f"no task is known for {type(settings).__name__}")

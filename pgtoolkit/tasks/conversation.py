@@ -17,7 +17,7 @@ from pgtoolkit.completion import Completion, Message, Prompt
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import plural
 from pgtoolkit.tasks.environments import Ask, Environments
-from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.failed_scores import FailedScore, FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.reward_functions import as_number, is_nothing
@@ -110,7 +110,11 @@ class ConversationTask(Task):
     """
 
     def __init__(
-        self, settings: ConversationTaskSettings | GuessTaskSettings, seed: int, once: Once
+        self,
+        settings: ConversationTaskSettings | GuessTaskSettings,
+        seed: int,
+        once: Once,
+        held_out: bool = False,
     ):
         self.max_turns = settings.max_turns
         self.alphabet = getattr(settings, "alphabet", None)
@@ -130,7 +134,7 @@ class ConversationTask(Task):
             processes=processes,
             seconds=settings.environment_seconds,
         )
-        self._failed_scores = FailedScores(settings)
+        self._failed_scores = FailedScores(settings, held_out)
         # A prompt begins the same whenever it comes again; those of files are all looked at as a
         # run starts.
         cached = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
@@ -206,7 +210,7 @@ class ConversationTask(Task):
             failure = conversation.failure
             if failure is not None:
                 call = f"{conversation.asked} of {self._setting}"
-                failures.append((f"{call} {failure.reason} on {conversation}", failure))
+                failures.append(FailedScore(call, failure, str(conversation)))
         self._failed_scores.note(failures, len(conversations))
         return scores
 

@@ -11,7 +11,7 @@ from pgtoolkit.completion import Prompt
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.declared import Dictionary
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.failed_scores import FailedScore, FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.prompt_rows import read_prompts
 from pgtoolkit.tasks.retries import Retries
@@ -76,7 +76,9 @@ class PromptsTask(PromptRows):
     first verifier alone decides whether it is an exact match, by a score of 1 or more.
     """
 
-    def __init__(self, settings: PromptsTaskSettings, seed: int, once: Once):
+    def __init__(
+        self, settings: PromptsTaskSettings, seed: int, once: Once, held_out: bool = False
+    ):
         single: dict[str, Dictionary] = {
             "": {"verifier": settings.verifier, "pattern": settings.pattern}
         }
@@ -92,7 +94,7 @@ class PromptsTask(PromptRows):
             )
             for name, options in verifiers.items()
         ]
-        self._failed_scores = FailedScores(settings)
+        self._failed_scores = FailedScores(settings, held_out)
         self._scoring = Scoring(
             self.named,
             settings.verifier_processes,
@@ -177,16 +179,16 @@ class PromptsTask(PromptRows):
     def _note_failures(
         self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]
     ) -> None:
-        """Log notes on each completion's first failure.
+        """Log notes on the completions that verifiers have failed on.
 
         outcomes: for each completion, those of all verifiers.
         """
-        failures = []
-        for response, of_response in zip(responses, outcomes, strict=True):
-            for verifier, outcome in zip(self.named, of_response, strict=True):
-                if isinstance(outcome, Failure):
-                    failures.append((f"{verifier} {outcome.reason} on {response}", outcome))
-                    break
+        failures = [
+            FailedScore(str(verifier), outcome, str(response))
+            for response, of_response in zip(responses, outcomes, strict=True)
+            for verifier, outcome in zip(self.named, of_response, strict=True)
+            if isinstance(outcome, Failure)
+        ]
         self._failed_scores.note(failures, len(responses))
 
     def _note_above_one(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.failed_scores import FailedScore, FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import Failure, Processes
 from pgtoolkit.tasks.scoring import Response
@@ -197,7 +197,7 @@ class ReasoningGymTask(NumberedRows):
     first. `options` are the data set's own, among them `size`, the number of different questions.
     """
 
-    def __init__(self, settings: ReasoningGymTaskSettings, seed: int):
+    def __init__(self, settings: ReasoningGymTaskSettings, seed: int, held_out: bool = False):
         options = {"size": QUESTIONS} | settings.options
         arguments = (settings.dataset, options, settings.options, seed)
         super().__init__(options["size"])
@@ -212,7 +212,7 @@ class ReasoningGymTask(NumberedRows):
             processes=settings.verifier_processes,
             seconds=settings.verifier_seconds,
         )
-        self._failed_scores = FailedScores(settings)
+        self._failed_scores = FailedScores(settings, held_out)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         return self.scores([Response(prompt, completion, finished)])[0]
@@ -226,7 +226,7 @@ class ReasoningGymTask(NumberedRows):
         outcomes = answers(questions)
         scorer = f"the scorer of {self._dataset} of reasoning-gym"
         failures = [
-            (f"{scorer} {outcome.reason} on {question.on}", outcome)
+            FailedScore(scorer, outcome, question.on)
             for question, outcome in zip(questions, outcomes, strict=True)
             if isinstance(outcome, Failure)
         ]

@@ -11,6 +11,7 @@ from builders.documents import document_of
 from builders.rollout_rows import all_documents, good_row, recorded_rollouts, write_jsonl
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of, module_and_loader
 
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.train import train
 from pgtoolkit.document import Document
 from pgtoolkit.errors import DataError
@@ -22,8 +23,9 @@ from pgtoolkit.rollouts.group_rollouts import check_scores, has_signal
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.settings import Mixed
 from pgtoolkit.runs.completion_files import CompletionRow
-from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.failed_scores import FailedScore, FailedScores
 from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
+from pgtoolkit.tasks.scoring import Response
 from pgtoolkit.tasks.settings import VerifierFailure
 from pgtoolkit.tasks.tasks import Score
 
@@ -110,29 +112,50 @@ def test_a_batch_in_which_every_score_failed_is_refused():
 
 
 def test_the_note_on_failed_scores_comes_again_when_their_share_doubles(caplog):
-    """Notes are counted for each kind of failure."""
+    """Notes are counted for each giver and each kind of failure."""
     settings = SimpleNamespace(verifier_failure=VerifierFailure.score, failure_score=-1.0)
     scores = FailedScores(settings)
-    late = Failure(TIMEOUT, "was late")
-    broken = Failure(CRASH, "broke")
-    batches = ([late], [late], [late] * 2, [late] * 3, [broken] * 2, [late] * 4, [])
+    late = ("a", Failure(TIMEOUT, "was late"))
+    broken = ("a", Failure(CRASH, "broke"))
+    other = ("b", Failure(TIMEOUT, "was late"))
+    batches = ([late], [late], [late] * 2, [late] * 3 + [other], [broken] * 2, [late] * 4, [])
     for number, failures in enumerate(batches):
-        named = [
-            (f"{number}.{place} {failure.reason}", failure)
-            for place, failure in enumerate(failures)
-        ]
-        scores.note(named, 100)
+        scores.note([FailedScore(*failed, str(number)) for failed in failures], 100)
     ending = (
         "This note comes again when the share doubles; the metric failed_score_fraction counts all "
         "kinds."
     )
     scored = f"scored with task.failure_score=-1. {ending}"
     assert caplog.messages == [
-        f"note: 0.0 was late. For this reason 1 of 100 completions is {scored}",
-        f"note: 2.0 was late. For this reason 2 of 100 completions are {scored}",
-        f"note: 4.0 broke. For this reason 2 of 100 completions are {scored}",
-        f"note: 5.0 was late. For this reason 4 of 100 completions are {scored}",
+        f"note: a was late on 0. For this reason 1 of 100 completions is {scored}",
+        f"note: a was late on 2. For this reason 2 of 100 completions are {scored}",
+        f"note: b was late on 3. For this reason 1 of 100 completions is {scored}",
+        f"note: a broke on 4. For this reason 2 of 100 completions are {scored}",
+        f"note: a was late on 5. For this reason 4 of 100 completions are {scored}",
     ]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_each_verifier_that_fails_is_named_with_its_own_count(tmp_path, caplog, held_out):
+    functions = {name: f"tasks.verifiers_for_tests.{name}" for name in ("silent", "sometimes")}
+    verifiers = ", ".join(f"{name}: {{verifier: {path}}}" for name, path in functions.items())
+    overrides = run_with_verifier(tmp_path, "null")
+    config = config_of(*overrides, f"task.verifiers={{{verifiers}}}")
+    task = make_task(config.task, 0, held_out=held_out)
+    prompt = task.prompt(0)
+    # `silent` scores none, and `sometimes` those that do not begin with a 2.
+    texts = ["1", "2", "3", "22", "4"]
+    task.scores([Response(prompt, text, True) for text in texts])
+    out = "the mean reward avg" if held_out else "training and of mean rewards"
+    consequence = f"of 5 completions are out of {out} (task.verifier_failure=exclude). "
+    firsts = [("silent", "1", 5), ("sometimes", "2", 2)]
+    assert len(caplog.messages) == len(firsts)
+    for message, (name, text, count) in zip(caplog.messages, firsts, strict=True):
+        assert message.startswith(
+            f"note: task.verifiers.{name}.verifier={functions[name]} returned None on the "
+            f"completion {text!r} of the prompt at "
+        )
+        assert f"For this reason {count} {consequence}" in message
 
 
 def test_in_an_evaluation_a_failed_score_is_wrong_and_not_in_the_mean_reward():
