@@ -254,7 +254,7 @@ def _report_on_task(
     model: its folder, or its name.
     """
     from pgtoolkit.assembly.make_task import make_task
-    from pgtoolkit.tasks.answer_checks import notes_on_answers
+    from pgtoolkit.tasks.answer_checks import notes_on_answers, notes_on_rows
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.prompt_tasks import PromptsTask
 
@@ -285,6 +285,10 @@ def _report_on_task(
                     and _has_template(model)
                 )
                 report.notes += notes_on_answers(task, has_template)
+                answer_field = task_config.answer_field
+                is_prompt = answer_field == task_config.prompt_field
+                is_prompt = is_prompt and task_config.answer_pattern is None
+                report.notes += notes_on_rows(task, answer_field, is_prompt)
         has_messages = isinstance(task, PromptsTask) and any(
             prompt.messages is not None for prompt in task.rows()
         )

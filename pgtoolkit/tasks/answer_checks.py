@@ -62,6 +62,44 @@ def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]
     return notes
 
 
+def notes_on_rows(task: PromptsTask, answer_field: str, is_prompt: bool) -> list[str]:
+    """Return notes on answers that are no answers to their prompts, where a verifier reads them:
+    those that are the prompt itself, and those of a prompt that has another one in another row.
+
+    answer_field: the column of the answers. is_prompt: whether it is the column of the prompts.
+    """
+    reading = [
+        verifier
+        for verifier, signature in zip(task.named, task.signatures, strict=True)
+        if signature is None or signature.reads_answer
+    ]
+    if not reading:
+        return []
+    if is_prompt:
+        return [
+            f"task.answer_field={answer_field} is the column of the prompts, so the answer that "
+            f"{reading[0]} reads is the prompt itself. Use the column of the answers, or leave "
+            "the parameter out of a function that does not use it."
+        ]
+    first: dict[tuple[str, object], Prompt] = {}
+    contradicting = []
+    for prompt in task.rows():
+        key = (prompt.text, prompt.messages and repr(prompt.messages))
+        if prompt.answer != first.setdefault(key, prompt).answer:
+            contradicting.append(prompt)
+    if not contradicting:
+        return []
+    other = contradicting[0]
+    same = first[other.text, other.messages and repr(other.messages)]
+    rows = "1 row has" if len(contradicting) == 1 else f"{len(contradicting)} rows have"
+    return [
+        f"{rows} another answer than an earlier row with the same prompt, first "
+        f"{other.text[:60]!r} at {other.place}: {other.answer[:40]!r}, and "
+        f"{same.answer[:40]!r} at {same.place}. What is right for the one is wrong for the other: "
+        "mend or remove one of them."
+    ]
+
+
 def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
     rows = task.rows()
     first = list(itertools.islice(rows, FIRST))

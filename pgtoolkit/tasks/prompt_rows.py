@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,8 +191,9 @@ def read_prompts(
     """
     from pgtoolkit.tasks.row_files import Problems, open_files
 
-    problems = Problems(f"the prompts of task.path={path} cannot be used")
-    reader = _PromptReader(prompt_field, answer_field, answer_pattern, keep_rows, problems)
+    lacking = _Lacking(prompt_field, answer_field)
+    problems = Problems(f"the prompts of task.path={path} cannot be used", lacking.advice)
+    reader = _PromptReader(prompt_field, answer_field, answer_pattern, keep_rows, lacking, problems)
     prompts = []
     columns = None if keep_rows else (prompt_field, answer_field, _VERL, TOOLS)
     for file in open_files(prompt_files(path, split, config), columns):
@@ -209,6 +211,56 @@ def read_prompts(
     return prompts
 
 
+@dataclass
+class _Lacking:
+    """Counts the rows of a file that lack a prompt or an answer, for advice that fits the others.
+
+    rows: how many were read. names: in how many of them each column is. prompts, answers: how many
+    lack one.
+    """
+
+    prompt_field: str
+    answer_field: str
+    rows: int = 0
+    names: Counter[str] = field(default_factory=Counter)
+    prompts: int = 0
+    answers: int = 0
+
+    def advice(self) -> list[str]:
+        """Return what to do about rows without a prompt, and about those without an answer.
+
+        Another column is only named where most rows lack the configured one and have that; the
+        column of prompts is none of answers, but for verifiers that read no answer.
+        """
+        usual = [name for name, count in self.names.items() if 2 * count > self.rows]
+        asked = self.prompt_field
+        lines = []
+        if self.prompts:
+            names = [name for name in usual if name != self.answer_field]
+            column = _likely(self.prompt_field, _COLUMNS_OF_PROMPTS, names)
+            asked = asked if asked in usual else column
+            use = f"task.prompt_field={column}"
+            lines.append(self._line(self.prompts, self.prompt_field, "prompt", use))
+        if self.answers:
+            names = [name for name in usual if name != asked]
+            column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
+            if column == "COLUMN" and self.prompt_field in usual:
+                column = f"{self.prompt_field} where the verifier reads no answer"
+            use = f"task.answer_field={column}"
+            lines.append(self._line(self.answers, self.answer_field, "answer", use))
+        return lines
+
+    def _line(self, count: int, column: str, noun: str, use: str) -> str:
+        """Return what to do about this many rows that lack a column."""
+        read = "the 1 row" if self.rows == 1 else f"the {self.rows} rows"
+        lack = f"{count} of {read} read {'lacks' if count == 1 else 'lack'} {column}"
+        if 2 * count > self.rows:
+            return f"{lack}. Use {use}."
+        if count == 1:
+            return f"{lack}. Write its {noun} there, or remove the row."
+        return f"{lack}. Write their {noun}s there, or remove the rows."
+
+
 @dataclass(frozen=True)
 class _PromptReader:
     """Makes a prompt of each row. See `read_prompts` for the fields."""
@@ -217,6 +269,7 @@ class _PromptReader:
     answer_field: str
     answer_pattern: str | None
     keep_rows: bool
+    lacking: _Lacking
     problems: Problems
 
     def prompt(self, row: RawRow, names: Sequence[str], index: int, place: str) -> Prompt | None:
@@ -229,24 +282,22 @@ class _PromptReader:
         if has_tools(row):
             self.problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
         there = f"the row has {', '.join(names) or 'no fields'}"
+        self.lacking.rows += 1
+        self.lacking.names.update(names)
+        self.lacking.prompts += self.prompt_field not in names
+        self.lacking.answers += self.answer_field not in {*names, *row}
         question = answer = None
         try:
             question = _prompt(_value(row, self.prompt_field))
         except ValueError as error:
-            column = _likely(self.prompt_field, _COLUMNS_OF_PROMPTS, names)
-            use = "" if self.prompt_field in names else f". Use task.prompt_field={column}"
-            self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}{use}")
+            self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}")
         try:
             value = _value(row, self.answer_field)
             if question is not None and self.answer_field == self.prompt_field:
                 value = question[0]
             answer = _answer(value, self.answer_pattern)
         except ValueError as error:
-            column = _likely(self.answer_field, _COLUMNS_OF_ANSWERS, names)
-            if column == "COLUMN" and question is not None:
-                column = f"{self.prompt_field} where the verifier reads no answer"
-            use = "" if self.answer_field in names else f". Use task.answer_field={column}"
-            self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")
+            self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}")
         if question is None or answer is None:
             return None
         kept = None

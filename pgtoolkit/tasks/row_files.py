@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -66,11 +66,12 @@ class Problems:
     differs from the others at once.
 
     A problem that more than _ALIKE rows share is one line, with the first of these rows.
-    title: the first line of that error.
+    title: the first line of that error. advice: returns its last lines.
     """
 
-    def __init__(self, title: str):
+    def __init__(self, title: str, advice: Callable[[], list[str]] = list):
         self._title = title
+        self._advice = advice
         self._kinds: dict[tuple[str, str], list[tuple[str, str]]] = {}
         self._count = 0
 
@@ -99,7 +100,7 @@ class Problems:
                 lines.append(
                     f"  {place}: {reason}; the same in {len(alike) - 1} rows more: {others}"
                 )
-        raise DataError("\n".join(lines))
+        raise DataError("\n".join([*lines, *(f"  {line}" for line in self._advice())]))
 
 
 def _row_of(place: str) -> str:

@@ -59,6 +59,11 @@ class Signature(NamedTuple):
         return self.takes_all or name in self.named
 
     @property
+    def reads_answer(self) -> bool:
+        """Return whether it names the answer among its parameters."""
+        return bool({"answer", "ground_truth", "ground_truths"} & set(self.named))
+
+    @property
     def wants_rows(self) -> bool:
         """Return whether it asks for more of a row than its prompt and its answer."""
         if self.is_verl:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from builders.runs import config_of
 
 from pgtoolkit.assembly.inputs import DataProblem, _try_tokens
 from pgtoolkit.assembly.machine import check_machine
+from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
-from pgtoolkit.tasks.answer_checks import can_capture
+from pgtoolkit.tasks.answer_checks import can_capture, notes_on_rows
 
 
 def checked(
@@ -199,6 +201,40 @@ def test_a_users_reward_function_is_tried_and_refused_if_it_fails(tmp_path, monk
     bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
     # A verifier beside the first one need not accept an answer.
     assert checked(tmp_path, answers, bonus) == ([], [])
+
+
+def test_answers_that_are_the_prompt_or_contradict_another_row_are_noted(tmp_path, monkeypatch):
+    (tmp_path / "read_rewards.py").write_text(
+        "def reads(completion, answer):\n    return 1.0\n"
+        "def reads_none(completion, prompt):\n    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "task.verifier=read_rewards.reads"
+    other = f"{own}_none"
+    _, notes = checked(tmp_path, ["7"], own, "task.answer_field=prompt")
+    assert notes == [
+        "task.answer_field=prompt is the column of the prompts, so the answer that "
+        f"{own} reads is the prompt itself. Use the column of the answers, or leave the parameter "
+        "out of a function that does not use it."
+    ]
+    assert checked(tmp_path, ["7"], other, "task.answer_field=prompt") == ([], [])
+    file = tmp_path / "contradicting.jsonl"
+    pairs = [("1+1=", 2), ("1+2=", 3), ("1+1=", 2), ("1+1=", 4), ("1+2=", 5)]
+    file.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in pairs))
+    for verifier, expected in (
+        (
+            own,
+            [
+                "2 rows have another answer than an earlier row with the same prompt, first '1+1=' "
+                "at contradicting.jsonl:4: '4', and '2' at contradicting.jsonl:1. What is right "
+                "for the one is wrong for the other: mend or remove one of them."
+            ],
+        ),
+        (other, []),
+    ):
+        task = make_task(config_of("task=prompts", f"task.path={file}", verifier).task, 0)
+        assert notes_on_rows(task, "answer", is_prompt=False) == expected
 
 
 def test_answers_on_which_a_function_gives_no_score_are_noted_with_what_happened(

@@ -32,22 +32,58 @@ def written(path: Path, *rows: object, count: int = 1) -> Path:
 
 def test_wrong_columns_of_every_row_are_one_line_that_names_the_right_ones(tmp_path):
     path = written(tmp_path / "p.jsonl", {"question": "1+1=", "solution": "2"}, count=20)
-    title, prompt, answer = refusal(path)
+    title, prompt, answer, *advice = refusal(path)
     assert title.endswith("40 problems")
-    there = "is missing; the row has question, solution. Use task."
+    there = "is missing; the row has question, solution"
     more = "; the same in 19 rows more: 2, 3, 4, 5, 6, 7, 8, 9 and 11 more"
-    assert prompt == f"  p.jsonl:1:prompt: {there}prompt_field=question{more}"
-    assert answer == f"  p.jsonl:1:answer: {there}answer_field=solution{more}"
+    assert prompt == f"  p.jsonl:1:prompt: {there}{more}"
+    assert answer == f"  p.jsonl:1:answer: {there}{more}"
+    assert advice == [
+        "  20 of the 20 rows read lack prompt. Use task.prompt_field=question.",
+        "  20 of the 20 rows read lack answer. Use task.answer_field=solution.",
+    ]
     assert len(read_prompts(str(path), None, "question", "solution")) == 20
+
+
+def test_no_other_column_is_named_for_a_few_rows_that_lack_theirs(tmp_path):
+    """The name `solution` resembles `question`, the column of the prompts."""
+    row = {"question": "1+1=", "solution": "2", "level": "easy"}
+    lacks_answer = {"question": "1+1=", "level": "easy"}
+    is_chat = {"messages": CHAT, "solution": "2"}
+    for rows, advice in (
+        (
+            [lacks_answer],
+            ["1 of the 10 rows read lacks solution. Write its answer there, or remove the row."],
+        ),
+        (
+            [is_chat, is_chat],
+            ["2 of the 11 rows read lack question. Write their prompts there, or remove the rows."],
+        ),
+        (
+            [lacks_answer] * 10,
+            [
+                "10 of the 19 rows read lack solution. Use task.answer_field=question where the "
+                "verifier reads no answer."
+            ],
+        ),
+        ([is_chat] * 10, ["10 of the 19 rows read lack question. Use task.prompt_field=messages."]),
+    ):
+        path = written(tmp_path / "p.jsonl", *[row] * 9, *rows)
+        with pytest.raises(DataError) as refused:
+            read_prompts(str(path), None, "question", "solution")
+        lines = str(refused.value).splitlines()
+        assert [line.strip() for line in lines if "rows read" in line] == advice
+        assert "Use" not in "".join(line for line in lines if "rows read" not in line)
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", CHAT], ids=["text", "chat"])
 def test_prompts_without_answers_are_told_what_to_type_and_read_with_it(tmp_path, prompt):
     path = written(tmp_path / "p.jsonl", {"prompt": prompt, "source": 3})
-    assert refusal(path)[1] == (
-        "  p.jsonl:1:answer: is missing; the row has prompt, source. Use task.answer_field=prompt "
-        "where the verifier reads no answer"
-    )
+    assert refusal(path)[1:] == [
+        "  p.jsonl:1:answer: is missing; the row has prompt, source",
+        "  1 of the 1 row read lacks answer. Use task.answer_field=prompt where the verifier reads "
+        "no answer.",
+    ]
     (read,) = read_prompts(str(path), None, "prompt", "prompt")
     assert (read.text, read.answer) == ("1+1=", "1+1=")
 

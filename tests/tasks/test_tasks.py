@@ -122,8 +122,7 @@ def test_bad_prompts_are_listed_together(tmp_path):
     message = str(error.value)
     for part in (
         "8 problems",
-        "p.jsonl:2:answer: is missing; the row has prompt. Use task.answer_field=prompt where "
-        "the verifier reads no answer",
+        "p.jsonl:2:answer: is missing; the row has prompt\n",
         "p.jsonl:3:prompt: needs a text or a list of chat messages (got ['a'])",
         "p.jsonl:3:answer: is null; the row has prompt, answer",
         "p.jsonl:4: not JSON",

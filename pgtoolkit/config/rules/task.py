@@ -67,8 +67,21 @@ def prompts(task: tasks.TaskSettings, report: Report) -> None:
                 reason="What its group finds last is the answer.",
                 use="\"task.answer_pattern='#### (.*)'\"",
             )
-        if "math_verify" in _check_verifiers(task, report):
+        verifiers = _check_verifiers(task, report)
+        if "math_verify" in verifiers:
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
+        of_pgtoolkit = sorted(verifiers.intersection(tasks.VERIFIERS))
+        is_prompt = task.answer_field == task.prompt_field and task.answer_pattern is None
+        if is_prompt and of_pgtoolkit:
+            report.refuse(
+                setting=f"task.answer_field={task.answer_field}",
+                needs="another column than task.prompt_field",
+                got="the same",
+                reason=f"{of_pgtoolkit[0]} would count a completion as right that repeats its "
+                "prompt.",
+                use="the column of the answers, or task.verifier=my_module.function of a function "
+                "that reads no answer",
+            )
 
 
 def _check_path(
