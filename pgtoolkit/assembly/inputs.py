@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from pgtoolkit.config.counts import ReadPrompts, limits_of_documents
-from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, sampling
+from pgtoolkit.config.evaluation_sets import (
+    held_out_sets,
+    is_on,
+    place_of_set,
+    sampling,
+    with_keys_of_set,
+)
 from pgtoolkit.config.models import has_tokenizer, measures_prompts, vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.loss_terms import other_vocabulary, other_vocabulary_of_critic
@@ -23,7 +29,6 @@ from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
-    EvaluationSettings,
     RecordedRolloutSettings,
 )
 from pgtoolkit.system import model_folder
@@ -63,7 +68,7 @@ def check_inputs(config: Config, report: Report) -> None:
     if config.rollout.name == "policy":
         tasks["task"] = config.task
     for held_out in held_out_sets(config) if is_on(config) else ():
-        tasks[_place_of_set(held_out.name, config.evaluation)] = held_out.task
+        tasks[place_of_set(config, held_out)] = held_out.task
     _check_prompts(tasks, config.model, report)
     _check_texts(config, report)
 
@@ -232,15 +237,16 @@ def _check_prompts(tasks: Mapping[str, TaskSettings], model: Model, report: Repo
             no_template = "task.chat=never"
         model_path = getattr(model, "path", None)
         task_report = _report_on_task(os.getcwd(), pickle.dumps(task), no_template, model_path)
-        report.problems += [
-            type(problem)(problem.replace("task.", f"{place}.")) for problem in task_report.problems
-        ]
-        report.notes += [note.replace("task.", f"{place}.") for note in task_report.notes]
+        for problem in task_report.problems:
+            if _failing(problem) not in map(_failing, report.problems):
+                report.problems.append(type(problem)(with_keys_of_set(problem, place)))
+        report.notes += [with_keys_of_set(note, place) for note in task_report.notes]
 
 
-def _place_of_set(name: str, evaluation: EvaluationSettings) -> str:
-    """Return the key below which an evaluation set has its task."""
-    return f"evaluation.sets.{name}" if evaluation.sets else "task"
+def _failing(problem: str) -> str:
+    """Return the verifier that fails on an answer, without that answer: a set has its own prompts,
+    and most often the verifier of training. Another problem is returned as it is."""
+    return problem.partition(" must score every text, ")[0]
 
 
 @functools.cache  # the jobs of a sweep share it
@@ -341,6 +347,7 @@ def _check_texts(config: Config, report: Report) -> None:
     groups = ("model", "kl", "task", "evaluation", "rollout", "accumulation")
     if report.concerns(*groups) or not has_tokenizer(config.model):
         return
+    run = (config.model, config.task, config.seed)
     trained = try_prompts(config)
     if trained.problem:
         report.problems.append(trained.problem)
@@ -355,15 +362,26 @@ def _check_texts(config: Config, report: Report) -> None:
         assert longest is not None
         limits = limits_of_documents(config, positions, is_trained=False)
         room = _Room(limits, longest, is_held_out=True)
-        run = (config.model, config.task, config.seed)
         problem = _try_task(*run, held_out.task, held_out.seed, stop, None, room).problem
-        if problem:
-            place = _place_of_set(held_out.name, config.evaluation)
-            message = problem.replace("task.", f"{place}.")
-            message = message.replace("rollout.max_comp", "evaluation.max_comp")
+        if problem and problem == _problem_of_tokens(os.getcwd(), pickle.dumps(run)):
+            report.problems.append(problem)  # of the task of the run, whatever the set is
+        elif problem:
+            message = with_keys_of_set(problem, place_of_set(config, held_out))
             if message in report.problems:
                 continue  # its prompts cannot be read
             report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
+
+
+@functools.cache  # the jobs of a sweep share it
+def _problem_of_tokens(_directory: str, pickled_run: bytes) -> str | None:
+    """Return why the tokens of a run cannot be known, if they cannot.
+
+    pickled_run: the arguments of `_tokenizer_and_ends`, as a cache's key.
+    """
+    report = Report()
+    with errors_added_to(report):
+        _tokenizer_and_ends(*pickle.loads(pickled_run))
+    return next(iter(report.problems), None)
 
 
 def try_prompts(config: Config) -> _Tried:

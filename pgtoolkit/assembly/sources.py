@@ -16,7 +16,13 @@ from pgtoolkit.assembly.make_task import make_task
 from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
 from pgtoolkit.assembly.recorded_rollouts import estimator_of, recorded_rollouts
 from pgtoolkit.config.counts import POSITIONS, limits_of_documents
-from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets, watched
+from pgtoolkit.config.evaluation_sets import (
+    HeldOut,
+    held_out_sets,
+    place_of_set,
+    watched,
+    with_keys_of_set,
+)
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.settings import HuggingFaceModelSettings
@@ -204,7 +210,7 @@ def evaluator_of(
         sets = [
             _prompt_set(
                 asked,
-                f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task",
+                place_of_set(config, held_out),
                 held_out,
                 module,
                 limits,
@@ -265,19 +271,15 @@ def _prompt_set(
     place: the key below which it has its task. limits: see `limits_of_documents`.
     """
 
-    def with_keys_of_set(message: str) -> str:
-        message = message.replace("task.", f"{place}.")
-        return message.replace("rollout.max_comp", "evaluation.max_comp")
-
     once = functools.partial(read_once, module.layout)
     try:
         task = make_task(held_out.task, held_out.seed, once, held_out=True)
         tokenized = _tokenized_task(asked, held_out.task, task, module, limits)
     except (ConfigError, DataError) as error:
-        problem = with_keys_of_set(str(error))
+        problem = with_keys_of_set(str(error), place)
         raise type(error)(f"evaluation set {held_out.name}: {problem}") from error
     for note in notes_on_rows(tokenized, held_out.task):
-        log.warning(f"note: evaluation set {held_out.name}: {with_keys_of_set(note)}")
+        log.warning(f"note: evaluation set {held_out.name}: {with_keys_of_set(note, place)}")
     count = min(held_out.prompts, task.num_prompts or held_out.prompts)
     return PromptSet(held_out.name, tokenized, count, held_out.seed)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pgtoolkit.config.conditions import value_of
-from pgtoolkit.config.keys import option_values
+from pgtoolkit.config.keys import KEYS, option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.sampling.settings import SamplingSettings
 from pgtoolkit.system.declared import Dictionary
@@ -72,6 +73,23 @@ def held_out_sets(config: Config) -> list[HeldOut]:
         task = _task(config, settings)
         sets.append(HeldOut(name, task, settings["seed"], settings["prompts"]))
     return sets
+
+
+def place_of_set(config: Config, held_out: HeldOut) -> str:
+    """Return the key below which an evaluation set has its task."""
+    return f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task"
+
+
+_KEYS_OF_TASKS = "|".join(sorted({key.leaf for key in KEYS if key.group == "task"}))
+
+
+def with_keys_of_set(message: str, place: str) -> str:
+    """Return a message about the task of a set with its keys as they are typed for the set.
+
+    Names of files and functions that contain `task.` stay. place: see `place_of_set`.
+    """
+    message = re.sub(rf"(?<![\w./=-])task\.(?=(?:{_KEYS_OF_TASKS})\b)", f"{place}.", message)
+    return message.replace("rollout.max_comp", "evaluation.max_comp")
 
 
 def _task(config: Config, settings: Dictionary) -> TaskSettings:

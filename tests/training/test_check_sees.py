@@ -83,6 +83,43 @@ def test_check_lists_the_problem_that_would_stop_the_run(
     assert message in page.partition("Problems (1)\n")[2]
 
 
+GOOD_SET = (
+    "task=prompts",
+    "rollout.max_completion_length=3",
+    "evaluation.every=1",
+    "evaluation.sets.a.path=my_task.jsonl",
+)
+JUDGE = "broken_judge_of_a_user.judge"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (["task.path=bad.jsonl"], "the prompts of task.path=bad.jsonl cannot be used: 1 problem\n"),
+        (
+            ["task.path=good.jsonl", f"task.verifier={JUDGE}"],
+            f"task.verifier={JUDGE} must score every text, ",
+        ),
+        (
+            ["task.path=good.jsonl", "evaluation.sets.a.prompt_field=asked"],
+            "the prompts of evaluation.sets.a.path=my_task.jsonl cannot be used: 1 problem\n",
+        ),
+    ],
+)
+def test_a_problem_of_the_task_is_told_once_and_of_no_set_and_of_a_set_with_its_keys(
+    tmp_path, monkeypatch, overrides, beginning
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path("my_task.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    Path("bad.jsonl").write_text('{"prompt": "1+2="}\n')
+    code = "def judge(completion, answer): return answer\n"
+    Path("broken_judge_of_a_user.py").write_text(code)
+    (problem,) = problems(check(["tracking=none", *GOOD_SET, *overrides]))
+    assert problem.startswith(beginning)
+
+
 @pytest.mark.parametrize(
     "overrides", [["aggregation.reducer=reducers_of_a_user.equal"], ["rollout.stop=['9']"]]
 )

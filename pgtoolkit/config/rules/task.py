@@ -15,8 +15,10 @@ from pgtoolkit.config.evaluation_sets import (
     held_out_sets,
     is_on,
     key_of_seed,
+    place_of_set,
     sampling,
     watched,
+    with_keys_of_set,
 )
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.meant_values import typed, value_meant
@@ -406,7 +408,7 @@ def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
     of_set = Report(
         default_of=lambda name: option_values("task", task.name)[name.removeprefix("task.")]
     )
-    place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
+    place = place_of_set(c, held_out)
     ignored(dataclasses.replace(c, task=task), of_set, "task")
     if isinstance(task, tasks.GeneratedTaskSettings):
         room_for_answer(task, "evaluation.max_completion_length", length, of_set)
@@ -432,7 +434,7 @@ def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
     else:
         prompts(task, of_set)
     for problem in of_set.problems:
-        named = problem.replace("task.", f"{place}.")
+        named = with_keys_of_set(problem, place)
         if named not in report.problems:
             report.problems.append(named)
             if problem in of_set.lacking:
