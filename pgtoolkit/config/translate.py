@@ -118,7 +118,10 @@ class Translation:
         except NameError:
             rows = self.theirs.table.rows
             by_unsloth = [name for name in self._values.own if (rows[name].see or name) == row.name]
-            self._leave(row, by_unsloth, OF_UNSLOTH)
+            unsloth = self.theirs.table.content.get("unsloth", {})
+            for name in by_unsloth:
+                of_version = f"in {unsloth['version']} it is {text(unsloth['own'][name])}"
+                self._leave(row, [name], f"{OF_UNSLOTH} ({of_version})")
             unknown = "what it follows from is known when their program runs"
             if self._values.own:
                 unknown = "what it follows from is not set, or known when their program runs"
@@ -153,6 +156,8 @@ class Translation:
         value = self._values.of[name]
         another = not value if isinstance(value, bool) else "another"
         values = TheirValues(TheirConfig(self.theirs.table, self.theirs.values | {name: another}))
+        if any(map(self._values.may_be, row.apart)):
+            return False
         with contextlib.suppress(*NO_VALUE):
             acts = not row.acts or values.evaluated(row.acts)
             differs, then = (
@@ -226,11 +231,14 @@ class Translation:
         if not isinstance(task, PromptsTaskSettings):
             return []
         paths = [task.verifier, *(entry["verifier"] for entry in task.verifiers.values())]
-        modules = {path.partition(".")[0]: path for path in paths if path and is_dotted_path(path)}
+        modules: dict[str, list[str]] = {}
+        for path in paths:
+            if path and is_dotted_path(path):
+                modules.setdefault(path.partition(".")[0], []).append(path)
         return [
-            f"{path} needs {module}: a package that is installed, or {module}.py in the current "
-            f"directory; {', '.join(VERIFIERS)} come with pgtoolkit"
-            for module, path in modules.items()
+            f"{' and '.join(of)} need{'s' * (len(of) == 1)} {module}: a package that is installed, "
+            f"or {module}.py in the current directory; {', '.join(VERIFIERS)} come with pgtoolkit"
+            for module, of in modules.items()
             if PathFinder.find_spec(module, [os.getcwd(), *sys.path]) is None
         ]
 

@@ -28,6 +28,12 @@ _SEVERAL = re.compile(
 _SETTING = re.compile(r"--[\w-]+(?:=|$)|[+~]{0,2}\w+(?:\.\w+)+=").match
 """Matches a setting that stands where a command begins."""
 
+_VERSION = re.compile(
+    r"(?i)(?<![\w.-])trl(?:\[[\w, -]*\])?(?:\.git)?[\"' ]*(?:==|~=|@|:| )[\"' ]*v?"
+    r"((?:0\.\d\d|[1-9]\.\d+)(?:\.\d+)?)(?![\d.])"
+).search
+"""Matches TRL with its version."""
+
 _PUNISHMENT = re.compile(
     rf"{PUNISHMENT}(?:\(max_completion_len=(\d+), soft_punish_cache=(\d+)\))?"
 ).fullmatch
@@ -38,27 +44,25 @@ class TheirConfig:
     """Holds the values that a file sets, by full dotted name.
 
     assumed: sentences on how it was read. lost: settings that a script hands to no command.
+    version: of TRL, which the file names; "" for none.
     """
 
     table: Table
     values: dict[str, object]
     assumed: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    version: str = ""
 
 
 def read(path: Path) -> TheirConfig:
     """Return what a file of TRL or verl sets; raises ConfigError that says what another file is."""
     try:
-        content = _content(path)
-        if path.suffix == ".ipynb":
-            cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
-            content = "\n".join("".join(cell["source"]) for cell in cells)
-            content = re.sub(r"^\s*[%!].*", "", content, flags=re.M)
-        if path.suffix in (".py", ".ipynb"):
-            return _program(content, path.stem if path.suffix == ".py" else "")
-        if path.suffix == ".sh" or content.startswith("#!"):
-            return _script(content, path.parent)
-        return _keys(plain_yaml(content.encode()))
+        config = _read(path)
+        if config.table.content["trainer"] == "TRL":
+            config.version = _named_version(_content(path))
+        if is_older(config, "0.28.0"):  # of the time of transformers 4, which has warmup_ratio
+            config.values.pop("launch.yaml", None)
+        return config
     except OSError as error:
         raise as_storage_error(error) from error
     except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
@@ -67,6 +71,61 @@ def read(path: Path) -> TheirConfig:
         use = f"pgtk translate {near}" if near else f"{needs}: YAML, JSON, .sh, .py or .ipynb"
         reason = f"It is none: {error}."
         raise ConfigError(refusal(f"pgtk translate {path}", needs, path, reason, use)) from None
+
+
+def _read(path: Path) -> TheirConfig:
+    """Return what a file sets; raises ValueError and the like for another one."""
+    content = _content(path)
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
+        content = "\n".join("".join(cell["source"]) for cell in cells)
+        content = re.sub(r"^\s*[%!].*", "", content, flags=re.M)
+    if path.suffix in (".py", ".ipynb"):
+        return _program(content, path.stem if path.suffix == ".py" else "")
+    if path.suffix == ".sh" or content.startswith("#!"):
+        return _script(content, path.parent)
+    config = _keys(plain_yaml(content.encode()))
+    is_given = "warmup_ratio" in config.values and path.suffix != ".json"  # which is a dump
+    return _as_yaml(config) if is_given else config
+
+
+def _as_yaml(config: TheirConfig) -> TheirConfig:
+    """Return a configuration of which is noted that TRL's parser reads it from a YAML, where it
+    ignores a key that it does not know."""
+    config.values["launch.yaml"] = True
+    return config
+
+
+def _named_version(content: str) -> str:
+    """Return the version of TRL that a text names: of a pip line, a requirement or a comment; ""
+    for none."""
+    named = _VERSION(content)
+    return named[1] if named else ""
+
+
+def is_same(config: TheirConfig) -> bool:
+    """Return whether a file names no other version than the one that the table has."""
+    named = config.version
+    return not named or _numbers(named) == _numbers(config.table.content["version"])
+
+
+def is_older(config: TheirConfig, version: str) -> bool:
+    """Return whether a file is of a version of TRL before another one, as it says or as a key of it
+    shows that is gone."""
+    content = config.table.content
+    if config.version:
+        return _numbers(config.version) < _numbers(version)
+    gone = [_numbers(content["until"][name]) for name in dating_keys(config)]
+    return bool(gone) and min(gone) <= _numbers(version)
+
+
+def dating_keys(config: TheirConfig) -> list[str]:
+    """Return the keys of a file that TRL has no longer since a version."""
+    return [name for name in config.table.content.get("until", {}) if name in config.values]
+
+
+def _numbers(version: str) -> list[int]:
+    return [*map(int, f"{version}.0".split("."))][:3]
 
 
 def _content(path: Path) -> str:
@@ -187,15 +246,49 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     name = values.get("config")
     places = [Path(name), *([folder / name] if folder else [])] if type(name) is str else []
     files = [place for place in places if place.is_file()][:1]
+    of_yaml: dict[str, object] = {}
     for file in files:
         del values["config"]
-        values = _mapping(file) | values
+        of_yaml = _mapping(file)
+    has_ratio = "warmup_ratio" in of_yaml.keys() - values.keys()
+    values = of_yaml | values
     rows = tables()["TRL"].rows  # `trl grpo` takes the options of both
     named = {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
     of_launcher = named | of_launcher
+    assumed = [f"{file} is the file that --config names" for file in files]
+    started = words[program - 1] if programs else ""
+    is_own = not started.endswith("trl/scripts/grpo.py") and words[0] != "trl"
+    if started and is_own and "-m" not in words[:program] and folder is not None:
+        values = _with_started(started, folder, values, assumed)
     config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
-    config.assumed += [f"{file} is the file that --config names" for file in files]
-    return config
+    config.assumed += assumed
+    return _as_yaml(config) if has_ratio else config
+
+
+def _with_started(
+    name: str, folder: Path | None, options: dict[str, object], assumed: list[str]
+) -> dict[str, object]:
+    """Return what the options of a command and the program that it starts set, and say what was
+    read of that. folder: the one of the script with the command."""
+    places = [Path(name), *([folder / name] if folder else [])]
+    files = [place for place in places if place.is_file()][:1]
+    for file in files:
+        try:
+            config = _program(_content(file), file.stem, options)
+        except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
+            assumed.append(f"{file}, which the command starts, is not read: it is {error}")
+            return options
+        assumed.append(
+            f"{file}, which the command starts, is read with its options: what it gives to "
+            "GRPOTrainer and sets on its GRPOConfig, and nothing that a function or a branch sets"
+        )
+        assumed += config.assumed
+        return config.values
+    assumed.append(
+        f"{name}, which the command starts, is not read, since there is no such file here: its "
+        "data and reward functions are not known, nor what it sets beside its options"
+    )
+    return options
 
 
 def _mapping(path: Path) -> dict[str, object]:
@@ -245,18 +338,28 @@ def value_of(text: str) -> object:
         return text
 
 
-def _program(content: str, module: str) -> TheirConfig:
+def _program(content: str, module: str, options: dict[str, object] | None = None) -> TheirConfig:
     """Return the configuration of the calls of GRPOConfig and GRPOTrainer in a program, and of the
-    command in its docstring where it takes its arguments from there."""
+    command in its docstring where it takes its arguments from there.
+
+    options: those of the command that starts it; None where it is not known.
+    """
     program = Program(content, module)
+    program.options = options or {}
     values: dict[str, object] = {}
-    if "GRPOConfig" not in program.calls and "TrlParser" in content and "GRPOConfig" in content:
-        if not program.docstring:
-            raise ValueError("its options come from a command or a YAML: translate that")
-        command = _script(program.docstring.replace("`", ""))
-        values = command.values
-        program.options = values
-        program.assumed += command.assumed
+    parses = "TrlParser" in content or "HfArgumentParser" in content
+    if parses and "GRPOConfig" not in program.calls and "GRPOConfig" in content:
+        if options is None and not program.docstring:
+            raise ValueError(
+                "its options come from a command or a YAML: translate a script, run.sh, with the "
+                "command that starts it, and it is read with these options"
+            )
+        if options is None:
+            command = _script(program.docstring.replace("`", ""))
+            program.options = command.values
+            program.assumed += command.assumed
+        program.defaults = {name: row.default for name, row in tables()["TRL"].rows.items()}
+        values = {**program.options}
     elif not {"GRPOConfig", "GRPOTrainer"} & {*program.calls}:
         others = [name for name in program.calls if re.fullmatch(r"[A-Z]\w*(Config|Trainer)", name)]
         raise ValueError(f"a program with {', '.join(sorted(others)) or 'no GRPOConfig'}")
@@ -272,10 +375,15 @@ def _program(content: str, module: str) -> TheirConfig:
                 values[name] = program.rows(node)
             elif name == "reward_funcs":
                 values[name] = program.rewards(node)
+            elif name == "optimizers":
+                values[name] = program.optimizer(node)
             elif name not in ("args", "peft_config"):
                 values[f"{section}{name}"] = program.value(node)
     if values.get("processing_class") == values.get("model"):
         values.pop("processing_class", None)
+    made = values.get("train_dataset")
+    if isinstance(made, Unread) or (isinstance(made, dict) and made.get("changed")):
+        values.pop("dataset_name", None)  # the rows are made of these
     config = _config("TRL", values)
     config.assumed += dict.fromkeys(program.assumed)
     return config

@@ -10,6 +10,7 @@ from pgtoolkit.config.elsewhere import Theirs
 from pgtoolkit.config.keys import key_named
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import read
+from pgtoolkit.config.translate_version import on_version
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import text
 
@@ -32,6 +33,9 @@ def _page(translation: Translation, path: Path) -> Iterator[str]:
     table = translation.theirs.table
     name = f"{table.content['trainer']} {table.content['version']}"
     yield from (redact(f"{path}, a configuration of {name}, is here"), "")
+    of_version = on_version(translation)
+    if of_version:
+        yield from (redact(of_version), "")
     steps = [word for word in translation.overrides if word.startswith("trainer.max_steps=")]
     words = [word for word in translation.overrides if word not in steps]
     yield redact(f"  {shlex.join(['pgtk', *words, *steps])}")

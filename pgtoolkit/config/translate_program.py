@@ -49,17 +49,20 @@ class Program:
     """A program.
 
     calls: the last name of the function that is called -> its calls. assumed: sentences on how it
-    was read. options: the values of its command line, where these are known.
+    was read. options: the values of its command line, where these are known. defaults: those of
+    further options that TRL's parser has.
     """
 
     def __init__(self, content: str, module: str):
         self.calls: dict[str, list[ast.Call]] = {}
         self.assumed: list[str] = []
         self.options: dict[str, object] = {}
+        self.defaults: dict[str, object] = {}
         self._module = module
         self._values: dict[str, list[_Code]] = {}  # of names and of attributes
         self._bound: Counter[str] = Counter()
         self._imports: dict[str, str] = {}
+        self._fields: dict[str, ast.expr] = {}  # of its own classes, which parsers fill in
         self._changed: set[str] = set()  # names of lists and dictionaries that may change later
         self._in_branches: set[ast.AST] = set()
         tree = ast.parse(content)
@@ -104,6 +107,9 @@ class Program:
 
     def _note_class(self, node: ast.ClassDef) -> None:
         """Take a class that is derived from one of TRL's for that one, and say what it changes."""
+        for each in node.body:
+            if isinstance(each, ast.AnnAssign) and each.value is not None:
+                self._fields[ast.unparse(each.target)] = each.value
         for base in map(ast.unparse, node.bases):
             name = self._imports.get(base, base).rpartition(".")[2]
             if name not in ("GRPOConfig", "GRPOTrainer"):
@@ -143,8 +149,10 @@ class Program:
             if len(self._values[name]) > 1 and call != "get_peft_model":
                 self.assumed.append(f"{name} is what {call}(...) makes, and nothing else")
         if call == "GRPOConfig":  # one that a parser makes is known by the trainer that takes it
-            words = [word for node in self.calls.get("GRPOTrainer", []) for word in node.keywords]
+            trainers = self.calls.get("GRPOTrainer", [])
+            words = [word for node in trainers for word in node.keywords]
             names |= {ast.unparse(word.value) for word in words if word.arg == "args"}
+            names |= {ast.unparse(third) for node in trainers for third in node.args[2:3]}
         for target, values in self._values.items():
             owner, _, name = target.rpartition(".")
             if owner in names:
@@ -253,16 +261,25 @@ class Program:
     def _option(self, node: ast.Attribute) -> object:
         """Return an option of the program's own: as its command has it, else its default, which is
         then said."""
+        code = ast.unparse(node)
+        if code in self._values:
+            raise LookupError(code)
         if node.attr in self.options:
             return self.options[node.attr]
-        code = ast.unparse(node)
+        if node.attr in self._fields and self.defaults:
+            value = self._fields[node.attr]
+            if isinstance(value, ast.Call):
+                value = self._arguments(value)["default"]
+            return self._literal(value)
+        if node.attr in self.defaults:
+            return self.defaults[node.attr]
         (option,) = [
             {keyword.arg: keyword.value for keyword in call.keywords}
             for call in self.calls["add_argument"]
             for name in [*call.args, *(word.value for word in call.keywords if word.arg == "dest")]
             if ast.unparse(name).strip("'-").replace("-", "_") == node.attr
         ]
-        if code in self._values or "required" in option or "set_defaults" in self.calls:
+        if "required" in option or "set_defaults" in self.calls:
             raise LookupError(code)
         flag = ast.unparse(option["action"]) if "action" in option else ""
         default: object = {"'store_true'": False, "'store_false'": True}.get(flag)
@@ -304,6 +321,12 @@ class Program:
             arguments = {"load_in_4bit": ast.Constant(True)} | arguments
         beside |= {f"model_init_kwargs.{name}": self.value(arguments[name]) for name in arguments}
         return {"model": self.value(path)} | beside
+
+    def optimizer(self, node: ast.AST) -> Unread:
+        """Return the code of an optimizer, and of its schedule, with what names stand for."""
+        node = self._followed(node)
+        made = [self._followed(item) for item in getattr(node, "elts", [node])]
+        return Unread(", ".join(map(ast.unparse, made)))
 
     def tokenizer(self, node: ast.AST) -> dict[str, object]:
         """Return the name or folder of a tokenizer, and the chat template that it is given."""

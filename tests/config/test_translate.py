@@ -900,7 +900,7 @@ def test_the_column_of_answers_and_chats_are_seen_where_the_file_lies_here(tmp_p
     renamed = 'load_dataset("csv", data_files="p.csv").rename_column("label", "answer")'
     (tmp_path / "train.py").write_text(f'GRPOTrainer("m", train_dataset={renamed})')
     listed = translate(tmp_path / "train.py", None).partition("What changes what is learned")[2]
-    assert "  train_dataset.columns.answer=label: as train_dataset.path" in listed
+    assert "  train_dataset.columns.answer=label: task.answer_field names the column" in listed
     # Without answers reward functions read none; in verl's form they lie elsewhere.
     asked = [{"role": "user", "content": "1"}]
     columns = "train_dataset.columns.answer"
@@ -1274,7 +1274,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     (tmp_path / "grpo.yaml").write_text(
         "model_name_or_path: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nlearning_rate: 2e-6\n"
         "seed: 3\ntop_k: 0\nlogging_steps: 10\nloss_type: nonsense\nzzz: 3\n"
-        "warmup_ratio: 0.1\nsave_steps: 0.1\nmax_steps: -1\n"
+        "warmup_steps: 0.1\nsave_steps: 0.1\nmax_steps: -1\n"
         "reward_funcs: [accuracy_reward, think, get_soft_overlong_punishment]\n"
     )
     assert main(["translate", str(tmp_path / "grpo.yaml"), "--processes", "4"]) == 0
@@ -1306,7 +1306,7 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
     share = "a share of the steps, whose number follows from the data there; the default here is "
-    assert f"  warmup_ratio=0.1: {share}optimizer.warmup_steps=10\n" in page
+    assert f"  warmup_steps=0.1: {share}optimizer.warmup_steps=10\n" in page
     assert f"  save_steps=0.1: {share}trainer.checkpoint_every=100\n" in page
     assert "is not known to have:\n  zzz\n" in page
     assert "top_k" not in page
@@ -1493,7 +1493,8 @@ def test_other_forms_of_configurations_are_read(tmp_path):
     more |= {"tracking.also": "[tensorboard]"}
     translation = translated(tmp_path, "run.sh", command)
     assert found(translation, expected | more) == expected | more
-    assert translation.theirs.assumed == []
+    (assumed,) = translation.theirs.assumed
+    assert assumed.startswith("grpo.py, which the command starts, is not read")
     docstring = f'"""\n```\n{command}```\n"""\nTrlParser((GRPOConfig, ModelConfig))\n'
     assert found(translated(tmp_path, "script.py", docstring), more) == more
 
@@ -1845,6 +1846,13 @@ def test_a_module_of_rewards_that_is_not_here_is_named(tmp_path, monkeypatch):
         (lacking,) = [line for line in translation.lacking if "mine" in line] or [""]
         assert lacking.startswith("mine.digits needs mine: " if not is_here else "")
         assert bool(lacking) != is_here
+
+
+def test_all_verifiers_of_a_module_that_is_not_here_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    translation = translated(tmp_path, "file.json", {"reward_funcs": ["mine.a", "mine.b"]})
+    translation.check()
+    assert any(line.startswith("mine.a and mine.b need mine: ") for line in translation.lacking)
 
 
 def test_a_punishment_that_a_program_makes_is_that_of_trl(tmp_path):
@@ -2310,6 +2318,157 @@ def test_a_program_with_a_parser_of_trl_has_the_values_of_the_command_in_its_doc
     program += "c.num_generations = 2\nc.beta = read()\nif quick:\n    c.temperature = 0.5\n"
     expected |= {"rollout.group_size": 2, "beta": "left", "temperature": "left"}
     assert found(translated(tmp_path, "grpo.py", program), expected) == expected
+
+
+STARTED = """
+from rewards import digits, short
+class Own(ScriptArguments):
+    share: float = field(default=0.5)
+if __name__ == "__main__":
+    s, c, m = TrlParser((Own, GRPOConfig, ModelConfig)).parse_args_and_config()
+    c.epsilon_high = 0.28
+    data = load_dataset(s.dataset_name, split=s.dataset_train_split)CHANGED
+    GRPOTrainer(m.model_name_or_path, [digits, short], c, data, beta=s.share)
+"""
+OPTIONS = "--model_name_or_path m --dataset_name org/set --epsilon_high 0.3 --num_generations 4"
+
+
+def test_a_program_that_a_command_starts_is_read_with_its_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    command = f"accelerate launch --num_processes 2 train.py {OPTIONS}\n"
+    expected = {"loss.epsilon_high": 0.28, "rollout.group_size": 4, "task.path": "org/set"}
+    expected |= {"model.path": "m", "kl.coefficient": 0.5, "train_dataset.path": "near"}
+    expected |= {"accumulation.docs_per_step": 16}
+    rewards = {name: {"verifier": f"rewards.{name}", "weight": 1} for name in ("digits", "short")}
+    for place in ("train.py", "scripts/train.py"):  # of the current folder, and of the script's
+        (tmp_path / place).write_text(STARTED.replace("CHANGED", ""))
+        translation = translated(tmp_path, "scripts/run.sh", command)
+        assert found(translation, expected) == expected
+        assert translation.typed["task.verifiers"][0] == rewards
+        said = f"{place}, which the command starts, is read with its options"
+        assert sum(said in line for line in translation.theirs.assumed) == 1
+        (tmp_path / place).unlink()
+    # Rows that the program makes of the data set are not those of the data set.
+    (tmp_path / "train.py").write_text(STARTED.replace("CHANGED", ".map(f)"))
+    expected |= {"task.path": "PROMPTS", "train_dataset.path": "left"}
+    assert found(translated(tmp_path, "run.sh", command), expected) == expected
+
+
+def test_options_of_a_program_with_a_parser_of_its_own_are_no_keys_of_trl(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = 'p.add_argument("--lr", type=float, default=1.0)\np.add_argument("--beta")\n'
+    program += "GRPOTrainer('m', f, GRPOConfig(learning_rate=a.lr, temperature=0.7))\n"
+    (tmp_path / "train.py").write_text(program)
+    translation = translated(tmp_path, "run.sh", "python train.py --num_iterations 2 --lr 3e-5")
+    expected = {"optimizer.learning_rate": 3e-5, "rollout.temperature": 0.7, "rollout.passes": None}
+    assert found(translation, expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "train.py, which the command starts, is not read, since there is no such file here"),
+        ("x = 1", "train.py, which the command starts, is not read: it is a program with no GRPO"),
+        ("def", "train.py, which the command starts, is not read: it is "),
+    ],
+)
+def test_a_program_that_a_command_starts_and_that_is_not_read_is_named(
+    tmp_path, monkeypatch, content, says
+):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "train.py").write_text(content)
+    translation = translated(tmp_path, "run.sh", f"python train.py {OPTIONS}")
+    assert found(translation, {"loss.epsilon_high": 0.3}) == {"loss.epsilon_high": 0.3}
+    assert any(line.startswith(says) for line in translation.theirs.assumed)
+
+
+# What trl/trainer/grpo_config.py and grpo_trainer.py have at these tags.
+OF_0_14 = {"beta": 0.04, "temperature": 0.9, "max_completion_length": 256, "loss_type": "grpo"}
+OF_0_14 |= {"top_k": 50, "use_bias_correction_kl": False, "bf16": False}
+OF_0_14 |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
+OF_0_20 = {"max_completion_length": 256, "loss_type": "bnpo"}
+
+
+@pytest.mark.parametrize(
+    ("line", "of_version"),
+    [
+        ("# pip install trl==0.14.0", OF_0_14),
+        ('# "trl[vllm] == 0.14.0"', OF_0_14),
+        ("# trl @ git+https://github.com/huggingface/trl.git@v0.20.0", OF_0_20),
+        ("# TRL 1.16.0, of pip install trl>=0.14", None),
+        ("# any trl", None),
+        ("max_prompt_length: 256", {"max_completion_length": 256}),
+        ("vllm_device: auto", OF_0_20 | {"beta": 0.04, "temperature": 0.9, "top_k": 50}
+         | {"use_bias_correction_kl": False, "bf16": False}),
+    ],
+)  # fmt: skip
+def test_of_a_file_of_an_earlier_version_the_other_defaults_are_said_with_what_to_type(
+    tmp_path, line, of_version
+):
+    """What is named to type, in the place of what is named, is what a file has that sets them."""
+    values = {"num_generations": 8, "max_steps": 10}
+    file = tmp_path / "file.yaml"
+    file.write_text("\n".join([line, *(f"{key}: {value}" for key, value in values.items())]))
+    page = translate(file, 1).split("\n\n")
+    if of_version is None:
+        assert page[1].lstrip().startswith("pgtk ")
+        return
+    dating = line.partition(":")[0]
+    assert page[1].startswith("It names TRL 0." if "#" in line else f"It has {dating}, which TRL")
+    command = shlex.split(page[2])[1:]
+    typed, _, dropped = page[1].partition(" For these type ")[2].partition(" in the place of ")
+    dropped = shlex.split(re.split(r"\.(?= |$)", dropped)[0])
+    assert {*dropped} <= {*command}
+    made = [*(word for word in command if word not in dropped), *shlex.split(typed)]
+    in_full = translated(tmp_path, "full.json", of_version | values)
+    in_full.check()
+    assert sorted(made) == sorted(in_full.overrides)
+
+
+def test_a_ratio_of_warm_up_that_a_yaml_has_is_ignored_by_transformers_5(tmp_path):
+    """Its TrainingArguments has no such field: TRL's parser drops what a YAML has for none, and
+    refuses it elsewhere, so that a command or a program was of transformers 4."""
+    kept = {"optimizer.warmup_steps": 10, "warmup_ratio": "near"}
+    ignored = {"optimizer.warmup_steps": 0, "warmup_ratio": None}
+    values = "warmup_ratio: 0.1\nmax_steps: 100\nnum_generations: 4\n"
+    (tmp_path / "r.yaml").write_text(values)
+    for name, content, expected in (
+        ("file.yaml", values, ignored),
+        ("run.sh", f"trl grpo --config {tmp_path}/r.yaml --beta 0.1", ignored),
+        ("old.yaml", f"# trl==0.20.0\n{values}", kept),
+        ("dated.yaml", f"{values}max_prompt_length: 9\n", kept),
+        ("dump.json", f"{values}hub_token: <HUB_TOKEN>\n", kept),
+        ("more.sh", f"trl grpo --config {tmp_path}/r.yaml --warmup_ratio 0.1", kept),
+        ("train.py", "GRPOConfig('o', warmup_ratio=0.1, max_steps=100)", kept),
+    ):
+        translation = translated(tmp_path, name, content)
+        assert found(translation, expected) == expected, name
+        said = [
+            line for line in translation.apart if line.startswith("warmup_ratio=0.1: transform")
+        ]
+        assert len(said) == (expected is ignored)
+
+
+def test_what_is_said_stands_by_itself(tmp_path):
+    """An own server's program, a rate of an optimizer, and reasons that name no other reason."""
+    given = {"use_vllm": True, "vllm_mode": "server", "repetition_penalty": 1.05}
+    translation = translated(tmp_path, "file.json", given | {"dataset_name": "org/set"})
+    said = "\n".join(translation.differing)
+    assert "vllm_mode=server: `trl vllm-serve` cannot be joined" in said
+    assert "dataset_name=org/set: its rows are not read here" in said
+    program = "sgd = torch.optim.SGD(p, lr=0.1)\nGRPOTrainer('m', f, optimizers=(sgd, None))\n"
+    ((shown, reason),) = [
+        (shown, reason)
+        for shown, reason, _ in translated(tmp_path, "train.py", program).left
+        if shown.startswith("optimizers=")
+    ]
+    assert "torch.optim.SGD(p, lr=0.1)" in shown
+    assert "`optimizer.learning_rate` takes its own" in reason
+    for table in tables().values():
+        for row in table.rows.values():
+            assert not re.search(r"(?m)^as `", "\n".join(row.reasons.values())), row.name
 
 
 def test_options_of_a_command_lie_over_the_file_that_it_names(tmp_path, monkeypatch):

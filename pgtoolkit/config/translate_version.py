@@ -1,0 +1,66 @@
+"""What a file of an earlier version of TRL gets by the defaults that TRL has today."""
+
+from __future__ import annotations
+
+import shlex
+
+from pgtoolkit.config.their_values import FORMULA, TheirValues
+from pgtoolkit.config.translate import IDLE, Translation
+from pgtoolkit.config.translate_file import TheirConfig, dating_keys, is_older, is_same
+from pgtoolkit.system.report import text
+
+
+def on_version(translation: Translation) -> str:
+    """Return what has to be said of a file that names another version of TRL, or has keys of an
+    earlier one: which defaults were others, and what they make here; "" for nothing."""
+    theirs = translation.theirs
+    ours = theirs.table.content["version"]
+    dating = dating_keys(theirs)
+    if is_same(theirs) and (theirs.version or not dating):
+        return ""
+    of = f"It names TRL {theirs.version}"
+    if not theirs.version:
+        until = theirs.table.content["until"][dating[0]]
+        of = f"It has {dating[0]}, which TRL has before {until} alone"
+    read = f"{of}, and is read by TRL {ours}'s code and defaults."
+    earlier = _as_of_its_version(theirs)
+    then = Translation(earlier)
+    then.check()
+    idle = [shown for shown, reason, _ in then.left if reason == IDLE]
+    others = {name for name, value in earlier.values.items() if theirs.values.get(name) != value}
+    changed = [then.shown(name) for name in earlier.values if name in others]
+    changed = [shown for shown in changed if shown not in idle]
+    if changed:
+        read += f" Of what it leaves open others held in that version: {', '.join(changed)}."
+        typed = [word for word in then.overrides if word not in translation.overrides]
+        dropped = [word for word in translation.overrides if word not in then.overrides]
+        read += f" For these type {shlex.join(typed)}" if typed else ""
+        read += f" in the place of {shlex.join(dropped)}" if typed and dropped else ""
+        read += "." if typed else ""
+    if not theirs.version:
+        read += " A comment such as # trl==0.15.2 in the file says a version, whose defaults may be"
+        read += " others again."
+    return read
+
+
+def _as_of_its_version(theirs: TheirConfig) -> TheirConfig:
+    """Return a configuration with the defaults of its own version where it sets no value."""
+    given = dict(theirs.values)
+    own = TheirValues(theirs).own
+    changes: dict[str, object] = {}
+    for version in theirs.table.content["versions"]:  # from the newest on
+        if not is_older(theirs, version["before"]):
+            continue
+        changes |= {name: of for name, of in version["keys"].items() if name not in {*given, *own}}
+        changes |= {name: of for name, of in version.get("meant", {}).items() if name in given}
+    values = TheirValues(theirs)
+    for name, value in changes.items():
+        formula = FORMULA.fullmatch(value) if isinstance(value, str) else None
+        changes[name] = values.evaluated(formula[1]) if formula else value
+    rows = theirs.table.rows
+    changes = {
+        name: value
+        for name, value in changes.items()
+        if text(value) != text(given.get(name, rows[name].default))
+    }
+    return TheirConfig(theirs.table, given | changes)
