@@ -15,6 +15,7 @@ from pgtoolkit.config.elsewhere import OVERRIDE, Theirs
 from pgtoolkit.config.translate_file import TheirConfig, value_of
 from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import text
 from pgtoolkit.tasks.settings import is_data_set_name
@@ -77,12 +78,22 @@ def _from_here(path: object) -> str:
 
 
 def _sets(paths: object) -> dict[str, dict[str, object]]:
-    """Return `evaluation.sets` of several files, by the names of these; empty where two are alike,
-    or one is no name of a set."""
+    """Return `evaluation.sets` of several files, by the names of these, of their folders, or of
+    both, whichever are the first to differ; empty where none do."""
     files = paths if isinstance(paths, list) and len(paths) > 1 else []
-    sets: dict[str, dict[str, object]] = {Path(str(file)).stem: {"path": file} for file in files}
-    is_whole = len(sets) == len(files) and all(name.isidentifier() for name in sets)
-    return sets if is_whole and all(isinstance(file, str) for file in files) else {}
+    if not all(isinstance(file, str) for file in files):
+        return {}
+    places = [Path(file) for file in files]
+    for names in (
+        [place.stem for place in places],
+        [place.parent.name for place in places],
+        [f"{place.parent.name}_{place.stem}" for place in places],
+    ):
+        names = [re.sub(r"[^A-Za-z0-9_]", "_", name)[:40] for name in names]
+        is_valid = all(name[:1].isalpha() and name != TRAINING for name in names)
+        if is_valid and len({*names}) == len(files):
+            return {name: {"path": file} for name, file in zip(names, files, strict=True)}
+    return {}
 
 
 VERIFIER = "VERIFIER"

@@ -21,6 +21,7 @@ from pgtoolkit.config.translate_file import TheirConfig
 from pgtoolkit.config.translate_program import Unread
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.declared import Alters
 from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import nearest, override, text
@@ -190,7 +191,8 @@ class Translation:
             always = key in self._first or key == "optimizer.learning_rate"
             if row is not None and not self.behind[row.name] and not always:
                 known = key_named(key, self.composed.config)
-                if known and (known.learns is False or self.ours(key) == text(value)):
+                is_idle = known and known.learns is False and known.alters != Alters.evaluation
+                if known and (is_idle or self.ours(key) == text(value)):
                     del self.typed[key]
         while problems := self._compose():
             setting = problems[0].partition(" needs ")[0]
@@ -202,13 +204,22 @@ class Translation:
             key = max(named, key=lambda key: (key in setting, len(key)))
             row = rows[key]
             value, _ = self.typed.pop(key)
+            names = [*self.behind[row.name]] or [row.name]
+            if key.startswith(("evaluation.sets", "evaluation.every")):  # without which none acts
+                names += self._drop_evaluation()
             filled_in = "task.verifier" if key == "task.verifiers" else key
             if filled_in in self._first:
                 self.typed[filled_in] = self._first[filled_in]
             if all(of is not row or "is refused here" not in reason for _, reason, of in self.left):
                 problem = problems[0].rstrip(".")  # others of its row are refused as a consequence
-                names = self.behind[row.name] or [row.name]
                 self._leave(row, names, f"{key}={text(value)} is refused here: {problem}")
+
+    def _drop_evaluation(self) -> list[str]:
+        """Take all keys of evaluations out of the command; return the file's keys that they follow
+        from."""
+        keys = [key for key in self.typed if key.startswith("evaluation.")]
+        rows = [self.typed.pop(key)[1] for key in keys]
+        return [name for row in rows if row is not None for name in self.behind[row.name]]
 
     def _compose(self) -> list[str]:
         """Compose what is typed; return the problems with it, beside those of this machine.

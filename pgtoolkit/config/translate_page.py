@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pgtoolkit.config.elsewhere import Theirs
-from pgtoolkit.config.keys import key_named
+from pgtoolkit.config.keys import has_effect, key_named
 from pgtoolkit.config.translate import IDLE, Translation
 from pgtoolkit.config.translate_file import read
 from pgtoolkit.config.translate_version import on_version
@@ -113,7 +113,8 @@ def _instead(translation: Translation, row: Theirs) -> str:
     keys = [
         key for key in keys if not any(key.startswith(by) or by.startswith(key) for by in filled)
     ]
-    keys = [key for key in keys if key_named(key, translation.composed.config)]
+    config = translation.composed.config
+    keys = [key for key in keys if key_named(key, config) and has_effect(key, config)]
     keys = [key for key in keys if not key.startswith("evaluation.sets.")]  # it has no such set
     instead = [f"{key}={translation.ours(key)}" for key in keys]
     defaults = "defaults here are" if len(instead) > 1 else "default here is"

@@ -446,6 +446,7 @@ SIZES = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 8}
 """With 256 prompts in a mini-batch there are two updates a batch."""
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+VAL = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"}
 BYPASS |= {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_rs": "token_k3"}
@@ -464,6 +465,7 @@ VERL = [
         VALIDATION | {"actor_rollout_ref.rollout.val_kwargs.n": 1},
         {"evaluation.every": 10, "evaluation.sets.held_out.path": "test.parquet"}
         | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 1}
+        | {"data.val_max_samples": None}
         | {"evaluation.temperature": 0, "evaluation.top_p": None, "trainer.test_freq": None},
     ),
     (
@@ -474,24 +476,68 @@ VERL = [
             "trainer.val_before_train": False,
         },
         {"evaluation.completions_per_prompt": 4, "evaluation.temperature": 0.6}
-        | {"evaluation.top_p": 1.0, "trainer.test_freq": "near"},
+        | {"evaluation.top_p": None, "evaluation.top_k": None}
+        | {"trainer.val_before_train": "near"},
     ),
-    # A temperature without do_sample, a part of the prompts, several files, a number alone.
+    # The loops of agents take the temperature without do_sample, and only hf_rollout.py reads it.
+    (VALIDATION | {f"{VAL}.temperature": 0.6}, {"evaluation.temperature": 0.6}),
     (
-        VALIDATION | {"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6},
-        {"evaluation.every": None, "data.val_files": "left"},
+        VALIDATION | {f"{VAL}.temperature": 0.6, f"{VAL}.top_p": 0.9, f"{ROLLOUT}.name": "hf"},
+        {"evaluation.temperature": 0, f"{VAL}.top_p": "left", "evaluation.top_p": None},
     ),
-    (VALIDATION | {"data.val_max_samples": 100}, {"evaluation.every": None}),
+    # What is not typed is as in training here, and without a limit there.
+    *(
+        (
+            VALIDATION
+            | {f"{VAL}.temperature": 1.0}
+            | {f"{ROLLOUT}.{key}": value for key, value in training.items()}
+            | {f"{VAL}.{key}": value for key, value in validation.items()},
+            {f"evaluation.{key}": value for key, value in expected.items()},
+        )
+        for training, validation, expected in [
+            ({"top_k": 2}, {}, {"top_k": 1000000, "top_p": None}),
+            ({"top_k": 50}, {"top_k": 20}, {"top_k": 20}),
+            ({"top_k": 50}, {"top_k": 50}, {"top_k": None}),
+            ({"top_k": -1}, {"top_k": 0}, {"top_k": None}),
+            ({"top_p": 0.9}, {}, {"top_p": 1.0, "top_k": None}),
+            ({"top_p": 0.9}, {"top_p": 0.9}, {"top_p": None}),
+            ({"top_k": 50, "top_p": 0.9}, {"temperature": 0}, {"top_k": None, "top_p": None}),
+        ]
+    ),
+    (
+        VALIDATION | {"data.val_max_samples": 100},
+        {"evaluation.every": 10, "evaluation.prompts_per_set": 100}
+        | {"data.val_max_samples": "near"},
+    ),
     # Several files are several sets, by their names, where these differ.
     (
         VALIDATION | {"data.val_files": ["d/a.parquet", "d/b.parquet"]},
         {"evaluation.sets": {"a": {"path": "d/a.parquet"}, "b": {"path": "d/b.parquet"}}}
         | {"evaluation.every": 10, "evaluation.temperature": 0, "data.val_files": None}
         | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 4}
-        | {"trainer.test_freq": "near", "evaluation.sets.held_out.path": None},
+        | {"data.val_files": "near", "evaluation.sets.held_out.path": None},
     ),
-    (VALIDATION | {"data.val_files": ["d/a.parquet", "e/a.parquet"]}, {"data.val_files": "left"}),
-    ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "near"}),
+    *(
+        (
+            VALIDATION | {"data.val_files": files},
+            {"evaluation.every": 10}
+            | {"evaluation.sets": {n: {"path": p} for n, p in zip(names, files, strict=True)}},
+        )
+        for files, names in [
+            (["d/a.parquet", "e/a.parquet"], ["d", "e"]),
+            (["d/a.parquet", "d/b.parquet", "e/a.parquet"], ["d_a", "d_b", "e_a"]),
+            (["d/aime-24.parquet", "d/amc.parquet"], ["aime_24", "amc"]),
+        ]
+    ),
+    (
+        VALIDATION | {"data.val_files": ["d/a.parquet", "d/a.parquet"]},
+        {"evaluation.every": None, "data.val_files": "left", f"{VAL}.n": "left"},
+    ),
+    ({"data.val_files": "test.parquet"}, {"evaluation.every": None, "data.val_files": "left"}),
+    (
+        {"data.val_files": "test.parquet", "trainer.val_before_train": False},
+        {"data.val_files": "left", "trainer.val_before_train": None},
+    ),
     (
         {},
         {"rollout.prompts_per_batch": 512, "accumulation.docs_per_step": 2048, "loss": "grpo"}
@@ -529,6 +575,10 @@ VERL = [
     (GAE | {"trainer.critic_warmup": 1}, {"critic.steps_before_policy": 0}),
     (GAE | {"trainer.critic_warmup": 6}, {"critic.steps_before_policy": 10}),
     (GAE, {"advantage": "gae", "advantage.gae_lambda": 1, "critic.clip": 0.5}),
+    (
+        GAE | {"trainer.critic_warmup": 5, f"{ACTOR}.optim.warmup_style": "cosine"},
+        {"optimizer.schedule": "cosine", f"{ACTOR}.optim.warmup_style": "near"},
+    ),
     (GAE | {"critic.optim.weight_decay": 0.1}, {"critic.optim.weight_decay": "left"}),
     ({"critic.optim.lr": 1e-4}, {"critic.learning_rate": None, "critic.optim.lr": "left"}),
     # Losses by their own bounds; clip_ratio alone does nothing beside its two bounds.
@@ -626,6 +676,31 @@ VERL = [
         {"algorithm.adv_estimator": "near", "advantage": "pass_at_k"},
     ),
     ({"algorithm.adv_estimator": "remax"}, {"advantage": "ADVANTAGE"}),
+    # Rewards to go have the later penalties alone, and GDPO's scores none.
+    *(
+        ({"algorithm.adv_estimator": name, "algorithm.use_kl_in_reward": True} | loss, expected)
+        for name, loss, expected in [
+            ("reinforce_plus_plus", {}, {"kl": "KL", "kl.place": None, "kl.coefficient": None}),
+            (
+                "reinforce_plus_plus",
+                {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.2},
+                {"kl": "k3", "kl.coefficient": 0.2, "algorithm.use_kl_in_reward": "left"},
+            ),
+            ("reinforce_plus_plus_baseline", {}, {"kl": "k1", "kl.place": "reward"}),
+            ("gae", {}, {"kl": "k1", "kl.place": "reward"}),
+            ("gdpo", {}, {"kl": "none", "algorithm.use_kl_in_reward": "left"}),
+        ]
+    ),
+    # Verl hands the deviation to grpo and grpo_passk alone, and a discount acts with two of all.
+    (
+        {"algorithm.adv_estimator": "grpo_vectorized", "algorithm.norm_adv_by_std_in_grpo": False},
+        {"algorithm.adv_estimator": "near", "advantage": "grpo"},
+    ),
+    (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.gamma": 0.95},
+        {"algorithm.gamma": "left", "advantage.gamma": None},
+    ),
+    ({"algorithm.adv_estimator": "rloo", "algorithm.gamma": 1}, {"algorithm.gamma": None}),
     (
         {"algorithm.adv_estimator": "grpo_passk", "algorithm.norm_adv_by_std_in_grpo": False},
         {"advantage": "pass_at_k", "algorithm.adv_estimator": None},
@@ -1149,6 +1224,16 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
             "",
             "",
         ),
+        # What acts with some estimators alone, and a wait for a critic that there is not.
+        (
+            {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.gamma": 0.95}
+            | {"algorithm.lam": 0.9, "algorithm.use_kl_in_reward": True}
+            | {"algorithm.use_pf_ppo": True, "trainer.critic_warmup": 5},
+            "algorithm.gamma=0.95 use_kl_in_reward=true critic_warmup=5",
+            "algorithm.lam=0.9 use_pf_ppo=true",
+        ),
+        (GAE | {"algorithm.use_pf_ppo": True}, "use_pf_ppo=true", ""),
+        ({f"{ROLLOUT}.do_sample": False}, "", "do_sample=false"),
         # And which prompts there are, in which order, and how long completions are.
         (
             {"data.shuffle": False, "data.train_max_samples": 640, f"{ACTOR}.shuffle": True}
@@ -1188,10 +1273,12 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
         # With bypass_mode the trainer of v1 trains loss_mode without a correction, the one before
         # it the loss of loss_type, and DAPO's reads no bypass_mode.
         (
-            BYPASS,
+            BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True},
+            "loss_type=reinforce rollout_is=token rollout_rs=token_k3 "
+            "rollout_is_batch_normalize=true",
             "",
-            "loss_type=reinforce rollout_is=token rollout_rs=token_k3",
         ),
+        ({f"{CORRECTION}.bypass_mode": True}, "", ""),
         (
             BYPASS | {"trainer.use_v1": False, "trainer.v1.trainer_mode": "colocate_async"},
             "bypass_mode=true loss_type=reinforce rollout_is=token rollout_rs=token_k3",
@@ -1263,7 +1350,7 @@ def test_what_a_generated_batch_that_is_no_step_changes_is_said(
 def test_nothing_is_said_of_an_evaluation_without_prompts(tmp_path):
     script = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.val_files={}"
     assert [
-        any("data.val_files" in line for line in translated(tmp_path, "run.sh", of).differing)
+        any("data.val_files" in shown for shown, *_ in translated(tmp_path, "run.sh", of).left)
         for of in (script.format(""), script.format("dev.parquet"))
     ] == [False, True]
 
@@ -1663,7 +1750,7 @@ def test_a_key_that_acts_there_is_never_called_idle(tmp_path, capsys):
     for values, expected in (
         ({freq: 5, before: False} | held_out, {before: "near"}),
         # The first evaluation alone: there before the first step, here never.
-        ({freq: -1} | held_out, {"data.val_files": "near"}),
+        ({freq: -1} | held_out, {"data.val_files": "left"}),
         ({freq: -1, before: False} | held_out, {"data.val_files": "left", before: None}),
         (server | {share: 0.7}, {share: "left"}),
         (server, {share: None}),
@@ -1671,14 +1758,7 @@ def test_a_key_that_acts_there_is_never_called_idle(tmp_path, capsys):
          {f"{ACTOR}.clip_ratio_low": "left"}),
     ):  # fmt: skip
         translation = translated(tmp_path, "theirs.json", SIZES | GRPO | values)
-        keys = {key for key, kind in expected.items() if kind == "near"}
-        named = {
-            part.partition("=")[0]
-            for line in translation.differing
-            for part in line.partition(": ")[0].split(", ")
-        }
-        assert keys <= named, translation.differing
-        assert found(translation, expected | dict.fromkeys(keys)) == expected | dict.fromkeys(keys)
+        assert found(translation, expected) == expected
         idle = [shown for shown, reason, _ in translation.left if reason == IDLE]
         assert idle == (
             ["data.val_files=test.parquet"]
