@@ -237,7 +237,7 @@ def _likeliest(rows: list[Theirs]) -> list[tuple[str, Theirs]]:
 
 def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
     """Return the rows whose cases name a value, such as bnpo, with what is typed for it, in words
-    and code."""
+    and code, or whose reason says that it has no equal."""
     if re.fullmatch(r"true|false|null|none|auto|[\W\d.]*", value):
         return []
     rows_of_value = []
@@ -248,6 +248,8 @@ def rows_with_value(value: str) -> list[tuple[Theirs, str]]:
             for condition, here in row.cases
             if isinstance(here, dict) and value in here
         ]
+        if not cases and re.search(rf"`{re.escape(value)}`.* ha(ve|s) no equal", row.reason):
+            cases = [row.reason]
         if cases:
             rows_of_value.append((row, "; else ".join(cases)))
     return rows_of_value

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import math
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -77,6 +79,33 @@ def _from_here(path: object) -> str:
     return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
 
 
+def _one_path(paths: object) -> str:
+    """Return the path of a file, or a glob of several; empty where files of this machine that are
+    none of them would fit it, too."""
+    files = paths if isinstance(paths, list) else [str(paths or "").strip("[]'")]
+    if len(files) == 1:
+        return "" if "," in str(files[0]) else str(files[0])
+    parts = [Path(file).parts if isinstance(file, str) else () for file in files]
+    if (
+        len({*parts}) < len(files)
+        or len({*map(len, parts)}) > 1
+        or re.search(r"[*?\[]", str(files)[1:])
+    ):
+        return ""
+    pattern = str(Path(*map(_pattern, zip(*parts, strict=True))))
+    named = {Path(file).expanduser() for file in files}
+    found = glob.glob(str(Path(pattern).expanduser()))
+    return pattern if {*map(Path, found)} <= named else ""
+
+
+def _pattern(names: tuple[str, ...]) -> str:
+    """Return a name, or what several have in common before and behind a star."""
+    start = os.path.commonprefix(names)  # noqa: RUF071 (characters are meant)
+    rests = [name.removeprefix(start)[::-1] for name in names]
+    end = os.path.commonprefix(rests)[::-1]  # noqa: RUF071
+    return f"{start}*{end}" if any(rests) else start
+
+
 def _sets(paths: object) -> dict[str, dict[str, object]]:
     """Return `evaluation.sets` of several files, by the names of these, of their folders, or of
     both, whichever are the first to differ; empty where none do."""
@@ -140,6 +169,7 @@ _FUNCTIONS |= {"first_row": _first_row, "has_split": _has_split}
 _FUNCTIONS |= {"is_data_set_name": is_data_set_name, "is_dotted_path": is_dotted_path, "str": str}
 _FUNCTIONS |= {"paths": _paths, "len": len, "unnamed": _unnamed}
 _FUNCTIONS |= {"verifiers": _verifiers, "from_here": _from_here, "sets": _sets}
+_FUNCTIONS |= {"one_path": _one_path}
 
 
 @functools.cache

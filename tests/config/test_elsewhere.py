@@ -208,6 +208,12 @@ def test_the_end_of_a_key_is_looked_up_where_no_table_has_its_section():
         ("loss_type=luspo", "aggregation=constant aggregation.divisor=1"),
         ("low_var_kl", "here: kl=k3"),
         ("seq_mean_k1", "correction.mean=geometric"),
+        ("clip_cov", "clip_cov: a value of verl's actor_rollout_ref.actor.policy_loss.loss_mode"),
+        (
+            "adv_estimator=remax",
+            "optimal_token_baseline and tir_optimal_token_baseline have no equal",
+        ),
+        ("val_kwargs.do_sample", "the loops of agents take val_kwargs.temperature without it"),
         ("loss_type", "aggregation=token_mean: TRL loss_type: dapo (default), cispo, vespo"),
         ("filter_groups", "keys: algorithm.filter_groups.enable,"),
         ("rollout_correction", "algorithm.rollout_correction.rollout_is_threshold"),

@@ -479,6 +479,8 @@ VERL = [
         | {"evaluation.top_p": None, "evaluation.top_k": None}
         | {"trainer.val_before_train": "near"},
     ),
+    # At temperature 0, their default, all completions are the same.
+    (VALIDATION, {"evaluation.completions_per_prompt": 1, f"{VAL}.n": "near"}),
     # The loops of agents take the temperature without do_sample, and only hf_rollout.py reads it.
     (VALIDATION | {f"{VAL}.temperature": 0.6}, {"evaluation.temperature": 0.6}),
     (
@@ -514,7 +516,7 @@ VERL = [
         VALIDATION | {"data.val_files": ["d/a.parquet", "d/b.parquet"]},
         {"evaluation.sets": {"a": {"path": "d/a.parquet"}, "b": {"path": "d/b.parquet"}}}
         | {"evaluation.every": 10, "evaluation.temperature": 0, "data.val_files": None}
-        | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 4}
+        | {"evaluation.prompts_per_set": 1000000, "evaluation.completions_per_prompt": 1}
         | {"data.val_files": "near", "evaluation.sets.held_out.path": None},
     ),
     *(
@@ -1345,6 +1347,67 @@ def test_what_a_generated_batch_that_is_no_step_changes_is_said(
     assert is_weighed == any(f": {said}" in line for line in translation.differing)
     begins = f"steps_per_generation={per_generation}: the documents of a generated batch are shuffl"
     assert [line[: len(begins)] for line in translation.apart] == [begins] * shuffled
+
+
+def test_several_files_are_a_glob_that_fits_no_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place, rows in (("gsm8k/train", 7), ("math/train", 5), ("dapo/test", 3), ("b_1", 1)):
+        file = Path(f"{place}.jsonl")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"prompt": "1", "answer": "1"}\n' * rows)
+    sizes = {"data.train_batch_size": 4, f"{ACTOR}.ppo_mini_batch_size": 4}
+    for files, path, steps in (
+        (["gsm8k/train.jsonl", "math/train.jsonl"], "*/train.jsonl", 3),
+        ([str(tmp_path / "math/train.jsonl"), str(tmp_path / "gsm8k/train.jsonl")],
+         f"{tmp_path}/*/train.jsonl", 3),
+        (["gsm8k/train.jsonl", "dapo/test.jsonl"], "PROMPTS", None),  # of different names
+        (["far/a_train.parquet", "far/bb_train.parquet"], "far/*_train.parquet", None),
+        (["gsm8k/train.jsonl", "gsm8k/train.jsonl"], "PROMPTS", None),
+        (["far/a.parquet", "b.parquet"], "PROMPTS", None),
+        (["b_[1].jsonl", "b_[2].jsonl"], "PROMPTS", None),
+        (["gsm8k/train.jsonl"], "gsm8k/train.jsonl", 1),
+    ):  # fmt: skip
+        values = sizes | {"data.train_files": files, "trainer.total_epochs": 1}
+        translation = translated(tmp_path, "theirs.json", GRPO | values)
+        expected = {"task.path": path, "trainer.max_steps": steps}
+        expected["data.train_files"] = "left" if path == "PROMPTS" else "near"
+        if len(files) == 1:
+            del expected["data.train_files"]
+        assert found(translation, expected) == expected
+    Path("other").mkdir()
+    Path("other/train.jsonl").write_text("{}")
+    values = sizes | {"data.train_files": ["gsm8k/train.jsonl", "math/train.jsonl"]}
+    assert "task.path" in translated(tmp_path, "theirs.json", GRPO | values).to_fill
+
+
+def test_a_refused_set_takes_all_of_its_evaluation_along(tmp_path, monkeypatch):
+    """The prompts of training are none to evaluate on: said once, with all that follows."""
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    translation = translated(
+        tmp_path,
+        "theirs.json",
+        GRPO | VALIDATION | {"data.train_files": "p.jsonl", "data.val_files": "p.jsonl"},
+    )
+    translation.check()
+    refused = [shown for shown, reason, _ in translation.left if "is refused here" in reason]
+    assert refused == ["data.val_files=p.jsonl", "trainer.test_freq=5", f"{VAL}.n=4"]
+    assert not any(key.startswith("evaluation.") for key in translation.typed)
+
+
+def test_the_command_evaluates_as_their_defaults_do(tmp_path):
+    """A default of theirs stands in the command although nothing is learned from it."""
+    script = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.test_freq=1"
+    translation = translated(tmp_path, "run.sh", f"{script} data.val_files=dev.parquet")
+    translation.check()
+    typed = {key: value for key, (value, _) in translation.typed.items() if "evaluation" in key}
+    assert typed == {
+        "evaluation.every": 4,
+        "evaluation.sets.held_out.path": "dev.parquet",
+        "evaluation.prompts_per_set": 1000000,
+        "evaluation.completions_per_prompt": 1,
+        "evaluation.temperature": 0,
+    }
 
 
 def test_nothing_is_said_of_an_evaluation_without_prompts(tmp_path):
