@@ -577,10 +577,6 @@ VERL = [
     (GAE | {"trainer.critic_warmup": 1}, {"critic.steps_before_policy": 0}),
     (GAE | {"trainer.critic_warmup": 6}, {"critic.steps_before_policy": 10}),
     (GAE, {"advantage": "gae", "advantage.gae_lambda": 1, "critic.clip": 0.5}),
-    (
-        GAE | {"trainer.critic_warmup": 5, f"{ACTOR}.optim.warmup_style": "cosine"},
-        {"optimizer.schedule": "cosine", f"{ACTOR}.optim.warmup_style": "near"},
-    ),
     (GAE | {"critic.optim.weight_decay": 0.1}, {"critic.optim.weight_decay": "left"}),
     ({"critic.optim.lr": 1e-4}, {"critic.learning_rate": None, "critic.optim.lr": "left"}),
     # Losses by their own bounds; clip_ratio alone does nothing beside its two bounds.
@@ -1235,6 +1231,17 @@ def test_the_trainers_of_verl_read_prompts_in_batches_of_their_own(
             "algorithm.lam=0.9 use_pf_ppo=true",
         ),
         (GAE | {"algorithm.use_pf_ppo": True}, "use_pf_ppo=true", ""),
+        # The policy's schedule counts its own batches there, towards the number of all.
+        *(
+            (
+                GAE
+                | {f"{of}.optim.warmup_style": "cosine" for of in (ACTOR, "critic")}
+                | {"trainer.critic_warmup": batches},
+                said,
+                "",
+            )
+            for batches, said in ((1, ""), (5, "actor.optim.warmup_style=cosine"))
+        ),
         ({f"{ROLLOUT}.do_sample": False}, "", "do_sample=false"),
         # And which prompts there are, in which order, and how long completions are.
         (
@@ -2919,7 +2926,7 @@ def test_a_word_in_the_place_of_a_number_is_named_and_no_default_is_taken_for_it
         ("algorithm.adv_estimator", "grpoo", "grpo is nearest"),
         # A value that is known has a reason of its own.
         (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", "without loss_scale_factor"),
-        (f"{ACTOR}.policy_loss.loss_mode", "clip_cov", "the losses by covariance are not there"),
+        (f"{ACTOR}.policy_loss.loss_mode", "clip_cov", "the losses by covariance, have no equal"),
         (f"{CORRECTION}.rollout_rs", "token_k1", "The band of `k1`"),
         (f"{ACTOR}.kl_loss_type", "abs", "`abs` and `full` have no equal"),
     ],
