@@ -322,7 +322,8 @@ def linear_policy_loss(
 
     T is the number of positions, V the size of the vocabulary, H the width of the hidden states.
 
-    hidden: (T, H).
+    hidden: (T, H), in whose dtype "fused_linear" makes the products, also under torch.autocast:
+        there float32 states need hidden.bfloat16() for products in bfloat16.
     lm_head_weight: (V, H), cast to hidden's dtype if it has another.
     bias: (V,) or None.
 

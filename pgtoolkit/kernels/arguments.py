@@ -485,6 +485,39 @@ def _check_counts_of_totals(totals: StepTotals) -> None:
                 f"totals.{name} needs counts, of dtype int64 (got {shown(counts)}). Use "
                 f"{name}={name}.long()"
             )
+        _check_parts_of_totals(totals, name, counts)
+
+
+def _check_parts_of_totals(totals: StepTotals, name: str, counts: Tensor) -> None:
+    """Raise ValueError for counts that contradict the other fields of the totals.
+
+    name: the field. Numbers are read on a CPU only.
+    """
+    by_sign = name.endswith("by_sign")
+    length = len(counts) if counts.dim() else 0
+    num_groups = totals.num_groups
+    if name != "tokens_per_trajectory" and num_groups is not None and not _is_on_gpu(num_groups):
+        length = int(num_groups)
+    shape = (length, 3) if by_sign else (length,)
+    if counts.shape != shape:
+        each = "each trajectory" if name == "tokens_per_trajectory" else "each of the num_groups"
+        raise ValueError(
+            f"totals.{name} needs shape {shape}, an entry for {each} (got {shown(counts)})"
+        )
+    whole = "num_documents" if name == "completions_by_sign" else "num_tokens"
+    expected = getattr(totals, whole)
+    if _is_on_gpu(counts) or _is_on_gpu(expected):
+        return
+    total = int(counts.sum())
+    if total != int(expected):
+        raise ValueError(
+            f"totals.{name} needs to add up to totals.{whole}, {int(expected)} (got {total}). "
+            "Both are counted over the whole step"
+        )
+
+
+def _is_on_gpu(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
 
 
 def check_counts(counts: DocumentCounts, num_documents: int) -> None:

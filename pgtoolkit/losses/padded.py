@@ -46,6 +46,8 @@ def from_padded(
     advantages: (B,), a number for each document, or (B, T).
     old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
     rewards, group_index, trajectory_index: (B,), a number for each document, as in `policy_loss`.
+        Beside totals an index is that of the whole step: numbered anew in each piece, or on each
+        rank, every piece would have the denominators of the first groups.
 
     Raises ValueError for what is no array, and where shapes do not fit together.
     """
