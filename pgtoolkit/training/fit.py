@@ -57,6 +57,7 @@ def run_steps(
     parameters: name -> value, for loggers. recorder: a callback that stands after the user's, so
         that it keeps what they have made of a step. on_cpu: also where there is a GPU.
     """
+    module.reports_metrics = False  # `Reporting` does it
     batches = BatchesOfRollouts(loader)
     callbacks: list[lightning.Callback] = [_EndOfData(batches)]
     reporting = None

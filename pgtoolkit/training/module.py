@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -55,6 +56,8 @@ from pgtoolkit.training.whole_step import (
 if TYPE_CHECKING:
     from pgtoolkit.model.spread import ParallelPolicy
 
+log = logging.getLogger("pgtoolkit")
+
 Inputs = tuple[Tensor, LMHead, Ranks]
 
 
@@ -63,7 +66,9 @@ class PolicyGradientModule(DynamicAccumulation):
 
     computation: how the loss is computed; with check_finite=False, since the step's loss and
         gradient are checked.
-    max_steps: of the run, to whose end the learning rate decays.
+    max_steps: of the run, to whose end the learning rate decays. Training ends where the Trainer or
+        the loader says so: a Trainer of your own has max_steps, too, or later updates have the
+        least rate, which is warned of.
     reference: without gradient, spread like the policy. It is the policy itself where the reference
         is the policy without its adapters, and None where documents bring their ref_log_probs or
         need none.
@@ -167,13 +172,13 @@ class PolicyGradientModule(DynamicAccumulation):
         self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
 
-    def training_step(self, step: Step, batch_index: int) -> StepOutput:
+    def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)
         step = with_signs(step, self.loss, self.layout)
         updates_before = self.num_updates
         if self.keeps_layers is not None:
             self.keeps_layers.begin_step()
-        output = super().training_step(step, batch_index)
+        output = super().take_step(step)
         if self.num_updates > updates_before:
             self._note_due_reference()
             if self.keeps_layers is not None:
@@ -358,6 +363,13 @@ class PolicyGradientModule(DynamicAccumulation):
         return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
 
     def before_update(self) -> dict[str, float]:
+        schedule = self._optimizer_settings.schedule
+        if self.num_updates == self.max_steps and schedule != Schedule.constant:
+            log.warning(
+                f"PolicyGradientModule has made its max_steps={self.max_steps} updates, to whose "
+                f"end schedule={schedule} has decayed: from now on the learning rate is the least "
+                "one. Use lightning.Trainer(max_steps=...) of the same number."
+            )
         return {"learning_rate": self._schedule.set(self.num_updates)}
 
     @torch.no_grad()

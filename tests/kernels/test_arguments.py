@@ -38,6 +38,10 @@ def totals_with(**changes: object) -> StepTotals:
     return StepTotals(**counts | changes)
 
 
+def totals_by_sign(completions: Tensor, tokens: Tensor) -> StepTotals:
+    return StepTotals(2, 6, 0, 1, torch.tensor([6]), None, completions, tokens)
+
+
 def token_mean(totals: StepTotals, mask: Tensor, **_: object) -> Tensor:
     """Return equal weights: an aggregation of the user."""
     return mask / totals.num_tokens
@@ -160,7 +164,7 @@ def test_linear_policy_loss_refuses_a_wrong_argument_by_its_name(name, value, ot
 
 def test_numbers_of_numpy_and_torch_and_int32_indices_are_accepted():
     totals = StepTotals(
-        np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 20, 20], dtype=torch.int32)
+        np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 9, 11], dtype=torch.int32)
     )
     options = {
         "num_documents": np.int64(D),
@@ -321,6 +325,26 @@ def test_the_result_of_a_call_shows_its_loss_and_its_metrics():
             {"totals": StepTotals(2, 6, 0, 1, torch.tensor([6.0]))},
             r"totals.tokens_per_group needs counts, of dtype int64 \(got \(1,\), float32\). Use "
             r"tokens_per_group=tokens_per_group.long\(\)",
+        ),
+        (
+            {"totals": StepTotals(2, 6, 0, 2, torch.tensor([2, 2, 2]))},
+            r"tokens_per_group needs shape \(2,\), an entry for each of the num_groups .got \(3",
+        ),
+        (
+            {"totals": StepTotals(2, 6, 0, 2, torch.tensor([2, 2]))},
+            r"tokens_per_group needs to add up to totals.num_tokens, 6 \(got 4\)",
+        ),
+        (
+            {"totals": totals_by_sign(torch.tensor([1, 1]), torch.tensor([[0, 0, 6]]))},
+            r"totals.completions_by_sign needs shape \(1, 3\), an entry for each .*got \(2,\)",
+        ),
+        (
+            {"totals": totals_by_sign(torch.tensor([[1, 0, 2]]), torch.tensor([[3, 0, 3]]))},
+            r"completions_by_sign needs to add up to totals.num_documents, 2 \(got 3\)",
+        ),
+        (
+            {"totals": totals_by_sign(torch.tensor([[1, 0, 1]]), torch.tensor([[3, 0, 4]]))},
+            r"tokens_by_sign needs to add up to totals.num_tokens, 6 \(got 7\)",
         ),
     ],
 )

@@ -1,0 +1,107 @@
+"""PolicyGradientModule in a Trainer of the user's own: its metrics, its schedule, and what the
+Trainer must leave to it."""
+
+import csv
+import logging
+
+import pytest
+import torch
+
+from pgtoolkit.document import Document
+from pgtoolkit.families import Grpo
+from pgtoolkit.kernels.losses import Computation
+from pgtoolkit.losses.aggregation import aggregation_of
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.model.settings import TinyModelSettings
+from pgtoolkit.model.setup import build_policy
+from pgtoolkit.rollouts.steps import make_step
+from pgtoolkit.training import frameworks
+from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.settings import OptimizerSettings, Schedule
+
+QUIET = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def make_module() -> PolicyGradientModule:
+    policy = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
+    loss = Loss(Grpo(), aggregation_of("token_mean"), metrics="basic")
+    optimizer = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, schedule=Schedule.linear)
+    return PolicyGradientModule(
+        policy, loss, Computation(check_finite=False), optimizer, max_steps=1
+    )
+
+
+def steps() -> torch.utils.data.DataLoader:
+    documents = [
+        Document(
+            tokens=torch.tensor([1, 2, 3, 4]),
+            loss_mask=torch.tensor([False, False, True, True]),
+            advantages=torch.full((2,), advantage),
+            old_log_probs=torch.full((2,), -2.0),
+            group=0,
+            name=f"document {advantage}",
+            reward=reward,
+        )
+        for advantage, reward in ((1.0, 0.75), (-0.5, 0.25))
+    ]
+    return torch.utils.data.DataLoader(
+        [*documents, *documents], batch_size=2, collate_fn=lambda batch: make_step(batch, 8)
+    )
+
+
+class Seen(lightning.Callback):
+    """Keeps what a callback finds at the end of each step."""
+
+    def __init__(self):
+        self.of_steps = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.of_steps.append((dict(trainer.callback_metrics), outputs["metrics"]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_and_loggers_get_the_metrics_of_each_step(tmp_path, caplog):
+    seen = Seen()
+    # Without `loss` among the metrics it raises an error.
+    stopping = frameworks.callbacks.EarlyStopping("loss", check_on_train_epoch_end=True)
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path, version=0)
+    trainer = lightning.Trainer(
+        max_epochs=1, callbacks=[seen, stopping], logger=logger, log_every_n_steps=1, **QUIET
+    )
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        trainer.fit(make_module(), steps())
+    assert len(seen.of_steps) == 2
+    for found, expected in seen.of_steps:
+        assert {"loss", "reward", "learning_rate", "weight_sum"} <= {*expected} <= {*found}
+        for name, value in expected.items():
+            assert float(found[name]) == pytest.approx(value, rel=1e-6, nan_ok=True), name
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["reward"]) for row in rows] == [0.5, 0.5]
+    losses = [metrics["loss"] for _, metrics in seen.of_steps]
+    assert [float(row["loss"]) for row in rows] == pytest.approx(losses, rel=1e-5)
+    # The schedule ended with the first of the two updates.
+    assert caplog.text.count("has made its max_steps=1 updates, to whose end schedule=linear") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            {"gradient_clip_val": 0.5},
+            r"^PolicyGradientModule .*\(got 0.5\).* Use max_grad_norm=0.5",
+        ),
+        ({"accumulate_grad_batches": 2}, r"^PolicyGradientModule .*\(got 2\).* Use steps of more"),
+    ],
+)
+def test_a_trainer_that_would_clip_or_accumulate_is_refused_with_what_does(option, message):
+    trainer = lightning.Trainer(max_steps=1, logger=False, **option, **QUIET)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(make_module(), steps())
