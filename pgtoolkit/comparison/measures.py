@@ -81,7 +81,12 @@ def final_of(values: list[float], metric: str) -> float:
     """
     if not metric.startswith(HELD_OUT):
         return final(values)
-    return mean(values[-min(_LAST_EVALUATIONS, max(1, len(values) // 3)) :])
+    return mean(values[-num_last_evaluations(len(values)) :])
+
+
+def num_last_evaluations(count: int) -> int:
+    """Return of how many of a run's evaluations the final value is the mean."""
+    return min(_LAST_EVALUATIONS, max(1, count // 3))
 
 
 def end_of(run: Run, metric: str) -> float:

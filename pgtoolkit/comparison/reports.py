@@ -166,7 +166,7 @@ def _latex(compared: Compared, command: str) -> str:
         *without_verdict(compared, pairs),
         *text_report.worth_of_intervals(pairs),
         *([text_report.UNKNOWN] if any(row[-1] == "unknown" for row in rows) else []),
-        *text_report.without_noise(pairs),
+        *text_report.without_noise(compared, pairs),
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
     table = _tex_table(rows, "l" * len(names) + "rrrrl")

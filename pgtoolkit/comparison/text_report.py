@@ -310,7 +310,7 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
         )
     if compared.margin is not None and compared.is_bounded:
         sentences.append("A mean with ≥ is never shown to be equal to another.")
-    sentences += without_noise(pairs)
+    sentences += without_noise(compared, pairs)
     unplanned = len(compared.comparisons) - len(
         compared.comparisons.primary or compared.comparisons
     )
@@ -342,13 +342,19 @@ def worth_of_intervals(pairs: list[Comparison]) -> list[str]:
     ]
 
 
-def without_noise(pairs: list[Comparison]) -> list[str]:
+def without_noise(compared: Compared, pairs: list[Comparison]) -> list[str]:
     """Return the sentence on pairs whose values have no spread; [] without such a pair."""
     if all(verdict(pair).removeprefix("exploratory: ") != NO_NOISE for pair in pairs):
         return []
+    instead = ""
+    if compared.by_documents:
+        instead = (
+            f" Documents are counted from one measurement to the next: --metric=area:"
+            f"{compared.metric} or --metric=final:{compared.metric} tells seeds apart."
+        )
     return [
         f"{NO_NOISE}: all seeds of both have the same value, or all differences of a seed are the "
-        "same; a t-test needs values that differ."
+        f"same; a t-test needs values that differ.{instead}"
     ]
 
 

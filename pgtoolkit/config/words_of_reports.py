@@ -113,6 +113,12 @@ OF_COMPARISONS = (
         "both configurations have the same seeds and prompts: the difference of each is tested",
         see=_SURE,
     ),
+    Word(
+        "BCa",
+        "bias-corrected and accelerated: a bootstrap interval whose ends move with the skew of the "
+        "values (Efron 1987)",
+        see=_SURE,
+    ),
     Word("bootstrap", "an interval from means of runs that are drawn anew", see=_SURE),
     Word(
         "confidence interval",

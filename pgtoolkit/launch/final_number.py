@@ -41,6 +41,21 @@ def final_value(directory: Path, metric: str) -> float | None:
     return final(numbers) if metric == TRAINING else final_of(numbers, metric)
 
 
+def averaged(directories: Sequence[Path], metric: str) -> str:
+    """Return in words of how many evaluations the final values of these runs are means; "" where
+    each is that of one evaluation, or a reward."""
+    from pgtoolkit.comparison.measures import num_last_evaluations
+
+    if metric == TRAINING:
+        return ""
+    measured = [len(_values(directory, metric)) for directory in directories]
+    counts = {num_last_evaluations(count) for count in measured if count}
+    if max(counts, default=1) == 1:
+        return ""
+    number = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(*counts)
+    return f"mean of the last {number} evaluations"
+
+
 def first_value(directory: Path, metric: str) -> float | None:
     """Return the first value of a run's number; None if not measured."""
     return next(iter(_values(directory, metric)), None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import with_own_options
 from pgtoolkit.config.files import sweep_files
 from pgtoolkit.launch.final_number import (
     TRAINING,
+    averaged,
     final_value,
     first_value,
     number_of,
@@ -42,7 +44,9 @@ def ended(job: PlannedRun, folder: Path, number: int, count: int, seconds: float
     if job.status == "done":
         metric = number_of(job.config)
         value = final_value(folder / job.directory, metric)
-        return line + (f"  {_short(metric)} {value:z.3f}" if value is not None else "")
+        if value is None:
+            return line
+        return f"{line}  {_number(metric, value, [folder / job.directory])}"
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
 
@@ -53,6 +57,12 @@ def _place(number: int, count: int) -> str:
 def _short(metric: str) -> str:
     """Return the name of a number as it stands in a line: `held_out pass@1`, `reward`."""
     return metric.removeprefix("evaluation/").replace("/", " ")
+
+
+def _number(metric: str, value: float, directories: Sequence[Path]) -> str:
+    """Return a final number of these runs with its name, and with what it is a mean of."""
+    of_several = averaged(directories, metric)
+    return f"{_short(metric)} {value:z.3f}" + (f" ({of_several})" if of_several else "")
 
 
 def table(sweep: Sweep) -> str:
@@ -74,6 +84,9 @@ def table(sweep: Sweep) -> str:
         lines.append(
             f"{job.status:<12}{job.step:>6}{seconds:>9}{value_text:>{width}}  {job.directory}"
         )
+    of_several = averaged([sweep.folder / job.directory for job in sweep.jobs.values()], metric)
+    if of_several:
+        lines.append(f"{name}: the {of_several}, as in pgtk compare")
     why, use = why_no_common_measure([job.config for job in sweep.jobs.values()])
     if why:
         lines.append(
@@ -155,7 +168,8 @@ def best(sweep: Sweep) -> str | None:
     overrides = [*means][places.index(max(places))]
     seeds = jobs_of[overrides]
     of_seeds = f", the mean of {len(seeds)} seeds" if len(seeds) > 1 else ""
-    return f"best: {_short(metric)} {means[overrides]:z.3f}{of_seeds}: {_train(sweep, seeds)}"
+    number = _number(metric, means[overrides], [sweep.folder / job.directory for job in seeds])
+    return f"best: {number}{of_seeds}: {_train(sweep, seeds)}"
 
 
 def rates_that_learn(sweep: Sweep) -> list[str]:

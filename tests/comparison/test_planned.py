@@ -418,3 +418,16 @@ def test_html_report_has_the_exploratory_pairs(study, tmp_path):
     options = [f"--metric=final:{PASS}", "--against=loss=grpo", f"--html={page}"]
     assert main(["compare", str(study), *options]) == 0
     assert page.read_text().count("exploratory: ") == 3
+
+
+def test_documents_without_noise_are_answered_with_measures_that_have_some():
+    """Both seeds of each loss come to 0.5 at the same evaluation."""
+    curves = {"a": [0.2, 0.5, 0.5], "b": [0.2, 0.3, 0.5]}
+    runs = [
+        run_of([*curve, 0.5 + seed / 10], seed, **{"loss.name": loss})
+        for loss, curve in curves.items()
+        for seed in (0, 1)
+    ]
+    page = " ".join(render_comparison(compare(runs, reach=f"{PASS}=0.5")).split())
+    assert f"--metric=area:{PASS} or --metric=final:{PASS} tells seeds apart." in page
+    assert "tells seeds apart" not in render_comparison(compare(runs, f"final:{PASS}"))

@@ -8,7 +8,7 @@ import pytest
 from pgtoolkit.launch.check import check_sweep
 from pgtoolkit.launch.final_number import final_value, number_of, points_of
 from pgtoolkit.launch.sweep import Sweep
-from pgtoolkit.launch.sweep_report import best, rates_that_learn, table
+from pgtoolkit.launch.sweep_report import best, ended, rates_that_learn, table
 from pgtoolkit.runs.directory import RunDirectory
 
 
@@ -146,3 +146,19 @@ def test_the_best_of_a_sweep_file_is_trained_by_that_file(tmp_path):
     assert overrides == ["optimizer.learning_rate=0.001", "loss=gspo", "tracking=none"]
     (job,) = check_sweep(overrides, Path(file)).jobs.values()
     assert (job.config.trainer.max_steps, job.config.optimizer.learning_rate) == (7, 0.001)
+
+
+def test_a_mean_of_several_evaluations_is_called_that_wherever_it_stands(tmp_path):
+    sweep = sweep_in(tmp_path, "loss=grpo,gspo", "evaluation.every=1")
+    for end, job in zip((0.4, 0.8), sweep.jobs.values(), strict=True):
+        file = tmp_path / job.directory / "evaluations.jsonl"
+        row = json.loads(file.read_text())
+        values = [0.0, 0.0, 0.0, 0.1, 0.2, end]
+        rows = [row | {"step": step, "pass@1": value} for step, value in enumerate(values)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        job.status = "done"
+    job = [*sweep.jobs.values()][1]
+    said = "held_out pass@1 0.500 (mean of the last 2 evaluations)"
+    assert ended(job, tmp_path, 2, 2, 1.0).endswith(f"{job.directory}  {said}")
+    assert (best(sweep) or "").startswith(f"best: {said}: ")
+    assert "held_out pass@1: the mean of the last 2 evaluations, as in pgtk compare" in table(sweep)
