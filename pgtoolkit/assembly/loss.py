@@ -31,7 +31,7 @@ from pgtoolkit.losses.trial import (
 from pgtoolkit.rollouts.settings import AdvantageEstimator, Truncated
 from pgtoolkit.rollouts.whole_steps import misfits_of_function
 from pgtoolkit.runs.declared_metrics import metric_named
-from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
+from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function, place_of
 from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import nearest, refusal, text
 from pgtoolkit.system.safe_text import shortened
@@ -145,7 +145,7 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
     try:
         family = family_class(**options)
         if not isinstance(family, Family):
-            raise TypeError(f"{type(family).__name__} does not inherit from Family")
+            raise ValueError(f"{type(family).__name__} does not inherit from Family")
         check_family(family)
         if family.by_document and num_splits != 1:
             raise ValueError(
@@ -154,7 +154,7 @@ def own_family(path: str, options: dict[str, object], num_splits: int) -> Family
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(
             f"{setting} needs a loss family whose slope is the derivative of its loss (got: "
-            f"{shortened(str(error), 2000)}). Its class inherits from pgtoolkit.families.Family; "
+            f"{shortened(_said(error), 2000)}). Its class inherits from pgtoolkit.families.Family; "
             "docs/losses.md shows an example."
         ) from error
     finally:
@@ -238,10 +238,13 @@ def _refuse_other_type(path: str, name: str, default: object, value: object) -> 
         )
 
 
-def _said(error: Exception) -> str:
-    """Return what an error says; one that the user's own code raised begins with its type."""
+def _said(error: BaseException) -> str:
+    """Return what an error says; one that the user's own code raised begins with its type, and ends
+    with its place."""
     message = str(error).removesuffix(".")
-    return message if type(error) is ValueError else f"{type(error).__name__}: {message}"
+    if type(error) is not ValueError:
+        message = f"{type(error).__name__}: {message}"
+    return message + place_of(error)
 
 
 def _blamed(function: Callable, setting: str) -> Callable:
@@ -303,11 +306,18 @@ def _imported_reducer(key: str, path: str) -> Reducer:
             "step's loss is the sum of its tokens' losses times these weights."
         )
 
-    _try_reducer(reducer)
     try:
+        _try_reducer(reducer)
         check_reducer(Custom(reducer))
     except ValueError as error:
         raise ConfigError(f"{setting}: {error}.") from error
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        raise ConfigError(
+            f"{setting} needs a function that returns a weight of each token (got: "
+            f"{shortened(_said(error.__cause__), 2000)}). docs/losses.md shows an example."
+        ) from error
     return reducer
 
 

@@ -15,7 +15,7 @@ from pgtoolkit.comparison.charts import (
     unfinished,
 )
 from pgtoolkit.comparison.compared_runs import Compared
-from pgtoolkit.comparison.statistics import HELD, LEVEL
+from pgtoolkit.comparison.statistics import LEVEL
 from pgtoolkit.comparison.words_in_figures import FONT_SIZE, LINE_HEIGHT, width, wrapped
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.pictures import for_notebook, own_settings
@@ -199,9 +199,7 @@ def _said(compared: Compared, panels: list[str]) -> str:
         samples = compared.comparisons.samples
         words.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
         if over != "one run":
-            fewest = min(len(sample.values) for sample in samples if len(sample.values) > 1)
-            narrow = f", too narrow with {fewest} runs" if fewest < max(HELD) else ""
-            words += [f"bar: its {1 - LEVEL:.0%} interval{narrow}", "stroke: a run"]
+            words += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
         if compared.is_bounded:
             words.append(
                 f"a run that never came to the threshold counts as {compared.after_limit:,.0f}"

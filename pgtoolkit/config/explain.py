@@ -103,7 +103,8 @@ def pages_on(words: str, commands: Known | None = None) -> list[Page]:
             setting=f"pgtk explain {words}",
             needs="a word that is known",
             got=words,
-            reason="It is no key, group, option, metric, command or exit status.",
+            reason="It is no key, group, option, metric, command or exit status of pgtoolkit's; "
+            "what a metric of your own code is stands in that code.",
             use=f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md",
         )
     )

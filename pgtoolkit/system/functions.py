@@ -394,6 +394,18 @@ def kind_of(key: str) -> str:
     return "class" if names_class else "function"
 
 
+def place_of(error: BaseException) -> str:
+    """Return where the user's function, which pgtoolkit called, raised an error, as " in line 3 of
+    mine.py"; "" for an error that is none of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    if not theirs:
+        return ""
+    # Below it are the frames of what it calls, such as torch.
+    last = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+    return f" in line {last.lineno} of {Path(last.filename).name}"
+
+
 @contextlib.contextmanager
 def blaming(function: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
     """Turn an exception of the user's function, which the block calls, into an error of `kind` with

@@ -526,10 +526,7 @@ def test_a_figure_is_a_column_or_a_page_wide_and_its_words_overlap_nowhere(
     assert said.count("gspo, prompt_mean, optimizer ") == count
     # On average gspo ends at 0.94, and nine tenths of the way to its worst run is 0.81.
     if panels == "means":
-        assert (
-            "dot: mean over 3 runs; bar: its 95% interval, too narrow with 3 runs; stroke: a run; "
-            in said
-        )
+        assert "dot: mean over 3 runs; bar: its 95% interval; stroke: a run; " in said
         assert said.count("a run that never came to the threshold counts as 168") == 1
     else:
         assert "line: mean over 3 runs; band: from the lowest to the highest; dotted: the" in said

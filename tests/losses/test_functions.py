@@ -681,8 +681,14 @@ def test_a_loss_of_somebodys_own_is_held_against_a_function():
     assert_conforms(padded_soft_clip, soft_clip, aggregation="sample_mean")
     with pytest.raises(AssertionError, match="its value is"):
         assert_conforms(padded_soft_clip, soft_clip, aggregation="sample_mean", softness=0.2)
-    with pytest.raises(AssertionError, match="its value is"):
+    with pytest.raises(AssertionError, match="its value is") as error:
         assert_conforms(padded_soft_clip, soft_clip, aggregation="token_mean")
+    first, on_policy, *others = str(error.value).splitlines()
+    assert first == "padded_soft_clip is not soft_clip, aggregation=token_mean:"
+    # On-policy the value is 0 under every aggregation.
+    assert on_policy.startswith("  on a whole step, on-policy, its gradient is wrong by ")
+    assert "That is" not in on_policy
+    assert "That is the value of aggregation=sample_mean" in others[0]
     with pytest.raises(ValueError, match="where the step is cut: it depends on other tokens"):
         assert_conforms(padded_soft_clip, centred_by_call, aggregation="token_mean")
     with pytest.raises(ValueError, match="has no rewards, for which tpo asks"):

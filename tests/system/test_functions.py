@@ -85,19 +85,23 @@ def test_wrong_weights_of_a_reducer_end_the_run(beside, name, got):
         run(beside / "run", f"aggregation.reducer={path}")
 
 
-def test_the_error_of_a_reducer_is_reported_with_its_own_traceback(beside):
-    with pytest.raises(ConfigError) as error:
-        run(beside / "run", "aggregation.reducer=my_reducers.failing")
-    first, *lines = str(error.value).splitlines()
-    assert first.startswith(
-        "aggregation.reducer=my_reducers.failing raised KeyError on a micro-batch of "
+def test_an_error_of_a_reducer_or_a_loss_that_is_tried_is_told_with_its_place(beside):
+    (beside / "untried.py").write_text(
+        "def loss(log_ratio, advantages, ratio):\n"
+        "    return -ratio(log_ratio) * torch.abs(advantages)\n"
     )
-    assert lines[0] == "Traceback (most recent call last):"
-    assert [line.partition("my_reducers.py")[2] for line in lines if "File" in line] == [
-        '", line 14, in failing',
-        '", line 16, in inner',
-    ]
-    assert lines[-1] == "KeyError: 'length'"
+    for override, told in {
+        "aggregation.reducer=my_reducers.failing": (
+            "KeyError: 'length' in line 16 of my_reducers.py"
+        ),
+        "loss=untried.loss": "NameError: name 'torch' is not defined in line 2 of untried.py",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            build(config_of(*SHORT, override))
+        message = str(error.value)
+        assert message.startswith(f"{override} needs a function ")
+        assert f"(got: {told}). docs/losses.md shows an example." in message
+        assert "\n" not in message
 
 
 def test_a_module_that_fails_as_it_is_imported_is_refused(beside):
