@@ -212,6 +212,7 @@ class Translation:
                 self.typed[filled_in] = self._first[filled_in]
             if all(of is not row or "is refused here" not in reason for _, reason, of in self.left):
                 problem = problems[0].rstrip(".")  # others of its row are refused as a consequence
+                names = [*dict.fromkeys(names)]
                 self._leave(row, names, f"{key}={text(value)} is refused here: {problem}")
 
     def _drop_evaluation(self) -> list[str]:

@@ -1400,6 +1400,15 @@ def test_a_refused_set_takes_all_of_its_evaluation_along(tmp_path, monkeypatch):
     refused = [shown for shown, reason, _ in translation.left if "is refused here" in reason]
     assert refused == ["data.val_files=p.jsonl", "trainer.test_freq=5", f"{VAL}.n=4"]
     assert not any(key.startswith("evaluation.") for key in translation.typed)
+    program = (
+        'data = load_dataset("json", data_files="p.jsonl", split="train")\n'
+        'config = GRPOConfig(eval_strategy="steps", eval_steps=5)\n'
+        'GRPOTrainer("m", ["my.reward"], config, data, eval_dataset=data)\n'
+    )
+    translation = translated(tmp_path, "run.py", program)
+    translation.check()
+    refused = [shown for shown, reason, _ in translation.left if "is refused here" in reason]
+    assert refused.count("eval_strategy=steps") == 1
 
 
 def test_the_command_evaluates_as_their_defaults_do(tmp_path):
