@@ -189,7 +189,7 @@ def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
             r"totals.tokens_per_group\[0\] needs to count at least the \d trained tokens",
         ),
     ):
-        totals = StepTotals(2, num_tokens, 2, 2, torch.tensor([0, 0]))
+        totals = StepTotals(2, num_tokens, 2, 2, torch.tensor([0, num_tokens]))
         options = {
             "aggregation": aggregation,
             "group_index": case.group_index.to(DEVICE),
