@@ -443,6 +443,12 @@ class Objective:
         num_groups = None
         if self.group_index is not None:
             numbers, group_index = self.group_index[shown].unique(return_inverse=True)
+            # In the order of their first documents: where each group has one, a number per group
+            # is also one per document.
+            place = torch.arange(len(group_index), device=group_index.device)
+            first = torch.full_like(numbers, len(place))
+            first = first.scatter_reduce(0, group_index, place, "amin")
+            group_index = first.argsort().argsort()[group_index]
             groups = GroupView(group_index, len(numbers), counted)
             num_groups = len(self.group_index[members].unique())
         step = StepView(len(rows), int(counted.sum()), num_groups, counted[documents.index])

@@ -619,6 +619,24 @@ def by_groups(log_ratio, advantages, ratio, documents, groups, step):
     return losses, {"one": mean * 0 + 1, "mean": mean, "count": count}
 
 
+def test_a_number_per_group_is_that_of_its_document_where_each_group_has_one():
+    inputs = data()
+    step = step_of(inputs)
+
+    def of_groups(log_probs, documents, groups):
+        return groups.mean(documents.mean(log_probs))
+
+    losses = [
+        float(step_coefficients(**step, loss=of_groups, aggregation="token_mean", **numbers).loss)
+        for numbers in (
+            {"group_index": torch.arange(7)},
+            {"group_index": torch.tensor([3, 0, 6, 1, 5, 2, 4])},
+        )
+    ]
+    trained = step["mask"]
+    assert losses == pytest.approx(2 * [float(step["log_probs"][trained].mean())])
+
+
 def without_ratio(log_ratio, documents, groups):
     return groups.sum(documents.mean(log_ratio) ** 2)
 
