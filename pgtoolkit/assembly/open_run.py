@@ -23,7 +23,7 @@ from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory, config_drift
 from pgtoolkit.runs.modules import COPIES, keep_copies
-from pgtoolkit.runs.provenance import collect
+from pgtoolkit.runs.provenance import changed_code, collect
 from pgtoolkit.runs.records import (
     newest_checkpoint,
     plain,
@@ -100,12 +100,19 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     run.keep_finished()
     record_data(run.path, config, None if checkpoint is None else step)
     plain_values = plain_config(config)
-    drift = run.write_config(plain_values, overrides, step)
+    code = changed_code(run.path) if step > 0 else {}
+    drift = run.write_config(plain_values, overrides, step, code)
     for label, change in zip(["changed", *[""] * len(drift)], _in_words(drift), strict=False):
         log.info(entry(label, change))
     modules, evaluation_modules = _named_modules(plain_values)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
     notes = keep_copies(run.path / COPIES, modules | evaluation_modules)
+    notes += [
+        f"the code of {module} has changed since the run's last start: steps after {step} are made "
+        f"with the new code. That of the steps before is {COPIES}/{module}-{old}.py in the run "
+        "directory; drift.jsonl has the change."
+        for module, (old, _) in code.items()
+    ]
     if checkpoint is not None:
         steps_before = config.critic.steps_before_policy
         schedule_note = _schedule_note(config.optimizer, steps_before, drift, checkpoint)

@@ -8,7 +8,10 @@ from pgtoolkit.config.word import Word
 FILES = (
     Word("config.yaml", "the configuration of the run, with every key"),
     Word("overrides.yaml", "what was typed"),
-    Word("drift.jsonl", "after a resume that changed keys: from which step on which ones"),
+    Word(
+        "drift.jsonl",
+        "after a resume that changed keys or code of your own: from which step on which",
+    ),
     Word("provenance.json", "the command, the commit, versions of packages, and the machine"),
     Word("data.json", "digests of the files that the run has read"),
     Word(

@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -73,7 +74,7 @@ class RunDirectory:
 
     Opening it takes an exclusive lock, which the operating system releases when the process ends,
     however it ends.
-    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys),
+    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys or own code),
     provenance.json, data.json (digests of the data, by `record_data`), status.json, metrics.jsonl,
     evaluations.jsonl.
 
@@ -129,12 +130,20 @@ class RunDirectory:
                 write_atomically(self.path / name, content)
         return bool(self._finished)
 
-    def write_config(self, resolved: dict, overrides: list[str], step: int = 0) -> dict[str, list]:
+    def write_config(
+        self,
+        resolved: dict,
+        overrides: list[str],
+        step: int = 0,
+        code: Mapping[str, list[str]] = {},
+    ) -> dict[str, list]:
         """Write config.yaml and overrides.yaml; return what a resume changed, {key: [old, new]}.
 
         The changes are also added to drift.jsonl, with the time and the step from which the run is
         resumed. Overrides of a resume are added to those of the first start. They replace earlier
         ones of the same key, and an override of a group replaces those of the group's keys.
+
+        code: the user's own modules that have changed, {module: [old digest, new digest]}.
         """
         config_path = self.path / "config.yaml"
         resolved = records.plain(resolved)
@@ -150,9 +159,11 @@ class RunDirectory:
                 if key not in new_keys and group not in new_keys:
                     kept.append(override)
             overrides = [*kept, *overrides]
-        if drift:
+        if drift or code:
+            entry = {"time": _now(), "step": step, "changes": drift}
+            entry |= {"code": code} if code else {}
             with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
+                file.write(json.dumps(entry) + "\n")
         write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))
         # Last: where there is a config.yaml, both files are there.
         write_atomically(config_path, to_yaml(resolved))

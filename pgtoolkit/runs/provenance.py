@@ -91,9 +91,23 @@ def last_start(provenance: dict) -> dict:
 
 def changed_modules(run_dir: Path) -> list[str]:
     """Return the user's own modules that are other code now than at the last start of a run."""
-    started_with = last_start(known_provenance(run_dir)).get("modules", {})
+    return [*_changed(last_start(known_provenance(run_dir)).get("modules", {}))]
+
+
+def changed_code(run_dir: Path) -> dict[str, list[str]]:
+    """Return what `changed_modules` names, and modules of evaluations, with [old, new] digests."""
+    start = last_start(known_provenance(run_dir))
+    return _changed(start.get("modules", {}) | start.get("evaluation_modules", {}))
+
+
+def _changed(started_with: dict[str, str]) -> dict[str, list[str]]:
+    """Return the modules that are other code now than by these digests, with [old, new] ones."""
     now = module_digests(started_with)
-    return [name for name, digest in started_with.items() if now.get(name, digest) != digest]
+    return {
+        name: [digest, now[name]]
+        for name, digest in started_with.items()
+        if now.get(name, digest) != digest
+    }
 
 
 def code_of(provenance: dict) -> tuple[tuple[str | None, str], ...]:

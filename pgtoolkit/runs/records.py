@@ -208,7 +208,8 @@ def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> JsonObjec
 def read_drift(run_dir: Path) -> list[JsonObject]:
     """Return the changes that resumes made to the configuration.
 
-    Each has a `step`, and `changes` as {key: [old, new]}.
+    Each has a `step`, and `changes` as {key: [old, new]}; where code of the user's own was changed,
+    too, `code` as {module: [old digest, new digest]}.
     """
     return _read_rows(run_dir / "drift.jsonl", _DRIFT)
 
@@ -379,7 +380,7 @@ EVALUATION_ROW = {
     "pass@1": _is_share,
     **METRICS_ROW,
 }
-_DRIFT = {"step": is_count, "changes": {str: _is_pair}}
+_DRIFT = {"step": is_count, "changes": {str: _is_pair}, "code?": {str: _is_pair}}
 _START = {
     "git?": [{"commit?": str | None, "diff": str}],
     "gpus?": [dict],

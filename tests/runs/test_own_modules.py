@@ -11,6 +11,7 @@ from builders.runs import metrics_of, run
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs import modules
 from pgtoolkit.runs.modules import keep_copies, module_digests
+from pgtoolkit.runs.records import read_drift
 
 ADVANTAGES = """
 import shares
@@ -87,12 +88,23 @@ def test_a_resume_imports_the_original_and_copies_it_where_it_has_changed(folder
     forget_imports()
     train(run_dir, 2, resume=True)
     assert copies_in(run_dir / "code") == before
+    assert [entry["changes"] for entry in read_drift(run_dir)] == [{"trainer.max_steps": [1, 2]}]
+    old_digest = module_digests(["shares"])["shares"]
     (folder / "shares.py").write_text("MORE = 100.0\n")
     forget_imports()
     train(run_dir, 3, resume=True)
     after = copies_in(run_dir / "code")
     assert len(after) == 3
     assert set(before) < set(after)
+    change = {"shares": [old_digest, module_digests(["shares"])["shares"]]}
+    assert (read_drift(run_dir)[-1]["step"], read_drift(run_dir)[-1]["code"]) == (2, change)
+    notes = [line for line in (run_dir / "run.log").read_text().splitlines() if "note:" in line]
+    of_code = [note for note in notes if "has changed since the run's last start" in note]
+    assert len(of_code) == 1
+    copy = f"code/shares-{old_digest}.py"
+    new = "steps after 2 are made with the new code. That of the steps before is"
+    assert f"the code of shares has changed since the run's last start: {new} {copy} " in of_code[0]
+    assert (run_dir / "code" / f"shares-{old_digest}.py").is_file()
     # At a ratio of 1 the loss is minus the mean advantage, which the changed module moves by 100.
     losses = [abs(row["loss"]) for row in metrics_of(run_dir)]
     assert max(losses[:2]) < 1
