@@ -33,6 +33,7 @@ _FIELD = {
     ),
     "trainer.checkpoint_every": (
         "save save_every save_steps save_interval save_freq checkpoint checkpoints ckpt_every "
+        "checkpoint_every "
         "interval checkpoint_interval ckpt_interval"
     ),
     "trainer.device": "cuda gpu cpu accelerator",

@@ -195,7 +195,11 @@ OF_COMPLETIONS = (
     Word("step", "the step that trained on it; in an evaluation, the steps made before"),
     Word("name", "of the prompt, the same whenever it is used, such as prompts.jsonl:12"),
     Word("prompt", "the text of the prompt"),
-    Word("completion", "the text of the completion"),
+    Word(
+        "completion",
+        "the text of the completion with the token that ended it, such as `<end>`, which "
+        "verifiers do not get",
+    ),
     Word("answer", "the task's"),
     Word("reward", "the reward after weights and penalties"),
     Word("exact_match", "whether it is right, whatever its reward; empty where no score says so"),

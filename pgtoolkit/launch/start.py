@@ -4,7 +4,9 @@ resumed run."""
 from __future__ import annotations
 
 import contextlib
+import shlex
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.assembly.continuing import another_training, going_on_command
@@ -31,7 +33,7 @@ from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
 from pgtoolkit.runs.directory import config_drift
-from pgtoolkit.runs.records import read_config, read_status
+from pgtoolkit.runs.records import known_provenance, read_config, read_status
 from pgtoolkit.system.report import key_of, plural, refusal, say, shell_path, text
 
 
@@ -132,7 +134,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         announce(run.config)
     check_machine(run.config, run.report)
     if run.report.problems:
-        raise refused(run.report.problems)
+        raise refused([*map(_with_start_of(run_dir), run.report.problems)])
     config = run.config
     if step is not None:
         if "tracking.run_name" not in typed_keys:
@@ -145,6 +147,23 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         return 0
     train_on_processes(Training(config, folder, True, overrides))
     return 0
+
+
+def _with_start_of(run_dir: Path) -> Callable[[str], str]:
+    """Return a function that adds to a problem with a module that is not found here the directory
+    where the run was started."""
+    directory = known_provenance(run_dir).get("directory")
+
+    def added(problem: str) -> str:
+        if "ModuleNotFoundError" not in problem or directory in (None, str(Path.cwd())):
+            return problem
+        command = (
+            f"cd {shlex.quote(directory)} && pgtk resume {shlex.quote(str(run_dir.resolve()))}"
+        )
+        start = f" The run was started in {directory}, where its code may be: {command}"
+        return type(problem)(problem + start)
+
+    return added
 
 
 def _is_finished(config: Config, run_dir: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from builders.runs import metrics_of, run
 
+from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs import modules
 from pgtoolkit.runs.modules import keep_copies, module_digests
@@ -112,13 +113,20 @@ def test_a_resume_imports_the_original_and_copies_it_where_it_has_changed(folder
     assert not any(str(run_dir) in place for place in sys.path)
 
 
-def test_a_resume_without_the_original_is_refused(folder, forget_imports):
+def test_a_resume_without_the_original_is_refused(folder, forget_imports, monkeypatch, capsys):
     run_dir = train(folder / "run", 1)
     for name in ("wins.py", "shares.py"):
         (folder / name).unlink()
     forget_imports()
     with pytest.raises(ConfigError, match="No module named 'wins'"):
         train(run_dir, 2, resume=True)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(folder)])
+    assert main(["resume", str(run_dir), "trainer.max_steps=2"]) == 2
+    refused = capsys.readouterr().err
+    assert "No module named 'wins'" in refused
+    assert f"was started in {folder}, where its code may be: cd {folder} && pgtk resume" in refused
 
 
 def test_modules_that_are_large_or_named_like_secrets_are_reported_instead_of_copied(folder):

@@ -154,12 +154,18 @@ def _check_entry(name: str, entry: object, report: Report) -> bool:
         or not set(entry) <= set(_VERIFIER_KEYS)
         or not isinstance(entry.get("verifier"), str)
     ):
+        unknown = (
+            [word for word in entry if word not in _VERIFIER_KEYS]
+            if isinstance(entry, dict)
+            else []
+        )
+        near = nearest(str(unknown[0]), _VERIFIER_KEYS, 0.6) if unknown else None
         report.refuse(
             setting=key,
             needs="the keys verifier and, if need be, weight and pattern",
             got=entry,
             reason="It names the function that scores, and its weight.",
-            use=_VERIFIERS_EXAMPLE,
+            use=f"{near} in place of {unknown[0]}" if near else _VERIFIERS_EXAMPLE,
         )
         return False
     weight = entry.get("weight", 1)
@@ -435,7 +441,8 @@ def _check_task(c: Config, held_out: HeldOut, report: Report) -> None:
         prompts(task, of_set)
     for problem in of_set.problems:
         named = with_keys_of_set(problem, place)
-        if named not in report.problems:
+        # A set most often has the verifier of training, of which that is told already.
+        if named not in report.problems and problem not in report.problems:
             report.problems.append(named)
             if problem in of_set.lacking:
                 report.lacking.append(named)
