@@ -9,7 +9,7 @@ import numpy as np
 from pgtoolkit.comparison.compared_runs import Compared
 from pgtoolkit.comparison.statistics import mean_interval
 from pgtoolkit.comparison.words_in_figures import FONT_SIZE, wrapped
-from pgtoolkit.runs.find import Run
+from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import smooth, thinned
 from pgtoolkit.system.safe_text import legible
 
@@ -94,7 +94,9 @@ def draw_curves(
     name, unit = _time_unit(compared) if panel == "seconds" else ("", 1)
     words = {"documents": "documents seen", "steps": "steps", "seconds": f"time in {name}"}
     axes.set_xlabel(words[panel])
-    axes.set_ylabel(wrapped(compared.metric, size[1] * _HEIGHT_OF_TEXT))
+    # As sweeps name it: the whole name would be broken over lines.
+    name_of_axis = compared.metric.removeprefix(HELD_OUT).replace("/", " ")
+    axes.set_ylabel(wrapped(name_of_axis, size[1] * _HEIGHT_OF_TEXT))
     # As 10k; but half a minute would become 500m.
     axes.xaxis.set_major_formatter("{x:g}" if panel == "seconds" else EngFormatter(sep=""))
     axes.locator_params("x", nbins=4)

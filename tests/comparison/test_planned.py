@@ -14,6 +14,7 @@ from builders.refusals import refusal
 from builders.studies import four_losses
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.figure import figure_of
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.reports import _latex, as_json, configurations, html_parts
@@ -430,4 +431,6 @@ def test_documents_without_noise_are_answered_with_measures_that_have_some():
     ]
     page = " ".join(render_comparison(compare(runs, reach=f"{PASS}=0.5")).split())
     assert f"--metric=area:{PASS} or --metric=final:{PASS} tells seeds apart." in page
+    # The whole name would be broken over lines.
+    assert figure_of(compare(runs, PASS)).axes[0].get_ylabel() == "held_out pass@1"
     assert "tells seeds apart" not in render_comparison(compare(runs, f"final:{PASS}"))
