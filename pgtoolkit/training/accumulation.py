@@ -206,12 +206,34 @@ class DynamicAccumulation(lightning.LightningModule):
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_fit_start(self) -> None:
-        """Refuse a Trainer of several devices, which would silently change the gradients."""
+        """Refuse a Trainer of several devices, which would silently change the gradients, and one
+        of a precision that it cannot give to steps."""
+        self.check_precision(self.trainer.precision)
         if self.trainer.world_size > 1:
             raise ValueError(
                 "DynamicAccumulation needs a Trainer of one device in each process (got "
                 f"{self.trainer.world_size} devices). Lightning would average gradients that have "
                 "to be summed. Use devices=1, and a layout for several processes."
+            )
+
+    def check_precision(self, precision: str) -> None:
+        """Raise ValueError for a Trainer's precision under which the module cannot be trained.
+
+        Lightning cannot convert a step, as the "true" ones do with what they train on. The scale of
+        "16-mixed" would still be in the gradients as they are measured and clipped.
+        """
+        if precision == "16-mixed":
+            raise ValueError(
+                f"{type(self).__name__} needs a Trainer of precision='32-true' or 'bf16-mixed' "
+                "(got '16-mixed'). Lightning would scale the loss, and the gradients are clipped "
+                "before it divides them again. Use precision='bf16-mixed'."
+            )
+        converted = {"64-true": "double", "bf16-true": "bfloat16", "16-true": "half"}
+        if precision in converted:
+            raise ValueError(
+                f"{type(self).__name__} needs a Trainer of precision='32-true' or 'bf16-mixed' "
+                f"(got {precision!r}). Lightning cannot convert the numbers of a step. Use "
+                f"precision='32-true', and module.{converted[precision]}() before trainer.fit."
             )
 
     def transfer_batch_to_device(

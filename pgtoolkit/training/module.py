@@ -532,6 +532,18 @@ class PolicyGradientModule(DynamicAccumulation):
         head = self._with_precision(head)
         return loss_of_hidden(hidden, head, micro_batch, totals, self.loss, ranks, self.computation)
 
+    def check_precision(self, precision: str) -> None:
+        """Raise ValueError for a Trainer's precision other than "32-true", which leaves all as it
+        is: rollouts, too, have log-probs of the policy in its own dtype."""
+        if precision != "32-true":
+            raise ValueError(
+                "PolicyGradientModule needs a Trainer of precision='32-true' (got "
+                f"{precision!r}). Its policy computes in the dtype that it was made with, also the "
+                "log-probs of rollouts, which a Trainer does not convert. Use precision='32-true', "
+                "and HuggingFaceModelSettings(..., dtype='bfloat16'), or policy.model.double() for "
+                "float64."
+            )
+
     @property
     def reads_old_log_probs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.loss.reads_old_log_probs

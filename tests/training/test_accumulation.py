@@ -26,6 +26,7 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.module import PolicyGradientModule
 
 VOCABULARY = 7
 RATE = 0.1
@@ -226,6 +227,35 @@ def test_a_trainer_that_would_average_gradients_is_refused():
         ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"
     ):
         module.on_fit_start()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("precision", "use"),
+    [
+        ("64-true", r"Use precision='32-true', and module\.double\(\) before"),
+        ("bf16-true", r"and module\.bfloat16\(\) before"),
+        ("16-mixed", r"Use precision='bf16-mixed'"),
+    ],
+)
+def test_a_precision_that_lightning_cannot_give_to_steps_is_refused(precision, use):
+    def trainer(precision):
+        more = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        return lightning.Trainer(accelerator="cpu", max_steps=1, precision=precision, **more)
+
+    example = Path(__file__).parents[2] / "examples/lightning_module.py"
+    module = runpy.run_path(str(example))["MyModule"](model().float())
+    steps = torch.utils.data.DataLoader([make_step(documents()[:DOCS_PER_STEP], 12)], None)
+    with pytest.raises(ValueError, match=rf"^MyModule needs a Trainer .*{use}"):
+        module.check_precision(precision)
+    if precision != "16-mixed":  # which Lightning takes for bf16-mixed on a CPU
+        with pytest.raises(ValueError, match=rf"^MyModule needs a Trainer .*{use}"):
+            trainer(precision).fit(module, steps)
+    with pytest.raises(ValueError, match=r"^PolicyGradientModule needs .*policy\.model\.double"):
+        PolicyGradientModule.check_precision(module, precision)
+    if precision == "64-true":  # what it says to type works
+        trainer("32-true").fit(module.double(), steps)
+        assert module.num_updates == 1
 
 
 def test_a_loss_that_reads_old_log_probs_needs_them_of_every_document():
