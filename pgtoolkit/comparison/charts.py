@@ -228,8 +228,18 @@ def draw_means(
             elinewidth=min(1.3, room / 3),
         )
         bars[0].set_gid(f"interval-{place}")
+        if sample.is_bound:
+            _mark_bound(axes, mean, positions[place])
     if not any(compared.tested_values(group) for group in compared.groups):
         axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
+
+
+def _mark_bound(axes: Axes, x: float, y: float) -> None:
+    """Write above a mean that it is a lower bound."""
+    mark = axes.annotate(
+        "≥", (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=FONT_SIZE
+    )
+    mark.set_gid("bound")
 
 
 def heights(labels: list[str]) -> list[float]:
@@ -260,6 +270,10 @@ def draw_tried(axes: Axes, compared: Compared, size: tuple[float, float]) -> dic
         means = [float(np.mean(numbers)) for numbers in tested]
         looks = {**style(place), "markersize": 3.5, "linewidth": 1.3}
         lines[place] = axes.plot(x, means, **looks, gid=f"tried-{place}")[0]
+        for position, mean in zip(x, means, strict=True):
+            tried = group.tried[values[position]]
+            if compared.by_documents and compared.arrived(tried) < len(tried.counted):
+                _mark_bound(axes, position, mean)
         low = [*map(min, tested)]
         high = [*map(max, tested)]
         axes.fill_between(x, low, high, color=looks["color"], alpha=0.16, linewidth=0)

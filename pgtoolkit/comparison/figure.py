@@ -200,12 +200,13 @@ def _said(compared: Compared, panels: list[str]) -> str:
         words.append("dot: one run" if over == "one run" else f"dot: mean over {over}")
         if over != "one run":
             words += [f"bar: its {1 - LEVEL:.0%} interval", "stroke: a run"]
-        if compared.is_bounded:
-            words.append(
-                f"a run that never came to the threshold counts as {compared.after_limit:,.0f}"
-            )
         if len({sample.measure for sample in samples if sample.values}) > 1:
             words.append("it does not mean the same in all")
+    if compared.is_bounded and {"means", "tried"} & {*panels}:
+        words.append(
+            f"≥: at least, since a run that never came to the threshold counts as "
+            f"{compared.after_limit:,.0f}"
+        )
     return "; ".join(words)
 
 

@@ -75,9 +75,10 @@ class ReportRow:
     num_reached: int | None
 
     @property
-    def is_lower_bound(self) -> bool:
-        """Return whether a run never reached the threshold, so that the mean would be higher."""
-        return self.num_reached is not None and self.num_reached < len(self.group.counted)
+    def bound(self) -> str:
+        """Return "≥" if a run never reached the threshold, so that the mean would be higher."""
+        is_bound = self.num_reached is not None and self.num_reached < len(self.group.counted)
+        return "≥" if is_bound else ""
 
 
 def configurations(compared: Compared) -> list[ReportRow]:
@@ -101,10 +102,11 @@ def configurations(compared: Compared) -> list[ReportRow]:
 def configuration_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row for each configuration, numbers in full."""
     keys: list[object] = [*compared.keys]
-    tested = ["n", "reached", "measured", "mean", "mean_low", "mean_high", "std"]
+    tested = ["n", "reached", "measured", "mean", "mean_bound", "mean_low", "mean_high", "std"]
     difference = [
         "against",
         "difference",
+        "difference_bound",
         "difference_low",
         "difference_high",
         "p",
@@ -116,7 +118,8 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
         pair = row.pair
         values = [text(value) for value in row.group.values.values()]
         cells: list[object] = [row.group.label, *values, len(row.group.counted), row.num_reached]
-        cells += [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
+        cells += [compared.measured, row.mean, row.bound or None]
+        cells += [*(row.interval or (None, None)), row.std]
         if pair is None:
             cells += [None] * len(difference)
         elif not pair.is_common:
@@ -125,6 +128,7 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
             cells += [
                 compared.groups[pair.first].label,
                 pair.difference,
+                text_report.bound_of(compared, pair) or None,
                 *(pair.interval or (None, None)),
             ]
             cells += [pair.p, pair.adjusted_p, pair.equal_p]
@@ -133,9 +137,9 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
 
 
 def _latex(compared: Compared, command: str) -> str:
-    """Return the configurations as a table in LaTeX: mean, difference, interval, verdict.
+    """Return the configurations as a table in LaTeX: the columns of the text that fit a page.
 
-    Comments above the table define its numbers.
+    Comments above the table define its numbers, and say where the others are.
     """
     write = (
         text_report.short_count if compared.by_documents else text_report.number_format(compared)
@@ -145,17 +149,25 @@ def _latex(compared: Compared, command: str) -> str:
     column_per_key = len(keys) > 1 and every_word_tells
 
     names = keys if column_per_key else ["configuration"]
-    rows = [[*names, "n", "mean", "difference", "interval", "verdict"]]
+    counted = "reached" if compared.by_documents else "n"
+    equal = [] if compared.margin is None else ["equal"]
+    rows = [[*names, counted, "mean", "difference", "interval", "p", *equal, "verdict"]]
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
-        bound = "≥" if row.is_lower_bound else ""
-        cells += [str(len(row.group.counted)), bound + write(row.mean)]
-        if row.pair is None or not row.pair.is_common:
-            cells += ["--", "--"]
+        count = str(len(row.group.counted))
+        if row.num_reached is not None:
+            count = f"{row.num_reached} of {count}"
+        cells += [count, row.bound + write(row.mean)]
+        pair = row.pair
+        if pair is None or not pair.is_common:
+            cells += ["--"] * (3 + len(equal))
         else:
-            difference, interval = text_report.difference_and_interval(row.pair, write)
-            cells += [difference, interval if row.pair.interval else "--"]
+            bound = text_report.bound_of(compared, pair)
+            difference, interval = text_report.difference_and_interval(pair, write, bound)
+            cells += [difference, interval if pair.interval else "--"]
+            cells.append(text_report.p_value(pair.adjusted_p) or "--")
+            cells += [text_report.p_value(pair.equal_p) or "--" for _ in equal]
         rows.append([*cells, row.verdict])
     pairs = [pair for of_base in text_report.planned(compared) for pair in of_base]
     sentences = [
@@ -167,9 +179,10 @@ def _latex(compared: Compared, command: str) -> str:
         *text_report.worth_of_intervals(pairs),
         *([text_report.UNKNOWN] if any(row[-1] == "unknown" for row in rows) else []),
         *text_report.without_noise(compared, pairs),
+        "seeds, better and test of each difference: pgtk compare without --latex prints them.",
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
-    table = _tex_table(rows, "l" * len(names) + "rrrrl")
+    table = _tex_table(rows, "l" * len(names) + "r" * (5 + len(equal)) + "l")
     return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
 
 
@@ -190,13 +203,14 @@ def _tex_table(rows: list[list[str]], columns: str) -> list[str]:
 
 _TEX = {
     "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
+    "~": r"$\sim$",
     "^": r"\textasciicircum{}",
     "<": "$<$",
     ">": "$>$",
 }
 _TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {
     "≥": r"$\geq$",
+    "≤": r"$\leq$",
     "±": r"$\pm$",
     "-": "-",
 }
@@ -242,6 +256,7 @@ def _json_row(compared: Compared, row: ReportRow) -> dict[str, object]:
         "n": len(group.counted),
         "reached": row.num_reached,
         "mean": row.mean,
+        "mean_bound": row.bound or None,
         "interval": row.interval,
         "std": row.std,
         "verdict": row.verdict,
@@ -263,7 +278,8 @@ def _json_pair(compared: Compared, pair: Comparison) -> dict[str, object]:
     beside_axis = {
         name: [text(value) for value in values] for name, values in beside(compared, pair).items()
     }
-    return {**columns, "better": better, "beside": beside_axis}
+    bound = text_report.bound_of(compared, pair) or None
+    return {**columns, "difference_bound": bound, "better": better, "beside": beside_axis}
 
 
 def _finite(value: object) -> object:

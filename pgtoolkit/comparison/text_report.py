@@ -233,7 +233,8 @@ def _definition_of_a_bound(compared: Compared) -> list[str]:
     return [
         f"≥: a seed that did not reach it counts as if it did so at the next measurement, at "
         f"{compared.after_limit:,.0f} documents, with what it had spent until the limit. So the "
-        "mean is a lower bound (restricted mean, Royston and Parmar 2013)."
+        "mean is a lower bound (restricted mean, Royston and Parmar 2013). A difference with one "
+        "such mean is a bound, too (≥ or ≤); with two (~) it may be larger or smaller."
     ]
 
 
@@ -417,7 +418,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
     better = probability_of_better(pair, compared.sign)
     return [
         str(pair.counts[1]),
-        *difference_and_interval(pair, write),
+        *difference_and_interval(pair, write, bound_of(compared, pair)),
         p_value(pair.adjusted_p) or "-",
         seeds,
         "-" if better is None else f"{better:.2f}",
@@ -437,12 +438,24 @@ def probability_of_better(pair: Comparison, sign: float) -> float | None:
     return 1 - pair.improvement
 
 
+def bound_of(compared: Compared, pair: Comparison) -> str:
+    """Return the mark of a difference where a mean is a lower bound: "≥" or "≤" if the difference
+    is a bound, "~" if both means are, so that it may be larger or smaller; "" elsewhere."""
+    if pair.identical:
+        return ""
+    samples = compared.comparisons.samples
+    if samples[pair.first].is_bound:
+        return "~" if samples[pair.second].is_bound else "≤"
+    return "≥" if samples[pair.second].is_bound else ""
+
+
 def difference_and_interval(
-    pair: Comparison, write: Callable[[float | None], str]
+    pair: Comparison, write: Callable[[float | None], str], bound: str = ""
 ) -> tuple[str, str]:
     """Return the difference of a pair and its interval, with its sign unless it is written as 0.
 
-    The interval is a dash where there is none. write: see `number_format`.
+    The interval is a dash where there is none. write: see `number_format`. bound: the mark of the
+    difference, see `bound_of`.
     """
 
     def signed(value: float) -> str:
@@ -450,7 +463,7 @@ def difference_and_interval(
         return f"+{written}" if value > 0 and written != write(0) else written
 
     interval = f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-"
-    return signed(pair.difference), interval
+    return bound + signed(pair.difference), interval
 
 
 def p_value(p: float | None) -> str:

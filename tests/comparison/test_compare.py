@@ -191,11 +191,13 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
     ) in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
-        "against grpo (n = 3) n difference interval p seeds better test verdict gspo 3 -43" in words
+        "against grpo (n = 3) n difference interval p seeds better test verdict gspo 3 ≤-43"
+        in words
     )
     # Of the nine pairs of runs gspo is better in eight; the ninth, 104 and 104, counts half. So
     # it is better in 8.5 / 9 = 0.94.
-    assert "-43 [-64, -32] 0.057 4 0.94 paired unknown" in words
+    assert "≤-43 [-64, -32] 0.057 4 0.94 paired unknown" in words
+    assert "A difference with one such mean is a bound, too (≥ or ≤); with two (~) it may" in words
     assert "with 3 it holds the true difference in about 75 of 100 cases, with 5 in 85" in words
     assert max(map(len, lines)) <= WIDTH
 
@@ -379,7 +381,9 @@ def test_html_report_loads_nothing_and_has_the_numbers_of_the_page(sweep, capsys
     assert "#000000" not in text
     assert "7-&lt;b&gt;&amp;: interrupted at step 9 of 20" in text
     cells = re.findall("<td>(.*?)</td>", text)
-    assert {"0.940 ± 0.040", "2 of 3", "≥131", "-43", "[-64, -32]", "0.057", "paired"} <= set(cells)
+    assert {"0.940 ± 0.040", "2 of 3", "≥131", "≤-43", "[-64, -32]", "0.057", "paired"} <= set(
+        cells
+    )
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -393,6 +397,7 @@ def test_csv_has_a_row_for_each_configuration_with_its_interval_and_test(sweep, 
         first, second = csv.DictReader(file)
     assert (second["label"], second["loss"]) == ("gspo", "gspo")
     assert (first["n"], first["verdict"]) == ("3", "base")
+    assert first["mean_bound"] == second["difference_bound"] == ""  # of final values none is one
     assert float(second["mean"]) == pytest.approx(0.94)
     assert float(second["std"]) == pytest.approx(0.04)
     # Three seeds are drawn in 27 ways. One of them has the lowest mean, 0.9, and one the highest,
@@ -423,18 +428,25 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
     assert "% unknown: nothing was shown, not even that there is no difference." in lines
     table = [line for line in lines if not line.startswith("%")]
     assert table == [
-        r"\begin{tabular}{lrrrrl}",
+        r"\begin{tabular}{lrrrrrl}",
         r"\toprule",
-        r"configuration & n & mean & difference & interval & verdict \\",
+        r"configuration & n & mean & difference & interval & p & verdict \\",
         r"\midrule",
-        r"gspo & 3 & 0.940 & -- & -- & base \\",
-        r"grpo & 3 & 0.740 & $-$0.200 & [$-$0.580, 0.000] & unknown \\",
+        r"gspo & 3 & 0.940 & -- & -- & -- & base \\",
+        r"grpo & 3 & 0.740 & $-$0.200 & [$-$0.580, 0.000] & 0.403 & unknown \\",
         r"\bottomrule",
         r"\end{tabular}",
     ]
-    page(capsys, sweep, "--latex", sweep / "r.tex")
+    page(capsys, sweep, "--margin=40", "--latex", sweep / "r.tex")
     by_documents = (sweep / "r.tex").read_text()
-    assert r"grpo & 3 & $\geq$131 & " in by_documents  # as on the page, since a seed came to no end
+    # As on the page, since a seed came to no end.
+    assert r"grpo & 2 of 3 & $\geq$131 & -- & -- & -- & -- & base \\" in by_documents
+    row = r"gspo & 3 of 3 & 88 & $\leq$$-$43 & [$-$64, $-$32] & 0.057 & -- & unknown \\"
+    assert row in by_documents
+    assert r"\begin{tabular}{lrrrrrrl}" in by_documents
+    assert (
+        "% seeds, better and test of each difference: pgtk compare without --latex" in by_documents
+    )
     (mean,) = re.findall("^% mean: .*", by_documents, re.MULTILINE)
     assert mean.startswith(
         "% mean: over seeds, of the documents that it took to come to reward 0.81,"
@@ -443,6 +455,27 @@ def test_latex_table_has_a_row_for_each_configuration(sweep, capsys):
         "% ≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
         in by_documents
     )
+
+
+def test_a_mean_and_a_difference_that_are_bounds_are_marked_wherever_they_stand(sweep, capsys):
+    """grpo comes to 0.81 with two seeds of three; to 0.93 it comes with none, gspo with two."""
+    compared = compare(find_runs([str(sweep)]))
+    assert compared.groups[0].label == "grpo"
+    for reach, mark in (("0.81", "≤"), ("0.93", "~")):
+        options = (f"--reach=reward={reach}", "--csv", sweep / "r.csv", "--html", sweep / "r.html")
+        report = json.loads(page(capsys, sweep, *options, "--json"))
+        bounds = [row["mean_bound"] for row in report["configurations"]]
+        assert bounds == ["≥", None if mark == "≤" else "≥"]
+        assert report["pairs"][0]["difference_bound"] == mark
+        with (sweep / "r.csv").open() as file:
+            rows = [*csv.DictReader(file)]
+        assert [row["mean_bound"] for row in rows] == [bound or "" for bound in bounds]
+        assert [row["difference_bound"] for row in rows] == ["", mark]
+        html = (sweep / "r.html").read_text()
+        assert html.count('<g id="bound">') == len([*filter(None, bounds)])
+        assert len(re.findall(f"<td>{mark}-", html)) == 1
+    page(capsys, sweep, FINAL, "--html", sweep / "r.html")
+    assert '<g id="bound">' not in (sweep / "r.html").read_text()
 
 
 def test_json_has_configurations_pairs_and_excluded_runs(sweep, capsys):
