@@ -237,7 +237,7 @@ def draw_means(
 def _mark_bound(axes: Axes, x: float, y: float) -> None:
     """Write above a mean that it is a lower bound."""
     mark = axes.annotate(
-        "≥", (x, y), (0, 2), textcoords="offset points", ha="center", fontsize=FONT_SIZE
+        "≥", (x, y), (0, 4), textcoords="offset points", ha="center", fontsize=FONT_SIZE
     )
     mark.set_gid("bound")
 
