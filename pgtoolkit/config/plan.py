@@ -34,7 +34,7 @@ from pgtoolkit.rollouts.settings import PolicyRolloutSettings
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.functions import documented, lacks, parameters_in_file
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import plural, text
 
 _MEBIBYTE = 2**20
 
@@ -52,14 +52,21 @@ def plan_sections(
     """
     typed, followed = differences(config, defaults, overrides)
     return [
+        *computed(config, prompts),
+        ("Changed from the defaults", typed or ["nothing"]),
+        ("Follows from that", followed),
+    ]
+
+
+def computed(config: Config, prompts: ReadPrompts | None = None) -> list[tuple[str, list[str]]]:
+    """Return (title, lines) of each section on what a run computes."""
+    return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
         ("Critic", [*critic(config)] if config.advantage.estimator == "gae" else []),
         ("Step", list(arithmetic(config, prompts))),
         ("Logits", [logits_memory(config, prompts)]),
         ("Evaluation", [*evaluations(config)] if is_on(config) else []),
-        ("Changed from the defaults", typed or ["nothing"]),
-        ("Follows from that", followed),
     ]
 
 
@@ -316,7 +323,8 @@ def _batch(config: Config) -> Iterator[str]:
         ahead = steps_ahead(rollout, config.accumulation)
         if ahead > 0:
             kind = "lag" if rollout.lag else "overlap"
-            yield f"{kind}: a batch is sampled {ahead} steps before the one that begins it"
+            before = f"{plural(ahead, 'step')} before the one that begins it"
+            yield f"{kind}: a batch is sampled {before}"
 
 
 def _passes(config: Config) -> int:

@@ -18,7 +18,7 @@ from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.keys import is_own_code
 from pgtoolkit.config.models import compilation
 from pgtoolkit.config.paths import problems_of_folder
-from pgtoolkit.config.plan import plan_sections
+from pgtoolkit.config.plan import computed, plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.launcher import launcher, search
 from pgtoolkit.config.schema import Config
@@ -215,7 +215,8 @@ def _add_job(sweep: Sweep, run: PlannedRun) -> None:
 def problems(checked: PlannedRun | Sweep) -> list[str]:
     """Return each problem once.
 
-    A problem that not all runs of a sweep have begins with the overrides of the first that has it.
+    A problem that not all runs of a sweep have begins with the overrides of the first that has it,
+    and the number of others.
     """
     if isinstance(checked, PlannedRun):
         return list(dict.fromkeys(checked.report.problems))
@@ -232,7 +233,7 @@ def notes(checked: PlannedRun | Sweep) -> list[str]:
 
 
 def _without_repeats(sweep: Sweep, sentences_of_runs: list[list[str]]) -> list[str]:
-    """Return the sentences of all runs, each once, with the first run that has it unless all do."""
+    """Return the sentences of all runs, each once, with the runs that have it unless all do."""
     runs_with: dict[str, list[PlannedRun]] = {}
     for run, sentences in zip(sweep.runs, sentences_of_runs, strict=True):
         for sentence in dict.fromkeys(sentences):
@@ -240,9 +241,15 @@ def _without_repeats(sweep: Sweep, sentences_of_runs: list[list[str]]) -> list[s
     result = []
     for sentence, runs in runs_with.items():
         if len(runs) < len(sweep.runs):
-            sentence = f"{distinctive(runs[0], sweep.config.varying)}: {sentence}"
+            sentence = f"{_named(sweep, runs)}: {sentence}"
         result.append(sentence)
     return result
+
+
+def _named(sweep: Sweep, runs: Sequence[PlannedRun]) -> str:
+    """Return the overrides of the first of some runs of a sweep, and how many more there are."""
+    more = f", and {len(runs) - 1} more" if len(runs) > 1 else ""
+    return distinctive(runs[0], sweep.config.varying) + more
 
 
 def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
@@ -309,6 +316,8 @@ def page_sections(
         if first.config.rollout.name == "policy" and not first.report.problems:
             lines, prompt_notes = _first_prompt(first.config, first.report)
             sections.append(("First prompt", lines))
+    if isinstance(checked, Sweep):
+        sections.append(("Other runs", _plans_that_differ(checked, first)))
     if find is not None:
         sections.append(("Seeds", lines_on_seeds(checked, find)))
     sections.append(("Notes", [*notes(checked), *prompt_notes]))
@@ -316,6 +325,38 @@ def page_sections(
     title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
     sections.append((title, all_problems or ["none"]))
     return sections
+
+
+_MOST_PLANS = 12
+"""Of the plans that differ from that of the first run, at most this number is shown."""
+
+
+def _plans_that_differ(sweep: Sweep, first: PlannedRun) -> list[str]:
+    """Return what further runs compute otherwise than the first: the lines that its plan lacks,
+    below the overrides of the first run that has them."""
+    if first.composed.config is None:
+        return []
+    shown = _computed_lines(sweep, first)
+    runs_with: dict[tuple[str, ...], list[int]] = {}
+    for number, run in enumerate(sweep.runs):
+        if run.composed.config is not None:
+            others = tuple(line for line in _computed_lines(sweep, run) if line not in shown)
+            runs_with.setdefault(others, []).append(number)
+    runs_with.pop((), None)
+    lines = []
+    for others, numbers in [*runs_with.items()][:_MOST_PLANS]:
+        name = _named(sweep, [sweep.runs[number] for number in numbers])
+        lines += [f"{numbers[0]}  {name}:", *(f"   {line}" for line in others)]
+    left = len(runs_with) - _MOST_PLANS
+    if left > 0:
+        lines.append(f"{left} more plans: pgtk check with the overrides of a run prints its own")
+    return lines
+
+
+def _computed_lines(sweep: Sweep, run: PlannedRun) -> list[str]:
+    """Return the lines of a run's plan on what it computes."""
+    sections = computed(run.config, _read_prompts(sweep, run))
+    return [line for _, lines in sections for line in lines]
 
 
 def _checked_again(problem: str) -> str:

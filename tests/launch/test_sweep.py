@@ -240,6 +240,26 @@ def test_equal_configurations_are_one_job():
     assert "1  the same as 0  loss.epsilon_low=0.0003\n" in page
 
 
+def test_the_page_of_a_sweep_has_what_further_runs_compute_otherwise():
+    def others(*words: str) -> str:
+        return render_plan(check_sweep([*words])).partition("Other runs\n")[2].partition("\n\n")[0]
+
+    assert others("seed=1,2") == ""
+    assert others("loss=gspo,reinforce", "seed=1,2").split("\n") == [
+        "  2  loss=reinforce seed=1, and 1 more:",
+        "     reinforce, sample_mean: sum over trained tokens of w_t l_t",
+        "     l_t = -A_t p_t,  p_t the new log-prob of token t",
+    ]
+    said = notes(check_sweep(["loss=grpo,gspo", "seed=1,2", "rollout.passes=1,2"]))
+    (passes,) = [note for note in said if "ratios compare with" in note]
+    assert passes.startswith("loss=grpo seed=1 rollout.passes=2, and 3 more: rollout.passes=2: ")
+    many = others(f"trainer.max_steps={','.join(map(str, range(10, 30)))}").split("\n")
+    assert many[:2] == ["  1  trainer.max_steps=11:", "     run: at most 11 steps, 704 documents"]
+    assert many[2 * 12 :] == [
+        "  7 more plans: pgtk check with the overrides of a run prints its own"
+    ]
+
+
 def test_a_sweep_of_one_job_is_noted_with_what_makes_several():
     def noted(*words: str) -> list[str]:
         return [note for note in notes(check_sweep([*words])) if "sweep has one job" in note]
