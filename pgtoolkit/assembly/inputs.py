@@ -9,11 +9,12 @@ import contextlib
 import functools
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from pgtoolkit.config.counts import ReadPrompts, limits_of_documents
+from pgtoolkit.config.counts import ReadDocuments, ReadPrompts, limits_of_documents
 from pgtoolkit.config.evaluation_sets import (
     held_out_sets,
     is_on,
@@ -29,6 +30,8 @@ from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.model.settings import HuggingFaceModelSettings, TinyModelSettings
 from pgtoolkit.rollouts.settings import (
     AccumulationSettings,
+    AdvantageEstimator,
+    AdvantageSettings,
     RecordedRolloutSettings,
 )
 from pgtoolkit.system import model_folder
@@ -80,16 +83,12 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     """
     from pgtoolkit.assembly.recorded_rollouts import recorded_rollouts
 
-    longest_document = config.accumulation.max_tokens
-    positions = _positions(config.model)
-    if positions:
-        longest_document = min(longest_document, positions)
     rollouts = recorded_rollouts(
         config,
         loss,
         vocabulary_size(config.model, config.task) or 2**31,
-        longest_document,
-        first=100,
+        _most_tokens(config),
+        first=_ROWS_TRIED,
         tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
     )
     report.notes += rollouts.notes_on_texts()
@@ -98,6 +97,45 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     _check_number_of_rows(
         config.rollout, config.accumulation, schedule, config.trainer.max_steps, report
     )
+
+
+def _most_tokens(config: Config) -> int:
+    """Return the tokens that a recorded document may have."""
+    return min(config.accumulation.max_tokens, _positions(config.model) or sys.maxsize)
+
+
+def try_recorded(config: Config) -> ReadDocuments | None:
+    """Return what the first rows of recorded rollouts tell; None where they cannot be read."""
+    arguments = (config.rollout, config.model, config.task, config.seed, _most_tokens(config))
+    return _read_recorded(os.getcwd(), pickle.dumps(arguments))
+
+
+@functools.cache  # the jobs of a sweep share it
+def _read_recorded(_directory: str, pickled_arguments: bytes) -> ReadDocuments | None:
+    """Do the work of `try_recorded`, whose arguments are pickled to be a cache's key.
+
+    No field is required here: which of them a loss needs is checked elsewhere.
+    """
+    from pgtoolkit.assembly.recorded_rollouts import estimator_of
+    from pgtoolkit.rollouts.recorded import RecordedRollouts
+    from pgtoolkit.tasks.row_files import count_rows
+
+    rollout, model, task, seed, max_tokens = pickle.loads(pickled_arguments)
+    try:
+        rollouts = RecordedRollouts(
+            rollout,
+            estimator_of(AdvantageSettings(estimator=AdvantageEstimator.none), rollout, task),
+            vocabulary_size(model, task) or 2**31,
+            max_tokens=max_tokens,
+            reads_old_log_probs=False,
+            first=_ROWS_TRIED,
+            tokenizer=functools.partial(_tokenizer_and_ends, model, task, seed),
+        )
+    except PgtoolkitError:
+        return None
+    num_documents = rollouts.batch_size
+    are_all = count_rows(rollout.path, "rollout.path") == num_documents
+    return ReadDocuments(rollouts.longest, num_documents, are_all)
 
 
 def _check_number_of_rows(
@@ -444,6 +482,9 @@ def _try_task(
     arguments = (model, run_task, run_seed, task, seed, stop, template, room)
     return _try_tokens(os.getcwd(), pickle.dumps(arguments))
 
+
+_ROWS_TRIED = 100
+"""Rows of each file of recorded rollouts that are read before a run, which reads all of them."""
 
 _PROMPTS_TRIED = 1000
 """Prompts of a task that are turned into tokens before a run, which does so with all of them."""

@@ -32,6 +32,21 @@ class ReadPrompts(NamedTuple):
     vocabulary: int
 
 
+class ReadDocuments(NamedTuple):
+    """What recorded documents have told that were read before a run.
+
+    longest: tokens of the longest one. num_documents: how many were read. are_all: whether the
+    files have no others.
+    """
+
+    longest: int
+    num_documents: int
+    are_all: bool
+
+
+ReadData = ReadPrompts | ReadDocuments
+
+
 def longest_document(config: Config) -> tuple[int | None, int | None]:
     """Return the tokens (of the prompt, of the completion) of the longest document.
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.counts import (
+    ReadData,
+    ReadDocuments,
     ReadPrompts,
     documents_per_step,
     documents_sampled,
@@ -43,29 +45,29 @@ def plan_sections(
     config: Config,
     defaults: Config,
     overrides: list[str],
-    prompts: ReadPrompts | None = None,
+    read: ReadData | None = None,
 ) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section of the plan.
 
     config, defaults: resolved configurations. overrides: what was typed, which the defaults lack.
-    prompts: those of training, where they were read.
+    read: what prompts or recorded documents have told, where they were read.
     """
     typed, followed = differences(config, defaults, overrides)
     return [
-        *computed(config, prompts),
+        *computed(config, read),
         ("Changed from the defaults", typed or ["nothing"]),
         ("Follows from that", followed),
     ]
 
 
-def computed(config: Config, prompts: ReadPrompts | None = None) -> list[tuple[str, list[str]]]:
+def computed(config: Config, read: ReadData | None = None) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section on what a run computes."""
     return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
         ("Critic", [*critic(config)] if config.advantage.estimator == "gae" else []),
-        ("Step", list(arithmetic(config, prompts))),
-        ("Logits", [logits_memory(config, prompts)]),
+        ("Step", list(arithmetic(config, read))),
+        ("Logits", [logits_memory(config, read)]),
         ("Evaluation", [*evaluations(config)] if is_on(config) else []),
     ]
 
@@ -242,20 +244,24 @@ def critic(config: Config) -> Iterator[str]:
     )
 
 
-def arithmetic(config: Config, prompts: ReadPrompts | None = None) -> Iterator[str]:
+def arithmetic(config: Config, read: ReadData | None = None) -> Iterator[str]:
     """Yield the numbers of documents, micro-batches and steps.
 
-    prompts: those of training, where they were read.
+    read: what prompts or recorded documents have told, where they were read.
     """
     yield from _batch(config)
     max_tokens = config.accumulation.max_tokens
     prompt, completion = longest_document(config)
     of_first = ""
-    if prompt is None and prompts is not None:
-        prompt = prompts.longest
-        of_first = "" if prompts.are_all else f", by the first {prompts.num_prompts} prompts"
+    if prompt is None and isinstance(read, ReadPrompts):
+        prompt = read.longest
+        of_first = "" if read.are_all else f", by the first {read.num_prompts} prompts"
     longest = None
-    if prompt and completion:
+    if isinstance(read, ReadDocuments):
+        longest = read.longest
+        of_first = "" if read.are_all else f", by {read.num_documents} that were read"
+        yield f"longest document: {longest} tokens{of_first}"
+    elif prompt and completion:
         longest = prompt + completion
         yield (
             f"longest document: prompt {prompt} + completion {completion} = {longest} tokens"
@@ -399,15 +405,15 @@ def evaluations(config: Config) -> Iterator[str]:
         yield line
 
 
-def logits_memory(config: Config, prompts: ReadPrompts | None = None) -> str:
+def logits_memory(config: Config, read: ReadData | None = None) -> str:
     """Return how large the largest piece of logits is that exists at once.
 
-    prompts: those of training, where they were read.
+    read: what prompts or recorded documents have told, where they were read.
     """
     max_tokens = config.accumulation.max_tokens
     vocabulary = vocabulary_size(config.model, config.task)
-    if vocabulary is None and prompts is not None and config.model.name == "tiny":
-        vocabulary = prompts.vocabulary
+    if vocabulary is None and isinstance(read, ReadPrompts) and config.model.name == "tiny":
+        vocabulary = read.vocabulary
     if vocabulary is None:
         return "unknown until the model is loaded"
     are_halves = (

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pgtoolkit.assembly.inputs import try_prompts
+from pgtoolkit.assembly.inputs import try_prompts, try_recorded
 from pgtoolkit.assembly.machine import check_machine
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
-from pgtoolkit.config.counts import ReadPrompts
+from pgtoolkit.config.counts import ReadData
 from pgtoolkit.config.evaluation_sets import sets_beside_training
 from pgtoolkit.config.hydra_keys import key_of_single_run, keys_of_sweeps
 from pgtoolkit.config.keys import is_own_code
@@ -365,14 +365,18 @@ def _checked_again(problem: str) -> str:
     return re.sub(r"\bpgtk (?=-m |sweep )", "pgtk check ", problem)
 
 
-def _read_prompts(checked: PlannedRun | Sweep, first: PlannedRun) -> ReadPrompts | None:
-    """Return what the prompts tell that the check has read, which are those of runs on this machine
-    without a problem."""
+def _read_prompts(checked: PlannedRun | Sweep, first: PlannedRun) -> ReadData | None:
+    """Return what the prompts or recorded documents tell that the check has read, which are those
+    of runs on this machine without a problem."""
     if isinstance(checked, Sweep):
         launcher = checked.config.launcher
         if launcher is None or launcher.kind != "local":
             return None
-    return None if first.report.problems else try_prompts(first.config).prompts
+    if first.report.problems:
+        return None
+    if first.config.rollout.name == "recorded":
+        return try_recorded(first.config)
+    return try_prompts(first.config).prompts
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:

@@ -99,6 +99,11 @@ class RecordedRollouts(Source):
             self._trajectory(index, epoch),
         )
 
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest document."""
+        return int(self._rows["tokens"].max())
+
     def notes_on_texts(self) -> list[str]:
         """Return what may surprise in how texts became tokens; nothing if the rows have tokens."""
         texts = self._rules.texts

@@ -10,7 +10,7 @@ from builders.runs import SHORT, last_of_each_key, with_model
 from pgtoolkit.assembly.train import train
 from pgtoolkit.cli import main
 from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.check import check, page_sections, problems
 
 REDUCERS = """
 import torch
@@ -118,6 +118,25 @@ def test_a_problem_of_the_task_is_told_once_and_of_no_set_and_of_a_set_with_its_
     Path("broken_judge_of_a_user.py").write_text(code)
     (problem,) = problems(check(["tracking=none", *GOOD_SET, *overrides]))
     assert problem.startswith(beginning)
+
+
+def test_check_says_the_longest_document_of_recorded_rollouts(folder_of_user):
+    def step_of(rows: int, *, more: int) -> list[str]:
+        file = f"{rows}-{more}.jsonl"
+        first = json.loads(Path("three.jsonl").read_text().splitlines()[0])
+        last = {name: [*first[name], first[name][-1]] for name in ("token_ids", "old_log_probs")}
+        longer = [first | last | {"loss_mask": [0, 1, 1, 1], "id": -1 - n} for n in range(more)]
+        lines = [json.dumps(first | {"id": number}) for number in range(rows)]
+        Path(file).write_text("\n".join([*map(json.dumps, longer), *lines]))
+        recorded = [word.replace("three.jsonl", file) for word in RECORDED]
+        checked = check([*recorded, "tracking=none"])
+        return dict(page_sections(checked))["Step"]
+
+    assert step_of(3, more=0)[0] == "longest document: 3 tokens"
+    assert step_of(3, more=1)[0] == "longest document: 4 tokens"
+    lines = step_of(100, more=1)
+    assert lines[0] == "longest document: 4 tokens, by 100 that were read"
+    assert "micro-batches" not in lines[1]  # the documents that were not read may be longer
 
 
 @pytest.mark.parametrize(
