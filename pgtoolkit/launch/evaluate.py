@@ -78,8 +78,9 @@ def evaluate_command(
     problems = [] if trained is None else _asked_in_training(command, trained, chosen)
     if problems and not training_prompts:
         raise refused(problems)
-    if problems:
-        say("Warning: evaluated on training prompts.")
+    if trained is not None and problems:
+        sets = [x.name for x in held_out_sets(chosen) if are_training_prompts(trained, x)]
+        say(f"Warning: evaluated on training prompts ({', '.join(sets)}).")
 
     from pgtoolkit.assembly.evaluated_policy import evaluate_policy
     from pgtoolkit.assembly.export import saved_state
@@ -317,7 +318,8 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
 
 
 def _note_shared_prompts(trained: Config, chosen: Config, num_asked: int) -> None:
-    """Print a note on each set with prompts that the run was trained on.
+    """Print a note on each set with prompts that the run was trained on, but for sets that are
+    known to have only such ones, of which it is said elsewhere.
 
     num_asked: how many prompts training has asked, where they never end.
     """
@@ -325,7 +327,7 @@ def _note_shared_prompts(trained: Config, chosen: Config, num_asked: int) -> Non
     from pgtoolkit.assembly.preview import notes_on_shared_prompts
 
     never = held_out_numbers(trained.task, sets_beside_training(trained))
-    sets = held_out_sets(chosen)
+    sets = [x for x in held_out_sets(chosen) if not are_training_prompts(trained, x)]
     try:
         for note in notes_on_shared_prompts(trained.task, trained.seed, sets, num_asked, never):
             say(f"note: {note}")

@@ -482,7 +482,8 @@ def test_prompts_of_training_in_a_file_of_another_name_are_counted_by_evaluate(
 def test_training_prompts_are_evaluated_with_a_warning_if_asked_for(folder_of_files, capsys):
     assert main(["evaluate", "without", VERIFIER, "--training-prompts"]) == 0
     output = capsys.readouterr().out
-    assert output.splitlines()[0] == "Warning: evaluated on training prompts."
+    assert output.splitlines()[0] == "Warning: evaluated on training prompts (held_out)."
+    assert "are also prompts of training" not in output  # the warning has said so
     assert f"held_out     {folder_of_files}/train.jsonl" in output
 
 
