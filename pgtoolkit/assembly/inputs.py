@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import pickle
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -87,7 +86,7 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
         config,
         loss,
         vocabulary_size(config.model, config.task) or 2**31,
-        _most_tokens(config),
+        _most_tokens(config.model, config.accumulation.max_tokens),
         first=_ROWS_TRIED,
         tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
     )
@@ -99,14 +98,19 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
     )
 
 
-def _most_tokens(config: Config) -> int:
-    """Return the tokens that a recorded document may have."""
-    return min(config.accumulation.max_tokens, _positions(config.model) or sys.maxsize)
+def _most_tokens(model: Model, max_tokens: int) -> int:
+    """Return the tokens that a recorded document may have. max_tokens: of a micro-batch."""
+    return min(max_tokens, _positions(model) or max_tokens)
 
 
-def try_recorded(config: Config) -> ReadDocuments | None:
-    """Return what the first rows of recorded rollouts tell; None where they cannot be read."""
-    arguments = (config.rollout, config.model, config.task, config.seed, _most_tokens(config))
+def try_recorded(
+    rollout: RecordedRolloutSettings, model: Model, task: TaskSettings, seed: int, max_tokens: int
+) -> ReadDocuments | None:
+    """Return what the first rows of recorded rollouts tell; None where they cannot be read.
+
+    task, seed: of the run. max_tokens: of a micro-batch.
+    """
+    arguments = (rollout, model, task, seed, _most_tokens(model, max_tokens))
     return _read_recorded(os.getcwd(), pickle.dumps(arguments))
 
 

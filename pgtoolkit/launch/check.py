@@ -31,7 +31,7 @@ from pgtoolkit.launch.seeds_to_find import lines_on_seeds
 from pgtoolkit.launch.sweep import PlannedRun, Sweep
 from pgtoolkit.launch.sweep_report import count_jobs
 from pgtoolkit.rollouts.recorded_folder import occupied_by_rollouts
-from pgtoolkit.rollouts.settings import PolicyRolloutSettings
+from pgtoolkit.rollouts.settings import PolicyRolloutSettings, RecordedRolloutSettings
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import Report, key_of
 
@@ -374,9 +374,11 @@ def _read_prompts(checked: PlannedRun | Sweep, first: PlannedRun) -> ReadData | 
             return None
     if first.report.problems:
         return None
-    if first.config.rollout.name == "recorded":
-        return try_recorded(first.config)
-    return try_prompts(first.config).prompts
+    config = first.config
+    if isinstance(config.rollout, RecordedRolloutSettings):
+        max_tokens = config.accumulation.max_tokens
+        return try_recorded(config.rollout, config.model, config.task, config.seed, max_tokens)
+    return try_prompts(config).prompts
 
 
 def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
