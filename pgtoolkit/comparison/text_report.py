@@ -440,7 +440,7 @@ def probability_of_better(pair: Comparison, sign: float) -> float | None:
 
 def bound_of(compared: Compared, pair: Comparison) -> str:
     """Return the mark of a difference where a mean is a lower bound: "≥" or "≤" if the difference
-    is a bound, "~" if both means are, so that it may be larger or smaller; "" elsewhere."""
+    is a bound, "~" if both means are and it may be larger or smaller; "" elsewhere."""
     if pair.identical:
         return ""
     samples = compared.comparisons.samples

@@ -219,8 +219,8 @@ class DynamicAccumulation(lightning.LightningModule):
     def check_precision(self, precision: str) -> None:
         """Raise ValueError for a Trainer's precision under which the module cannot be trained.
 
-        Lightning cannot convert a step, as the "true" ones do with what they train on. The scale of
-        "16-mixed" would still be in the gradients as they are measured and clipped.
+        The "true" ones convert each batch, and Lightning cannot convert a step. The scale of
+        "16-mixed" would still be in the gradients when they are measured and clipped.
         """
         if precision == "16-mixed":
             raise ValueError(
