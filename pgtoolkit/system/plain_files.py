@@ -67,8 +67,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     At any moment, also after a kill, a reader finds the old content or the new, never a part. A
     kill leaves at most one file `.NAME.tmp`, which the next call removes. After an exception the
-    old content stays.
+    old content stays. What is no file, such as /dev/stdout or a pipe, is written to and stays.
     """
+    if path.exists() and not path.is_file():
+        with naming(path), path.open("wb") as stream:
+            yield stream
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)

@@ -86,6 +86,16 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
 
 
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    write_atomically(path, "text")
+    assert path.is_fifo()
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+
+
 def test_an_error_of_writing_names_the_file_itself(tmp_path):
     path = tmp_path / "missing" / "page.html"
     with pytest.raises(FileNotFoundError) as error:
