@@ -194,12 +194,19 @@ def test_the_policy_is_not_suggested_as_a_missing_teacher(capsys, typed):
     assert "initial" not in problem
 
 
+def test_misspelt_words_are_answered_with_what_is_meant(capsys):
+    assert "Use trainer.checkpoint_every=5." in problems(capsys, "checkpoint.every=5")
+    verifiers = "task.verifiers={right: {verifier: exact_match, weigth: 2}}"
+    on_sets = ("evaluation.every=1", "evaluation.sets.dev.path=chats.jsonl")
+    refused = problems(capsys, "task=prompts", "task.path=chats.jsonl", verifiers, *on_sets)
+    assert refused.count("Use weight in place of weigth.") == 1
+
+
 def test_rows_of_messages_are_answered_with_their_field_and_then_with_a_chat_template(capsys):
     chats = ("task=prompts", "task.path=chats.jsonl")
-    assert (
-        "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use "
-        "task.prompt_field=messages"
-    ) in problems(capsys, *chats)
+    refused = problems(capsys, *chats)
+    assert "chats.jsonl:1:prompt: is missing; the row has messages, answer\n" in refused
+    assert "1 of the 1 row read lacks prompt. Use task.prompt_field=messages." in refused
     problem = problems(capsys, *chats, "task.prompt_field=messages")
     assert "task.prompt_field needs texts (got chat messages with model=tiny)" in problem
 

@@ -457,11 +457,11 @@ def test_the_columns_of_other_files_are_named_once_by_keys_that_can_be_typed(
     (folder_of_files / "renamed.jsonl").write_text(json.dumps(row) + "\n")
     words = ["evaluate", "with", "--on", "renamed.jsonl"]
     assert main(words) == 3
-    assert capsys.readouterr().err.splitlines()[-2:] == [
-        "  renamed.jsonl:1:prompt: is missing; the row has question, solution. Use "
-        "task.prompt_field=question",
-        "  renamed.jsonl:1:answer: is missing; the row has question, solution. Use "
-        "task.answer_field=solution",
+    assert capsys.readouterr().err.splitlines()[-4:] == [
+        "  renamed.jsonl:1:prompt: is missing; the row has question, solution",
+        "  renamed.jsonl:1:answer: is missing; the row has question, solution",
+        "  1 of the 1 row read lacks prompt. Use task.prompt_field=question.",
+        "  1 of the 1 row read lacks answer. Use task.answer_field=solution.",
     ]
     assert main([*words, "task.prompt_field=question", "task.answer_field=solution"]) == 0
     assert evaluated_sets(capsys.readouterr().out) == {"renamed": (1, "renamed.jsonl")}
