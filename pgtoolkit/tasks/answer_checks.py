@@ -188,20 +188,34 @@ def _rejected(
 
 
 def _of_failures(
-    verifier: Named, prompts: Sequence[Prompt], outcomes: Sequence[float | Failure | None]
+    verifier: Named,
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[float | Failure | None],
+    has_others: bool = False,
 ) -> list[str]:
-    """Return a note for each reason for which an answer got no score."""
+    """Return a note for each reason for which an answer got no score.
+
+    has_others: whether other verifiers may score what this one does not (None).
+    """
     by_reason: dict[str, list[Prompt]] = {}
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         if outcome is None or isinstance(outcome, Failure):
             reason = "returned None" if outcome is None else outcome.reason
             by_reason.setdefault(reason, []).append(prompt)
-    return [
-        f"{verifier} {reason}, for {_counted(failed, prompts)} as the completion: "
-        f"{_listed(failed)}. Such a completion has no score: task.verifier_failure says what "
-        "becomes of it."
-        for reason, failed in by_reason.items()
-    ]
+    notes = []
+    for reason, failed in by_reason.items():
+        consequence = "Such a completion has no score: task.verifier_failure says what becomes of "
+        consequence += "it."
+        if has_others and reason == "returned None":
+            consequence = (
+                "Other verifiers may score such a completion; task.verifier_failure says what "
+                "becomes of one that none scores."
+            )
+        notes.append(
+            f"{verifier} {reason}, for {_counted(failed, prompts)} as the completion: "
+            f"{_listed(failed)}. {consequence}"
+        )
+    return notes
 
 
 def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list[str]:
@@ -209,7 +223,7 @@ def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list
     asks_a_server = signature is not None and signature.is_async
     first = list(itertools.islice(task.rows(), 1 if asks_a_server else FIRST_OF_A_FUNCTION))
     outcomes = _tried(task, 0, verifier, first, has_template)
-    notes = _of_failures(verifier, first, outcomes)
+    notes = _of_failures(verifier, first, outcomes, has_others=len(task.named) > 1)
     scored = [
         (outcome, prompt)
         for outcome, prompt in zip(outcomes, first, strict=True)

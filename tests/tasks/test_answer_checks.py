@@ -258,6 +258,16 @@ def test_answers_on_which_a_function_gives_no_score_are_noted_with_what_happened
         "becomes of it."
         for reason, count, which in happened
     ]
+    # A function of TRL's form leaves such a completion to the others.
+    (tmp_path / "of_trl.py").write_text("def silent(completions, **row): return [None, 1.0]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for beside, consequence in (
+        ("", "Such a completion has no score: "),
+        (", more: {verifier: exact_match}", "Other verifiers may score such a completion; "),
+    ):
+        verifiers = f"task.verifiers={{right: {{verifier: of_trl.silent}}{beside}}}"
+        _, (note,) = checked(tmp_path, ["a", "b"], verifiers, *processes)
+        assert f"'a' at p.jsonl:1. {consequence}task.verifier_failure says" in note
     # One beside the first may return None, but not end its process.
     beside = f"task.verifiers={{right: {{verifier: exact_match}}, more: {{verifier: {function}}}}}"
     assert checked(tmp_path, ["none"], beside, *processes) == ([], [])
