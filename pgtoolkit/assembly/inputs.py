@@ -287,7 +287,7 @@ def _check_prompts(tasks: Mapping[str, TaskSettings], model: Model, report: Repo
 
 def _failing(problem: str) -> str:
     """Return the verifier that fails on an answer, without that answer: a set has its own prompts,
-    and most often the verifier of training. Another problem is returned as it is."""
+    and most often the verifier of training. Another problem is returned unchanged."""
     return problem.partition(" must score every text, ")[0]
 
 

@@ -58,7 +58,7 @@ def more_than_the_axis(compared: Compared, pairs: Sequence[Comparison]) -> list[
 
 
 def _value(group: RunGroup, name: str) -> object:
-    """Return the value with which a group learned, of a name as it is shown."""
+    """Return the value that a group learned with, of a key by its shown name."""
     if name in group.values:
         return group.values[name]
     run = group.runs[0]

@@ -39,8 +39,7 @@ _PANEL_HEIGHT = 2.2
 """Height of a panel with its axis, in inches."""
 
 _INTERVAL_HEIGHT = 0.07
-"""Height in inches that a group has in a panel of means beside others, which so grows with many
-groups."""
+"""Height in inches of a group in a panel of means: with many groups the panel is higher."""
 
 _HANDLE = 0.45
 """Width of a legend's entry without its label, in inches."""

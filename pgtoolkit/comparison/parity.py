@@ -228,7 +228,7 @@ def _on_the_cut(side: TheirSide, documents: int) -> Iterator[str]:
     if convention.generated and documents > convention.generated:
         yield (
             f"{side.trainer} counts tokens by generated batch, of {convention.generated} documents "
-            "that stand beside each other here."
+            "that follow each other here."
         )
     size = convention.documents or documents
     if not convention.depends_on_cut or documents <= size:

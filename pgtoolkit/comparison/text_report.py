@@ -232,7 +232,7 @@ def _definition_of_a_bound(compared: Compared) -> list[str]:
         return []
     return [
         f"≥: a seed that did not reach it counts as if it did so at the next measurement, at "
-        f"{compared.after_limit:,.0f} documents, with what it had spent until the limit. So the "
+        f"{compared.after_limit:,.0f} documents, with its cost until the limit. So the "
         "mean is a lower bound (restricted mean, Royston and Parmar 2013). A difference with one "
         "such mean is a bound, too (≥ or ≤); with two (~) it may be larger or smaller."
     ]
@@ -431,7 +431,7 @@ def _difference(compared: Compared, pair: Comparison) -> list[str]:
 def probability_of_better(pair: Comparison, sign: float) -> float | None:
     """Return the probability that a run of the second is better than one of the first.
 
-    sign: of what is compared, -1 where a lower value is better.
+    sign: -1 where a lower value of the measure is better.
     """
     if pair.improvement is None or sign >= 0:
         return pair.improvement
@@ -613,8 +613,8 @@ def _with_curves(compared: Compared) -> list[list[str]]:
 def _groups_with_curves(compared: Compared, is_numbered: bool, room: float) -> list[str]:
     """Return the groups with their curves in aligned columns.
 
-    With numbers that the other tables use, the values of a group stand beside its number, or, where
-    there is no room for them, below the table.
+    With numbers that the other tables use, the values of a group follow its number, or, where there
+    is no room for them, the table.
     """
     rows = _with_curves(compared)
     fewest = _fewest(compared, rows)

@@ -60,7 +60,7 @@ def _short(metric: str) -> str:
 
 
 def _number(metric: str, value: float, directories: Sequence[Path]) -> str:
-    """Return a final number of these runs with its name, and with what it is a mean of."""
+    """Return a final number of these runs by name, and of which evaluations it is a mean."""
     of_several = averaged(directories, metric)
     return f"{_short(metric)} {value:z.3f}" + (f" ({of_several})" if of_several else "")
 
@@ -122,7 +122,7 @@ def notes_on_code(sweep: Sweep) -> list[str]:
     folder = shell_path(sweep.folder.with_name(f"{sweep.folder.name}-2"))
     return [
         f"note: {name} has changed since {plural(count, 'job')} of this sweep trained with it. "
-        f"What is done stays as it is. Use hydra.sweep.dir={folder} to train all with the new code."
+        f"Jobs that are done are kept. Use hydra.sweep.dir={folder} to train all with the new code."
         for name, count in before_change.items()
     ]
 

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 
 class KeptAttention:
-    """The outputs of attention's kernels, with what else their backward passes need, but without
-    queries, keys and values, which are larger.
+    """The outputs of attention's kernels, and what their backward passes need beside them, but
+    without queries, keys and values, which are larger.
 
     A first pass, without a graph of autograd, fills it. A second pass calls the same kernels in the
     same order with the same numbers. It gets the outputs of the first, and can be differentiated.

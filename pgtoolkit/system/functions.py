@@ -396,7 +396,7 @@ def kind_of(key: str) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return where the user's function, which pgtoolkit called, raised an error, as " in line 3 of
-    mine.py"; "" for an error that is none of it."""
+    mine.py"; "" for another error."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
     if not theirs:

@@ -12,8 +12,8 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""By version of control groups: the files of the limit and of what is taken, and what memory.stat
-calls pages of files that the system gives away when memory is short."""
+"""By version of control groups: the files of the limit and of the memory in use, and how
+memory.stat names pages of files that the system gives away when memory is short."""
 
 
 def available_bytes() -> int:

@@ -187,7 +187,7 @@ def test_page_has_a_row_for_each_configuration_and_its_test_against_the_first_of
     ) in words
     assert (
         "≥: a seed that did not reach it counts as if it did so at the next measurement, at 168 "
-        "documents, with what it had spent until the limit. So the mean is a lower bound"
+        "documents, with its cost until the limit. So the mean is a lower bound"
     ) in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
     assert (
