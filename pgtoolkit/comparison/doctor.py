@@ -58,6 +58,8 @@ def examine(run: Run) -> Examined:
                 seen = f"{finding.seen}, over the documents with a trained token"
                 finding = replace(finding, seen=seen)
             examined.failures.append((rule, finding))
+    # What comes first is more often the cause than the consequence.
+    examined.failures.sort(key=lambda failure: failure[1].step)
     return examined
 
 

@@ -29,7 +29,7 @@ from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.conditions import value_of
 from pgtoolkit.config.defaults import ByCondition, ByScores, ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, own_folder, read_options
-from pgtoolkit.config.hydra_keys import name_in
+from pgtoolkit.config.hydra_keys import name_in, typed_in
 from pgtoolkit.config.keys import KEYS, OWN_CODE, is_own_code, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
@@ -394,8 +394,9 @@ def _digest(*, _root_: DictConfig) -> str:
     return digest(groups)
 
 
-def _sweep_name(overrides: Sequence[str], *, _root_: DictConfig) -> str:
-    typed = [override for override in overrides if override not in NO_CHOICE]
+def _sweep_name(_overrides: object = None, *, _root_: DictConfig) -> str:
+    # As they are typed: a ${KEY} has another value in each job.
+    typed = [override for override in typed_in(_root_.hydra) if override not in NO_CHOICE]
     # What varies comes first, since a long name is cut at its end.
     typed.sort(key=lambda override: not is_swept(override))
     file = _root_.hydra.job.config_name

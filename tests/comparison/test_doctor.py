@@ -115,6 +115,14 @@ def test_runs_of_the_study_with_a_long_lag_fail_in_another_way_at_each_learning_
     low_rate = {"optimizer__learning_rate": 5e-05}
     assert {"reward up while held-out falls"} in failures(folder, **lagging, **low_rate)
     assert failures(folder, loss__name="cispo", rollout__lag=0, **low_rate) == [set(), set()]
+    # The first to be named is the one that began first, in whatever order the rules stand.
+    paths = run_directories("", [str(folder)])
+    lagging_paths = [path for path in paths if read_leaves(path)["rollout.lag"] == 128]
+    of_runs = [examine(read_run(path, None)).failures for path in lagging_paths]
+    steps = [[finding.step for _, finding in of_run] for of_run in of_runs]
+    assert steps == [sorted(of_run) for of_run in steps]
+    places = [[RULES.index(rule) for rule, _ in of_run] for of_run in of_runs]
+    assert places != [sorted(of_run) for of_run in places]
 
 
 def trained(folder: Path, *overrides: str) -> Run:

@@ -201,6 +201,11 @@ def test_a_damaged_file_of_a_sweep_is_refused(sweep):
         (["seed=1,2", "loss=grpo,gspo"], None, "outputs/sweeps/seed-1-2_loss-grpo-gspo"),
         (["tracking=none", "loss=grpo", "seed=1,2"], None, "outputs/sweeps/seed-1-2_loss-grpo"),
         (["hydra.launcher.n_jobs=2", "seed=range(3)"], None, "outputs/sweeps/seed-range-3"),
+        (
+            ["loss.epsilon_low=0.1,0.3", "loss.epsilon_high=${loss.epsilon_low}"],
+            None,
+            "outputs/sweeps/epsilon-low-0.1-0.3_epsilon-high-loss.epsilon-low",
+        ),
         (["seed=1,2", "hydra.sweep.dir=mine/now"], None, "mine/now"),
         ([], "metrics_cost", "outputs/sweeps/metrics_cost"),
         (["seed=1"], "metrics_cost", "outputs/sweeps/metrics_cost_seed-1"),
