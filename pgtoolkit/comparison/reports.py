@@ -151,8 +151,12 @@ def _latex(compared: Compared, command: str) -> str:
     names = keys if column_per_key else ["configuration"]
     counted = "reached" if compared.by_documents else "n"
     equal = [] if compared.margin is None else ["equal"]
-    rows = [[*names, counted, "mean", "difference", "interval", "p", *equal, "verdict"]]
-    for row in configurations(compared):
+    configured = configurations(compared)
+    bases = {row.pair.first for row in configured if row.pair is not None}
+    against = ["against"] if len(bases) > 1 else []
+    difference_columns = [*against, "difference", "interval", "p", *equal]
+    rows = [[*names, counted, "mean", *difference_columns, "verdict"]]
+    for row in configured:
         words = dict(zip(row.group.values, row.group.words, strict=True))
         cells = [words[key] for key in keys] if column_per_key else [row.group.label]
         count = str(len(row.group.counted))
@@ -161,8 +165,9 @@ def _latex(compared: Compared, command: str) -> str:
         cells += [count, row.bound + write(row.mean)]
         pair = row.pair
         if pair is None or not pair.is_common:
-            cells += ["--"] * (3 + len(equal))
+            cells += ["--"] * len(difference_columns)
         else:
+            cells += [compared.groups[pair.first].label for _ in against]
             bound = text_report.bound_of(compared, pair)
             difference, interval = text_report.difference_and_interval(pair, write, bound)
             cells += [difference, interval if pair.interval else "--"]
@@ -182,7 +187,8 @@ def _latex(compared: Compared, command: str) -> str:
         "seeds, better and test of each difference: pgtk compare without --latex prints them.",
     ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
-    table = _tex_table(rows, "l" * len(names) + "r" * (5 + len(equal)) + "l")
+    aligned = ["rr", "l" * len(against), "r" * (3 + len(equal)), "l"]
+    table = _tex_table(rows, "l" * len(names) + "".join(aligned))
     return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
 
 

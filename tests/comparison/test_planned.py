@@ -73,6 +73,26 @@ def test_runs_are_compared_by_area_or_final_value_as_the_metric_says():
     assert compare(runs, PASS).goal.threshold is not None
 
 
+def test_the_table_for_latex_names_the_base_of_each_difference_where_there_are_several():
+    runs = [
+        run_of([0.2, 0.3, end + seed / 50], seed, **{"loss.name": loss, "optimizer.lr": rate})
+        for loss, rate, end in (
+            *(("grpo", 0.1, 0.5), ("gspo", 0.1, 0.6)),
+            *(("grpo", 0.2, 0.7), ("gspo", 0.2, 0.4)),
+        )
+        for seed in range(2)
+    ]
+    table = _latex(compare(runs, f"final:{PASS}", against="loss=grpo"), "").splitlines()
+    rows = [[cell.strip() for cell in row.split("&")] for row in table if "&" in row]
+    place = rows[0].index("against")
+    assert len({len(row) for row in rows}) == 1
+    by_words = {tuple(row[:2]): row[place : place + 2] for row in rows[1:]}
+    assert by_words["gspo", "0.1"] == ["grpo, 0.1", "+0.100"]
+    assert by_words["gspo", "0.2"] == ["grpo, 0.2", "$-$0.300"]
+    one_base = [run for run in runs if run.config["optimizer.lr"] == 0.1]
+    assert "against" not in _latex(compare(one_base, f"final:{PASS}", against="loss=grpo"), "")
+
+
 def test_what_a_pair_differs_in_beside_the_named_key_is_said_wherever_the_pair_is_shown():
     """As of experiment=grpo,dr_grpo,gspo_paper: of the last the loss and the KL penalty differ."""
     grpo = {"loss.name": "grpo", "loss.epsilon_low": 0.2, "aggregation.mode": "sample_mean"}
