@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.losses.checks import shown
-from pgtoolkit.losses.family import clamped
+from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped
 from pgtoolkit.losses.function import FunctionFamily
 from pgtoolkit.losses.views import DocumentView, GroupView, Ratio, StepView
 
@@ -27,18 +28,24 @@ class Evaluated:
     log_ratio: s_t, whose exp is the ratio of the metrics: the argument of the first call of
         `ratio`, or the token's own log-ratio.
     clamped: bool, True where the clamp of a `ratio` acted.
-    ratio_by_document: True if that is the ratio of a document.
     metrics: the function's own, by name.
     bounds: those of the ratio, or None.
+    units: whether the function gave a number per "token", "document" or "group", by "loss", "ratio"
+        and the names of `metrics` after "metric "; those of each call of `ratio`, in their order.
     """
 
     losses: Tensor
     coefficients: Tensor
     log_ratio: Tensor
     clamped: Tensor
-    ratio_by_document: bool
     metrics: dict[str, Tensor]
     bounds: tuple[float, float] | None
+    units: dict[str, list[str]]
+
+    @property
+    def ratio_by_document(self) -> bool:
+        """Return True if the ratio is that of a document, or of a group."""
+        return self.units.get("ratio", ["token"])[0] != "token"
 
     def at(self, rows: Tensor, length: int) -> Evaluated:
         """Return the results at the positions `rows` of (length,), 0 elsewhere."""
@@ -55,20 +62,28 @@ class Evaluated:
             metrics={name: placed(vector) for name, vector in self.metrics.items()},
         )
 
-    def measured_beside(self, others: Evaluated, is_other: Tensor) -> Evaluated:
-        """Return the others' results, and elsewhere the ratio and the metrics of these.
+    def measured_beside(self, others: Evaluated, is_other: Tensor, same_group: Tensor) -> Evaluated:
+        """Return the others' results, and elsewhere the ratio and the metrics of these; but a
+        metric per group is that of the others wherever the group has one.
 
         others: 0 where is_other, (T,) bool, is False.
+        same_group: (T,) int64, the position of a token of the same group that is one of the others;
+            the token's own where there is none.
         """
         zeros = torch.zeros_like(self.losses)
+
+        def measured(name: str, of_others: Tensor) -> Tensor:
+            has_other = is_other
+            if others.units[f"metric {name}"] == ["group"]:
+                has_other = is_other[same_group]
+                of_others = of_others[same_group]
+            return torch.where(has_other, of_others, self.metrics.get(name, zeros))
+
         return replace(
             others,
             log_ratio=torch.where(is_other, others.log_ratio, self.log_ratio),
             clamped=torch.where(is_other, others.clamped, self.clamped),
-            metrics={
-                name: torch.where(is_other, vector, self.metrics.get(name, zeros))
-                for name, vector in others.metrics.items()
-            },
+            metrics={name: measured(name, vector) for name, vector in others.metrics.items()},
         )
 
 
@@ -92,7 +107,7 @@ def evaluate(
     result of another shape or without a gradient.
     """
     ratio = Ratio()
-    spread = _Spread(len(log_probs), documents, groups)
+    spread = _Spread(family, log_probs, vectors.keys(), documents, groups)
     with torch.enable_grad():
         leaf = log_probs.detach().requires_grad_()
         known: dict[str, object] = {"log_probs": leaf, **vectors}
@@ -100,7 +115,7 @@ def evaluate(
             known["log_ratio"] = leaf - vectors["old_log_probs"]
         known |= {"ratio": ratio, "documents": documents, "groups": groups, "step": step}
         losses, further = _call(family, known)
-        losses = spread(f"the loss function {family.name}", losses)
+        losses = spread("loss", losses)
         coefficients = torch.zeros_like(log_probs)
         if losses.requires_grad:
             (coefficients,) = torch.autograd.grad((weights * losses).sum(), leaf)
@@ -111,22 +126,50 @@ def evaluate(
     finite = torch.isfinite(leaf.detach())
     for name in read & vectors.keys():
         finite = finite & torch.isfinite(vectors[name])
+    arguments = [spread("ratio", values) for values in ratio.arguments]
+    was_clamped = torch.zeros_like(log_probs, dtype=torch.bool)
+    for values in arguments:
+        was_clamped = was_clamped | (values.abs() > LOG_RATIO_LIMIT)
     log_ratio = torch.zeros_like(log_probs)
-    if ratio.arguments:
-        log_ratio = spread("ratio", ratio.arguments[0])
+    if arguments:
+        log_ratio = arguments[0]
     elif "old_log_probs" in vectors:
         log_ratio = log_probs.detach() - vectors["old_log_probs"]
     return Evaluated(
         losses=torch.where(finite, losses.detach(), torch.nan),
         coefficients=coefficients,
         log_ratio=torch.where(finite, clamped(log_ratio), torch.nan),
-        clamped=ratio.was_clamped(lambda values: spread("ratio", values), log_probs),
-        ratio_by_document=any(len(x) != len(leaf) for x in ratio.arguments[:1]),
+        clamped=was_clamped,
         bounds=_bounds(family.name, further.pop("bounds", None)),
         metrics={
-            name: spread(f"the metric {name} of {family.name}", values).detach().to(log_probs)
+            name: spread(f"metric {name}", values).detach().to(log_probs)
             for name, values in further.items()
         },
+        units=spread.units,
+    )
+
+
+def tried(family: FunctionFamily, names: Collection[str], like: Tensor) -> Evaluated:
+    """Return the function's results for three made-up tokens in two documents of one group, where
+    the length of a result says what it is a number of.
+
+    names: of OF_DATA and KNOWN_BEFORE, the vectors that it is given. like: of the dtype and on the
+        device that they get.
+    """
+    log_probs = like.detach().new_tensor([-1.0, -0.5, -2.0])
+    of_tokens = {
+        "lengths": log_probs.new_tensor([2.0, 2.0, 1.0]),
+        "position": log_probs.new_tensor([0.0, 1.0, 0.0]),
+    }
+    index = torch.tensor([0, 0, 1], device=like.device)
+    return evaluate(
+        family,
+        log_probs,
+        torch.ones_like(log_probs),
+        {name: of_tokens.get(name, log_probs) for name in names},
+        DocumentView(DocumentSums.of_tokens(index, index >= 0, 2)),
+        GroupView(index.new_zeros(2), 1),
+        StepView(3, 2, 1),
     )
 
 
@@ -249,35 +292,66 @@ def _bounds(name: str, values: Any) -> tuple[float, float] | None:
 
 
 class _Spread:
-    """Makes (T,) of one number per token, document or group."""
+    """Makes (T,) of one number per token, document or group.
 
-    def __init__(self, num_tokens: int, documents: DocumentView | None, groups: GroupView | None):
-        self._num_tokens = num_tokens
+    units: what the numbers were of, by place, in the order of the calls.
+    """
+
+    def __init__(
+        self,
+        family: FunctionFamily,
+        log_probs: Tensor,
+        names: Collection[str],
+        documents: DocumentView | None,
+        groups: GroupView | None,
+    ):
+        self._family = family
+        self._log_probs = log_probs
+        self._names = names
         self._documents = documents
         self._groups = groups
+        self._sizes = {"token": len(log_probs)}
+        if documents is not None:
+            self._sizes["document"] = len(documents)
+        if groups is not None:
+            self._sizes["group"] = len(groups)
+        self.units: dict[str, list[str]] = {}
 
-    def __call__(self, name: str, values: object) -> Tensor:
+    def __call__(self, place: str, values: object) -> Tensor:
         """Return the values at each token.
 
-        name: the owner of the values, for the message. Raises ValueError for another shape.
+        place: a key of `Evaluated.units`. Raises ValueError for another shape.
         """
-        sizes = {"token": self._num_tokens}
-        if self._documents is not None:
-            sizes["document"] = len(self._documents)
-        if self._groups is not None:
-            sizes["group"] = len(self._groups)
+        sizes = self._sizes
         if not isinstance(values, Tensor) or values.dim() != 1 or len(values) not in sizes.values():
             needed = " or ".join(f"per {unit}, {(size,)}" for unit, size in sizes.items())
             got = shown(values)
             if not isinstance(values, Tensor):
                 got = f"a {type(values).__name__}: {got}"
+            owner = {"loss": f"the loss function {self._family.name}", "ratio": "ratio"}
+            name = owner.get(place, f"the {place} of {self._family.name}")
             raise ValueError(
                 f"{name} needs to return a tensor with one number {needed} (got {got})"
             )
-        if len(values) == self._num_tokens:
-            return values
-        if self._documents is not None and len(values) != len(self._documents):
+        unit = self._unit(place, len(values))
+        self.units.setdefault(place, []).append(unit)
+        if unit == "group":
             assert self._groups is not None
             values = self._groups.spread(values)
-        assert self._documents is not None
-        return self._documents.spread(values)
+        if unit != "token":
+            assert self._documents is not None
+            values = self._documents.spread(values)
+        return values
+
+    def _unit(self, place: str, length: int) -> str:
+        """Return what so many numbers are of.
+
+        Where there are as many documents as tokens, or as groups, the length does not say it.
+        """
+        units = [unit for unit, size in self._sizes.items() if size == length]
+        if len(units) == 1:
+            return units[0]
+        number = len(self.units.get(place, []))
+        of_place = tried(self._family, self._names, self._log_probs).units.get(place, [])
+        of_trial = of_place[number : number + 1]
+        return of_trial[0] if of_trial and of_trial[0] in units else units[0]

@@ -366,7 +366,7 @@ class Objective:
 
         A document of weight 0 has no part in those of other documents, and no loss. Its ratio and
         its metrics are those of a call in which it is beside the others, while `groups` and `step`
-        count these alone.
+        count these alone; its group's number is that of the others.
         """
         if family.level == "token":
             return self._call(family, log_probs, weights, None, (None, None, None))
@@ -386,7 +386,27 @@ class Objective:
         rows, views = self._seen_by(members, members)
         of_members = self._call(family, log_probs, weights, rows, views)
         is_member = self.documents.broadcast(members.double()) > 0
-        return of_all.measured_beside(of_members, is_member)
+        return of_all.measured_beside(of_members, is_member, self._beside(members))
+
+    def _beside(self, members: Tensor) -> Tensor:
+        """Return (T,) int64, for each position that of a token of a member of its group; its own
+        where there is none.
+
+        members: (documents,) bool, each with a trained token.
+        """
+        here = torch.arange(len(self.mask), device=self.mask.device)
+        if self.group_index is None:
+            return here
+        _, groups = self.group_index.unique(return_inverse=True)
+        nowhere = len(here)
+        num_documents = self.documents.num_documents
+        of_document = here.new_full((num_documents + 1,), nowhere)
+        of_document = of_document.scatter_reduce(0, self.documents.index, here, "amin")
+        of_member = torch.where(members, of_document[:num_documents], nowhere)
+        of_group = here.new_full((num_documents,), nowhere)  # more than there are groups
+        of_group = of_group.scatter_reduce(0, groups, of_member, "amin")
+        beside = torch.cat([of_group[groups], here.new_full((1,), nowhere)])[self.documents.index]
+        return torch.where(beside < nowhere, beside, here)
 
     def _call(
         self,

@@ -18,7 +18,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.function import KNOWN_BEFORE, OF_DATA, FunctionFamily
-from pgtoolkit.losses.function_values import check_results, evaluate, without_gradient
+from pgtoolkit.losses.function_values import check_results, evaluate, tried, without_gradient
 from pgtoolkit.losses.make_objective import make_objective
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.views import DocumentView, GroupView, StepView
@@ -163,17 +163,8 @@ def check_on_step(
 
 def measured_by(family: FunctionFamily) -> tuple[bool, tuple[str, ...]]:
     """Return whether the function gives bounds, and the names of its metrics."""
-    log_probs = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64)
-    sums = DocumentSums.of_tokens(torch.tensor([0, 0, 1]), log_probs < 0, 2)
-    evaluated = evaluate(
-        family,
-        log_probs,
-        torch.ones_like(log_probs),
-        dict.fromkeys((*OF_DATA, *KNOWN_BEFORE), log_probs),
-        DocumentView(sums),
-        GroupView(torch.zeros(2, dtype=torch.int64), 1),
-        StepView(3, 2, 1),
-    )
+    like = torch.empty(0, dtype=torch.float64)
+    evaluated = tried(family, (*OF_DATA, *KNOWN_BEFORE), like)
     return evaluated.bounds is not None, tuple(sorted(evaluated.metrics))
 
 

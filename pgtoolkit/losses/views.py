@@ -7,13 +7,11 @@ are differentiable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.documents import DocumentSums
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT, clamped
+from pgtoolkit.losses.family import clamped
 
 
 class Ratio:
@@ -28,16 +26,6 @@ class Ratio:
     def __call__(self, log_ratio: Tensor) -> Tensor:
         self.arguments.append(log_ratio.detach())
         return clamped(log_ratio).exp()
-
-    def was_clamped(self, spread: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Return (T,) bool, True where the clamp acted in any of the calls.
-
-        spread: makes (T,) of the numbers of documents, too.
-        """
-        acted = torch.zeros_like(like, dtype=torch.bool)
-        for log_ratio in self.arguments:
-            acted = acted | spread(log_ratio.abs() > LOG_RATIO_LIMIT)
-        return acted
 
 
 class DocumentView:

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from builders.threads import on_ranks
 from torch.testing import assert_close
 
 import pgtoolkit
@@ -682,6 +684,160 @@ def test_a_document_of_weight_0_counts_in_metrics_whatever_the_function_asks_for
             ]
             of_all = sum(means[int(GROUPS[d])] for d in range(7) if counts[d]) / 7
             assert float(made.metrics["mean"]) == pytest.approx(of_all)
+
+
+# Tokens, documents and groups of the same number
+
+OF_COUNTS = (1, 1, 3, 2, 1, 2)
+"""Trained tokens of six documents, in groups of two; the third and the last document have weight
+0."""
+OF_PROMPTS = torch.tensor([0, 1, 0, 2, 2, 1])
+SEEN = (0, 1, 3, 4)
+CUTS_WITH_AS_MANY = (
+    ((0, 2), (1, 3), (4, 5)),  # a token of a seen document beside one of weight 0
+    ((0, 1), (2, 4), (3, 5)),  # as many tokens as documents
+    ((0, 1, 2, 4, 5), (3,)),
+    ((0, 1, 2, 3, 4, 5),),
+)
+
+
+def six_documents():
+    """Return the tensors of `log_prob_loss` of the documents of OF_COUNTS."""
+    generator = torch.Generator().manual_seed(3)
+    index = torch.repeat_interleave(torch.arange(6), torch.tensor(OF_COUNTS))
+    new, noise = torch.randn(2, len(index), generator=generator, dtype=torch.float64)
+    log_probs = -1 - new.abs()
+    return {
+        "log_probs": log_probs,
+        "old_log_probs": (log_probs + 0.5 * noise).clamp(max=0.0),
+        "advantages": torch.randn(6, generator=generator, dtype=torch.float64)[index],
+        "document_index": index,
+        "mask": torch.ones(len(index), dtype=torch.bool),
+    }
+
+
+def but_two(totals, *, document_index, tokens_per_document, **_):
+    """Weigh by 1 / (D N_d), and the third and the last document by 0."""
+    weight = 1 / (totals.num_documents * tokens_per_document[document_index]).double()
+    return torch.where((document_index == 2) | (document_index == 5), 0.0, weight)
+
+
+def of_documents_alone(log_ratio, advantages, ratio, documents):
+    r = ratio(documents.mean(log_ratio))
+    return -r * documents.mean(advantages), {"own": r, "bounds": (0.9, 1.1)}
+
+
+def of_tokens_and_documents(log_ratio, advantages, ratio, documents):
+    r = ratio(log_ratio)
+    return -documents.mean(r) * documents.mean(advantages), {"own": r, "bounds": (0.9, 1.1)}
+
+
+@pytest.mark.parametrize("loss", [of_documents_alone, of_tokens_and_documents])
+def test_metrics_of_a_function_do_not_depend_on_where_a_piece_has_as_many_tokens_as_documents(loss):
+    """v is 1 / N_d for the ratio of a document and 1 for that of a token, in every piece."""
+    inputs = six_documents()
+    index, counts = inputs["document_index"], torch.tensor(OF_COUNTS)
+    log_ratio = inputs["log_probs"] - inputs["old_log_probs"]
+    if loss is of_documents_alone:
+        means = [float(log_ratio[index == d].mean()) for d in range(6)]
+        ratio = torch.tensor(means, dtype=torch.float64)[index].exp()
+        v = 1 / counts[index].double()
+    else:
+        ratio = log_ratio.exp()
+        v = torch.ones_like(ratio)
+    u = 1 / counts[index].double()
+    outside = (ratio < 0.9) | (ratio > 1.1)
+    expected = {
+        "ratio_new_old_sum": float((v * ratio).sum()),
+        "effective_sample_size": float((v * ratio).sum() ** 2 / (v.sum() * (v * ratio**2).sum())),
+        "ratio_new_old": float((u * ratio).sum() / 6),
+        "clipped_ratio_fraction": float((u * outside).sum() / 6),
+        "own": float((u * ratio).sum() / 6),
+    }
+    totals = StepTotals(6, len(index), 0)
+    for cut in CUTS_WITH_AS_MANY:
+        sums = []
+        for piece in cut:
+            rows = torch.isin(index, torch.tensor(piece))
+            of_piece = {name: vector[rows] for name, vector in inputs.items()}
+            made = log_prob_loss(
+                **of_piece,
+                num_documents=6,
+                totals=totals,
+                loss=loss,
+                reducer=but_two,
+                metrics="basic",
+            )
+            sums.append(made.metric_sums)
+        first, *others = sums
+        for other in others:
+            first = first.merge(other)
+        measured = first.finalize(totals)
+        assert {name: float(measured[name]) for name in expected} == pytest.approx(expected), cut
+
+
+def test_a_number_per_document_is_none_of_its_rank_s_tokens():
+    """Two ranks share two documents: the first rank has two tokens of the second document and none
+    of the first."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, VOCABULARY, generator=generator, dtype=torch.float64)
+    inputs = {
+        "labels": torch.tensor([3, 1, 4, 1, 5]),
+        "old_log_probs": -1 - torch.rand(5, generator=generator, dtype=torch.float64),
+        "advantages": torch.tensor([-2.0, -2.0, -2.0, 1.0, 1.0], dtype=torch.float64),
+        "document_index": torch.tensor([1, 1, 1, 0, 0]),
+    }
+    totals = StepTotals(2, 5, 0)
+
+    def on_rank(rank):
+        rows = slice(0, 2) if rank == 0 else slice(2, 5)
+        made = policy_loss(
+            logits[rows],
+            **{name: vector[rows] for name, vector in inputs.items()},
+            num_documents=2,
+            totals=totals,
+            sequence_group=dist.group.WORLD,
+            loss=of_documents_alone,
+            metrics="basic",
+        )
+        loss, sums = made.metric_sums.all_reduce(made.loss, dist.group.WORLD)
+        return float(loss), float(sums.finalize(totals)["own"])
+
+    log_probs = logits.log_softmax(-1).gather(1, inputs["labels"][:, None])[:, 0]
+    log_ratio = log_probs - inputs["old_log_probs"]
+    first, second = (math.exp(float(part.mean())) for part in (log_ratio[3:], log_ratio[:3]))
+    for of_rank in on_ranks(2, on_rank):
+        assert of_rank == pytest.approx(((2 * second - first) / 2, (first + second) / 2))
+
+
+def of_pairs(log_ratio, advantages, documents, groups):
+    """The number of ordered pairs of a prompt, counted over (D, D) without a sum of `groups`."""
+    s = documents.mean(log_ratio)
+    index = groups.spread(torch.arange(len(groups), dtype=s.dtype))
+    pairs = ((index[:, None] == index[None]).sum(1) - 1).to(s)
+    largest = groups.max(pairs)
+    return groups.sum(s * documents.mean(advantages)), {"pairs": largest}
+
+
+def test_a_number_of_a_prompt_is_that_of_the_documents_that_are_seen():
+    """Also for the documents of weight 0 beside them, and where each prompt has one that is
+    seen."""
+    inputs = six_documents()
+    for groups, expected in (
+        (OF_PROMPTS, (0, 0, 0, 1, 1, 0)),  # prompts of documents 0 2, 1 5, and 3 4
+        (torch.tensor([0, 1, 0, 2, 3, 1]), (0,) * 6),
+        (torch.tensor([0, 1, 2, 0, 1, 2]), (1, 1, 1, 1, 1, 1)),  # 2 and 5 have their own prompt
+        (torch.tensor([1, 0, 1, 1, 0, 0]), (1,) * 6),
+    ):
+        made = step_coefficients(
+            **inputs,
+            num_documents=6,
+            group_index=groups,
+            loss=of_pairs,
+            reducer=but_two,
+            metrics="basic",
+        )
+        assert float(made.metrics["pairs"]) == pytest.approx(sum(expected) / 6)
 
 
 def padded_soft_clip(log_probs, old_log_probs, advantages, mask, totals):
