@@ -12,7 +12,7 @@ from pgtoolkit.config.elsewhere import Table, flat, tables
 from pgtoolkit.config.translate_program import PUNISHMENT, Program, Unread
 from pgtoolkit.config.translate_shell import Script
 from pgtoolkit.errors import ConfigError, as_storage_error
-from pgtoolkit.system.report import near_path, refusal
+from pgtoolkit.system.report import near_path, refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _UNKNOWN = re.compile(r"\$(?!\{?[@*\d])").match
@@ -37,6 +37,22 @@ _VERSION = re.compile(
 _PUNISHMENT = re.compile(
     rf"{PUNISHMENT}(?:\(max_completion_len=(\d+), soft_punish_cache=(\d+)\))?"
 ).fullmatch
+
+
+_PYTHON = re.compile(r"(?:\S*/)?(?:python[\d.]*|accelerate|torchrun|deepspeed|uv)").fullmatch
+"""Matches a word that starts a program in Python."""
+
+_LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run", "torch.distributed.launch")
+"""Modules that start the program behind them."""
+
+OF_RLOO = (
+    "it is of `trl grpo`. `trl rloo` has all of its keys, too: for that one, type experiment=rloo "
+    "in place of loss, aggregation and advantage, and kl=k1 kl.place=reward kl.coefficient=BETA in "
+    "place of kl, with the file's beta, or 0.05"
+)
+"""What is said of a YAML that may be RLOO's, too."""
+
+_NOT_READ = (ValueError, SyntaxError, KeyError, TypeError, RecursionError)
 
 
 @dataclass
@@ -65,7 +81,7 @@ def read(path: Path) -> TheirConfig:
         return config
     except OSError as error:
         raise as_storage_error(error) from error
-    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
+    except _NOT_READ as error:
         needs = "a configuration of TRL's GRPO or of verl's PPO"
         near = None if path.exists() else near_path(path)
         use = f"pgtk translate {near}" if near else f"{needs}: YAML, JSON, .sh, .py or .ipynb"
@@ -189,7 +205,10 @@ def _keys(values: object) -> TheirConfig:
         if {*names} & {*values}:
             raise ValueError(trainer)
     config = _config("TRL", values)
+    config.values = _of_launcher(config.values)
     if {*config.table.content["signs"]} & {*values}:
+        if not {*config.table.content["grpo"]} & {*values}:
+            config.assumed.append(OF_RLOO)
         return config
     is_loss = values.get("loss_type", "grpo") in config.table.rows["loss_type"].named
     if not (is_loss and {*config.table.content["shared"]} & {*values}):
@@ -204,18 +223,23 @@ def _script(content: str, folder: Path | None = None) -> TheirConfig:
     folder: the one that the script lies in; None: it lies in none.
     """
     signs = "|".join(tables()["TRL"].content["signs"])
+    is_trl = re.compile(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b").search
     configs = []
     others = []
     lost: list[str] = []
     for words in Script(content, folder).commands:
+        program = _started(words) if folder is not None else None
+        problem = _problem(program, folder) if program else ""
         started = words[words.index("-m") + 1 :] if "-m" in words else words
         if started[0] in tables()["verl"].content["modules"]:
             configs.append(_config("verl", {"launch.module": started[0]} | _given(started)))
-        elif re.search(rf"g[rs]po\w*\.py |^trl grpo |--({signs})\b", " ".join(words)):
+        elif (program and not problem) or is_trl(" ".join(words)):
             configs.append(_launched(words, folder))
         else:
             if _SETTING(words[0]):
                 lost += words
+            elif program:
+                others.append(f"{program}, {problem}")
             elif started is not words or words[0] == "trl":
                 others.append(" ".join(started[: 1 + (started is words)]))
             continue
@@ -243,26 +267,66 @@ def _launched(words: list[str], folder: Path | None) -> TheirConfig:
     values = _given(words[program:])
     if isinstance(values.get("scale_rewards"), bool):  # TRL's parser leaves the word as it is
         values["scale_rewards"] = str(values["scale_rewards"])
-    name = values.get("config")
-    places = [Path(name), *([folder / name] if folder else [])] if type(name) is str else []
-    files = [place for place in places if place.is_file()][:1]
+    started = words[program - 1] if programs else ""
+    is_own = bool(started) and not started.endswith("trl/scripts/grpo.py") and words[0] != "trl"
+    modules = [word for before, word in itertools.pairwise(words[:program]) if before == "-m"]
+    is_read = is_own and folder is not None and {*modules} <= {*_LAUNCHERS}
+    assumed: list[str] = []
+    if is_read:
+        assumed += _without_option(words[program:])
+    files = _found(values.get("config"), folder)
     of_yaml: dict[str, object] = {}
     for file in files:
         del values["config"]
         of_yaml = _mapping(file)
     has_ratio = "warmup_ratio" in of_yaml.keys() - values.keys()
     values = of_yaml | values
-    rows = tables()["TRL"].rows  # `trl grpo` takes the options of both
-    named = {name: values.pop(name) for name in [*values] if f"launch.{name}" in rows}
-    of_launcher = named | of_launcher
-    assumed = [f"{file} is the file that --config names" for file in files]
-    started = words[program - 1] if programs else ""
-    is_own = not started.endswith("trl/scripts/grpo.py") and words[0] != "trl"
-    if started and is_own and "-m" not in words[:program] and folder is not None:
-        values = _with_started(started, folder, values, assumed)
+    assumed += [f"{file} is the file that --config names" for file in files]
+    values = _with_started(started, folder, values, assumed) if is_read else _of_launcher(values)
     config = _config("TRL", values | {f"launch.{key}": of_launcher[key] for key in of_launcher})
     config.assumed += assumed
     return _as_yaml(config) if has_ratio else config
+
+
+def _found(name: object, folder: Path | None) -> list[Path]:
+    """Return the file that a command names, in a list; none where there is no such file. folder:
+    the one of the script with the command."""
+    places = [Path(name), *([folder / name] if folder else [])] if type(name) is str else []
+    return [place for place in places if place.is_file()][:1]
+
+
+def _started(words: list[str]) -> str | None:
+    """Return the program in Python that a command starts."""
+    for at, word in enumerate(words):
+        if word.endswith(".py"):
+            return word if at == 0 or any(map(_PYTHON, words[:at])) else None
+    return None
+
+
+def _problem(program: str, folder: Path | None) -> str:
+    """Return why a program that a command starts is none with TRL's GRPO; "" for one that is."""
+    for file in _found(program, folder):
+        try:
+            _program(_content(file), file.stem, {})
+        except _NOT_READ as error:
+            return f"which is not read: it is {error}"
+        return ""
+    return "which is not read, since there is no such file here"
+
+
+def _of_launcher(values: dict[str, object]) -> dict[str, object]:
+    """Return values with the options of accelerate in a section of their own: `trl grpo` takes
+    them beside its own, also in its YAML."""
+    rows = tables()["TRL"].rows
+    return {f"launch.{name}" if f"launch.{name}" in rows else name: values[name] for name in values}
+
+
+def _without_option(words: list[str]) -> list[str]:
+    """Return a sentence on the words behind a program that are no value of an option `--name`."""
+    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    short = [word for word in words if re.match(r"-[A-Za-z]", word)]
+    unread = [word for word in [*words[:first], *short] if not _UNKNOWN(word)]
+    return [f"{' '.join(unread)} behind the program sets nothing"] if unread else []
 
 
 def _with_started(
@@ -270,12 +334,10 @@ def _with_started(
 ) -> dict[str, object]:
     """Return what the options of a command and the program that it starts set, and say what was
     read of that. folder: the one of the script with the command."""
-    places = [Path(name), *([folder / name] if folder else [])]
-    files = [place for place in places if place.is_file()][:1]
-    for file in files:
+    for file in _found(name, folder):
         try:
             config = _program(_content(file), file.stem, options)
-        except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
+        except _NOT_READ as error:
             assumed.append(f"{file}, which the command starts, is not read: it is {error}")
             return options
         assumed.append(
@@ -379,6 +441,13 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
                 values[name] = program.optimizer(node)
             elif name not in ("args", "peft_config"):
                 values[f"{section}{name}"] = program.value(node)
+    frozen = program.frozen()
+    if frozen:
+        values["model.requires_grad_"] = Unread("; ".join(frozen))
+    unplaced = [] if parses else [name for name in program.options if name not in program.placed]
+    if unplaced:
+        words = ", ".join(_as_option(name, program.options[name]) for name in unplaced)
+        program.assumed.append(f"{words} sets nothing of what is read of the program")
     if values.get("processing_class") == values.get("model"):
         values.pop("processing_class", None)
     made = values.get("train_dataset")
@@ -387,6 +456,11 @@ def _program(content: str, module: str, options: dict[str, object] | None = None
     config = _config("TRL", values)
     config.assumed += dict.fromkeys(program.assumed)
     return config
+
+
+def _as_option(name: str, value: object) -> str:
+    """Return an option as a command has it."""
+    return f"--no_{name}" if value is False else f"--{name}={text(value)}"
 
 
 def _adapters(program: Program) -> dict[str, object]:

@@ -41,6 +41,9 @@ PUNISHMENT = "get_soft_overlong_punishment"
 
 _PUNISHMENTS = (f"trl.rewards.{PUNISHMENT}", f"trl.{PUNISHMENT}")
 
+_OF_FLAGS = {"store_true": False, "store_false": True}
+"""What a flag of a program's own is where it is not given."""
+
 _KEEPS_ROWS = ("shuffle", "remove_columns", "select_columns", "with_format")
 """Methods of a data set after which it has the same prompts, in whatever order."""
 
@@ -49,14 +52,15 @@ class Program:
     """A program.
 
     calls: the last name of the function that is called -> its calls. assumed: sentences on how it
-    was read. options: the values of its command line, where these are known. defaults: those of
-    further options that TRL's parser has.
+    was read. options: the values of its command line, where these are known. placed: those of them
+    that something read takes. defaults: those of further options that TRL's parser has.
     """
 
     def __init__(self, content: str, module: str):
         self.calls: dict[str, list[ast.Call]] = {}
         self.assumed: list[str] = []
         self.options: dict[str, object] = {}
+        self.placed: set[str] = set()
         self.defaults: dict[str, object] = {}
         self._module = module
         self._values: dict[str, list[_Code]] = {}  # of names and of attributes
@@ -209,6 +213,8 @@ class Program:
                 return _CONVERSIONS[name](self._literal(argument))
             case ast.UnaryOp(op=ast.USub()):
                 return -self._literal(node.operand)
+            case ast.IfExp():
+                return self._literal(node.body if self._literal(node.test) else node.orelse)
             case ast.BinOp():
                 return self._computed(node)
             case ast.JoinedStr():
@@ -264,8 +270,16 @@ class Program:
         code = ast.unparse(node)
         if code in self._values:
             raise LookupError(code)
-        if node.attr in self.options:
-            return self.options[node.attr]
+        named = [(call, self._names_of(call)) for call in self.calls.get("add_argument", [])]
+        defined = [(call, names) for call, names in named if node.attr in names]
+        for name in dict.fromkeys([node.attr, *(name for _, names in defined for name in names)]):
+            positive = name.removeprefix("no_")  # --no_kl is read as kl=False
+            if name in self.options or self.options.get(positive) is False:
+                given = name if name in self.options else positive
+                self.placed.add(given)
+                actions = [self._action(call) for call, _ in defined]
+                flags = [action for action in actions if action in _OF_FLAGS]
+                return not _OF_FLAGS[flags[0]] if flags else self.options[given]
         if node.attr in self._fields and self.defaults:
             value = self._fields[node.attr]
             if isinstance(value, ast.Call):
@@ -273,22 +287,43 @@ class Program:
             return self._literal(value)
         if node.attr in self.defaults:
             return self.defaults[node.attr]
-        (option,) = [
-            {keyword.arg: keyword.value for keyword in call.keywords}
-            for call in self.calls["add_argument"]
-            for name in [*call.args, *(word.value for word in call.keywords if word.arg == "dest")]
-            if ast.unparse(name).strip("'-").replace("-", "_") == node.attr
-        ]
+        ((call, _),) = defined
+        option = {keyword.arg: keyword.value for keyword in call.keywords}
         if "required" in option or "set_defaults" in self.calls:
             raise LookupError(code)
-        flag = ast.unparse(option["action"]) if "action" in option else ""
-        default: object = {"'store_true'": False, "'store_false'": True}.get(flag)
+        default: object = _OF_FLAGS.get(self._action(call))
         if "default" in option:
             default = self._literal(option["default"])
         if isinstance(default, str) and "type" in option:
             default = _CONVERSIONS[ast.unparse(option["type"])](default)
         self.assumed.append(f"{code}={text(default)}, the default of its option")
         return default
+
+    def _names_of(self, call: ast.Call) -> list[str]:
+        """Return the names of an option of the program's own, that of its value included."""
+        words = [word.value for word in call.keywords if word.arg == "dest"]
+        return [ast.unparse(name).strip("'-").replace("-", "_") for name in [*call.args, *words]]
+
+    def _action(self, call: ast.Call) -> str:
+        """Return the action of an option of the program's own; "" for none."""
+        actions = [ast.unparse(word.value) for word in call.keywords if word.arg == "action"]
+        return actions[0].strip("'") if actions else ""
+
+    def frozen(self) -> list[str]:
+        """Return the code that turns weights' gradients on or off; none where it turns none off."""
+        called = self.calls.get("requires_grad_", [])
+        values = [
+            argument
+            for node in called
+            for argument in [*node.args, *(word.value for word in node.keywords)]
+        ]
+        codes = [ast.unparse(node) for node in called]
+        for target, bound in self._values.items():
+            if target.endswith(".requires_grad"):
+                values += bound
+                codes += [f"{target} = {ast.unparse(value)}" for value in bound]
+        is_on = all(self.value(value) is True for value in values)
+        return [] if is_on else codes
 
     def model(self, node: ast.AST) -> dict[str, object]:
         """Return the name or folder of a model, the other arguments of `from_pretrained`, and the

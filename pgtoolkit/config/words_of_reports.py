@@ -182,6 +182,12 @@ OF_THE_FIELD = (
         "them, and `pgtk explain KEY` says what one of its keys is here",
         see="trl_and_verl.md",
     ),
+    Word(
+        "RLOOConfig",
+        "TRL's class of settings of RLOO, which is `experiment=rloo` here, with `advantage=rloo`; "
+        "`pgtk translate` reads files of GRPO alone, which have most of its keys",
+        see="trl_and_verl.md",
+    ),
     Word("old policy", "the weights before the updates of a batch: `rollout.old_log_probs`"),
     Word(
         "surrogate",

@@ -2524,6 +2524,105 @@ def test_options_of_a_program_with_a_parser_of_its_own_are_no_keys_of_trl(tmp_pa
     assert found(translation, expected) == expected
 
 
+OWN = """
+p.add_argument("--lr", "--rate", type=float, default=1.0)
+p.add_argument("--no_kl", action="store_true")
+p.add_argument("--unscaled", action="store_false", dest="scaled")
+config = GRPOConfig(learning_rate=a.lr, beta=0.0 if a.no_kl else 0.3, scale_rewards=a.scaled)
+GRPOTrainer("m", f, config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "expected", "said"),
+    [
+        ("python own.py", {"optimizer.learning_rate": 1.0, "kl.coefficient": 0.3}, "a.lr=1, the"),
+        ("CUDA_VISIBLE_DEVICES=0 python3.11 -u own.py", {"accumulation.docs_per_step": 8}, ""),
+        ("accelerate launch own.py", {"accumulation.docs_per_step": 8}, "1 process trains"),
+        ("accelerate launch --num_processes 4 own.py", {"accumulation.docs_per_step": 32}, ""),
+        ("torchrun --nproc-per-node 2 own.py --lr 9e-6", {"accumulation.docs_per_step": 16}, ""),
+        (
+            "python -m accelerate.commands.launch --num_processes=3 own.py --rate 9e-6",
+            {"accumulation.docs_per_step": 24, "optimizer.learning_rate": 9e-6},
+            "",
+        ),
+        ("python -m torch.distributed.run --nproc_per_node=2 own.py", {"kl.coefficient": 0.3}, ""),
+        ("python own.py --no_kl --unscaled", {"kl": "none", "advantage": "dr_grpo"}, ""),
+        # Its parser has neither option, nor is anything else read of them.
+        ("python own.py --size 3 --no_log", {"kl.coefficient": 0.3}, "--size=3, --no_log sets"),
+        ("python own.py run -l 3 --lr 2", {"optimizer.learning_rate": 2}, "run -l behind the"),
+    ],
+)
+def test_a_program_is_read_however_it_is_started(tmp_path, monkeypatch, command, expected, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "prepare.py").write_text("print(1)")
+    translation = translated(tmp_path, "run.sh", f"python prepare.py x\n{command}\n")
+    assert found(translation, expected) == expected
+    assumed = translation.theirs.assumed
+    assert any(line.startswith("own.py, which the command starts, is read") for line in assumed)
+    assert any(line.startswith(said) for line in assumed)
+    is_unplaced = any("sets nothing" in line for line in assumed)
+    assert is_unplaced == said.startswith(("--", "run"))
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python missing.py", "missing.py, which is not read, since there is no such file here"),
+        ("accelerate launch sft.py", "sft.py, which is not read: it is a program with SFTConfig"),
+        ("cat grpo.py", "a script that starts neither"),
+    ],
+)
+def test_a_script_that_starts_no_program_with_grpo_is_refused_by_what_it_starts(
+    tmp_path, capsys, command, says
+):
+    (tmp_path / "sft.py").write_text("SFTConfig()")
+    (tmp_path / "grpo.py").write_text(OWN)
+    (tmp_path / "run.sh").write_text(command)
+    assert says in refusal(capsys, "translate", tmp_path / "run.sh")
+
+
+def test_a_yaml_of_trl_has_options_of_accelerate_too(tmp_path):
+    values = "num_generations: 8\nper_device_train_batch_size: 4\nmixed_precision: fp16\n"
+    values += "gradient_accumulation_steps: 2\nbf16: false\nnum_processes: 4\n"
+    values += "accelerate_config: zero3\n"
+    translation = translated(tmp_path, "grpo.yaml", values)
+    expected = {"accumulation.docs_per_step": 32, "model.dtype": "float16"}
+    assert found(translation, expected) == expected
+    expected_rows = {"launch.num_processes", "launch.mixed_precision", "launch.accelerate_config"}
+    assert expected_rows <= {*translation.theirs.values}
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"), [("", True), ("scale_rewards: none\n", False), ("loss_type: grpo", False)]
+)
+def test_a_yaml_that_may_be_of_rloo_is_said_to_be_read_as_one_of_grpo(tmp_path, more, is_said):
+    values = f"num_generations: 4\nbeta: 0.05\nmax_steps: 100\n{more}"
+    assumed = translated(tmp_path, "theirs.yaml", values).theirs.assumed
+    assert any("experiment=rloo" in line for line in assumed) == is_said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model.requires_grad_(False)", "model.requires_grad_(False)"),
+        ("model.embed.requires_grad_(requires_grad=False)", "requires_grad=False"),
+        ("for p in model.parameters():\n    p.requires_grad = False", "p.requires_grad = False"),
+        ("model.requires_grad_()", ""),
+        ("model.requires_grad_(True)", ""),
+    ],
+)
+def test_weights_that_a_program_does_not_train_are_said(tmp_path, capsys, line, said):
+    program = f"model = Auto.from_pretrained('m')\n{line}\nGRPOTrainer(model, f, GRPOConfig())\n"
+    (tmp_path / "train.py").write_text(program)
+    assert main(["translate", str(tmp_path / "train.py")]) == 0
+    learned = capsys.readouterr().out.partition("What changes what is learned")[2]
+    learned = learned.partition("\n\n")[0]
+    assert ("requires_grad" in learned) == bool(said)
+    assert said in learned
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
