@@ -47,6 +47,10 @@ def pgtk(*arguments, cwd):
         ("optimizer.betas=[0.9,0.95]", "Use optimizer.beta1=0.9 optimizer.beta2=0.95."),
         ("loss.beta=0.1", "Use kl=k3 kl.reference=initial kl.coefficient=0.1."),
         ("sampler.gpus=1", "Use sampler.gpus=[1]."),
+        (
+            "sampler.tensor_parallel=4",
+            "Use sampler=vllm sampler.gpus=[1,2,3,4] sampler.tensor_parallel=4.",
+        ),
         ("tracking.also=[tensorboard,tensorboard]", "Use tracking.also=[tensorboard]."),
         (
             "loss.zzz=1",

@@ -380,6 +380,18 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
         _refuse_ignored(c, report, key, default_value)
 
 
+def remedies_of(key: Key, value: object) -> list[str]:
+    """Return what to type for each condition on a key; empty where that is the condition itself.
+
+    [1..VALUE] in it are as many numbers as the value says, such as the GPUs of a server.
+    """
+    if not key.use:
+        return []
+    count = value if is_whole(value) and fits(key, value) else 1
+    numbers = text([*range(1, int(str(count)) + 1)])
+    return key.use.replace("[1..VALUE]", numbers).split(" and ")
+
+
 def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) -> None:
     """Refuse a value whose condition does not hold.
 
@@ -390,7 +402,7 @@ def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) 
     failing = conditions[place]
     decisive = parts(failing)[0]
     got = text(value_of(c, decisive))
-    remedies = key.use.split(" and ") if key.use else []
+    remedies = remedies_of(key, value_of(c, key.name))
     use = with_required(remedies[place] if place < len(remedies) else in_words(failing))
     if key.stands_for:
         use = f"{key.group}={value_of(c, key.name)}"

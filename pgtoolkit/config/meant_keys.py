@@ -20,6 +20,7 @@ from pgtoolkit.config.keys import (
     is_own_code,
     key_named,
     keys_of,
+    remedies_of,
     with_required,
 )
 from pgtoolkit.config.meant_values import ALSO_CALLED as VALUES_ALSO_CALLED
@@ -91,24 +92,24 @@ def with_value(config: DictConfig, key: Key, value: object) -> str:
     several = None if fitting else values_meant(key, value)
     if several is not None and key_named(key.name, config) is not None:
         quoted = f"'{key.name}={several}'" if "(" in several else f"{key.name}={several}"
-        return " ".join(["pgtk -m", *_needed(config, key), quoted])
+        return " ".join(["pgtk -m", *_needed(config, key, several), quoted])
     better = value_meant(key, value, default)
     overrides = []
     if key_named(key.name, config) is None:
         overrides.append(with_required(key.schema.replace("/", "="), key.name))
     if better not in (None, default):
-        overrides += _needed(config, key)
+        overrides += _needed(config, key, better)
     if key.type == "Dictionary" and key.example and better == default:
         return " ".join([*overrides, f"'{key.name}={key.example}'"])
     return " ".join([*overrides, typed(key.name, better)])
 
 
-def _needed(config: DictConfig, key: Key) -> list[str]:
+def _needed(config: DictConfig, key: Key, value: object) -> list[str]:
     """Return the overrides without which a key has no effect in this configuration."""
     if not key.only_if or holds(key.only_if, config) or " or " in key.only_if:
         return []
     conditions = singles(key.only_if)
-    remedies = key.use.split(" and ") if key.use else [in_words(single) for single in conditions]
+    remedies = remedies_of(key, value) or [in_words(single) for single in conditions]
     needed = [
         remedy
         for single, remedy in zip(conditions, remedies, strict=False)

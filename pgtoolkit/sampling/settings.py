@@ -20,7 +20,7 @@ from pgtoolkit.system.declared import (
 _STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
 _HAS_OWN_GPUS: Needs = {
     "only_if": "sampler.urls=[] and sampler.gpus!=null",
-    "use": "sampler.urls=[] and sampler.gpus=[1,2]",
+    "use": "sampler.urls=[] and sampler.gpus=[1..VALUE]",
 }
 _SAMPLER_TYPE: Declared = {"alters": Alters.nothing, "learns": "sampler.dtype!=auto", "added": True}
 _SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}

@@ -105,6 +105,11 @@ TRL = [
         {"optimizer.schedule": None, "lr_scheduler_type": "left"},
     ),
     ({"save_steps": 0.1, "max_steps": 55}, {"trainer.checkpoint_every": 6}),
+    # All checkpoints are kept there, unless save_total_limit says how many.
+    ({"save_steps": 5}, {"trainer.keep_checkpoints": 10**6}),
+    ({"save_steps": 0.1, "max_steps": 55}, {"trainer.keep_checkpoints": 10**6}),
+    ({"save_steps": 5, "save_total_limit": 3}, {"trainer.keep_checkpoints": 3}),
+    ({"save_total_limit": None}, {"trainer.keep_checkpoints": 10**6}),
     ({"save_steps": 0.1}, {"trainer.checkpoint_every": None, "save_steps": "left"}),
     ({"max_steps": 55}, {"trainer.max_steps": 55, "num_train_epochs": None}),
     ({}, {"num_train_epochs": "left"}),
@@ -452,6 +457,9 @@ BYPASS = {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinfor
 BYPASS |= {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_rs": "token_k3"}
 BYPASS |= {f"{CORRECTION}.rollout_rs_threshold": 0.1}
 GRPO = {"algorithm.adv_estimator": "grpo"}
+OPTIM = "actor_rollout_ref.actor.optim"
+MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron", "trainer.total_training_steps": 100}
+FALLING = {f"{OPTIM}.min_lr": 1e-7, f"{OPTIM}.lr_decay_steps": 100}
 GAE = {"algorithm.adv_estimator": "gae"}
 VALIDATION = {
     "trainer.test_freq": 5,
@@ -738,6 +746,61 @@ VERL = [
         {"trainer.remove_previous_ckpt_in_save": True, "trainer.max_actor_ckpt_to_keep": 5},
         {"trainer.keep_checkpoints": 1},
     ),
+    # null keeps all of them there, and 1000000 is the most that is taken here.
+    ({"trainer.save_freq": 20}, {"trainer.keep_checkpoints": 10**6}),
+    ({"trainer.max_actor_ckpt_to_keep": None}, {"trainer.keep_checkpoints": 10**6}),
+    (
+        {"trainer.save_freq": 20, "trainer.max_actor_ckpt_to_keep": 5},
+        {"trainer.keep_checkpoints": 5},
+    ),
+    ({}, {"trainer.keep_checkpoints": None}),
+    # Megatron's optimizer, whose schedule ends after lr_decay_steps.
+    (
+        MEGATRON | FALLING | {f"{OPTIM}.lr_decay_style": "cosine"},
+        {"optimizer.schedule": "cosine", "optimizer.min_learning_rate": 1e-7}
+        | dict.fromkeys(FALLING)
+        | {f"{OPTIM}.lr_decay_style": "near"},
+    ),
+    (
+        MEGATRON | FALLING | {f"{OPTIM}.lr_decay_style": "linear", f"{OPTIM}.lr_decay_steps": 50},
+        {"optimizer.schedule": "linear", "optimizer.min_learning_rate": 1e-7}
+        | {f"{OPTIM}.lr_decay_steps": "left"},
+    ),
+    (
+        MEGATRON | FALLING | {f"{OPTIM}.lr_decay_style": "WSD", f"{OPTIM}.lr_wsd_decay_steps": 9},
+        {"optimizer.schedule": None, f"{OPTIM}.lr_decay_style": "left"}
+        | {f"{OPTIM}.min_lr": "left", f"{OPTIM}.lr_wsd_decay_steps": "left"},
+    ),
+    (
+        MEGATRON | {f"{OPTIM}.lr_warmup_steps_ratio": 0.1, f"{OPTIM}.lr_decay_steps": 50},
+        {"optimizer.warmup_steps": 10},
+    ),
+    (
+        MEGATRON | {f"{OPTIM}.lr_warmup_steps": 4, f"{OPTIM}.lr_warmup_init": 1e-7},
+        {"optimizer.warmup_steps": 8, f"{OPTIM}.lr_warmup_init": "left"},
+    ),
+    (
+        MEGATRON | {f"{OPTIM}.optimizer": "adam", f"{OPTIM}.weight_decay": 0.1},
+        {f"{OPTIM}.optimizer": None, f"{OPTIM}.weight_decay": None, "optimizer.weight_decay": 0.1},
+    ),
+    (
+        MEGATRON | {f"{OPTIM}.optimizer": "muon", f"{OPTIM}.muon_momentum": 0.9},
+        {f"{OPTIM}.optimizer": "left", f"{OPTIM}.muon_momentum": "left"},
+    ),
+    (
+        MEGATRON | {f"{OPTIM}.exp_avg_dtype": "bf16"},
+        {f"{OPTIM}.exp_avg_dtype": "left"},
+    ),
+    # A reward model by its older name, too.
+    (
+        {"reward_model.enable": True, "reward_model.model.path": "org/model"},
+        {"task.verifier": "VERIFIER", "reward_model.enable": "left"}
+        | {"reward_model.model.path": "left"},
+    ),
+    (
+        {"reward_model.enable": False, "reward.reward_model.enable": True},
+        {"task.verifier": "VERIFIER"},
+    ),
     ({"algorithm.gdpo_reward_keys": ["a", "b"]} | GRPO, {"algorithm.gdpo_reward_keys": "left"}),
     (
         {f"{ACTOR}.fsdp_config.mixed_precision": {"param_dtype": "fp32"}},
@@ -1018,7 +1081,13 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
         assert found(translation, {"trainer.max_steps": 36}) == {"trainer.max_steps": 36}
         said = [line for line in translation.differing if "lr_scheduler_type=cosine" in line]
         assert says in said[-1]
-    # Not known: a data set elsewhere, and one of which prompts are left out.
+    # Where prompts are left out, the steps are those without that, and it is said.
+    translation = translated(
+        tmp_path, "theirs.json", of_verl | {"data.filter_overlong_prompts": True}
+    )
+    assert found(translation, {"trainer.max_steps": 36}) == {"trainer.max_steps": 36}
+    assert [line for line in translation.apart if "trainer.total_epochs=3: prompts of more" in line]
+    # Not known: data sets elsewhere.
     for values, key, formula in (
         (
             trl | {"dataset_name": "org/set"},
@@ -1026,10 +1095,10 @@ def test_epochs_are_steps_where_the_prompts_lie_on_this_machine(tmp_path, monkey
             "2.5 x (prompts / 2, rounded down) x 2",
         ),
         (
-            of_verl | {"data.filter_overlong_prompts": True},
+            of_verl
+            | {"data.filter_overlong_prompts": True, "data.train_files": "elsewhere.parquet"},
             "trainer.total_epochs=3",
-            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2; at most 36 with the 103 "
-            "of the file",
+            "3 x (prompts of at most 512 tokens / 16, rounded down) x 2",
         ),
         (
             of_verl | {"data.train_max_samples": 50, "data.train_files": "elsewhere.parquet"},
@@ -1471,9 +1540,10 @@ def test_the_printed_command_is_accepted_and_names_what_is_assumed_near_left_and
     assert "".join(f"  {key} is to be filled in\n" for key in to_fill) in page
     assert "optimizer.beta2=0.999: adam_beta2=0.999 (their default); ours is 0.95" in page
     assert "  scale_rewards=group (their default): 1e-4 is added" in page
-    share = "a share of the steps, whose number follows from the data there; the default here is "
-    assert f"  warmup_steps=0.1: {share}optimizer.warmup_steps=10\n" in page
-    assert f"  save_steps=0.1: {share}trainer.checkpoint_every=100\n" in page
+    share = "a share of the steps, whose number follows from the data there; the default"
+    assert f"  warmup_steps=0.1: {share} here is optimizer.warmup_steps=10\n" in page
+    every = "trainer.checkpoint_every=100 trainer.keep_checkpoints=2"
+    assert f"  save_steps=0.1: {share}s here are {every}\n" in page
     assert "is not known to have:\n  zzz\n" in page
     assert "top_k" not in page
     assert "logging_steps" not in page
@@ -1814,7 +1884,8 @@ python -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 custom_reward_func
         ("", "..", None),
     ):
         translation = translated(tmp_path / "jobs", "run.sh", script % (before, folder))
-        left = "left" if expected is None else None
+        # Where it is found, it is said that verl reads the key by its new name alone.
+        left = "left" if expected is None else "near"
         verifier = expected or "VERIFIER"
         wanted = {"task.verifier": verifier, "custom_reward_function.path": left}
         assert found(translation, wanted) == wanted, folder
