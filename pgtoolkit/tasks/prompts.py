@@ -207,11 +207,16 @@ class TokenizedTask:
             return self.task.score_conversations(conversations)
         if answers is None:
             answers = self.answers(completions)
+        signatures = getattr(self.task, "signatures", ())
+        of_others = any(signature and signature.of_another_trainer for signature in signatures)
         responses = []
         for prompt, completion, (text, finished) in zip(prompts, completions, answers, strict=True):
+            plain = self.plain_text(self._answering(completion)) if of_others else None
             messages = None if self.chat is None else self.chat.messages(prompt)
             state = TrainerState(completion.model_version, self.max_steps)
-            responses.append(Response(prompt, text, finished, completion.tokens, messages, state))
+            responses.append(
+                Response(prompt, text, finished, completion.tokens, messages, state, plain)
+            )
         return self.task.scores(responses)
 
     def close(self) -> None:
@@ -225,11 +230,14 @@ class TokenizedTask:
         The end-of-sequence token is no part of the text, whether or not the tokenizer calls it
         special; nor is a stop string.
         """
-        finished = completion.finish_reason == "stop"
+        return self.text(self._answering(completion)), completion.finish_reason == "stop"
+
+    def _answering(self, completion: Completion) -> Tensor:
+        """Return the tokens of a completion without the one that ends it."""
         tokens = completion.tokens
-        if finished and int(tokens[-1]) in self.ends:
-            tokens = tokens[:-1]
-        return self.text(tokens), finished
+        if completion.finish_reason == "stop" and int(tokens[-1]) in self.ends:
+            return tokens[:-1]
+        return tokens
 
     def text(self, tokens: Sequence[int] | Tensor) -> str:
         """Return the text of tokens up to a stop string, with special tokens such as `<think>`."""
@@ -241,6 +249,11 @@ class TokenizedTask:
         before = self._stops.before(plain)
         cut_off = plain[len(before) :]
         return text.removesuffix(cut_off) if text.endswith(cut_off) else before
+
+    def plain_text(self, tokens: Sequence[int] | Tensor) -> str:
+        """Return the text of tokens up to a stop string, without special tokens."""
+        plain = str(self.tokenizer.decode(cast("list[int]", tokens), skip_special_tokens=True))
+        return self._stops.before(plain) if self._stops else plain
 
     def check_lengths(
         self,

@@ -46,6 +46,8 @@ class Response:
     tokens: the tokens of the completion, with the one that ends it.
     messages: the messages of the prompt that the chat template got; None without a template.
     trainer_state: the progress of training when the completion was written.
+    plain: the text without special tokens, which functions in TRL's form and verl's get, as there;
+        None: it is not known, and they get the text.
     """
 
     prompt: Prompt
@@ -54,6 +56,12 @@ class Response:
     tokens: list[int] | Tensor = field(default_factory=list)
     messages: Sequence[Message] | None = None
     trainer_state: TrainerState = _AT_THE_START
+    plain: str | None = None
+
+    @property
+    def text_elsewhere(self) -> str:
+        """The text that functions of other trainers get."""
+        return self.text if self.plain is None else self.plain
 
     def __str__(self) -> str:
         return (
@@ -274,7 +282,7 @@ def _arguments_of_verl(response: Response) -> dict[str, object]:
             ground_truth = value
     return {
         "data_source": row.get("data_source"),
-        "solution_str": response.text,
+        "solution_str": response.text_elsewhere,
         "ground_truth": ground_truth,
         "extra_info": dict(row.get("extra_info") or {}),
     }
@@ -306,10 +314,10 @@ def _batch_arguments(signature: Signature, responses: Sequence[Response]) -> dic
     for response in responses:
         if response.messages is None:
             prompts.append(response.prompt.text)
-            completions.append(response.text)
+            completions.append(response.text_elsewhere)
         else:
             prompts.append([*response.messages])
-            completions.append([{"role": "assistant", "content": response.text}])
+            completions.append([{"role": "assistant", "content": response.text_elsewhere}])
     arguments["prompts"] = prompts
     arguments["completions"] = completions
     if signature.wants("completion_ids"):

@@ -73,6 +73,11 @@ class Signature(NamedTuple):
         return self.takes_all or bool(set(self.named) - set(OF_A_BATCH))
 
     @property
+    def of_another_trainer(self) -> bool:
+        """Return whether it is in TRL's form or verl's, whose texts have no special tokens."""
+        return self.is_batch or self.is_verl
+
+    @property
     def columns(self) -> list[str]:
         """Return the columns that every row must have."""
         if self.is_verl:

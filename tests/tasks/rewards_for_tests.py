@@ -59,6 +59,13 @@ def logs_its_text(completions, log_extra, **others):
     return [0.0] * len(completions)
 
 
+def characters(completions, **others):
+    return [
+        len(completion if isinstance(completion, str) else completion[-1]["content"])
+        for completion in completions
+    ]
+
+
 def logs_too_few(completions, log_extra, **others):
     log_extra("length", [len(completions[0])])
     return [0.0] * len(completions)

@@ -126,6 +126,30 @@ def test_trainer_state_counts_the_steps_of_the_weights_that_sampled(task_of):
     assert score.reward == 6 / 8 + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("characters", 2),  # TRL decodes "ab", and verl does
+        ("verl_short", 2),
+        ("in_another_order", 2 + len("<think>") - 10),
+    ],
+)
+def test_functions_of_other_trainers_get_no_special_tokens_as_there(task_of, name, expected):
+    row = {"prompt": "?", "answer": "x"}
+    tokenizer = character_tokenizer(None)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    ids = tokenizer("a<think>b", add_special_tokens=False).input_ids
+    assert len(ids) == 3
+    end = tokenizer.eos_token_id
+    tokens = torch.tensor([*ids, end])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for chat in (None, ChatTemplate(tokenizer)):
+        tokenized = TokenizedTask(task_of(MINE + name, rows=[row]), tokenizer, [end], chat)
+        prompt = tokenized.task.prompt(0)
+        (score,) = tokenized.scores([prompt], [Completion(tokens, torch.zeros(4), "stop", 0)])
+        assert score.reward == expected
+
+
 def test_unknown_parameters_and_missing_columns_are_refused(task_of):
     with pytest.raises(
         ConfigError, match=r"parameters among completion, answer, prompt, row.*got confused\(prompt"
