@@ -19,7 +19,7 @@ from pgtoolkit.config.evaluation_sets import (
     values_of_set,
 )
 from pgtoolkit.config.keys import KEYS, OPTION_KEYS, shown
-from pgtoolkit.runs.declared_metrics import OF_THE_CORRECTION, OF_THE_LOSS, metric_named
+from pgtoolkit.runs.declared_metrics import metric_named
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.system.declared import REQUIRED, Alters, Dictionary
@@ -33,15 +33,6 @@ _RECORDED = "takes completions that the policy in training has not written"
 
 _OF_A_STEP_S_SIZE = ("rank 0", "the run", "the step")
 """What times and counts are taken over, which are no measurements of a policy."""
-
-_BY_FORMULA = {
-    *(metric.name for metric in (*OF_THE_LOSS, *OF_THE_CORRECTION)),
-    *("clipped_sampling_fraction", "zero_advantage_group_fraction", "kl_reward"),
-    "kl_coefficient",
-    *("grad_norm", "weight_sum", "critic_grad_norm"),
-    *("value_loss", "value", "return", "explained_variance", "value_clipped_fraction"),
-} - {"new_logprobs", "old_logprobs", "entropy"}
-"""Metrics with a loss, an aggregation, an advantage or a penalty in their formula."""
 
 
 def _kinds_of_keys() -> dict[str, frozenset[Alters]]:
@@ -84,7 +75,7 @@ class Difference:
 def kinds_of(metric: str) -> frozenset[Alters]:
     """Return the kinds of keys that change a metric themselves."""
     declared = metric_named(metric)
-    is_formula = metric in _BY_FORMULA
+    is_formula = declared is not None and bool(declared.in_formula)
     if declared is not None and declared.over in _OF_A_STEP_S_SIZE and not is_formula:
         return frozenset()
     kinds = {*_OF_DOCUMENTS, Alters.end}
@@ -106,6 +97,17 @@ def altering(name: str) -> frozenset[Alters]:
     return _KINDS.get(name, frozenset())
 
 
+def alters(name: str, metric: str) -> frozenset[Alters]:
+    """Return what of a metric of training a key changes itself; empty where it does not."""
+    kinds = altering(name) & kinds_of(metric)
+    declared = metric_named(metric)
+    if Alters.formula not in kinds or declared is None:
+        return kinds
+    places = declared.in_formula
+    is_in_formula = any(name == place or name.startswith(f"{place}.") for place in places)
+    return kinds if is_in_formula else kinds - {Alters.formula}
+
+
 def measured_as(run: Run, metric: str, ignore_code: bool = False) -> dict[str, object]:
     """Return what decides what a metric of a run means, by names of keys, contents and code.
 
@@ -115,13 +117,12 @@ def measured_as(run: Run, metric: str, ignore_code: bool = False) -> dict[str, o
         values = _held_out_as(run, metric)
         code = (CODE, EVALUATION_CODE)
     else:
-        kinds = kinds_of(metric)
-        values = {name: learned(run, name) for name in run.config if altering(name) & kinds}
+        values = {name: learned(run, name) for name in run.config if alters(name, metric)}
         for name in run.trained_with:
-            if name.startswith(CONTENTS) and altering(name.removeprefix(CONTENTS)) & kinds:
+            if name.startswith(CONTENTS) and alters(name.removeprefix(CONTENTS), metric):
                 values[name] = run.trained_with[name]
         values.pop("seed", None)
-        code = (CODE,) if Alters.scores in kinds else ()
+        code = (CODE,) if Alters.scores in kinds_of(metric) else ()
     if not ignore_code:
         scoring = [*_modules_that_score(run)]
         for name in run.trained_with:
@@ -249,7 +250,7 @@ def _difference(name: str, first: Run, second: Run, metric: str, value: object) 
     if name.startswith(CONTENTS):
         return Difference(name, Alters.prompts, None)
     if not metric.startswith(HELD_OUT):
-        kind = next(kind for kind in Alters if kind in altering(name) & kinds_of(metric))
+        kind = next(kind for kind in Alters if kind in alters(name, metric))
         return Difference(shown(name), kind, _use_instead(name, kind, value))
     kind = next(kind for kind in Alters if kind in altering(name))
     group, _, leaf = name.partition(".")

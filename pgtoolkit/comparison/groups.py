@@ -13,9 +13,8 @@ import numpy as np
 from pgtoolkit.comparison import measures
 from pgtoolkit.comparison.bases import first_of_sweep, keep_best, keys_of, planned
 from pgtoolkit.comparison.common_measure import (
-    altering,
+    alters,
     asked_differently,
-    kinds_of,
     measure_of,
 )
 from pgtoolkit.comparison.compared_runs import Compared, RunGroup, learned
@@ -138,7 +137,7 @@ def compare(
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
     numbers = recorded_numbers(compared.groups)
     # Runs on tasks of several blocks are compared task by task.
-    only_paired = any(altering(key) & kinds_of(metric) for key in blocks)
+    only_paired = any(alters(key, metric) for key in blocks)
     samples = [
         replace(sample, measure=measured, only_paired=only_paired, numbers=numbers[place])
         for place, (sample, measured) in enumerate(

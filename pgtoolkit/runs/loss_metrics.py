@@ -4,18 +4,38 @@ from __future__ import annotations
 
 from functools import partial
 
-from pgtoolkit.runs.metric import Metric
+from pgtoolkit.runs.metric import OF_ADVANTAGES, OF_RATIOS, OF_THE_WHOLE_LOSS, Metric
 
 _TOKENS = "trained tokens"
 _FIRST_UPDATE = "at a batch's first update"
 
 _basic = partial(Metric, level="basic")
-_of_ratios = partial(_basic, over="documents", condition="with old log-probs")
-_of_sampler = partial(_basic, over="documents", condition="where the sampler's log-probs are known")
-_of_correction = partial(_basic, over="documents", condition="with a `correction`")
-_of_centering = partial(
-    _basic, over="documents", condition="with `loss.score_centering=true`", see="losses.md"
+_of_ratios = partial(_basic, over="documents", condition="with old log-probs", in_formula=OF_RATIOS)
+_of_advantages = partial(_basic, over=_TOKENS, in_formula=OF_ADVANTAGES)
+_of_sampler = partial(
+    _basic,
+    over="documents",
+    condition="where the sampler's log-probs are known",
+    in_formula=("rollout.old_log_probs",),
 )
+_of_correction = partial(
+    _basic,
+    over="documents",
+    condition="with a `correction`",
+    in_formula=("correction", "rollout.old_log_probs", "accumulation"),
+)
+_of_centering = partial(
+    _basic,
+    over="documents",
+    condition="with `loss.score_centering=true`",
+    in_formula=("loss", *OF_ADVANTAGES),
+    see="losses.md",
+)
+_REFERENCE = (
+    *("kl.kind", "kl.beta", "kl.reference", "kl.reference_prompt"),
+    *("kl.update_every", "kl.update_rate"),
+)
+"""What is in the formula of the distance from a reference, and says which reference."""
 
 OF_THE_LOSS = (
     Metric(
@@ -23,6 +43,7 @@ OF_THE_LOSS = (
         "the loss of the step",
         formula="Σ w_t l_t",
         over=_TOKENS,
+        in_formula=OF_THE_WHOLE_LOSS,
         healthy="near 0, whatever is learned: it is no measure of progress",
         see="losses.md",
     ),
@@ -37,6 +58,7 @@ OF_THE_LOSS = (
         "old_logprobs",
         "the same under the policy that generated them",
         formula="Σ u o / D",
+        in_formula=("rollout.old_log_probs",),
         healthy="equals `new_logprobs` on the first step of a batch of rollouts",
     ),
     _of_ratios(
@@ -82,10 +104,12 @@ OF_THE_LOSS = (
     _of_ratios(
         "clipped_low_fraction",
         "the part with ρ < 1−ε_low and A < 0, where the gradient is cut",
+        in_formula=(*OF_RATIOS, *OF_ADVANTAGES),
     ),
     _of_ratios(
         "clipped_high_fraction",
         "the part with ρ > 1+ε_high and A > 0, where the gradient is cut",
+        in_formula=(*OF_RATIOS, *OF_ADVANTAGES),
     ),
     _of_ratios(
         "clamped_log_ratio_fraction",
@@ -109,7 +133,7 @@ OF_THE_LOSS = (
         over=_TOKENS,
     ),
     _of_ratios("ratio_new_old_squared_sum", "its second sum", formula="Σ v ρ²", over=_TOKENS),
-    _basic(
+    _of_advantages(
         "advantage",
         "mean advantage",
         formula="Σ u A / D",
@@ -117,8 +141,8 @@ OF_THE_LOSS = (
         healthy="0 where advantages are centred in their group, groups are whole and each attempt "
         "is one document",
     ),
-    _basic("min_advantage", "smallest advantage", over=_TOKENS),
-    _basic("max_advantage", "largest advantage", over=_TOKENS),
+    _of_advantages("min_advantage", "smallest advantage"),
+    _of_advantages("max_advantage", "largest advantage"),
     Metric(
         "entropy",
         "mean entropy of the policy at the sampling temperature, in nats",
@@ -135,6 +159,7 @@ OF_THE_LOSS = (
         formula="the (1 − fraction) quantile of H_t",
         over=_TOKENS,
         condition="with `entropy.top_fraction`",
+        in_formula=("entropy", "accumulation"),
         healthy="falls with `entropy`; near 0 the policy is certain of nearly all it writes",
         see="losses.md",
     ),
@@ -143,6 +168,7 @@ OF_THE_LOSS = (
         "share of the tokens that count in the policy term",
         over=_TOKENS,
         condition="with `entropy.top_fraction`",
+        in_formula=("entropy", "accumulation"),
         healthy="`entropy.top_fraction`, or more where many tokens have the threshold's entropy",
         see="losses.md",
     ),
@@ -153,6 +179,7 @@ OF_THE_LOSS = (
         formula="Σ u max_d softmax(s)_d / D",
         over="documents",
         condition="with `loss=tpo` and `lpo`",
+        in_formula=("loss",),
         healthy="between 1 / completions and 1; at 1 the others teach nothing",
         see="losses.md",
     ),
@@ -180,6 +207,7 @@ OF_THE_LOSS = (
         "`kl=full_reverse`, `full_forward` and `full_jsd` it is Σ u k / D of the divergence",
         formula="Σ u (exp(f − p) − (f − p) − 1) / D",
         over="documents",
+        in_formula=_REFERENCE,
         condition="where a reference is known: with `kl=...`, or a recorded column `ref_log_probs`",
         healthy="0 at the start of a run with `kl.reference=initial`, then grows; steady where the "
         "penalty holds it. In distillation it falls",
@@ -191,6 +219,7 @@ OF_THE_LOSS = (
         formula="Σ u k / D",
         over="documents",
         condition="with `kl.target` and `kl.place=loss`",
+        in_formula=("kl", "rollout.old_log_probs"),
         healthy="near the target",
     ),
 )
@@ -214,6 +243,7 @@ OF_THE_SAMPLER = (
         "clipped_sampling_fraction",
         "share of the tokens, or with `gspo` of the documents by their mean difference, whose "
         "ratio the difference alone would take out of the family's clip",
+        in_formula=OF_RATIOS,
         healthy="0. Above 0.1 a note is printed once: the clip cannot tell an update from the "
         "difference",
     ),

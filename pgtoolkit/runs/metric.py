@@ -6,6 +6,14 @@ import functools
 import re
 from dataclasses import dataclass
 
+OF_RATIOS = "loss", "rollout.old_log_probs", "accumulation"
+OF_ADVANTAGES = "advantage", "critic", "kl", "accumulation"
+OF_THE_WHOLE_LOSS = (
+    *("loss", "aggregation", "correction", "kl", "entropy", "advantage", "critic"),
+    *("accumulation", "rollout"),
+)
+"""What is in the formula of ratios, of advantages, and of the loss."""
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -36,6 +44,9 @@ class Metric:
     """The steps at which it looks, where these are not all."""
     unless: str = ""
     """Where a value beyond them is none, and what is one there."""
+    in_formula: tuple[str, ...] = ()
+    """The groups and keys of the configuration that are in its formula: of the keys that are in the
+    formula of a loss (`Alters.formula`), those that change this number for the same policy."""
     see: str = ""
     """The page of docs/ that says more, with its section."""
 

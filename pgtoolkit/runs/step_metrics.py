@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from pgtoolkit.runs.metric import Metric
+from pgtoolkit.runs.metric import OF_ADVANTAGES, OF_THE_WHOLE_LOSS, Metric
 
 _of_attempts = partial(Metric, over="attempts")
 _of_conversations = partial(Metric, over="conversations", condition="with `task.environment`")
 _of_step = partial(Metric, over="the step")
-_of_critic = partial(Metric, over="trained tokens", condition="with `advantage=gae`")
+_of_critic = partial(
+    Metric,
+    over="trained tokens",
+    condition="with `advantage=gae`",
+    in_formula=OF_THE_WHOLE_LOSS,
+)
 _of_rank_0 = partial(Metric, over="rank 0")
 _of_making = partial(_of_rank_0, condition="with `rollout=policy`")
 
@@ -34,18 +39,21 @@ OF_DATA_AND_TRAINER = (
         "made; `reward` is without it",
         formula="−β Σ_t k_t",
         condition="with `kl.place=reward`",
+        in_formula=("kl", "rollout.old_log_probs"),
     ),
     _of_step(
         "kl_coefficient",
         "the coefficient β of the penalty, which `kl.target` moves after each batch of rollouts",
         condition="with `kl.target`",
         healthy="rises while the KL is above the target, and falls while it is below",
+        in_formula=("kl",),
     ),
     _of_critic("value_loss", "the loss of the critic", see="losses.md#a-critic"),
     _of_step(
         "critic_grad_norm",
         "length of the critic's gradient before clipping",
         condition="with `advantage=gae`",
+        in_formula=OF_THE_WHOLE_LOSS,
     ),
     _of_step(
         "critic_learning_rate",
@@ -188,6 +196,7 @@ OF_DATA_AND_TRAINER = (
         "share of those in which every advantage is 0: nothing is learned from them, but with "
         "advantage=none, which makes all of them 0",
         over="groups",
+        in_formula=OF_ADVANTAGES,
         healthy="below 0.9 until the task is solved",
         most=0.9,
     ),
@@ -251,10 +260,12 @@ OF_DATA_AND_TRAINER = (
         "`sample_mean` and `prompt_mean` it is below 1 if documents or prompts have no trained "
         "token",
         formula="Σ w_t",
+        in_formula=("aggregation", *OF_ADVANTAGES),
     ),
     _of_step(
         "grad_norm",
         "length of the gradient before clipping to `optimizer.max_grad_norm`",
+        in_formula=OF_THE_WHOLE_LOSS,
         healthy="within a few times its median",
     ),
     _of_rank_0(

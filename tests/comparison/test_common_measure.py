@@ -119,6 +119,7 @@ def test_of_two_options_with_keys_of_their_own_the_option_alone_is_a_reason():
     [
         ("loss.name", "kl_new_old", "no common measure"),
         ("aggregation.mode", "grad_norm", "no common measure"),
+        ("loss.name", "kl_ref", "lower"),
         ("loss.name", "entropy", "lower"),
         ("loss.name", "completion_length", "lower"),
         ("rollout.temperature", "entropy", "no common measure"),
@@ -130,6 +131,27 @@ def test_numbers_of_the_loss_are_compared_within_one_formula_and_times_always(
 ):
     runs = two_arms({key: "a"}, {key: "b"}, **{metric: (0.5, 0.4)})
     assert verdicts(compare(runs, f"final:{metric}")) == [expected]
+
+
+def test_a_number_has_those_keys_in_its_formula_that_its_metric_declares():
+    keys = (
+        *("loss.name", "loss.path", "aggregation.mode", "advantage.estimator"),
+        *("kl.coefficient", "kl.reference", "kl.kind", "rollout.old_log_probs"),
+    )
+    in_formula = {
+        "kl_ref": {"kl.reference", "kl.kind"},
+        "kl_new_old": {"loss.name", "loss.path", "rollout.old_log_probs"},
+        "clipped_low_fraction": {*keys} - {"aggregation.mode"},
+        "advantage": {"advantage.estimator", "kl.coefficient", "kl.reference", "kl.kind"},
+        "grad_norm": {*keys},
+        "new_logprobs": set(),
+        "completion_length": set(),
+        "tokens_per_second": set(),
+    }
+    for metric, expected in in_formula.items():
+        runs = {key: [run_of(0, 0.5, {key: value}) for value in ("a", "b")] for key in keys}
+        measured = {key for key in keys if differences(*runs[key], metric, ignore_code=False)}
+        assert measured == expected, metric
 
 
 def test_of_prompts_that_the_policy_itself_selects_no_number_of_training_gives_a_verdict():
