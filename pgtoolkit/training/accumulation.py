@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from typing import ClassVar, TypedDict, cast
+from typing import Any, ClassVar, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ log = logging.getLogger("pgtoolkit")
 
 _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 """Metrics without which there is no update; a step has some or all of them."""
+
+_COUNTERS = ("num_updates", "num_skipped_steps", "documents_seen", "documents_trained")
+"""What a module has counted, which a checkpoint of the Trainer keeps."""
 
 _MOST_NAMES = 8
 """Documents that the message on a skipped step names."""
@@ -163,6 +166,15 @@ class DynamicAccumulation(lightning.LightningModule):
         # Not Lightning's wrapper. It has copies of the optimizer's fields, and they keep their old
         # values when a state is loaded.
         return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the counters in a checkpoint of the Trainer."""
+        checkpoint["pgtoolkit"] = {name: getattr(self, name) for name in _COUNTERS}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting, so that a schedule goes on, from where the Trainer's checkpoint was."""
+        for name in _COUNTERS:
+            setattr(self, name, checkpoint["pgtoolkit"][name])
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """Refuse a Trainer that is to clip or to accumulate, and return no callbacks.

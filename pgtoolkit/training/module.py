@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,27 @@ class PolicyGradientModule(DynamicAccumulation):
             updates -= self.critic.settings.steps_before_policy
         self._schedule = LearningRate(optimizer, self._optimizer_settings, updates)
         return [optimizer], [{"scheduler": self._schedule, "interval": "step"}]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from a checkpoint of the Trainer; raises ConfigError where that lacks a part."""
+        parts = {
+            "a critic": self.critic,
+            "an adaptive KL coefficient": self.adaptive_kl,
+            "a loss scale": self.loss_scale,
+            "a reference that follows the policy": self.reference_every,
+        }
+        lacking = [part for part, value in parts.items() if value is not None]
+        if lacking:
+            raise ConfigError(
+                refusal(
+                    setting="ckpt_path",
+                    needs="a module of which a Trainer's checkpoint has all",
+                    got=f"one with {', '.join(lacking)}",
+                    reason="Of these it has no state, so that the training would not go on.",
+                    use="pgtk resume with a run of pgtk",
+                )
+            )
+        super().on_load_checkpoint(checkpoint)
 
     def take_step(self, step: Step) -> StepOutput:
         self._check_sampling_log_probs(step)

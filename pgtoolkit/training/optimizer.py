@@ -198,6 +198,13 @@ class LearningRate(torch.optim.lr_scheduler.LRScheduler):
         rate = learning_rate(self._settings, self.last_epoch, self._max_steps)
         return [rate for _ in self.optimizer.param_groups]
 
+    def state_dict(self) -> dict[str, object]:
+        """Return the number of the update whose rate is set; the settings are the module's."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.set(state_dict["last_epoch"])
+
     def set(self, num_updates: int) -> float:
         """Set the rate of update number `num_updates` (from 0), and return it."""
         self.last_epoch = num_updates

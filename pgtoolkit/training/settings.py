@@ -173,7 +173,8 @@ class OptimizerSettings:
     )
     min_learning_rate: float = key(
         default=0.0,
-        help="Learning rate to which a schedule falls: that of the update after trainer.max_steps; 0: to 0.",
+        help="Learning rate to which a schedule falls: that of the update after "
+        "trainer.max_steps; 0: to 0.",
         least=0,
         most=1e5,
         learns="optimizer.min_learning_rate>0",

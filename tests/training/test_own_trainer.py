@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pgtoolkit.document import Document
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.families import Grpo
 from pgtoolkit.kernels.losses import Computation
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -17,6 +18,7 @@ from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training import frameworks
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.settings import OptimizerSettings, Schedule
 
@@ -28,12 +30,12 @@ QUIET = {
 }
 
 
-def make_module() -> PolicyGradientModule:
+def make_module(max_steps: int = 1) -> PolicyGradientModule:
     policy = build_policy(TinyModelSettings(), alphabet="0123456789=", on_gpu=False)
     loss = Loss(Grpo(), aggregation_of("token_mean"), metrics="basic")
     optimizer = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, schedule=Schedule.linear)
     return PolicyGradientModule(
-        policy, loss, Computation(check_finite=False), optimizer, max_steps=1
+        policy, loss, Computation(check_finite=False), optimizer, max_steps=max_steps
     )
 
 
@@ -105,3 +107,27 @@ def test_a_trainer_that_would_clip_or_accumulate_is_refused_with_what_does(optio
     trainer = lightning.Trainer(max_steps=1, logger=False, **option, **QUIET)
     with pytest.raises(ValueError, match=message):
         trainer.fit(make_module(), steps())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_one_s_own_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    def trained(max_epochs: int, path: str | None = None) -> tuple[PolicyGradientModule, list]:
+        torch.manual_seed(0)
+        module = make_module(max_steps=4)
+        seen = Seen()
+        trainer = lightning.Trainer(max_epochs=max_epochs, callbacks=[seen], logger=False, **QUIET)
+        trainer.fit(module, steps(), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"after-{max_epochs}.ckpt")
+        return module, [metrics["learning_rate"] for _, metrics in seen.of_steps]
+
+    uninterrupted, rates = trained(2)
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    trained(1)
+    resumed, rates_after = trained(2, str(tmp_path / "after-1.ckpt"))
+    assert rates_after == rates[2:]
+    assert (resumed.num_updates, resumed.documents_seen) == (4, 8)
+    pairs = zip(uninterrupted.parameters(), resumed.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    resumed.loss_scale = LossScale()
+    with pytest.raises(ConfigError, match="got one with a loss scale"):
+        resumed.on_load_checkpoint({})
