@@ -223,7 +223,8 @@ def policy_loss(
         (which must be given), group_index and trajectory_index are common to them; T may differ
         between ranks, and be 0.
     data_group: ranks with other documents of the step, used for its totals where these are not
-        given. Each gets its share of the loss, and the gradients of all are to be summed.
+        given. group_index and trajectory_index then count the groups of the whole step, not of a
+        rank. Each gets its share of the loss, and the gradients of all are to be summed.
         DistributedDataParallel and FSDP average them: multiply the loss by the number of ranks
         before its backward pass.
 
