@@ -282,7 +282,7 @@ def keys_called(name: str) -> list[str]:
 
     name: with or without the sections of that trainer: `beta`, `actor_rollout_ref.rollout.n`.
     """
-    keys = list(dict.fromkeys(key for _, row in known_as(name) for key in row.keys))
+    keys = list(dict.fromkeys(key for row in _rows_called(name) for key in row.keys))
     if "." not in name:  # `lr` alone is the policy's, not the critic's
         keys = [key for key in keys if not key.startswith("critic.")] or keys
     # clip_ratio_low is one of two keys, and epsilon is both.
@@ -307,5 +307,12 @@ def option_called(group: str, word: str) -> str:
 
 def keys_mentioned(name: str, group: str) -> list[str]:
     """Return our keys of a group that the rows on another trainer's key mention."""
-    mentioned = [key for _, row in known_as(name) for key in row.typed_keys]
+    mentioned = [key for row in _rows_called(name) for key in row.typed_keys]
     return [key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.")]
+
+
+def _rows_called(name: str) -> list[Theirs]:
+    """Return the rows of another trainer's key, without those of a section that it is in, whose
+    values are of another kind: model.vocab_size has none of those of model."""
+    leaf = name.rpartition(".")[2]
+    return [row for their_name, row in known_as(name) if their_name.rpartition(".")[2] == leaf]
