@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pgtoolkit.config.names import retrained
 from pgtoolkit.config.rules.addresses import named_addresses
 from pgtoolkit.config.rules.executed import folders_outside, named_commands
 from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.rollouts.recorded_folder import batches_in
 from pgtoolkit.runs.records import (
     checkpoint_steps,
     known_provenance,
@@ -25,7 +25,7 @@ from pgtoolkit.runs.records import (
 from pgtoolkit.system.functions import parameters_in_file
 from pgtoolkit.system.plain_files import JsonObject
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import key_of, shell_path, shortest_path, text
+from pgtoolkit.system.report import free_path, key_of, shell_path, shortest_path, text
 from pgtoolkit.tracking.next_commands import OF_PYTHON, pgtk_command
 from pgtoolkit.tracking.store_address import absolute_uri
 
@@ -86,11 +86,15 @@ def branch_command(run_dir: Path, overrides: Sequence[str]) -> str:
         return _command_with(run_dir, overrides)
     step = steps[-1]
     config = read_resolved(run_dir)
-    folder = _new_folder(f"{shortest_path(run_dir)}-{step}")
+    folder = free_path(f"{shortest_path(run_dir)}-{step}")
     values = {key_of(item): item for item in _typed_overrides(run_dir)}
+    own_folder = f"rollout.save_path={_quoted(free_path(f'{folder}-rollouts'))}"
     if config["rollout"].get("save_path"):
-        values["rollout.save_path"] = f"rollout.save_path={_quoted(f'{folder}-rollouts')}"
+        values["rollout.save_path"] = own_folder
     values |= {key_of(item): item for item in overrides}
+    typed_folder = values.get("rollout.save_path", "").partition("=")[2].strip("'\"")
+    if typed_folder not in ("", "null") and batches_in(typed_folder):
+        values["rollout.save_path"] = own_folder
     typed_steps = values.get("trainer.max_steps", "").partition("=")[2]
     max_steps = int(typed_steps) if typed_steps.isdecimal() else config["trainer"]["max_steps"]
     if max_steps <= step:
@@ -102,12 +106,6 @@ def branch_command(run_dir: Path, overrides: Sequence[str]) -> str:
         f"hydra.run.dir={_quoted(folder)}",
         *values.values(),
     )
-
-
-def _new_folder(path: str) -> str:
-    """Return the path, with a number where it exists."""
-    numbered = (f"{path}-{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([path], numbered) if not Path(name).exists())
 
 
 def sync_command(run_dir: str | Path, uri: str | None) -> str:

@@ -90,7 +90,7 @@ def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
         first=_ROWS_TRIED,
         tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
     )
-    report.notes += rollouts.notes_on_texts()
+    report.notes += rollouts.notes()
     assert isinstance(config.rollout, RecordedRolloutSettings)
     schedule = config.optimizer.schedule
     _check_number_of_rows(

@@ -154,8 +154,10 @@ class Conversations:
             ]
         try:
             row = self._of_chat([QUESTION, ANSWER], 0)
-        except ValueError:
-            return []  # A template for other conversations, of which each row is seen by itself.
+        except Exception:
+            # A template for other conversations, or a tokenizer without a token for a character of
+            # this one. Each row is seen by itself.
+            return []
         trained = {token for token, is_trained in zip(*row.values(), strict=True) if is_trained}
         if trained & {*ends}:
             return []

@@ -237,6 +237,8 @@ class Indexing:
                 "no row has an advantage or a reward: every advantage is 1 (supervised "
                 "fine-tuning)."
             )
+        else:
+            self.notes += notes_on_weights(rows, self.estimator, self.rules)
         self._problems.raise_if_any()
         return imitates
 
@@ -386,6 +388,21 @@ class Indexing:
     def _refuse(self, index: int | np.integer, field: str, reason: str) -> None:
         """Collect a problem with a field of a row."""
         self._problems.add(f"{self._label(index)}:{field}", reason)
+
+
+def notes_on_weights(rows: np.ndarray, estimator: Estimator, rules: Rules) -> list[str]:
+    """Return a note where a loss that could imitate the rows is weighted by their advantages.
+
+    rows: (documents,) of ROW.
+    """
+    imitates = estimator.name == AdvantageEstimator.given and "old_log_probs" not in rules.required
+    if not imitates or not rows["has_advantage"].any() or np.isnan(rows["reward"]).all():
+        return []
+    return [
+        "rows have rewards and advantages: every token is weighted by its advantage, and a "
+        "negative one makes it less likely. To imitate the right completions alone (supervised "
+        "fine-tuning), use files of their rows with token_ids and loss_mask only."
+    ]
 
 
 def _entries_of(row: RecordedRow, group: int, trajectory: int) -> tuple:

@@ -16,7 +16,7 @@ from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import Conversations, LoadTokenizer
 from pgtoolkit.rollouts.estimator import Estimator
-from pgtoolkit.rollouts.indexing import Indexing
+from pgtoolkit.rollouts.indexing import Indexing, notes_on_weights
 from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import COLUMNS, RecordedRow, Rules
@@ -104,10 +104,11 @@ class RecordedRollouts(Source):
         """Return the tokens of the longest document."""
         return int(self._rows["tokens"].max())
 
-    def notes_on_texts(self) -> list[str]:
-        """Return what may surprise in how texts became tokens; nothing if the rows have tokens."""
+    def notes(self) -> list[str]:
+        """Return what may surprise in how texts became tokens, and in how rows are weighted."""
         texts = self._rules.texts
-        return texts.notes() if texts is not None and texts.read else []
+        on_texts = texts.notes() if texts is not None and texts.read else []
+        return on_texts + notes_on_weights(self._rows, self.estimator, self._rules)
 
     def outline(self, position: int) -> Outline:
         """Return what the index knows of a document; nothing is read."""

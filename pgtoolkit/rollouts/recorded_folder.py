@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import free_path, refusal
 
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:
@@ -17,7 +17,7 @@ def occupied_by_rollouts(save_path: str | None) -> str | None:
         needs="a new or empty folder",
         got=f"one with {batches} batches of rollouts",
         reason="The rollouts of two runs would mix.",
-        use="another folder, or remove this one",
+        use=f"rollout.save_path={free_path(str(save_path).rstrip(os.sep))}",
     )
 
 

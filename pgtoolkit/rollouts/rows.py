@@ -120,8 +120,9 @@ def _token_ids(value: object, _row: RecordedRow, rules: Rules) -> np.ndarray:
     place = _first((tokens < 0) | (tokens >= rules.vocabulary_size))
     if place is not None:
         raise Unusable(
-            f"is {tokens[place]} at position {place}; the vocabulary is 0 to "
-            f"{rules.vocabulary_size - 1}"
+            f"needs tokens of the vocabulary, 0 to {rules.vocabulary_size - 1} (got "
+            f"{tokens[place]} at position {place}). Use the model and the task of the run that "
+            "recorded them, as its config.yaml has them"
         )
     if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
         raise TooManyTokens(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import math
 import os
 import re
@@ -206,6 +207,13 @@ def shortest_path(path: str | Path) -> str:
     absolute = os.path.abspath(path)
     relative = os.path.relpath(absolute)
     return absolute if Path(relative).parts[:1] == (os.pardir,) else relative
+
+
+def free_path(path: str, ending: str = "") -> str:
+    """Return a path with an ending that does not exist, with a number before it if need be."""
+    numbered = (f"{path}-{number}{ending}" for number in itertools.count(2))
+    names = itertools.chain([path + ending], numbered)
+    return next(name for name in names if not os.path.lexists(os.path.expanduser(name)))
 
 
 def program(name: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -112,17 +113,37 @@ class TokenizedTask:
             prompt = prompts[0]
             reason = first_line(error)
             if "[UNK]" in reason:
-                # The tiny model's tokens are the characters of its task.
-                unknown = sorted({*prompt.text} - {*self.tokenizer.get_vocab()})
-                characters = listed([repr(character) for character in unknown], 5)
-                reason = (
-                    f"it has no token for {characters}, which prompts and answers of training lack"
-                )
+                reason = f"it has no token for {self._without_token(prompt)}"
             raise DataError(
                 f"the prompt {prompt.text[:60]!r} at {prompt.place} cannot be encoded by "
                 f"the model's tokenizer: {reason}"
             ) from error
         return tokens
+
+    def _without_token(self, prompt: Prompt) -> str:
+        """Return what a tokenizer of whole words or characters, as the tiny model's, lacks."""
+        unknown = self._unknown_in(prompt.text)
+        if unknown or self.chat is None:
+            return f"{unknown}, which prompts and answers of training lack"
+        text = self.chat.text(self.chat.messages(prompt), goes_on=True)
+        return (
+            f"{self._unknown_in(text)}, in the text that the chat template makes of the prompt: "
+            f"{text!r:.200}"
+        )
+
+    def _unknown_in(self, text: str) -> str:
+        """Return the pieces of a text that are no tokens, in words."""
+        vocabulary = self.tokenizer.get_vocab()
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
+        marks = sorted(added, key=len, reverse=True)
+        parts = re.split("|".join(map(re.escape, marks)), text) if marks else [text]
+        backend = cast("Tokenizer", self.tokenizer.backend_tokenizer)
+        pieces = {*parts}
+        if backend.pre_tokenizer is not None:
+            pieces = {
+                piece for part in parts for piece, _ in backend.pre_tokenizer.pre_tokenize_str(part)
+            }
+        return listed([repr(piece) for piece in sorted(pieces - {*vocabulary, ""})], 5)
 
     def _check_vocabulary(self, tokens: list[list[int]]) -> None:
         """Raise ValueError for a token that the model has no weights of."""

@@ -158,6 +158,7 @@ def test_the_tables_hold_no_key_twice():
         ("lr", ["optimizer.learning_rate"]),
         ("scale_rewards", []),
         ("actor_rollout_ref.actor.profiler.tool_config.npu.level", []),
+        ("model.vocab_size", []),  # of the section model, whose value is a path
         ("nothing_of_theirs", []),
     ],
 )

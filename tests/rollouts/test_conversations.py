@@ -551,6 +551,15 @@ def test_a_note_counts_rows_that_hold_what_the_template_or_the_tokenizer_adds():
     ]
 
 
+def test_a_vocabulary_without_the_words_that_try_a_template_gets_no_note():
+    words = {"<end>": 0, "yes": 1}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")), eos_token="<end>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+    assert conversations_with(tokenizer, [0]).notes() == []
+
+
 def test_pgtk_check_and_a_run_note_that_no_end_is_trained(tmp_path, model, capsys):
     """Rows of tokens have no template, and no such note."""
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"messages": TALK}] * 2)

@@ -162,3 +162,18 @@ def test_a_rank_reads_only_its_own_documents_and_all_fail_if_one_has_changed(tmp
     row_of_second = int(second[0].partition(":")[2]) - 1
     for message in world(2).run(read_on_a_rank, path, row_of_second):
         assert message.startswith("rank 1: r.jsonl was changed while it was in use")
+
+
+@pytest.mark.parametrize(
+    ("reward", "old", "noted"), [(1.0, False, 1), (None, False, 0), (1.0, True, 0)]
+)
+def test_a_note_says_that_recorded_advantages_weight_what_a_loss_could_imitate(
+    tmp_path, reward, old, noted
+):
+    rows = [row | {"reward": reward} for row in complete_rows()]
+    rollouts = recorded_rollouts(
+        write_jsonl(tmp_path / "r.jsonl", rows), "given", reads_old_log_probs=old
+    )
+    notes = [note for note in rollouts.notes() if "weighted by its advantage" in note]
+    assert len(notes) == noted
+    assert [note for note in rollouts.index.notes if "weighted" in note] == notes

@@ -34,7 +34,10 @@ def refusal(path: Path, estimator: str = "dr_grpo", **options) -> str:
 BAD = {
     "token_ids": [
         (..., "is missing; the row has loss_mask"),
-        ([1, 2, 3, 4, 100], "is 100 at position 4; the vocabulary is 0 to 99"),
+        (
+            [1, 2, 3, 4, 100],
+            "needs tokens of the vocabulary, 0 to 99 (got 100 at position 4). ",
+        ),
         ([1, 2, 3, 4], "has 5 entries and token_ids has 4"),
         ([], "is empty"),
         ([1.0, 2.0, 3.0, 4.0, 5.0], "needs a list of integers"),

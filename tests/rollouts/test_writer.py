@@ -76,7 +76,12 @@ def test_a_resumed_run_neither_loses_nor_repeats_recorded_batches(tmp_path):
     folder = recording_folder(tmp_path / "saved")
     for number in range(3):
         write_batch(folder, number, various_documents(number, 4))
-    with pytest.raises(ConfigError, match=r"needs a new or empty folder \(got one with 3 batches"):
+    (tmp_path / "saved-2").mkdir()
+    with pytest.raises(
+        ConfigError,
+        match=r"needs a new or empty folder \(got one with 3 batches.* Use rollout.save_path="
+        rf"{tmp_path}/saved-3\.$",
+    ):
         recording_folder(folder)
     for number in (1, 2, 3):  # from the checkpoint after batch 0 on
         write_batch(recording_folder(folder, resume=True), number, various_documents(number, 4))

@@ -3,17 +3,19 @@ no completion can contain."""
 
 from collections.abc import Iterator, Sequence
 
+import pytest
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, with_model
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
-from tokenizers import normalizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.assembly.build import build
 from pgtoolkit.assembly.preview import notes_on_ends, notes_on_rows
 from pgtoolkit.cli import main
 from pgtoolkit.completion import Prompt
-from pgtoolkit.tasks.chat_template import chat_of
+from pgtoolkit.errors import DataError
+from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.prompts import TokenizedTask
 
 
@@ -150,3 +152,16 @@ def test_check_refuses_a_prompt_that_the_tokenizer_cannot_encode(tmp_path, capsy
     page = capsys.readouterr().out
     (problem,) = page.partition("Problems (1)\n")[2].splitlines()
     assert "the prompt '1+2=' at p.jsonl:1 cannot be encoded" in problem
+
+
+def test_the_text_of_a_template_without_tokens_is_named():
+    vocabulary = {character: number for number, character in enumerate("1+2=[]")}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!?"
+    task = TokenizedTask(None, tokenizer, chat=ChatTemplate(tokenizer))
+    with pytest.raises(DataError, match=r"no token for '!', '\?', in the text .*!\?'"):
+        task.encode([Prompt("1+2=", "3", 0, "p.jsonl:1")])
+    with pytest.raises(DataError, match=r"no token for '4', which prompts and answers"):
+        task.encode([Prompt("1+4=", "5", 0, "p.jsonl:1")])

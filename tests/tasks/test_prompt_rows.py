@@ -3,6 +3,7 @@ the line says to type works."""
 
 import gzip
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -140,6 +141,8 @@ def test_the_command_that_converts_a_file_works(tmp_path, monkeypatch, name, con
     (new,) = Path().glob("*.jsonl")
     (prompt,) = read_prompts(str(new), None, "prompt", "answer")
     assert (prompt.text, prompt.answer) == (ASKED, "007")
+    if name.endswith((".csv", ".tsv", ".json")):  # The new file exists now, and stays.
+        assert refusal(name)[0].endswith(f"{shlex.quote(new.stem + '-2.jsonl')}")
 
 
 @pytest.mark.parametrize(

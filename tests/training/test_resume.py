@@ -247,6 +247,17 @@ def test_a_key_changed_by_hand_that_a_resume_cannot_change_is_refused(copied, ca
     assert metrics_of(copied) == rows
 
 
+def test_a_run_of_its_own_is_not_told_to_record_into_the_folder_of_another(copied, capsys):
+    folder = copied.parent / "recorded"
+    folder.mkdir()
+    words = ["resume", copied, "optimizer.learning_rate=0.5", f"rollout.save_path={folder}"]
+    assert f" rollout.save_path={folder} " in refusal(capsys, *words)
+    (folder / "batch-000000.parquet").touch()
+    error = refusal(capsys, *words)
+    assert f"rollout.save_path={folder}" not in error
+    assert re.search(r"hydra.run.dir=(\S+) .*rollout.save_path=\1-rollouts ", error)
+
+
 def test_a_key_changed_by_hand_that_decides_what_is_learned_needs_a_run_of_its_own(
     copied, capsys, monkeypatch
 ):
