@@ -131,7 +131,7 @@ def test_more_processes_than_the_machine_has_room_for_are_refused(capsys, monkey
         (
             [GROUP[0], GROUP[1] | {"token_ids": [1, 2, 99]}],
             [],
-            "rows.jsonl:2:token_ids: is 99 at position 2",
+            "rows.jsonl:2:token_ids: needs tokens of the vocabulary, 0 to ",
         ),
         (GROUP, ["accumulation.max_tokens=2"], "has 3 tokens and at most 2 fit"),
         (GROUP, ["correction=token_mask"], "rows.jsonl:1:sampling_log_probs: is missing"),
