@@ -380,16 +380,23 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
         _refuse_ignored(c, report, key, default_value)
 
 
+_MOST_LISTED = 64
+"""The most numbers that a remedy has one by one."""
+
+
 def remedies_of(key: Key, value: object) -> list[str]:
     """Return what to type for each condition on a key; empty where that is the condition itself.
 
     [1..VALUE] in it are as many numbers as the value says, such as the GPUs of a server.
     """
-    if not key.use:
+    use = key.use
+    if not use:
         return []
-    count = value if is_whole(value) and fits(key, value) else 1
-    numbers = text([*range(1, int(str(count)) + 1)])
-    return key.use.replace("[1..VALUE]", numbers).split(" and ")
+    if "[1..VALUE]" in use:
+        count = int(str(value)) if is_whole(value) and fits(key, value) else 1
+        numbers = text([*range(1, count + 1)]) if count <= _MOST_LISTED else f"[1,...,{count}]"
+        use = use.replace("[1..VALUE]", numbers)
+    return use.split(" and ")
 
 
 def _refuse_ignored(c: Config, report: Report, key: Key, default_value: object) -> None:

@@ -177,8 +177,8 @@ def test_jobs_that_were_trained_before_a_module_of_the_users_changed_are_noted(
     assert trained_before(sweep.folder / "job") == ""
     (tmp_path / "mine.py").write_text("x = 2\n")
     assert notes_on_code(sweep) == [
-        "note: mine has changed since 1 job of this sweep trained with it. What is done stays as "
-        "it is. Use hydra.sweep.dir=s-2 to train all with the new code."
+        "note: mine has changed since 1 job of this sweep trained with it. Jobs that are done are "
+        "kept. Use hydra.sweep.dir=s-2 to train all with the new code."
     ]
     expected = " It was trained before mine changed; use another directory to train anew."
     assert trained_before(sweep.folder / "job") == expected
