@@ -92,14 +92,15 @@ drop_checkpoints() {
 }
 
 # A lane of the machine: commands one after the other, until the time is over. Of KEY=best_of:SWEEP:SEEDS the value is
-# the one that did best in a sweep of tuning runs, which are done by then, with so many seeds of each value.
+# the one that did best in a sweep of tuning runs, with so many seeds of each value; while it is not done, perhaps in
+# another lane, it is waited for.
 lane() {
   local name=$1 value words
   shift
   for words in "$@"; do
     if [[ $words =~ ([a-z_.]+)=best_of:([^ :]+):([0-9]+) ]]; then
-      value=$(python3 -m study.pretrained best_value "${BASH_REMATCH[2]}" "${BASH_REMATCH[1]}" \
-        "${BASH_REMATCH[3]}") || return 0
+      until value=$(python3 -m study.pretrained best_value "${BASH_REMATCH[2]}" "${BASH_REMATCH[1]}" \
+        "${BASH_REMATCH[3]}"); do sleep 10; done
       echo "[$name] ${BASH_REMATCH[2]}: ${BASH_REMATCH[1]}=$value"
       words=${words/${BASH_REMATCH[0]}/${BASH_REMATCH[1]}=$value}
     fi
@@ -200,7 +201,7 @@ words_of() {
   esac
 }
 
-# Of each of three lanes. A run takes 4 GB of the GPU, and 8 with a critic.
+# Of each lane. A run takes 4 GB of the GPU, and 8 with a critic.
 JOBS=${JOBS:-3}
 
 # Of an arm the tuning runs and the test runs: NAME KEY=VALUE,... TUNING_SEEDS TEST_SEEDS WORDS
@@ -264,7 +265,7 @@ FAR_RATES=optimizer.learning_rate=3e-6,1e-5,3e-5
 old_documents() {
   local folder=$1 seconds=$2 seeds=$3 arm rates lanes=() runs
   shift 3
-  for arm in grpo half_shuffled cispo -- tis icepop ipo -- reinforce_centered tis_centered; do
+  for arm in grpo -- cispo -- tis half_shuffled -- icepop -- ipo -- reinforce_centered -- tis_centered; do
     if [ $arm = -- ]; then
       lanes+=(--)
       continue
@@ -285,17 +286,17 @@ old_documents() {
   in_lanes "$folder" "$seconds" "${lanes[@]}"
 }
 
-# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents.
+# One pass are the runs of `loss` and `adapters`. All sample 60 batches, and are evaluated after as many documents. The
+# critic of ppo keeps the rate that it has there.
 passes() {
-  local folder=$1 seconds=$2 seeds=$3 arm number lanes=() runs
+  local folder=$1 seconds=$2 seeds=$3 arm number words lanes=() runs
   shift 3
-  for arm in grpo cispo -- reinforce -- ppo; do
-    if [ $arm = -- ]; then
-      lanes+=(--)
-      continue
-    fi
+  for arm in grpo cispo reinforce ppo; do
     for number in 2 4; do
-      mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $(words_of $arm) rollout.passes=$number \
+      if [ ${#lanes[@]} != 0 ]; then lanes+=(--); fi
+      words=$(words_of $arm)
+      if [ $arm = ppo ]; then words+=" critic.learning_rate=1e-4"; fi
+      mapfile -t runs < <(tuned passes_${number}_$arm $FAR_RATES 0,1 "$seeds" $words rollout.passes=$number \
         trainer.max_steps=$((240 * number)) trainer.checkpoint_every=$((240 * number)) evaluation.every=$((40 * number)) "$@")
       lanes+=("${runs[@]}")
     done
